@@ -1,0 +1,1 @@
+"""Wire formats: what clients send and get, and the OpenAI-shaped calls that the engine answers."""

@@ -1,0 +1,267 @@
+"""LMI's text generation format: `inputs` and `parameters` in, `generated_text` out.
+
+The schema is the one of Amazon SageMaker's LMI container, which took it from Hugging Face's text
+generation inference server. It becomes an OpenAI completion for the engine.
+"""
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from handlers.records import EngineCall, FormatError
+
+DEFAULT_MAX_NEW_TOKENS = 30
+
+_RENAMED = {
+    "max_new_tokens": "max_tokens",
+    "truncate": "truncate_prompt_tokens",
+    "ignore_eos_token": "ignore_eos",
+}
+
+# Understood below, or of no meaning to vLLM: search and watermarking options of other engines.
+_NOT_PASSED = {
+    "best_of",
+    "decoder_input_details",
+    "details",
+    "do_sample",
+    "early_stopping",
+    "num_beams",
+    "return_full_text",
+    "stop",
+    "stop_sequences",
+    "top_n_tokens",
+    "typical_p",
+    "watermark",
+}
+
+
+class _Parameters(msgspec.Struct):
+    """The parameters that mean something here; the others are passed to vLLM as they are."""
+
+    max_new_tokens: int | None = None
+    do_sample: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    return_full_text: bool | None = None
+    stop: str | list[str] | None = None
+    stop_sequences: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    n: int | None = None
+    seed: int | None = None
+
+
+class _Request(msgspec.Struct):
+    inputs: str | list[str]
+    parameters: dict[str, Any] | None = None
+    stream: bool | None = None
+    adapters: str | None = None
+    model: str | None = None
+
+
+_read_request = msgspec.json.Decoder(_Request).decode
+_encode = msgspec.json.encode
+
+
+def parse(body: bytes) -> EngineCall:
+    """Read an LMI request. Raises FormatError when it has a wrong type or asks the impossible."""
+    try:
+        request = _read_request(body)
+        given = request.parameters or {}
+        parameters = msgspec.convert(given, _Parameters)
+    except msgspec.ValidationError as error:
+        raise FormatError(str(error)) from None
+    stream = bool(request.stream)
+    if stream and isinstance(request.inputs, list):
+        raise FormatError("a list of inputs cannot be streamed; send one per request", "inputs")
+    if stream and (parameters.n or 1) > 1:
+        raise FormatError("more than one sequence cannot be streamed; leave n at 1", "n")
+    if (parameters.n or 1) > 1 and not parameters.details:
+        raise FormatError(
+            "n above 1 needs details: true, where the others are in best_of_sequences", "n"
+        )
+
+    call: dict[str, Any] = {
+        _RENAMED.get(name, name): value
+        for name, value in given.items()
+        if name not in _NOT_PASSED and value is not None
+    }
+    call["prompt"] = request.inputs
+    call.setdefault("max_tokens", DEFAULT_MAX_NEW_TOKENS)
+    if parameters.do_sample is False:
+        call["temperature"] = 0
+    if stop := [*_listed(parameters.stop), *_listed(parameters.stop_sequences)]:
+        call["stop"] = stop
+    if model := request.adapters or request.model:
+        call["model"] = model
+    if stream or parameters.details:
+        call.setdefault("logprobs", 0)  # of the chosen tokens alone
+        call["return_token_ids"] = True
+    if stream:
+        call["stream"] = True
+    elif parameters.details and parameters.decoder_input_details:
+        call.setdefault("prompt_logprobs", 0)
+    return EngineCall("/v1/completions", _encode(call), LmiReply(request.inputs, parameters))
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+
+
+class _PromptLogprob(msgspec.Struct):
+    logprob: float
+    decoded_token: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str
+    index: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_read_completion = msgspec.json.Decoder(_Completion).decode
+
+
+class LmiReply:
+    """Renders an OpenAI completion, whole or event by event, as LMI does."""
+
+    def __init__(self, inputs: str | list[str], parameters: _Parameters) -> None:
+        self._inputs = inputs
+        self._parameters = parameters
+        self._text: list[str] = []
+        self._generated_tokens = 0
+        self._input_length: int | None = None
+
+    def whole(self, answer: bytes) -> bytes:
+        choices = sorted(_read_completion(answer).choices, key=lambda choice: choice.index)
+        if isinstance(self._inputs, str):
+            return _encode(self._sequence(self._inputs, choices))
+        n = self._parameters.n or 1
+        return _encode(
+            [
+                self._sequence(prompt, choices[place * n : (place + 1) * n])
+                for place, prompt in enumerate(self._inputs)
+            ]
+        )
+
+    def event(self, data: bytes) -> list[bytes]:
+        if data == b"[DONE]":
+            return []
+        objects = []
+        for choice in _read_completion(data).choices:
+            if choice.prompt_token_ids is not None:
+                self._input_length = len(choice.prompt_token_ids)
+            tokens = _tokens(choice)
+            self._generated_tokens += len(choice.token_ids or ())
+            self._text.append(choice.text)
+            lines = [
+                {"index": choice.index, "token": token, "generated_text": None, "details": None}
+                for token in tokens
+            ]
+            if choice.finish_reason:
+                lines[-1] |= self._ending(choice)
+            objects += [_encode(line) for line in lines]
+        return objects
+
+    def _ending(self, choice: _Choice) -> dict[str, Any]:
+        """What the last object of a stream says of the whole."""
+        text = self._full_text(str(self._inputs), "".join(self._text))
+        ending: dict[str, Any] = {"generated_text": text}
+        if self._parameters.details:
+            ending["details"] = {
+                "finish_reason": self._finish_reason(choice),
+                "seed": self._parameters.seed,
+                "generated_tokens": self._generated_tokens,
+                "input_length": self._input_length,
+            }
+        return ending
+
+    def _sequence(self, prompt: str, choices: list[_Choice]) -> dict[str, Any]:
+        """The object for one prompt; of its choices the first, and in the details the others."""
+        first, *others = choices
+        sequence: dict[str, Any] = {"generated_text": self._full_text(prompt, first.text)}
+        if not self._parameters.details:
+            return sequence
+        sequence["details"] = self._details(first)
+        sequence["details"]["prefill"] = _prefill(first)
+        sequence["details"]["input_length"] = len(first.prompt_token_ids or ())
+        if others:
+            sequence["details"]["best_of_sequences"] = [
+                {"generated_text": self._full_text(prompt, other.text)} | self._details(other)
+                for other in others
+            ]
+        return sequence
+
+    def _details(self, choice: _Choice) -> dict[str, Any]:
+        return {
+            "finish_reason": self._finish_reason(choice),
+            "generated_tokens": len(choice.token_ids or ()),
+            "seed": self._parameters.seed,
+            "tokens": _tokens(choice),
+        }
+
+    def _full_text(self, prompt: str, text: str) -> str:
+        return prompt + text if self._parameters.return_full_text else text
+
+    def _finish_reason(self, choice: _Choice) -> str | None:
+        """LMI's words for vLLM's: `stop` is an end-of-sequence token or something asked for.
+
+        A model may have several end-of-sequence tokens; vLLM names all but one in stop_reason.
+        """
+        if choice.finish_reason != "stop":
+            return choice.finish_reason
+        asked = isinstance(choice.stop_reason, str) or choice.stop_reason in (
+            self._parameters.stop_token_ids or ()
+        )
+        return "stop_sequence" if asked else "eos_token"
+
+
+def _tokens(choice: _Choice) -> list[dict[str, Any]]:
+    """The tokens of a choice or chunk. Their texts join to its text, whatever the tokens are.
+
+    A stop sequence cuts text off the end, so each token has what the choice's text has in its
+    place. Where that fails (the pieces of a character that several tokens make up have no text of
+    their own) the last token carries it all.
+    """
+    ids: list[int | None] = [*(choice.token_ids or ())] or [None]
+    own = choice.logprobs.tokens if choice.logprobs else []
+    if len(own) == len(ids) and "".join(own).startswith(choice.text):
+        ends = list(itertools.accumulate(len(text) for text in own))
+        texts = [choice.text[end - len(text) : end] for text, end in zip(own, ends, strict=True)]
+    else:
+        texts = [""] * (len(ids) - 1) + [choice.text]
+    logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+    if len(ids) != len(logprobs):
+        logprobs = [None] * len(ids)
+    # LMI's code calls it logprob, its documentation log_prob; clients were written for either.
+    return [
+        {"id": token, "text": text, "logprob": logprob, "log_prob": logprob}
+        for token, text, logprob in zip(ids, texts, logprobs, strict=True)
+    ]
+
+
+def _prefill(choice: _Choice) -> list[dict[str, Any]]:
+    """The prompt's tokens with their log probabilities; the first token has none."""
+    prefill = []
+    for token, logprobs in zip(
+        choice.prompt_token_ids or (), choice.prompt_logprobs or (), strict=False
+    ):
+        found = (logprobs or {}).get(str(token))
+        logprob = found.logprob if found else None
+        text = found.decoded_token if found else None
+        prefill.append({"id": token, "text": text, "logprob": logprob, "log_prob": logprob})
+    return prefill

@@ -1,0 +1,34 @@
+"""What passes between a wire format and the engine."""
+
+import dataclasses
+from typing import Protocol
+
+
+class FormatError(ValueError):
+    """A request that its format does not allow. The message is meant for the client.
+
+    parameter: the part of the request that is at fault, where one is.
+    """
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class Reply(Protocol):
+    """Turns the engine's answer to one request, in OpenAI's shape, into the format's own."""
+
+    def whole(self, answer: bytes) -> bytes:
+        """The JSON body of an answer that is not streamed."""
+
+    def event(self, data: bytes) -> list[bytes]:
+        """The JSON objects that one server-sent event's data becomes: none, one or several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCall:
+    """A request as the engine takes it. reply: None where the engine's answer is the format's."""
+
+    path: str
+    body: bytes
+    reply: Reply | None = None

@@ -1,0 +1,1 @@
+"""What the operator asked for, what the machine has, and what follows from both. Starts nothing."""

@@ -1,0 +1,279 @@
+"""vLLM inside our process. The only file that knows vLLM's Python interface (0.32).
+
+To everybody else the engine is an ASGI app that speaks the OpenAI API, and may die.
+"""
+
+import asyncio
+import contextlib
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import httpx
+from starlette.types import ASGIApp
+
+T = TypeVar("T")
+
+Note = Callable[[str], None]
+"""Told what the start is busy with, for people who wait."""
+
+
+class Engine(Protocol):
+    """The seam: what the rest of Slipway knows of an engine."""
+
+    app: ASGIApp
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot answer any more, or None while it can."""
+
+    async def stop(self) -> None:
+        """Stop the engine. Requests should have ended before."""
+
+
+class EngineError(Exception):
+    """The engine could not be started. The message says why."""
+
+
+class VllmEngine:
+    """A running vLLM: its ASGI app and the client of its processes."""
+
+    def __init__(self, app: ASGIApp, client: Any, until_stopped: contextlib.AsyncExitStack) -> None:
+        self.app = app
+        self._client = client
+        self._until_stopped = until_stopped
+
+    @property
+    def failure(self) -> str | None:
+        return "an engine process ended unexpectedly" if self._client.errored else None
+
+    async def stop(self) -> None:
+        await self._until_stopped.aclose()
+        await _in_thread(self._client.shutdown, 2.0)
+
+
+async def start(arguments: list[str], note: Note) -> VllmEngine:
+    """Start vLLM with these command-line arguments and have it generate once.
+
+    The event loop stays free to answer while vLLM imports, loads and compiles in a thread. Raises
+    EngineError when vLLM cannot start.
+    """
+    try:
+        note("importing vLLM")
+        await _in_thread(_import)
+        args = await _in_thread(_parse, arguments)
+        note("loading the model")
+        client = await _in_thread(_build, args)
+        note("preparing the API")
+        engine = await _serve(client, args)
+    except Exception as error:
+        raise EngineError(_reason(error)) from error
+    note("warming up")
+    try:
+        await _warm_up(engine.app, list(await client.get_supported_tasks()))
+    except BaseException:
+        await engine.stop()
+        raise
+    return engine
+
+
+def _import() -> None:
+    # Everything that a later step imports, so that none of them holds up the event loop.
+    import vllm.entrypoints.generate.api_router
+    import vllm.entrypoints.launchers.api_server.app_state
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.entrypoints.launchers.cli_args
+    import vllm.entrypoints.openai.chat_completion.batch_serving
+    import vllm.entrypoints.openai.responses.serving
+    import vllm.entrypoints.pooling.factories
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    from vllm.entrypoints.launchers import launcher
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> Any:  # argparse would print its usage and exit
+            raise ValueError(message)
+
+    args: Namespace = make_arg_parser(Parser()).parse_args(arguments)
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    launcher.validate_api_server_args(args)
+    return args
+
+
+def _build(args: Namespace) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+    from vllm.renderers import ChatParams
+    from vllm.renderers.chat_utils import load_chat_template
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # Ctrl-C reaches every process of a terminal's group. The engine's processes inherit this
+    # thread's mask and never see it: they are to work on while requests drain.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    usage = UsageContext.OPENAI_API_SERVER
+    client = AsyncLLM.from_vllm_config(
+        vllm_config=engine_args.create_engine_config(usage_context=usage),
+        usage_context=usage,
+        enable_log_requests=engine_args.enable_log_requests,
+        aggregate_engine_logging=engine_args.aggregate_engine_logging,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    # init_app_state() does this too, on the event loop, where it would hold up /ping for as long as
+    # a second tokenizer takes to load; done once, it is quick.
+    client.renderer.warmup(
+        ChatParams(
+            chat_template=load_chat_template(args.chat_template),
+            chat_template_content_format=args.chat_template_content_format,
+            chat_template_kwargs=resolve_default_chat_template_kwargs(args),
+        )
+    )
+    return client
+
+
+async def _serve(client: Any, args: Namespace) -> VllmEngine:
+    """Wrap the engine in the routes of vLLM's API that Slipway answers with.
+
+    vLLM's own build_app() also mounts its administration, and runs any model.py it finds in the
+    model folder as a SageMaker script; a model.py there is LMI's business.
+    """
+    from fastapi import FastAPI
+    from vllm.entrypoints.generate.api_router import register_generate_api_routers
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.utils.server_utils import lifespan
+    from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
+    from vllm.entrypoints.pooling.factories import register_pooling_api_routers
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router as attach_metrics
+    from vllm.tasks import POOLING_TASKS
+
+    tasks = await client.get_supported_tasks()
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.args = args
+
+    def attach() -> None:
+        attach_metrics(app)
+        attach_models(app)
+        if "generate" in tasks:
+            register_generate_api_routers(app)
+        if any(task in POOLING_TASKS for task in tasks):
+            register_pooling_api_routers(app, tasks, client.model_config)
+        _tell_errors(app)
+
+    await _in_thread(attach)
+    await client.reset_mm_cache()
+    await init_app_state(client, app.state, args, tasks)
+    until_stopped = contextlib.AsyncExitStack()
+    await until_stopped.enter_async_context(lifespan(app))
+    return VllmEngine(app, client, until_stopped)
+
+
+def _tell_errors(app: Any) -> None:
+    """Answer errors in OpenAI's shape, with messages that repeat nothing of the request.
+
+    vLLM's own handlers put the value at fault into the message, and that may be the prompt.
+    """
+    import pydantic
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+    from vllm.exceptions import VLLMError, VLLMUnprocessableEntityError, VLLMValidationError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    def answer(status: int, message: str, parameter: str | None) -> JSONResponse:
+        told = {"message": message, "type": "", "param": parameter, "code": status}
+        return JSONResponse({"error": told}, status)
+
+    def told(errors: Any) -> tuple[str, str | None]:
+        """A sentence for the first fault that pydantic found, and the parameter it is in."""
+        first = errors[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, VLLMValidationError):
+            return cause.args[0], cause.parameter
+        if first["type"] == "json_invalid":
+            return f"the body is not JSON: {cause}", None
+        where = clean_loc_for_param(tuple(part for part in first["loc"] if part != "body"))
+        what = first["msg"].removeprefix("Value error, ")
+        return (f"{where}: {what}", where) if where else (what, None)
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError | pydantic.ValidationError):
+            return answer(400, *told(error.errors()))
+        if isinstance(error, HTTPException):
+            return answer(error.status_code, str(error.detail), None)
+        if isinstance(error, EngineDeadError | EngineGenerateError):
+            return answer(500, "the engine failed; the server's log says why", None)
+        info = create_error_response(error).error
+        if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError):
+            return answer(info.code, error.args[0], error.parameter)
+        if info.code >= 500 and not isinstance(error, VLLMError):
+            return answer(info.code, "the engine failed on this request", None)
+        return answer(info.code, info.message, info.param)
+
+    kinds = (HTTPException, RequestValidationError, VLLMError, ValueError, TypeError)
+    for kind in (*kinds, OverflowError, NotImplementedError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+async def _warm_up(app: ASGIApp, tasks: list[str]) -> None:
+    """Have the engine answer once. vLLM's own health says nothing of whether it can."""
+    prompt = "Say that you are ready."
+    if "generate" in tasks:
+        # Drawn at random and with log probabilities: vLLM compiles both at their first use.
+        path, body = "/v1/completions", {"prompt": prompt, "max_tokens": 8, "logprobs": 0}
+    elif "embed" in tasks:
+        path, body = "/v1/embeddings", {"input": prompt}
+    else:
+        return
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        answer = await client.post(path, json=body, timeout=None)
+    if answer.status_code != 200:
+        raise EngineError(f"the first generation failed: {answer.text}")
+
+
+async def _in_thread(function: Callable[..., T], *args: object) -> T:
+    """Run a function in a thread that does not keep the process alive, unlike an executor's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(setter: Callable[[Any], None], value: object) -> None:
+        if not done.done():
+            setter(value)
+
+    def run() -> None:
+        try:
+            result = function(*args)
+        except BaseException as error:
+            loop.call_soon_threadsafe(tell, done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(tell, done.set_result, result)
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return await done
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+    return " ".join(f"{type(error).__name__}: {error}".split())

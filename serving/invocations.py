@@ -1,0 +1,323 @@
+"""A request's way to the engine and back.
+
+Requests for the engine pass through here and nowhere else: they are admitted, counted, given to the
+engine's ASGI app in this process, and what comes back is rendered. A stream that needs no rendering
+is passed on byte for byte.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from handlers import lmi, openai
+from handlers.records import EngineCall, FormatError
+from serving import errors
+from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, ServingError, TooLarge
+from serving.lifecycle import Lifecycle
+
+log = logging.getLogger(__name__)
+
+
+class Front:
+    """What stands before the engine. `engine` is set when there is one."""
+
+    def __init__(self, lifecycle: Lifecycle, max_request_size: int) -> None:
+        self.lifecycle = lifecycle
+        self.max_request_size = max_request_size
+        self.engine: ASGIApp | None = None
+        self._under_way: set[Exchange] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def openai(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one of the engine's own paths."""
+        self.lifecycle.require_ready()
+        body = await _read_body(scope, receive, self.max_request_size)
+        call = EngineCall(scope["path"], body)
+        await self._exchange(Exchange(call, scope, receive, send, framing=None))
+
+    async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer /invocations: the body says which format it is."""
+        self.lifecycle.require_ready()
+        body = await _read_body(scope, receive, self.max_request_size)
+        try:
+            call = _parse(body)
+        except FormatError as error:
+            raise BadRequest(str(error), error.parameter) from None
+        framing = _sse if b"text/event-stream" in _header(scope, b"accept") else _json_lines
+        await self._exchange(Exchange(call, scope, receive, send, framing))
+
+    async def _exchange(self, exchange: "Exchange") -> None:
+        self.lifecycle.require_ready()  # again: reading the body took its time
+        assert self.engine is not None
+        self._under_way.add(exchange)
+        self._idle.clear()
+        try:
+            await exchange.run(self.engine)
+        finally:
+            self._under_way.discard(exchange)
+            if not self._under_way:
+                self._idle.set()
+
+    async def drained(self, deadline: float) -> bool:
+        """Wait until no request is under way, for at most `deadline` seconds; say whether so."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), deadline)
+        except TimeoutError:
+            return False
+        return True
+
+    def abort(self) -> int:
+        """End every request under way with an error, and say how many there were."""
+        for exchange in self._under_way:
+            exchange.abort()
+        return len(self._under_way)
+
+
+class _Keys(msgspec.Struct):
+    """The keys that tell one format from another. The rest of the body is skipped, not read."""
+
+    prompt: msgspec.Raw = msgspec.Raw()
+    inputs: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_read_keys = msgspec.json.Decoder(_Keys).decode
+
+# LMI asks for the keys in this order.
+_FORMATS: tuple[tuple[str, Callable[[bytes], EngineCall]], ...] = (
+    ("prompt", openai.completions),
+    ("inputs", lmi.parse),
+    ("messages", openai.chat),
+)
+
+
+def _parse(body: bytes) -> EngineCall:
+    try:
+        keys = _read_keys(body)
+    except msgspec.ValidationError:
+        raise FormatError("the body should be a JSON object") from None
+    except msgspec.DecodeError as error:
+        raise FormatError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise FormatError("the body is nested too deeply") from None
+    for key, parse in _FORMATS:
+        if bytes(getattr(keys, key)) not in (b"", b"null"):
+            return parse(body)
+    raise FormatError("the body should have one of the keys prompt, inputs or messages")
+
+
+def _json_lines(data: bytes) -> bytes:
+    return data + b"\n"
+
+
+def _sse(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+_STREAM_TYPE = {_json_lines: b"application/jsonlines", _sse: b"text/event-stream; charset=utf-8"}
+
+
+class Exchange:
+    """One request's passage through the engine.
+
+    framing: how a stream's objects are told apart, or None to pass on the engine's own stream.
+    """
+
+    def __init__(
+        self,
+        call: EngineCall,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        framing: Callable[[bytes], bytes] | None,
+    ) -> None:
+        self._call = call
+        self._scope = scope
+        self._client_receive = receive
+        self._client_send = send
+        self._framing = framing
+        self._untouched = call.reply is None and framing in (None, _sse)
+        self._asked = False
+        self._client_gone = False
+        self._aborted = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._streaming = False
+        self._finished = False
+        self._parts: list[bytes] = []
+        self._pending = b""
+
+    async def run(self, engine: ASGIApp) -> None:
+        """Have the engine answer. Raises ServingError where nothing has been sent yet."""
+        try:
+            await engine(self._engine_scope(), self._receive, self._send)
+        except Exception:
+            # Starlette raises an unforeseen exception once more after it has answered 500 for it.
+            log.exception("the engine raised while it answered a request")
+        if self._client_gone or self._finished:
+            return
+        if self._aborted.done():
+            await self._fail(NotReady("the server is stopping"))
+        elif self._status >= 400:
+            raise self._refusal()
+        elif self._streaming or not self._status:
+            await self._fail(EngineFailed("the engine broke off; the server's log says why"))
+        elif self._call.reply:
+            await self._answer(self._call.reply.whole(b"".join(self._parts)))
+
+    def abort(self) -> None:
+        """Make the engine believe that the client has gone, which ends its work on the request."""
+        if not self._aborted.done():
+            self._aborted.set_result(None)
+
+    def _engine_scope(self) -> Scope:
+        kept = ("type", "http_version", "method", "scheme", "client", "server", "query_string")
+        headers = self._scope["headers"]
+        if self._call.path != self._scope["path"]:
+            # On /invocations every body is JSON, whatever its content type says; vLLM insists.
+            changed = (b"content-type", b"content-length")
+            headers = [header for header in headers if header[0] not in changed]
+            headers.append((b"content-type", b"application/json"))
+        return {
+            **{key: self._scope[key] for key in kept},
+            # Below version 2.4 a streaming answer listens for the client's leaving, and abort()
+            # is heard; from there on Starlette would notice only when it sends.
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "path": self._call.path,
+            "raw_path": self._call.path.encode(),
+            "root_path": "",
+            "headers": headers,
+        }
+
+    async def _receive(self) -> Message:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self._call.body, "more_body": False}
+        leaving = asyncio.ensure_future(self._client_receive())
+        try:
+            await asyncio.wait({leaving, self._aborted}, return_when=asyncio.FIRST_COMPLETED)
+            self._client_gone = not self._aborted.done()
+        finally:
+            leaving.cancel()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+        elif self._status >= 400 or self._aborted.done():
+            self._parts.append(message.get("body", b""))
+        elif self._streaming:
+            await self._stream(message.get("body", b""), message.get("more_body", False))
+        elif self._call.reply is None:
+            self._finished = not message.get("more_body", False)
+            await self._client_send(message)
+        else:
+            self._parts.append(message.get("body", b""))
+
+    async def _start(self, message: Message) -> None:
+        self._status = message["status"]
+        types = [value for name, value in message["headers"] if name == b"content-type"]
+        self._streaming = self._status < 400 and any(b"event-stream" in value for value in types)
+        if self._streaming:
+            if self._framing:
+                types = [_STREAM_TYPE[self._framing]]
+            others = [header for header in message["headers"] if header[0] != b"content-type"]
+            headers = [*others, *((b"content-type", value) for value in types)]
+            await self._client_send(message | {"headers": headers})
+        elif self._status < 400 and self._call.reply is None and not self._aborted.done():
+            await self._client_send(message)
+
+    async def _stream(self, body: bytes, more: bool) -> None:
+        if body.startswith(b'data: {"error"'):
+            body = self._in_band(body)
+        elif not self._untouched:
+            body = b"".join(self._render(data) for data in self._events(body))
+        if body or not more:
+            await self._send_body(body, more)
+
+    def _events(self, body: bytes) -> list[bytes]:
+        """The data of the server-sent events in `body`. vLLM sends each as a body of its own."""
+        *whole, self._pending = (self._pending + body).split(b"\n\n")
+        return [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
+
+    def _render(self, data: bytes) -> bytes:
+        assert self._framing is not None
+        if self._call.reply:
+            return b"".join(self._framing(found) for found in self._call.reply.event(data))
+        return b"" if data == b"[DONE]" else self._framing(data)
+
+    def _in_band(self, body: bytes) -> bytes:
+        """An error of the engine's after its first byte, told in the stream."""
+        data = body.removeprefix(b"data: ").partition(b"\n\n")[0]
+        try:
+            status = int(msgspec.json.decode(data)["error"]["code"])
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+            status = 500
+        error = errors.from_engine(status, data)
+        if isinstance(error, EngineFailed):
+            error = EngineFailed("the engine failed while it generated; the server's log says why")
+        return self._told(error)
+
+    def _told(self, error: ServingError) -> bytes:
+        path = self._scope["path"]
+        return (self._framing or _sse)(msgspec.json.encode(errors.body(error, path)))
+
+    async def _fail(self, error: ServingError) -> None:
+        """Tell an error of our own: in band where the stream has begun, else by raising it."""
+        if not self._streaming:
+            raise error
+        end = b"data: [DONE]\n\n" if self._untouched else b""
+        await self._send_body(self._told(error) + end, more=False)
+
+    def _refusal(self) -> ServingError:
+        error = errors.from_engine(self._status, b"".join(self._parts))
+        if isinstance(error, NotFound) and str(error) == "Not Found":
+            return NotFound(f"the model does not answer {self._call.path}")
+        return error
+
+    async def _answer(self, body: bytes) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await self._client_send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_body(body, more=False)
+
+    async def _send_body(self, body: bytes, more: bool) -> None:
+        self._finished = not more
+        await self._client_send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole request body. Raises TooLarge when it has more than `limit` bytes.
+
+    A body that is too large but not absurdly so is read to its end all the same: a client that is
+    still sending would not see the answer.
+    """
+    length = _header(scope, b"content-length")
+    announced = int(length) if length.isdigit() else 0
+    if announced > 4 * limit:
+        raise TooLarge(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise BadRequest("the client left before it had sent the whole body")
+        size += len(message.get("body", b""))
+        if size <= limit:
+            parts.append(message.get("body", b""))
+        elif size > 4 * limit:
+            raise TooLarge(limit)
+        if not message.get("more_body", False):
+            break
+    if size > limit:
+        raise TooLarge(limit)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

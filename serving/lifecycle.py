@@ -1,0 +1,68 @@
+"""The life of a server: starting → ready → draining → stopped, and failed from anywhere.
+
+Everything that changes or reads the stage goes through this file, and so does what /ping says.
+"""
+
+import enum
+import time
+from collections.abc import Callable
+
+from serving.errors import NotReady
+
+
+class Stage(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+_NEXT = {
+    Stage.STARTING: {Stage.READY, Stage.STOPPED, Stage.FAILED},
+    Stage.READY: {Stage.DRAINING, Stage.FAILED},
+    Stage.DRAINING: {Stage.STOPPED, Stage.FAILED},
+    Stage.STOPPED: set[Stage](),
+    Stage.FAILED: set[Stage](),
+}
+
+_PING_STATUS = {Stage.READY: 200, Stage.FAILED: 500}  # 503 in every other stage
+
+
+class Lifecycle:
+    """Where the server is in its life. `detail` says what it is doing there, or why it failed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self.stage = Stage.STARTING
+        self.detail = "beginning"
+
+    def enter(self, stage: Stage, detail: str = "") -> None:
+        """Go on to another stage. Raises RuntimeError when no path leads there from here."""
+        if stage not in _NEXT[self.stage]:
+            raise RuntimeError(f"cannot go from {self.stage} to {stage}")
+        self.stage = stage
+        self.detail = detail
+
+    def note(self, detail: str) -> None:
+        """Say what is being done within the present stage."""
+        self.detail = detail
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the server began."""
+        return self._clock() - self._began
+
+    def require_ready(self) -> None:
+        """Raise NotReady unless requests may be served."""
+        if self.stage is not Stage.READY:
+            detail = f": {self.detail}" if self.stage is Stage.STARTING else ""
+            raise NotReady(f"the server is {self.stage}{detail}")
+
+    def ping(self) -> tuple[int, dict[str, object]]:
+        """The status and JSON body that /ping answers with now."""
+        answer: dict[str, object] = {"status": self.stage, "elapsed_s": round(self.elapsed, 1)}
+        if self.detail:
+            answer["detail"] = self.detail
+        return _PING_STATUS.get(self.stage, 503), answer

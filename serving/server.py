@@ -1,0 +1,175 @@
+"""`serve`, from the first byte to the exit code: HTTP at once, the engine when it is there, an end
+that loses no request it could have answered.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import psutil
+import uvicorn
+import uvloop
+
+from lmi_config.options import Settings
+from serving import engine as vllm
+from serving.app import create_app
+from serving.engine import Engine, EngineError, Note
+from serving.invocations import Front
+from serving.lifecycle import Lifecycle, Stage
+
+log = logging.getLogger(__name__)
+
+# SageMaker and Kubernetes kill 30 s after SIGTERM: 25 to finish requests, the rest to stop.
+DRAIN_S = 25.0
+FAREWELL_S = 2.0  # for answers to be written once their requests have been ended
+WATCH_S = 0.25  # how often the engine is asked whether it lives
+
+# What the process exits with; 0 when it was asked to stop.
+DIED = 1
+START_FAILED = 3
+
+Start = Callable[[Note], Coroutine[Any, Any, Engine]]
+
+
+def serve(settings: Settings, engine_arguments: list[str]) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or not where something failed.
+
+    A thread may still be inside vLLM when this returns; the caller should end the process at once.
+    """
+    try:
+        listener = socket.create_server(("0.0.0.0", settings.port), backlog=2048)
+    except OSError as error:
+        _last_words("start", f"cannot listen on port {settings.port}: {error.strerror}")
+        return START_FAILED
+    # vLLM leaves the sockets it talks to its processes over where it has put them.
+    with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
+        server = Server(
+            listener, settings.max_request_size, lambda note: vllm.start(engine_arguments, note)
+        )
+        code = uvloop.run(server.run())
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    return code
+
+
+class Server:
+    """One server's parts and its course."""
+
+    def __init__(self, listener: socket.socket, max_request_size: int, start: Start) -> None:
+        self._listener = listener
+        self._start = start
+        self.lifecycle = Lifecycle()
+        self.front = Front(self.lifecycle, max_request_size)
+        self._asked = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._http = _Http(
+            uvicorn.Config(
+                create_app(self.front),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=int(FAREWELL_S),
+            )
+        )
+
+    async def run(self) -> int:
+        """From listening to the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        log.info("listening", extra={"facts": {"port": self._listener.getsockname()[1]}})
+        try:
+            return await self._live()
+        finally:
+            self._http.should_exit = True
+            await http
+
+    def _on_signal(self) -> None:
+        """The first signal asks to stop, a second one not to wait for requests."""
+        (self._hurried if self._asked.is_set() else self._asked).set()
+
+    async def _live(self) -> int:
+        stop = asyncio.create_task(self._asked.wait())
+        starting = asyncio.create_task(self._start(self._note))
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            self.lifecycle.enter(Stage.STOPPED)
+            log.info("stopped while starting")
+            return 0
+        try:
+            engine = starting.result()
+        except EngineError as error:
+            return self._failed("start", str(error), START_FAILED)
+        self.front.engine = engine.app
+        self.lifecycle.enter(Stage.READY)
+        log.info("ready", extra={"facts": {"elapsed_s": round(self.lifecycle.elapsed, 1)}})
+
+        failing = asyncio.create_task(_failure(engine))
+        await asyncio.wait({failing, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            code = self._failed("serving", failing.result(), DIED)
+            await self.front.drained(FAREWELL_S)  # vLLM ends the requests of a dead engine itself
+        else:
+            code = await self._drain(failing)
+        failing.cancel()
+        await self._stop(engine)
+        return code
+
+    async def _drain(self, failing: "asyncio.Task[str]") -> int:
+        self.lifecycle.enter(Stage.DRAINING)
+        log.info("draining")
+        drained = asyncio.create_task(self.front.drained(DRAIN_S))
+        hurried = asyncio.create_task(self._hurried.wait())
+        await asyncio.wait({drained, hurried, failing}, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if failing.done():
+            return self._failed("draining", failing.result(), DIED)
+        if not drained.done() or not drained.result():
+            log.warning("ending %d requests that did not finish in time", self.front.abort())
+            await self.front.drained(FAREWELL_S)
+        self.lifecycle.enter(Stage.STOPPED)
+        log.info("stopped")
+        return 0
+
+    async def _stop(self, engine: Engine) -> None:
+        try:
+            await asyncio.wait_for(engine.stop(), FAREWELL_S)
+        except TimeoutError:
+            log.warning("the engine did not stop in time; its processes are killed")
+
+    def _failed(self, stage: str, reason: str, code: int) -> int:
+        self.lifecycle.enter(Stage.FAILED, reason)
+        _last_words(stage, reason)
+        return code
+
+    def _note(self, detail: str) -> None:
+        self.lifecycle.note(detail)
+        log.info(detail, extra={"facts": {"elapsed_s": round(self.lifecycle.elapsed, 1)}})
+
+
+class _Http(uvicorn.Server):
+    """Uvicorn that leaves signals to us: it would stop listening at once and wait without end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _failure(engine: Engine) -> str:
+    """Wait until the engine has died; say why."""
+    while (failure := engine.failure) is None:
+        await asyncio.sleep(WATCH_S)
+    return failure
+
+
+def _last_words(stage: str, reason: str) -> None:
+    log.error("failed", extra={"facts": {"stage": stage, "reason": reason}})
