@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# The container's entry point. The program takes this shell's place as PID 1 and hears SIGTERM itself.
+# The container's entry point: our verbs start Slipway, anything else runs as given. Either takes
+# this shell's place, as PID 1 in a container, and hears SIGTERM itself.
 set -euo pipefail
 
-case "${1:-serve}" in
-    serve | plan | route) set -- "${SLIPWAY_PYTHON:-python3}" -m serving "$@" ;;
-    -*) set -- "${SLIPWAY_PYTHON:-python3}" -m serving serve "$@" ;;
+[ $# -gt 0 ] || set -- serve
+case $1 in
+    serve | plan | route) ;;
+    *) exec "$@" ;;
 esac
-case "$*" in
-    *" -m serving"*) export PYTHONPATH="$(dirname "$(readlink -f "$0")")${PYTHONPATH:+:$PYTHONPATH}" ;;
-esac
-exec "$@"
+
+home=$(dirname "$(readlink -f "$0")")
+export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
+exec "${SLIPWAY_PYTHON:-python3}" -m serving "$@"

@@ -77,9 +77,10 @@ def size(value: str) -> int:
         raise ValueError("a whole number, or one with a suffix like 8k (8,000) or 8K (8,192)")
     whole, decimal, binary, real, real_decimal = match.groups()
     if binary:
-        return int(whole) * 1024 ** ("KMGT".index(binary) + 1)
-    suffix = decimal or real_decimal
-    return int(float(whole or real) * 1000 ** ("kmgt".index(suffix) + 1)) if suffix else int(whole)
+        return int(whole) << 10 * ("KMGT".index(binary) + 1)
+    if suffix := decimal or real_decimal:
+        return int(float(whole or real) * 1000 ** ("kmgt".index(suffix) + 1))
+    return int(whole)
 
 
 def model_len(value: str) -> int:

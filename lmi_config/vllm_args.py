@@ -50,7 +50,7 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
 
 
 def _tensor_parallel(settings: Settings, machine: Machine) -> int:
-    pipeline = settings.engine.get("pipeline_parallel_size", 1)
+    pipeline: int = settings.engine.get("pipeline_parallel_size", 1)
     if settings.tensor_parallel_degree == "max":
         return max(machine.gpus // pipeline, 1)
     degree = settings.tensor_parallel_degree

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 
 from lmi_config import machine, settings, vllm_args
-from serving import logs
+from serving import logs, sources
 
 USAGE = """usage: python -m serving [serve | plan | route]
 
@@ -30,6 +30,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
         return USAGE_ERROR
     try:
         asked = settings.read(environ)
+        sources.check(asked.model_id)
         here = machine.look(environ)
         engine_arguments = vllm_args.arguments(asked, here)
         engine_environment = vllm_args.environment(asked, here, environ)

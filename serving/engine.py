@@ -20,6 +20,9 @@ Note = Callable[[str], None]
 """Told what the start is busy with, for people who wait."""
 
 
+TERM_S = 1.5  # between SIGTERM and SIGKILL of the engine's processes
+
+
 class Engine(Protocol):
     """The seam: what the rest of Slipway knows of an engine."""
 
@@ -51,7 +54,7 @@ class VllmEngine:
 
     async def stop(self) -> None:
         await self._until_stopped.aclose()
-        await _in_thread(self._client.shutdown, 2.0)
+        await _in_thread(self._client.shutdown, TERM_S)
 
 
 async def start(arguments: list[str], note: Note) -> VllmEngine:
@@ -99,7 +102,7 @@ def _parse(arguments: list[str]) -> Namespace:
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not type-checked
         def error(self, message: str) -> Any:  # argparse would print its usage and exit
             raise ValueError(message)
 

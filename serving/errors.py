@@ -1,7 +1,8 @@
 """What can go wrong with a request, and how each path tells it: one table, three body shapes."""
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -48,31 +49,40 @@ class EngineFailed(ServingError):
     """The engine broke while it served the request; its log has the cause."""
 
 
-# Exception → status on /v1 and elsewhere, status on /invocations, type in OpenAI's words, type in
-# LMI's. LMI answers 424 to every fault of the client that its Python side finds, and its clients
-# match on that.
-_TABLE: Mapping[type[ServingError], tuple[int, int, str, str]] = {
-    BadRequest: (400, 424, "BadRequestError", "BadRequestException"),
-    NotFound: (404, 404, "NotFoundError", "ResourceNotFoundException"),
-    MethodNotAllowed: (405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
-    TooLarge: (413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
-    NotReady: (503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
-    EngineFailed: (500, 500, "InternalServerError", "InternalServerException"),
+class _Told(NamedTuple):
+    """How one kind of error is told: its status, and its name in the two APIs that have names."""
+
+    status: int
+    status_on_invocations: int
+    openai_type: str
+    lmi_type: str
+
+
+# LMI answers 424 to every fault of the client that its Python side finds, and clients match on it.
+_TABLE: Mapping[type[ServingError], _Told] = {
+    BadRequest: _Told(400, 424, "BadRequestError", "BadRequestException"),
+    NotFound: _Told(404, 404, "NotFoundError", "ResourceNotFoundException"),
+    MethodNotAllowed: _Told(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
+    TooLarge: _Told(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
+    NotReady: _Told(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
+    EngineFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
 }
 
 _RETRY_AFTER = {"retry-after": "1"}
 
 
-def from_engine(status: int, body: bytes) -> ServingError:
+def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
     """The exception for an error that the engine answered in OpenAI's shape.
 
-    The engine seam has already seen to it that the message repeats nothing of the prompt.
+    vLLM likes to repeat what it was sent; a message that repeats the prompt is not passed on.
     """
     try:
-        error = msgspec.json.decode(body)["error"]
+        error = msgspec.json.decode(answer)["error"]
         message, parameter = str(error["message"]), error.get("param")
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
         message, parameter = "the engine answered with an error", None
+    if _repeats(message, request):
+        message = f"{parameter or 'the request'} is not valid"
     if status == 404:
         return NotFound(message)
     if status == 503:
@@ -82,22 +92,52 @@ def from_engine(status: int, body: bytes) -> ServingError:
     return BadRequest(message, parameter)
 
 
+_PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not what is in it
+
+
+def _repeats(message: str, request: bytes) -> bool:
+    """Whether a message has a text of the request's prompt in it, or the beginning of one."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            for item in value:
+                yield from texts(item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                if key not in _PROTOCOL_KEYS:
+                    yield from texts(item)
+
+    try:
+        body = msgspec.json.decode(request)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    prompts = [body.get(key) for key in ("prompt", "input", "messages", "suffix")]
+    return any(
+        re.search(rf"(?<!\w){re.escape(beginning)}", message)
+        for text in texts(prompts)
+        if (beginning := text.strip()[:24])
+    )
+
+
 def status(error: ServingError, path: str) -> int:
     """The HTTP status that tells this error on this path."""
-    return _TABLE[type(error)][1 if path == "/invocations" else 0]
+    told = _TABLE[type(error)]
+    return told.status_on_invocations if path == "/invocations" else told.status
 
 
 def body(error: ServingError, path: str) -> dict[str, Any]:
     """The JSON body that tells this error on this path, in the shape of the path's API."""
     code, message = status(error, path), str(error)
-    _, _, openai_type, lmi_type = _TABLE[type(error)]
+    told = _TABLE[type(error)]
     if path == "/invocations":
         return {"code": code, "error": message}
     if path.startswith("/v1/"):
         parameter = getattr(error, "parameter", None)
-        told = {"message": message, "type": openai_type, "param": parameter, "code": code}
-        return {"error": told}
-    return {"code": code, "type": lmi_type, "message": message}
+        shape = {"message": message, "type": told.openai_type, "param": parameter, "code": code}
+        return {"error": shape}
+    return {"code": code, "type": told.lmi_type, "message": message}
 
 
 def response(error: ServingError, path: str) -> Response:

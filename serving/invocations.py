@@ -8,6 +8,7 @@ is passed on byte for byte.
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,7 +38,7 @@ class Front:
         self.lifecycle.require_ready()
         body = await _read_body(scope, receive, self.max_request_size)
         call = EngineCall(scope["path"], body)
-        await self._exchange(Exchange(call, scope, receive, send, framing=None))
+        await self._exchange(Exchange(call, scope, receive, send, SSE))
 
     async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /invocations: the body says which format it is."""
@@ -47,7 +48,7 @@ class Front:
             call = _parse(body)
         except FormatError as error:
             raise BadRequest(str(error), error.parameter) from None
-        framing = _sse if b"text/event-stream" in _header(scope, b"accept") else _json_lines
+        framing = SSE if b"text/event-stream" in _header(scope, b"accept") else JSON_LINES
         await self._exchange(Exchange(call, scope, receive, send, framing))
 
     async def _exchange(self, exchange: "Exchange") -> None:
@@ -110,22 +111,23 @@ def _parse(body: bytes) -> EngineCall:
     raise FormatError("the body should have one of the keys prompt, inputs or messages")
 
 
-def _json_lines(data: bytes) -> bytes:
-    return data + b"\n"
+class Framing(NamedTuple):
+    """How the JSON objects of a stream are told apart."""
+
+    content_type: bytes
+    before: bytes
+    after: bytes
+
+    def frame(self, data: bytes) -> bytes:
+        return self.before + data + self.after
 
 
-def _sse(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
-
-
-_STREAM_TYPE = {_json_lines: b"application/jsonlines", _sse: b"text/event-stream; charset=utf-8"}
+JSON_LINES = Framing(b"application/jsonlines", b"", b"\n")
+SSE = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
 
 
 class Exchange:
-    """One request's passage through the engine.
-
-    framing: how a stream's objects are told apart, or None to pass on the engine's own stream.
-    """
+    """One request's passage through the engine. framing: how the client wants a stream told."""
 
     def __init__(
         self,
@@ -133,14 +135,14 @@ class Exchange:
         scope: Scope,
         receive: Receive,
         send: Send,
-        framing: Callable[[bytes], bytes] | None,
+        framing: Framing,
     ) -> None:
         self._call = call
         self._scope = scope
         self._client_receive = receive
         self._client_send = send
         self._framing = framing
-        self._untouched = call.reply is None and framing in (None, _sse)
+        self._untouched = call.reply is None and framing is SSE
         self._asked = False
         self._client_gone = False
         self._aborted = asyncio.get_running_loop().create_future()
@@ -219,14 +221,12 @@ class Exchange:
 
     async def _start(self, message: Message) -> None:
         self._status = message["status"]
-        types = [value for name, value in message["headers"] if name == b"content-type"]
-        self._streaming = self._status < 400 and any(b"event-stream" in value for value in types)
+        headers = dict(message["headers"])
+        kind = headers.get(b"content-type", b"")
+        self._streaming = self._status < 400 and kind.startswith(b"text/event-stream")
         if self._streaming:
-            if self._framing:
-                types = [_STREAM_TYPE[self._framing]]
-            others = [header for header in message["headers"] if header[0] != b"content-type"]
-            headers = [*others, *((b"content-type", value) for value in types)]
-            await self._client_send(message | {"headers": headers})
+            headers[b"content-type"] = self._framing.content_type
+            await self._client_send({**message, "headers": list(headers.items())})
         elif self._status < 400 and self._call.reply is None and not self._aborted.done():
             await self._client_send(message)
 
@@ -244,10 +244,9 @@ class Exchange:
         return [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
 
     def _render(self, data: bytes) -> bytes:
-        assert self._framing is not None
         if self._call.reply:
-            return b"".join(self._framing(found) for found in self._call.reply.event(data))
-        return b"" if data == b"[DONE]" else self._framing(data)
+            return b"".join(self._framing.frame(found) for found in self._call.reply.event(data))
+        return b"" if data == b"[DONE]" else self._framing.frame(data)
 
     def _in_band(self, body: bytes) -> bytes:
         """An error of the engine's after its first byte, told in the stream."""
@@ -256,14 +255,14 @@ class Exchange:
             status = int(msgspec.json.decode(data)["error"]["code"])
         except (msgspec.DecodeError, LookupError, TypeError, ValueError):
             status = 500
-        error = errors.from_engine(status, data)
+        error = errors.from_engine(status, data, self._call.body)
         if isinstance(error, EngineFailed):
             error = EngineFailed("the engine failed while it generated; the server's log says why")
         return self._told(error)
 
     def _told(self, error: ServingError) -> bytes:
         path = self._scope["path"]
-        return (self._framing or _sse)(msgspec.json.encode(errors.body(error, path)))
+        return self._framing.frame(msgspec.json.encode(errors.body(error, path)))
 
     async def _fail(self, error: ServingError) -> None:
         """Tell an error of our own: in band where the stream has begun, else by raising it."""
@@ -273,7 +272,7 @@ class Exchange:
         await self._send_body(self._told(error) + end, more=False)
 
     def _refusal(self) -> ServingError:
-        error = errors.from_engine(self._status, b"".join(self._parts))
+        error = errors.from_engine(self._status, b"".join(self._parts), self._call.body)
         if isinstance(error, NotFound) and str(error) == "Not Found":
             return NotFound(f"the model does not answer {self._call.path}")
         return error

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 # SageMaker and Kubernetes kill 30 s after SIGTERM: 25 to finish requests, the rest to stop.
 DRAIN_S = 25.0
-FAREWELL_S = 2.0  # for answers to be written once their requests have been ended
+FAREWELL_S = 1.0  # for answers to be written once their requests have been ended
+STOP_S = 3.0  # for the engine's processes to end by themselves
 WATCH_S = 0.25  # how often the engine is asked whether it lives
 
 # What the process exits with; 0 when it was asked to stop.
@@ -75,7 +76,7 @@ class Server:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=int(FAREWELL_S),
+                timeout_graceful_shutdown=round(FAREWELL_S),
             )
         )
 
@@ -142,7 +143,7 @@ class Server:
 
     async def _stop(self, engine: Engine) -> None:
         try:
-            await asyncio.wait_for(engine.stop(), FAREWELL_S)
+            await asyncio.wait_for(engine.stop(), STOP_S)
         except TimeoutError:
             log.warning("the engine did not stop in time; its processes are killed")
 

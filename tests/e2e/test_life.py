@@ -1,0 +1,167 @@
+"""Start, stop and death of real servers."""
+
+import json
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import START_S, serving
+
+
+def last_line(log):
+    ours = [line for line in log.read_text().splitlines() if line.startswith("{")]
+    return json.loads(ours[-1])
+
+
+@pytest.fixture(scope="module")
+def served(smol, tmp_path_factory):
+    """The default model, served as the README says."""
+    with serving(tmp_path_factory.mktemp("default") / "log", "scripts/serve") as it:
+        yield it
+
+
+def test_ping_answers_from_the_first_second_on(served):
+    began = time.monotonic()
+    first = None
+    details: list[str] = []
+    while True:
+        asked = time.monotonic()
+        assert asked - began < START_S, served.log.read_text()[-5000:]
+        try:
+            answer = served.client.get("/ping", timeout=2)  # SageMaker's limit
+        except httpx.ConnectError:
+            assert first is None, "refused after it had answered"
+            assert asked - began < 30, "scripts/serve did not come to listen"
+            time.sleep(0.1)
+            continue
+        first = first or asked
+        if answer.status_code == 200:
+            break
+        assert answer.status_code == 503
+        assert answer.json()["status"] == "starting"
+        if details[-1:] != [answer.json()["detail"]]:
+            details.append(answer.json()["detail"])
+        time.sleep(0.1)
+    assert details[0] in ("beginning", "importing vLLM")
+    assert "loading the model" in details
+    assert [details.index(detail) for detail in details] == list(range(len(details)))
+    served.ready()
+
+
+def test_the_default_model_knows_the_capital_of_france(served):
+    parameters = {"max_new_tokens": 12, "do_sample": False}
+    body = {"inputs": "The capital of France is", "parameters": parameters}
+    assert "Paris" in served.invoke(body).json()["generated_text"]
+    answer = served.openai.chat.completions.create(
+        model="SmolLM2-135M-Instruct",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=20,
+        temperature=0,
+    )
+    assert "Paris" in answer.choices[0].message.content
+
+
+def test_sigterm_under_load_loses_nothing(served):
+    def whole(number):
+        body = {"prompt": f"Story {number}", "max_tokens": 100, "ignore_eos": True}
+        return served.client.post("/v1/completions", json=body)
+
+    def stream(number):
+        parameters = {"max_new_tokens": 100, "ignore_eos_token": True}
+        return served.lines({"inputs": f"Tale {number}", "parameters": parameters, "stream": True})
+
+    with ThreadPoolExecutor(8) as pool:
+        wholes = [pool.submit(whole, number) for number in range(4)]
+        streams = [pool.submit(stream, number) for number in range(4)]
+        deadline = time.monotonic() + 30
+        while served.metric("vllm:num_requests_running") < 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        began = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        while (ping := served.client.get("/ping")).status_code == 200:
+            assert time.monotonic() - began < 1
+        assert ping.json()["status"] == "draining"
+        assert served.invoke({"inputs": "late"}).status_code == 503
+        for answer in wholes:
+            assert answer.result().json()["usage"]["completion_tokens"] == 100
+        for lines in streams:
+            assert len(lines.result()) == 100
+            assert lines.result()[-1]["generated_text"]
+    assert served.process.wait(30) == 0
+    assert time.monotonic() - began < 30
+    assert served.left_behind() == []
+    assert last_line(served.log)["message"] == "stopped"
+
+
+@pytest.fixture(scope="module")
+def parallel(tiny, tmp_path_factory):
+    """The tiny model on two ranks."""
+    log = tmp_path_factory.mktemp("parallel") / "log"
+    with serving(log, OPTION_MODEL_ID=tiny, OPTION_TENSOR_PARALLEL_DEGREE="2") as it:
+        it.ready()
+        yield it
+
+
+def test_tensor_parallel(parallel):
+    assert len(parallel.engine_processes("VLLM::Worker")) == 2
+    body = {"inputs": "An import", "parameters": {"max_new_tokens": 8, "do_sample": False}}
+    answer = parallel.invoke(body).json()
+    assert answer["generated_text"]
+    assert (
+        parallel.lines({**body, "stream": True})[-1]["generated_text"] == answer["generated_text"]
+    )
+
+
+def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+    answers = {}
+
+    def ask(stream):
+        answers[stream] = parallel.client.post(
+            "/invocations", json=body | {"stream": stream}, timeout=30
+        )
+
+    asking = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in asking:
+        thread.start()
+    while parallel.metric("vllm:num_requests_running") < 2:
+        time.sleep(0.05)
+    began = time.monotonic()
+    (engine,) = parallel.engine_processes("VLLM::EngineCore")
+    engine.kill()
+    try:
+        while (ping := parallel.client.get("/ping", timeout=2)).status_code == 200:
+            assert time.monotonic() - began < 2
+        assert ping.status_code == 500
+        assert ping.json()["status"] == "failed"
+    except httpx.TransportError:
+        pass  # it has gone already
+    for thread in asking:
+        thread.join()
+    assert answers[False].status_code == 500
+    assert json.loads(answers[True].text.splitlines()[-1])["code"] == 500
+    assert parallel.process.wait(10) == 1
+    assert parallel.left_behind() == []
+    last = last_line(parallel.log)
+    assert (last["message"], last["stage"]) == ("failed", "serving")
+    assert last["reason"] == "an engine process ended unexpectedly"
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tiny, tmp_path):
+    environ = {"OPTION_MODEL_ID": tiny, "OPTION_MAX_MODEL_LEN": "100000"}
+    with serving(tmp_path / "log", **environ) as it:
+        assert it.process.wait(120) == 3
+    last = last_line(it.log)
+    assert (last["message"], last["stage"]) == ("failed", "start")
+    assert "100000" in last["reason"]
+
+
+def test_vllms_options_are_the_listed_ones():
+    import vllm_options
+
+    assert vllm_options.PATH.read_text() == vllm_options.text()

@@ -1,0 +1,78 @@
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from serving.server import Server
+from tests.fake_engine import FakeEngine
+
+
+@pytest.fixture(scope="session")
+def anyio_backend():
+    return "asyncio"
+
+
+class Running:
+    """A real server on a real port, over a fake engine."""
+
+    def __init__(self, limit: int) -> None:
+        self.engine = FakeEngine()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.start_error: Exception | None = None
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.server = Server(listener, limit, self.start)
+        self.task = asyncio.create_task(self.server.run())
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
+
+    async def start(self, note):
+        note("pretending")
+        await self.may_start.wait()
+        if self.start_error:
+            raise self.start_error
+        return self.engine
+
+    async def ready(self):
+        while (await self.client.get("/ping")).status_code != 200:
+            await asyncio.sleep(0.01)
+
+    async def post(self, path, body, **more):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.client.post(path, content=content, **more)
+
+    async def invoke(self, body, **more):
+        return await self.post("/invocations", body, **more)
+
+
+@asynccontextmanager
+async def running(limit: int = 30_000, wait: bool = True) -> AsyncIterator[Running]:
+    it = Running(limit)
+    try:
+        if wait:
+            await it.ready()
+        yield it
+    finally:
+        await it.client.aclose()
+        it.engine.gate.set()
+        if not it.task.done():
+            it.server._on_signal()
+        await asyncio.wait_for(it.task, 10)
+
+
+@pytest.fixture(scope="module")
+async def shared(anyio_backend):
+    """One server for the tests that leave it as it was."""
+    async with running() as it:
+        yield it
+
+
+@pytest.fixture
+async def served(anyio_backend):
+    """A server of the test's own."""
+    async with running() as it:
+        yield it

@@ -1,0 +1,101 @@
+"""The server's life, from start to exit code; only the engine is a fake."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from serving import server as module
+from serving.engine import EngineError
+from tests.serving.conftest import running
+from tests.serving.test_app import until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_while_starting_it_says_what_it_does():
+    async with running(wait=False) as served:
+        served.may_start.clear()
+        answer = await served.client.get("/ping")
+        assert answer.status_code == 503
+        assert answer.json()["status"] == "starting"
+        assert answer.json()["detail"] == "pretending"
+        answer = await served.invoke({"inputs": "x"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json() == {"code": 503, "error": "the server is starting: pretending"}
+        served.may_start.set()
+        await served.ready()
+
+
+async def test_it_can_be_stopped_while_starting():
+    async with running(wait=False) as served:
+        served.may_start.clear()
+        await served.client.get("/ping")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(served.task, 5) == 0
+
+
+async def test_a_failed_start_has_its_exit_code_and_last_words(capsys, caplog):
+    async with running(wait=False) as served:
+        served.start_error = EngineError("no such model")
+        assert await asyncio.wait_for(served.task, 5) == module.START_FAILED
+    (last,) = [record for record in caplog.records if record.message == "failed"]
+    assert last.facts == {"stage": "start", "reason": "no such model"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_requests_finish(served, number):
+    whole = asyncio.create_task(served.invoke({"inputs": "wait a"}))
+    stream = asyncio.create_task(served.invoke({"inputs": "wait b", "stream": True}))
+    await until(lambda: served.engine.running == 2)
+    os.kill(os.getpid(), number)
+    await until(lambda: served.server.lifecycle.stage == "draining")
+    ping = await served.client.get("/ping")
+    assert (ping.status_code, ping.json()["status"]) == (503, "draining")
+    late = await served.invoke({"inputs": "late"})
+    assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+    served.engine.gate.set()
+    assert (await whole).json() == {"generated_text": "a wait"}
+    assert json.loads((await stream).text.splitlines()[-1])["generated_text"] == "bwait"
+    assert await asyncio.wait_for(served.task, 5) == 0
+    assert served.engine.stopped
+
+
+@pytest.mark.parametrize("twice", [True, False])
+async def test_what_does_not_finish_in_time_is_told_so(served, monkeypatch, twice):
+    monkeypatch.setattr(module, "DRAIN_S", 60 if twice else 0.2)
+    whole = asyncio.create_task(served.invoke({"inputs": "wait a"}))
+    stream = asyncio.create_task(served.invoke({"inputs": "wait b", "stream": True}))
+    openai = asyncio.create_task(
+        served.post("/v1/completions", {"prompt": "wait c", "stream": True})
+    )
+    await until(lambda: served.engine.running == 3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    if twice:
+        await until(lambda: served.server.lifecycle.stage == "draining")
+        os.kill(os.getpid(), signal.SIGTERM)
+    told = {"code": 503, "error": "the server is stopping"}
+    assert ((await whole).status_code, (await whole).json()) == (503, told)
+    assert json.loads((await stream).text.splitlines()[-1]) == told
+    *_, error, done = (await openai).text.split("\n\n")[:-1]
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+    assert done == "data: [DONE]"
+    assert await asyncio.wait_for(served.task, 5) == 0
+
+
+@pytest.mark.parametrize("draining", [False, True])
+async def test_an_engine_that_dies_fails_the_server(served, draining):
+    if draining:
+        held = asyncio.create_task(served.invoke({"inputs": "wait a"}))
+        await until(lambda: served.engine.running == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: served.server.lifecycle.stage == "draining")
+    served.engine.failure = "an engine process ended"
+    await until(lambda: served.server.lifecycle.stage == "failed")
+    assert served.server.lifecycle.ping()[0] == 500
+    if draining:
+        served.engine.gate.set()
+        await held
+    assert await asyncio.wait_for(served.task, 5) == module.DIED
