@@ -9,6 +9,7 @@ import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -126,7 +127,9 @@ def _build(args: Namespace) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     # Ctrl-C reaches every process of a terminal's group. The engine's processes inherit this
-    # thread's mask and never see it: they are to work on while requests drain.
+    # thread's mask and never see it: they are to work on while requests drain. Python's resource
+    # tracker unblocks the signal where it is started, so it is started first.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     engine_args = AsyncEngineArgs.from_cli_args(args)
     usage = UsageContext.OPENAI_API_SERVER

@@ -48,7 +48,7 @@ class FakeEngine:
         body = await request.json()
         self.bodies.append(body)
         prompts = body.get("prompt") or body["messages"][-1]["content"]
-        words = str(prompts).split()
+        words = " ".join(prompts if isinstance(prompts, list) else [prompts]).split()
         if "refuse" in words:
             return JSONResponse(error(400, body.get("message") or "not like this"), 400)
         if "break" in words:

@@ -31,13 +31,15 @@ class Served:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, "OPTION_PORT": str(self.port), **environ},
-            cwd=ROOT,
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-        )
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "OPTION_PORT": str(self.port), **environ},
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # as a shell does it: Ctrl-C goes to the group
+            )
         self.client = httpx.Client(base_url=self.url, timeout=120)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
         self._seen: set[psutil.Process] = set()
@@ -47,7 +49,7 @@ class Served:
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if self.client.get("/ping").status_code == 200:
-                    self._seen = {*psutil.Process(self.process.pid).children(recursive=True)}
+                    self.engine_processes("")
                     return
             time.sleep(0.2)
         pytest.fail(f"the server did not get ready:\n{self.log.read_text()[-5000:]}")
@@ -65,7 +67,9 @@ class Served:
         raise LookupError(name)
 
     def engine_processes(self, name: str) -> list[psutil.Process]:
+        """The engine's processes of this name, like VLLM::Worker."""
         children = psutil.Process(self.process.pid).children(recursive=True)
+        self._seen.update(children)
         return [child for child in children if name in " ".join(child.cmdline())]
 
     def left_behind(self) -> list[psutil.Process]:
@@ -76,6 +80,8 @@ class Served:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        self.client.close()
+        self.openai.close()
         try:
             return self.process.wait(40)
         except subprocess.TimeoutExpired:

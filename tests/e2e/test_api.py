@@ -131,7 +131,7 @@ BAD = [
         "/invocations",
         {"messages": [{"role": "user", "content": [{"type": "smell", "text": SECRET}]}]},
         424,
-        "smell",
+        "type",
     ),
     ("/v1/completions", {"prompt": LONG}, 400, "4096"),
     ("/v1/completions", {"prompt": SECRET, "max_tokens": SECRET}, 400, "max_tokens"),

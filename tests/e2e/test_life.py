@@ -1,6 +1,7 @@
 """Start, stop and death of real servers."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -159,6 +160,31 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tiny, tmp_
     last = last_line(it.log)
     assert (last["message"], last["stage"]) == ("failed", "start")
     assert "100000" in last["reason"]
+
+
+def test_sigterm_while_the_engine_loads_leaves_nothing_behind(tiny, tmp_path):
+    with serving(tmp_path / "log", OPTION_MODEL_ID=tiny) as it:
+        deadline = time.monotonic() + 120
+        while not it.engine_processes("VLLM::EngineCore"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(10) == 0
+    assert it.left_behind() == []
+    assert last_line(it.log)["message"] == "stopped while starting"
+
+
+def test_ctrl_c_reaches_the_whole_group_and_still_loses_nothing(tiny, tmp_path):
+    with serving(tmp_path / "log", OPTION_MODEL_ID=tiny) as it:
+        it.ready()
+        body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(it.client.post, "/v1/completions", json=body)
+            while it.metric("vllm:num_requests_running") < 1:
+                time.sleep(0.05)
+            os.killpg(it.process.pid, signal.SIGINT)
+            assert asking.result().json()["usage"]["completion_tokens"] == 500
+        assert it.process.wait(30) == 0
 
 
 def test_vllms_options_are_the_listed_ones():

@@ -1,0 +1,205 @@
+"""What Slipway costs over plain vLLM: requests/s, latency and streamed tokens/s, as ratios.
+
+Plain vLLM and Slipway serve the same tiny model with the same arguments, side by side. Rounds of
+load go to the one and the other in turn, so that what else the machine does falls on both, and each
+round's figure is set against plain vLLM's of the same round. Printed are the medians over the
+rounds and, in brackets, the lowest and the highest. Neither server writes an access log.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import psutil
+import tiny_model
+
+from lmi_config import machine, settings, vllm_args
+
+PROMPT = "The import statement is"
+PLAIN_PORT, SLIPWAY_PORT = 18100, 18101
+STREAM_TOKENS = 128
+STREAM_CONCURRENCY = 8
+
+
+def openai_body(stream: bool) -> dict[str, Any]:
+    tokens = STREAM_TOKENS if stream else 1
+    body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return body | {"stream": True} if stream else body
+
+
+def lmi_body(stream: bool) -> dict[str, Any]:
+    tokens = STREAM_TOKENS if stream else 1
+    parameters = {"max_new_tokens": tokens, "do_sample": False, "ignore_eos_token": True}
+    body: dict[str, Any] = {"inputs": PROMPT, "parameters": parameters}
+    return body | {"stream": True} if stream else body
+
+
+class Arm(NamedTuple):
+    name: str
+    port: int
+    path: str
+    body: Callable[[bool], dict[str, Any]]
+
+
+ARMS = (
+    Arm("plain vLLM", PLAIN_PORT, "/v1/completions", openai_body),
+    Arm("/v1/completions", SLIPWAY_PORT, "/v1/completions", openai_body),
+    Arm("/invocations, OpenAI body", SLIPWAY_PORT, "/invocations", openai_body),
+    Arm("/invocations, LMI body", SLIPWAY_PORT, "/invocations", lmi_body),
+)
+
+
+class Round(NamedTuple):
+    """One round of one arm. rate: requests/s, or tokens/s of streams; cpu: seconds of the server
+    process (the engine's own processes left out) for each request.
+    """
+
+    rate: float
+    p50: float
+    p99: float
+    cpu: float
+
+
+@contextmanager
+def server(command: list[str], environ: dict[str, str], port: int, log: Path) -> Iterator[int]:
+    """Run a server until it is ready; gives its process id."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **environ}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
+    try:
+        asyncio.run(until_ready(process, port, log))
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+        while process.poll() is None:
+            try:
+                async with client.get("/ping") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.5)
+    sys.exit(f"a server did not start:\n{log.read_text()[-3000:]}")
+
+
+async def load(arm: Arm, stream: bool, concurrency: int, requests: int, pid: int) -> Round:
+    """Send `requests` requests, `concurrency` at a time, and measure. Exits when one fails."""
+    body = json.dumps(arm.body(stream)).encode()
+    headers = {"content-type": "application/json"}
+    times: list[float] = []
+    todo = iter(range(requests))
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{arm.port}", connector=aiohttp.TCPConnector(limit=concurrency)
+    ) as client:
+
+        async def work() -> None:
+            for _ in todo:
+                began = time.perf_counter()
+                async with client.post(arm.path, data=body, headers=headers) as answer:
+                    content = await answer.read()
+                if answer.status != 200 or content.count(b"\n") < stream * STREAM_TOKENS:
+                    sys.exit(f"{arm.name}: a request failed: {answer.status} {content[:300]!r}")
+                times.append(time.perf_counter() - began)
+
+        process = psutil.Process(pid)
+        cpu = sum(process.cpu_times()[:2])
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+        elapsed = time.perf_counter() - began
+        cpu = sum(process.cpu_times()[:2]) - cpu
+    rate = requests * (STREAM_TOKENS if stream else 1) / elapsed
+    cuts = statistics.quantiles(times, n=100)
+    return Round(rate, cuts[49], cuts[98], cpu / requests)
+
+
+def spread(values: list[float], form: str) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:{form}} [{low:{form}} … {high:{form}}]"
+
+
+def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
+    print(f"\n{title}")
+    columns = (unit, "ratio", "added p50 ms", "added p99 ms", "server CPU ms", "CPU ratio")
+    print(f"{'':27}" + "".join(f"{column:>28}" for column in columns))
+    plain = rounds[ARMS[0].name]
+    for name, measured in rounds.items():
+        pairs = list(zip(measured, plain, strict=True))
+        cells = [
+            spread([it.rate for it in measured], ".0f"),
+            spread([it.rate / base.rate for it, base in pairs], ".3f"),
+            spread([1e3 * (it.p50 - base.p50) for it, base in pairs], ".2f"),
+            spread([1e3 * (it.p99 - base.p99) for it, base in pairs], ".2f"),
+            spread([1e3 * it.cpu for it in measured], ".2f"),
+            spread([it.cpu / base.cpu for it, base in pairs], ".3f"),
+        ]
+        print(f"{name:27}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the requests in a round")
+    options = parser.parse_args()
+
+    asked = {
+        "OPTION_MODEL_ID": str(tiny_model.make()),
+        "OPTION_MAX_MODEL_LEN": "2048",
+        "OPTION_KV_CACHE_MEMORY_BYTES": "512M",
+        "OPTION_DISABLE_LOG_STATS": "true",
+    }
+    read, here = settings.read(asked), machine.look(os.environ)
+    arguments = [*vllm_args.arguments(read, here), "--disable-uvicorn-access-log"]
+    environ = vllm_args.environment(read, here, os.environ)
+    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    print(f"starting plain vLLM and Slipway; {len(here.cpus)} CPUs, {here.gpus} GPUs", flush=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        pids = {
+            PLAIN_PORT: stack.enter_context(
+                server([*plain, f"--port={PLAIN_PORT}"], environ, PLAIN_PORT, Path(folder, "plain"))
+            ),
+            SLIPWAY_PORT: stack.enter_context(
+                server(
+                    [sys.executable, "-m", "serving", "serve"],
+                    asked | {"OPTION_PORT": str(SLIPWAY_PORT)},
+                    SLIPWAY_PORT,
+                    Path(folder, "slipway"),
+                )
+            ),
+        }
+        loads = [
+            (f"1-token completions, concurrency {concurrency}", "requests/s", False, concurrency, n)
+            for concurrency, n in ((1, 200), (8, 600), (32, 1000))
+        ]
+        streams = f"streams of {STREAM_TOKENS} tokens, concurrency {STREAM_CONCURRENCY}"
+        loads.append((streams, "tokens/s", True, STREAM_CONCURRENCY, 24))
+        for title, unit, stream, concurrency, requests in loads:
+            requests = max(int(requests * options.scale), 2 * concurrency)
+            rounds: dict[str, list[Round]] = {arm.name: [] for arm in ARMS}
+            for number in range(-1, options.rounds):  # the first warms up and is not counted
+                # Every other round the other way about, so that none is always first.
+                for arm in ARMS if number % 2 else reversed(ARMS):
+                    run = load(arm, stream, concurrency, requests, pids[arm.port])
+                    measured = asyncio.run(run)
+                    if number >= 0:
+                        rounds[arm.name].append(measured)
+            report(title, unit, rounds)
+
+
+if __name__ == "__main__":
+    main()
