@@ -3,7 +3,10 @@
 Plain vLLM and Slipway serve the same tiny model with the same arguments, side by side. Rounds of
 load go to the one and the other in turn, so that what else the machine does falls on both, and each
 round's figure is set against plain vLLM's of the same round. Printed are the medians over the
-rounds and, in brackets, the lowest and the highest. Neither server writes an access log.
+rounds and, in brackets, the quartiles. Neither server writes an access log.
+
+LMI's streams report every token's id and log probability, which a plain stream does not. What vLLM
+itself takes for those shows in the arm "plain vLLM, logprobs".
 """
 
 import argparse
@@ -38,6 +41,10 @@ def openai_body(stream: bool) -> dict[str, Any]:
     return body | {"stream": True} if stream else body
 
 
+def logprobs_body(stream: bool) -> dict[str, Any]:
+    return openai_body(stream) | {"logprobs": 0, "return_token_ids": True}
+
+
 def lmi_body(stream: bool) -> dict[str, Any]:
     tokens = STREAM_TOKENS if stream else 1
     parameters = {"max_new_tokens": tokens, "do_sample": False, "ignore_eos_token": True}
@@ -54,6 +61,7 @@ class Arm(NamedTuple):
 
 ARMS = (
     Arm("plain vLLM", PLAIN_PORT, "/v1/completions", openai_body),
+    Arm("plain vLLM, logprobs", PLAIN_PORT, "/v1/completions", logprobs_body),
     Arm("/v1/completions", SLIPWAY_PORT, "/v1/completions", openai_body),
     Arm("/invocations, OpenAI body", SLIPWAY_PORT, "/invocations", openai_body),
     Arm("/invocations, LMI body", SLIPWAY_PORT, "/invocations", lmi_body),
@@ -129,7 +137,7 @@ async def load(arm: Arm, stream: bool, concurrency: int, requests: int, pid: int
 
 
 def spread(values: list[float], form: str) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
+    low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:{form}} [{low:{form}} … {high:{form}}]"
 
 
@@ -153,7 +161,7 @@ def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--scale", type=float, default=1.0, help="of the requests in a round")
     options = parser.parse_args()
 
@@ -184,16 +192,17 @@ def main() -> None:
         }
         loads = [
             (f"1-token completions, concurrency {concurrency}", "requests/s", False, concurrency, n)
-            for concurrency, n in ((1, 200), (8, 600), (32, 1000))
+            for concurrency, n in ((1, 80), (8, 240), (32, 480))
         ]
         streams = f"streams of {STREAM_TOKENS} tokens, concurrency {STREAM_CONCURRENCY}"
-        loads.append((streams, "tokens/s", True, STREAM_CONCURRENCY, 24))
+        loads.append((streams, "tokens/s", True, STREAM_CONCURRENCY, 16))
         for title, unit, stream, concurrency, requests in loads:
             requests = max(int(requests * options.scale), 2 * concurrency)
-            rounds: dict[str, list[Round]] = {arm.name: [] for arm in ARMS}
+            arms = [arm for arm in ARMS if stream or arm.body is not logprobs_body]
+            rounds: dict[str, list[Round]] = {arm.name: [] for arm in arms}
             for number in range(-1, options.rounds):  # the first warms up and is not counted
                 # Every other round the other way about, so that none is always first.
-                for arm in ARMS if number % 2 else reversed(ARMS):
+                for arm in arms if number % 2 else reversed(arms):
                     run = load(arm, stream, concurrency, requests, pids[arm.port])
                     measured = asyncio.run(run)
                     if number >= 0:

@@ -24,11 +24,19 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class _TextFormatter(logging.Formatter):
+    """The same for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "facts", {})
+        return " ".join([super().format(record), *(f"{key}={facts[key]}" for key in facts)])
+
+
 def configure() -> None:
     """Send our log to standard error, and leave vLLM's, which configures itself, alone."""
     handler = logging.StreamHandler(sys.stderr)
     if sys.stderr.isatty():
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     else:
         handler.setFormatter(_JsonFormatter())
     ours = logging.getLogger("serving")

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 DRAIN_S = 25.0
 FAREWELL_S = 1.0  # for answers to be written once their requests have been ended
 STOP_S = 3.0  # for the engine's processes to end by themselves
+KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers drop an idle connection
 WATCH_S = 0.25  # how often the engine is asked whether it lives
 
 # What the process exits with; 0 when it was asked to stop.
@@ -54,10 +55,11 @@ def serve(settings: Settings, engine_arguments: list[str]) -> int:
         server = Server(
             listener, settings.max_request_size, lambda note: vllm.start(engine_arguments, note)
         )
-        code = uvloop.run(server.run())
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
-    return code
+        try:
+            return uvloop.run(server.run())
+        finally:
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
 
 
 class Server:
@@ -76,6 +78,8 @@ class Server:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=round(FAREWELL_S),
             )
         )

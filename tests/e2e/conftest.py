@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import default_model
 import httpx
 import openai
 import psutil
@@ -100,19 +99,19 @@ def serving(log: Path, *command: str, **environ: str) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> str:
-    return str(tiny_model.make())
+def tiny_options() -> dict[str, str]:
+    """The tiny model in little memory, which is quicker to reserve."""
+    return {
+        "OPTION_MODEL_ID": str(tiny_model.make()),
+        "OPTION_MAX_MODEL_LEN": "4096",
+        "OPTION_KV_CACHE_MEMORY_BYTES": "256M",
+    }
 
 
 @pytest.fixture(scope="session")
-def smol() -> str:
-    return str(default_model.make())
-
-
-@pytest.fixture(scope="session")
-def server(tiny, tmp_path_factory):
+def server(tiny_options, tmp_path_factory):
     """The tiny model, for every test that leaves the server as it was."""
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(log, OPTION_MODEL_ID=tiny, OPTION_MAX_MODEL_LEN="4096") as served:
+    with serving(log, **tiny_options) as served:
         served.ready()
         yield served
