@@ -121,7 +121,9 @@ async def load(arm: Arm, stream: bool, concurrency: int, requests: int, pid: int
                 began = time.perf_counter()
                 async with client.post(arm.path, data=body, headers=headers) as answer:
                     content = await answer.read()
-                if answer.status != 200 or content.count(b"\n") < stream * STREAM_TOKENS:
+                if answer.status != 200 or not (
+                    b'"finish_reason":"length"' in content or b'"generated_text":"' in content
+                ):
                     sys.exit(f"{arm.name}: a request failed: {answer.status} {content[:300]!r}")
                 times.append(time.perf_counter() - began)
 

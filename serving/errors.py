@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 
@@ -141,6 +140,7 @@ def body(error: ServingError, path: str) -> dict[str, Any]:
 
 
 def response(error: ServingError, path: str) -> Response:
+    """The whole answer that tells this error on this path."""
     code = status(error, path)
     return Response(
         msgspec.json.encode(body(error, path)),
@@ -148,9 +148,3 @@ def response(error: ServingError, path: str) -> Response:
         headers=_RETRY_AFTER if code == 503 else None,
         media_type="application/json",
     )
-
-
-def handle(request: Request, error: Exception) -> Response:
-    """The app's exception handler for every ServingError."""
-    assert isinstance(error, ServingError)
-    return response(error, request.url.path)

@@ -145,7 +145,8 @@ class Exchange:
         self._untouched = call.reply is None and framing is SSE
         self._asked = False
         self._client_gone = False
-        self._aborted = asyncio.get_running_loop().create_future()
+        self._aborted = False
+        self._over: asyncio.Future[None] | None = None
         self._status = 0
         self._streaming = False
         self._finished = False
@@ -161,7 +162,7 @@ class Exchange:
             log.exception("the engine raised while it answered a request")
         if self._client_gone or self._finished:
             return
-        if self._aborted.done():
+        if self._aborted:
             await self._fail(NotReady("the server is stopping"))
         elif self._status >= 400:
             raise self._refusal()
@@ -172,19 +173,26 @@ class Exchange:
 
     def abort(self) -> None:
         """Make the engine believe that the client has gone, which ends its work on the request."""
-        if not self._aborted.done():
-            self._aborted.set_result(None)
+        self._aborted = True
+        if self._over and not self._over.done():
+            self._over.set_result(None)
 
     def _engine_scope(self) -> Scope:
-        kept = ("type", "http_version", "method", "scheme", "client", "server", "query_string")
-        headers = self._scope["headers"]
-        if self._call.path != self._scope["path"]:
+        scope = self._scope
+        headers = scope["headers"]
+        if self._call.path != scope["path"]:
             # On /invocations every body is JSON, whatever its content type says; vLLM insists.
             changed = (b"content-type", b"content-length")
             headers = [header for header in headers if header[0] not in changed]
             headers.append((b"content-type", b"application/json"))
         return {
-            **{key: self._scope[key] for key in kept},
+            "type": "http",
+            "http_version": scope["http_version"],
+            "method": scope["method"],
+            "scheme": scope["scheme"],
+            "client": scope["client"],
+            "server": scope["server"],
+            "query_string": scope["query_string"],
             # Below version 2.4 a streaming answer listens for the client's leaving, and abort()
             # is heard; from there on Starlette would notice only when it sends.
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -198,18 +206,29 @@ class Exchange:
         if not self._asked:
             self._asked = True
             return {"type": "http.request", "body": self._call.body, "more_body": False}
-        leaving = asyncio.ensure_future(self._client_receive())
+        # Every request waits here until it has ended. Futures by hand: asyncio.wait() costs more
+        # than all else that is done for a request.
+        loop = asyncio.get_running_loop()
+        self._over = loop.create_future()
+        if self._aborted:
+            self._over.set_result(None)
+        leaving = loop.create_task(self._client_leaves())
         try:
-            await asyncio.wait({leaving, self._aborted}, return_when=asyncio.FIRST_COMPLETED)
-            self._client_gone = not self._aborted.done()
+            await self._over
         finally:
             leaving.cancel()
         return {"type": "http.disconnect"}
 
+    async def _client_leaves(self) -> None:
+        await self._client_receive()
+        self._client_gone = True
+        if self._over and not self._over.done():
+            self._over.set_result(None)
+
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             await self._start(message)
-        elif self._status >= 400 or self._aborted.done():
+        elif self._status >= 400 or self._aborted:
             self._parts.append(message.get("body", b""))
         elif self._streaming:
             await self._stream(message.get("body", b""), message.get("more_body", False))
@@ -227,7 +246,7 @@ class Exchange:
         if self._streaming:
             headers[b"content-type"] = self._framing.content_type
             await self._client_send({**message, "headers": list(headers.items())})
-        elif self._status < 400 and self._call.reply is None and not self._aborted.done():
+        elif self._status < 400 and self._call.reply is None and not self._aborted:
             await self._client_send(message)
 
     async def _stream(self, body: bytes, more: bool) -> None:
