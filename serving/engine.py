@@ -8,7 +8,7 @@ import contextlib
 import signal
 import threading
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing import resource_tracker
 from typing import Any, Protocol, TypeVar
 
@@ -62,7 +62,7 @@ async def start(arguments: list[str], note: Note) -> VllmEngine:
     """Start vLLM with these command-line arguments and have it generate once.
 
     The event loop stays free to answer while vLLM imports, loads and compiles in a thread. Raises
-    EngineError when vLLM cannot start.
+    EngineError when vLLM cannot start; its processes may then still be there.
     """
     try:
         note("importing vLLM")
@@ -72,14 +72,12 @@ async def start(arguments: list[str], note: Note) -> VllmEngine:
         client = await _in_thread(_build, args)
         note("preparing the API")
         engine = await _serve(client, args)
+        note("warming up")
+        await _warm_up(engine.app, await client.get_supported_tasks())
+    except EngineError:
+        raise
     except Exception as error:
         raise EngineError(_reason(error)) from error
-    note("warming up")
-    try:
-        await _warm_up(engine.app, list(await client.get_supported_tasks()))
-    except BaseException:
-        await engine.stop()
-        raise
     return engine
 
 
@@ -238,7 +236,7 @@ def _tell_errors(app: Any) -> None:
         app.add_exception_handler(kind, handle)
 
 
-async def _warm_up(app: ASGIApp, tasks: list[str]) -> None:
+async def _warm_up(app: ASGIApp, tasks: Collection[str]) -> None:
     """Have the engine answer once. vLLM's own health says nothing of whether it can."""
     prompt = "Say that you are ready."
     if "generate" in tasks:
@@ -248,7 +246,7 @@ async def _warm_up(app: ASGIApp, tasks: list[str]) -> None:
         path, body = "/v1/embeddings", {"input": prompt}
     else:
         return
-    transport = httpx.ASGITransport(app)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         answer = await client.post(path, json=body, timeout=None)
     if answer.status_code != 200:

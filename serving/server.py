@@ -113,6 +113,7 @@ class Server:
         try:
             engine = starting.result()
         except EngineError as error:
+            log.error("the engine did not start", exc_info=error.__cause__)
             return self._failed("start", str(error), START_FAILED)
         self.front.engine = engine.app
         self.lifecycle.enter(Stage.READY)
