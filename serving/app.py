@@ -40,7 +40,7 @@ def create_app(front: Front) -> ASGIApp:
         [
             Route("/invocations", _Endpoint(front.invocations, "POST")),
             *(Route(path, _Endpoint(front.openai, method)) for method, path in ENGINE_ROUTES),
-            Route("/ping", _Endpoint(ping, "GET", "HEAD")),
+            Route("/ping", _Endpoint(ping)),
             Route("/metrics", _Endpoint(metrics, "GET", "HEAD")),
         ],
         redirect_slashes=False,
