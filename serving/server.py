@@ -4,6 +4,7 @@ that loses no request it could have answered.
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -49,6 +50,7 @@ def serve(settings: Settings, engine_arguments: list[str]) -> int:
     except OSError as error:
         _last_words("start", f"cannot listen on port {settings.port}: {error.strerror}")
         return START_FAILED
+    _adopt_orphans()
     # vLLM leaves the sockets it talks to its processes over where it has put them.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
@@ -60,6 +62,16 @@ def serve(settings: Settings, engine_arguments: list[str]) -> int:
         finally:
             for child in psutil.Process().children(recursive=True):
                 child.kill()
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose own parent dies, as PID 1 of a container is anyway.
+
+    When vLLM's engine core is killed, its workers take seconds to notice; only their parent can
+    still find them.
+    """
+    pr_set_child_subreaper = 36  # prctl(2)
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 class Server:
