@@ -99,15 +99,15 @@ _FORMATS: tuple[tuple[str, Callable[[bytes], EngineCall]], ...] = (
 def _parse(body: bytes) -> EngineCall:
     try:
         keys = _read_keys(body)
+        for key, parse in _FORMATS:
+            if bytes(getattr(keys, key)) not in (b"", b"null"):
+                return parse(body)
     except msgspec.ValidationError:
         raise FormatError("the body should be a JSON object") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise FormatError("the body is nested too deeply") from None
-    for key, parse in _FORMATS:
-        if bytes(getattr(keys, key)) not in (b"", b"null"):
-            return parse(body)
     raise FormatError("the body should have one of the keys prompt, inputs or messages")
 
 

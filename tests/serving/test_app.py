@@ -90,6 +90,11 @@ async def test_any_content_type_does_on_invocations(shared):
         (b"[1]", "the body should be a JSON object"),
         (b"{}", "the body should have one of the keys prompt, inputs or messages"),
         (b'{"a":' * 4000 + b"1" + b"}" * 4000, "the body is nested too deeply"),
+        (
+            b'{"inputs": "\xff"}',
+            "the body is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid "
+            "start byte",
+        ),
         (b'{"inputs": 5}', "Expected `str | array`, got `int` - at `$.inputs`"),
         (b'{"inputs": "refuse"}', "not like this"),
     ],
