@@ -10,5 +10,7 @@ case $1 in
 esac
 
 home=$(dirname "$(readlink -f "$0")")
+# The hub is asked for models and nothing else.
+export HF_HUB_DISABLE_TELEMETRY=${HF_HUB_DISABLE_TELEMETRY:-1}
 export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
 exec "${SLIPWAY_PYTHON:-python3}" -m serving "$@"

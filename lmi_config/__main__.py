@@ -1,12 +1,14 @@
-"""`python -m lmi_config`: check the options in the environment, with nothing installed."""
+"""`python -m lmi_config`: check the options, with nothing installed but Python."""
 
+import contextlib
 import os
 import sys
 
 from lmi_config.settings import SettingsError, read
 
 try:
-    read(os.environ)
+    with contextlib.suppress(ModuleNotFoundError):  # what reads a file is not installed yet
+        read(os.environ)
 except SettingsError as error:
     print(error, file=sys.stderr)
     sys.exit(2)

@@ -1,67 +1,254 @@
 """What the machine, or the container on it, really has. look() is the only place that asks."""
 
+import contextlib
 import dataclasses
+import mmap
 import os
+import socket
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+PAGE = 4096
+"""Bytes that O_DIRECT reads and writes are a multiple of; no disk's block is larger."""
+
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """memory: bytes, or None where the driver does not say, as for a slice of a GPU."""
+
+    name: str
+    memory: int | None
+    driver: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Disk:
+    """A folder's file system. free, total: bytes; direct: whether O_DIRECT works there."""
+
+    path: str
+    kind: str
+    free: int
+    total: int
+    direct: bool
+
+    @property
+    def in_memory(self) -> bool:
+        return self.kind in ("tmpfs", "ramfs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """cpus: ids of the CPUs that we may use; memory: bytes; gpus: how many are visible."""
+    """What there is to work with.
+
+    cpus: ids of the CPUs that we may use; cpu_quota: CPUs' worth of time, or None without a limit.
+    memory: bytes there may be in use, the container's limit or the host's memory, whichever is
+    less; limited: whether it is a container's. memory_free: bytes of it that are not in use.
+    shm: free bytes of /dev/shm. disk: where the disk tier would be.
+    ports: free ones on the loopback interface, for helper processes.
+    """
 
     cpus: tuple[int, ...]
+    cpu_quota: float | None
     memory: int
-    gpus: int
+    memory_free: int
+    limited: bool
+    shm: int
+    disk: Disk
+    gpus: tuple[Gpu, ...]
+    ports: tuple[int, ...]
 
 
-def look(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """Look at the machine. `root` stands before /proc and /sys, which tests bring along."""
+def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/")) -> Machine:
+    """Look at the machine.
+
+    disk: the folder of the disk tier, which need not be there yet. root stands before /proc and
+    /sys, which tests bring along.
+    """
+    memory, free, limited = _memory(root)
     return Machine(
-        cpus=tuple(sorted(os.sched_getaffinity(0))), memory=_memory(root), gpus=_gpus(environ)
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpu_quota=_cpu_quota(root),
+        memory=memory,
+        memory_free=free,
+        limited=limited,
+        shm=_free(Path("/dev/shm"))[0],
+        disk=_disk(Path(disk), root),
+        gpus=_gpus(environ),
+        ports=_ports(environ.get("SAGEMAKER_SAFE_PORT_RANGE")),
     )
 
 
-def _memory(root: Path) -> int:
-    """The container's memory limit in bytes, or the host's memory where that is less.
+def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """Folders that may hold a controller's files for us, with the version of their cgroup.
 
     A process sees its own cgroup at the mount's top when the container has a cgroup namespace, and
-    under the path in /proc/self/cgroup when it has none. Either file may be missing. Lines of that
-    file are `id:controllers:path`, with no controllers for version 2 (cgroups(7)).
+    under the path in /proc/self/cgroup when it has none. Lines of that file are
+    `id:controllers:path`, with no controllers for version 2 (cgroups(7)).
     """
-    total = next(
-        int(line.split()[1]) * 1024
-        for line in (root / "proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal:")
-    )
-    limits = [total]
-    mounts = {"": ("sys/fs/cgroup", "memory.max")}
-    mounts["memory"] = ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.exists() else ():
+    listed = root / "proc/self/cgroup"
+    for line in listed.read_text().splitlines() if listed.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers not in mounts:
+        if not controllers:
+            version, mount = 2, root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup" / controller
+        else:
             continue
-        mount, file = mounts[controllers]
-        for folder in (root / mount / path.strip("/"), root / mount):
-            try:
-                limits.append(int((folder / file).read_text()))
-            except (OSError, ValueError):  # no such file, or "max"
-                continue
-    return min(limits)
+        yield version, mount / path.strip("/")
+        yield version, mount
 
 
-def _gpus(environ: Mapping[str, str]) -> int:
-    """How many GPUs CUDA would show a process with this environment."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no such file, or it says "max"."""
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=20, check=True
-        )
+        return int(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """A file with a name and a number in each line."""
+    try:
+        rows = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _memory(root: Path) -> tuple[int, int, bool]:
+    """Bytes that may be in use, bytes of them that are free, and whether a container limits them.
+
+    What a cgroup uses counts file pages; those that were not touched lately are given up before
+    anything is killed, so they are free (memory.stat, `inactive_file`).
+    """
+    host = _table(root / "proc/meminfo")
+    total = host["MemTotal"] * 1024
+    memory, free = total, host.get("MemAvailable", host["MemTotal"]) * 1024
+    for version, group in _groups(root, "memory"):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, used = _number(group / names[0]), _number(group / names[1])
+        if limit is None or limit > _NO_LIMIT:
+            continue
+        memory = min(memory, limit)
+        idle = _table(group / "memory.stat").get(names[2], 0)
+        free = min(free, limit - max((used or 0) - idle, 0))
+    return memory, max(min(free, memory), 0), memory < total
+
+
+def _cpu_quota(root: Path) -> float | None:
+    quotas = []
+    for version, group in _groups(root, "cpu"):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        try:
+            words = " ".join((group / file).read_text() for file in files).split()
+            quota, period = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):  # no such file, or "max"
+            continue
+        if quota > 0 and period > 0:  # -1 is "none" in version 1
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = path.absolute()
+    return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+
+
+def _free(path: Path) -> tuple[int, int]:
+    """Bytes that a user without privileges may still write, and bytes in all."""
+    try:
+        found = os.statvfs(_existing(path))
+    except OSError:
+        return 0, 0
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def _disk(path: Path, root: Path) -> Disk:
+    free, total = _free(path)
+    existing = _existing(path)
+    direct = os.access(existing, os.W_OK) and _direct(existing)
+    return Disk(path=str(path), kind=_kind(existing, root), free=free, total=total, direct=direct)
+
+
+def _kind(path: Path, root: Path) -> str:
+    """A folder's kind of file system, by the longest mount point above it (proc(5), mountinfo)."""
+    found = (0, "unknown")
+    mounts = root / "proc/self/mountinfo"
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].replace("\\040", " ")
+        if path.is_relative_to(point) and len(point) >= found[0]:
+            found = (len(point), after.split()[0])
+    return found[1]
+
+
+def _direct(folder: Path) -> bool:
+    """Whether files there can be written past the page cache, found out by doing it."""
+    with mmap.mmap(-1, PAGE) as page:  # O_DIRECT wants memory at a page's start
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".slipway-") as file:
+                opened = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
+                try:
+                    return os.write(opened, page) == PAGE
+                finally:
+                    os.close(opened)
+        except OSError:
+            return False
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA would show a process with this environment.
+
+    CUDA_VISIBLE_DEVICES lists indices or the beginnings of identifiers; the first that does not
+    exist ends the list. Slices of a GPU (MIG) are listed by identifiers that no query shows.
+    """
+    fields = "uuid,name,memory.total,driver_version"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return 0
-    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return ()
+    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 3]
+    present = {
+        uuid: Gpu(name=name, memory=int(memory) << 20 if memory.isdigit() else None, driver=driver)
+        for uuid, name, memory, driver in rows
+    }
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return present
-    return min(present, len([device for device in visible.split(",") if device.strip()]))
+        return tuple(present.values())
+    shown: list[Gpu] = []
+    for wanted in visible.split(","):
+        wanted = wanted.strip()
+        if wanted.isdigit():
+            found = list(present.values())[int(wanted) : int(wanted) + 1]
+        else:
+            found = [gpu for uuid, gpu in present.items() if wanted and uuid.startswith(wanted)]
+        if wanted.startswith("MIG-") and present:
+            whole = next(iter(present.values()))
+            found = [Gpu(name=f"a slice of {whole.name}", memory=None, driver=whole.driver)]
+        if not found:
+            break
+        shown += found[:1]
+    return tuple(shown)
+
+
+def _ports(safe: str | None, count: int = 3) -> tuple[int, ...]:
+    """Free ports on the loopback interface, in SageMaker's safe range (`low-high`) where given."""
+    low, _, high = (safe or "").partition("-")
+    wanted = range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() else [0] * count
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in wanted:
+            if len(found) == count:
+                break
+            with contextlib.suppress(OSError):
+                taken = held.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(taken.getsockname()[1])
+    return tuple(found)

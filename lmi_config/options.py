@@ -1,151 +1,92 @@
 """Every option, declared once: names, what it takes, default, where it goes, what it is for.
 
-An option's names are environment variables in order of precedence. `OPTION_*` and the `SERVING_*`,
-`SAGEMAKER_*`, `HF_*` names beside it are the vocabulary of Amazon SageMaker's LMI container. Every
-command-line option of vLLM that is not declared here can be given by its own name as
-`OPTION_<NAME>`; `vllm_options.json` lists them.
+`OPTION_*` and the `SERVING_*`, `SAGEMAKER_*`, `HF_*` names beside it are the vocabulary of Amazon
+SageMaker's LMI container, which took some from Hugging Face's text generation inference server.
+Every command-line option of vLLM that is not declared here can be given by its own name as
+`OPTION_<NAME>`; `vllm_options.json` lists them. Names that do nothing here are in `unused.py`.
 """
 
 import dataclasses
 import functools
 import json
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lmi_config.unused import REFUSED
+from lmi_config.values import (
+    Reader,
+    boolean,
+    choice,
+    degree,
+    dtype,
+    entry_point,
+    fraction,
+    integer,
+    inverted,
+    json_object,
+    kind,
+    mebibytes,
+    model_len,
+    number,
+    size,
+    text,
+    words,
+)
+
 PREFIX = "OPTION_"
+VLLM_PREFIX = "SM_VLLM_"
+"""Of the names that AWS's own vLLM container takes: this, and the name of a vLLM option."""
 
-Reader = Callable[[str], Any]
-"""Turns an option's text into its value, or raises ValueError saying what it should be."""
+MODEL_STORE = "/opt/ml/model"
+"""Where SageMaker puts a model before it starts the container. It is never written to."""
 
-
-def text(value: str) -> str:
-    return value
-
-
-def words(value: str) -> tuple[str, ...]:
-    """Read a JSON list, or words between commas."""
-    if value.startswith("["):
-        found = _json(value)
-        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-            raise ValueError('a JSON list of strings, like ["a", "b"], or words between commas')
-        return tuple(found)
-    return tuple(word.strip() for word in value.split(",") if word.strip())
+LORA_DEFAULTS: Mapping[str, Any] = {"max_loras": 4, "max_lora_rank": 16}
+"""What LMI gives vLLM when `enable_lora` is on and nothing else is said; vLLM's own is 1 and 16."""
 
 
-def boolean(value: str) -> bool:
-    try:
-        return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-    except KeyError:
-        raise ValueError("true or false") from None
-
-
-def integer(low: int | None = None, high: int | None = None) -> Reader:
-    def read(value: str) -> int:
-        limits = "".join(
-            f", {word} {limit}"
-            for word, limit in (("at least", low), ("at most", high))
-            if limit is not None
-        )
-        try:
-            number = int(value)
-            if (low is not None and number < low) or (high is not None and number > high):
-                raise ValueError
-        except ValueError:
-            raise ValueError(f"a whole number{limits}") from None
-        return number
-
-    return read
-
-
-def fraction(value: str) -> float:
-    try:
-        number = float(value)
-        if not 0 < number <= 1:
-            raise ValueError
-    except ValueError:
-        raise ValueError("a number above 0 and at most 1, like 0.9") from None
-    return number
-
-
-def size(value: str) -> int:
-    """Read a number with vLLM's suffixes: k, m, g, t are powers of 1000, K, M, G, T of 1024."""
-    match = re.fullmatch(r"(\d+)(?:([kmgt])|([KMGT]))?|(\d+\.\d+)([kmgt])", value)
-    if not match:
-        raise ValueError("a whole number, or one with a suffix like 8k (8,000) or 8K (8,192)")
-    whole, decimal, binary, real, real_decimal = match.groups()
-    if binary:
-        return int(whole) << 10 * ("KMGT".index(binary) + 1)
-    if suffix := decimal or real_decimal:
-        return int(float(whole or real) * 1000 ** ("kmgt".index(suffix) + 1))
-    return int(whole)
-
-
-def model_len(value: str) -> int:
-    """Read a length in tokens; "auto" and -1 ask vLLM for the longest that fits its memory."""
-    if value.lower() in ("auto", "-1"):
-        return -1
-    try:
-        length = size(value)
-        if length < 1:
-            raise ValueError
-    except ValueError:
-        raise ValueError('a number of tokens, like 8192 or 8k, or "auto"') from None
-    return length
-
-
-def degree(value: str) -> int | Literal["max"]:
-    if value.lower() == "max":
-        return "max"
-    try:
-        number: int = integer(low=1)(value)
-    except ValueError:
-        raise ValueError('a whole number, at least 1, or "max"') from None
-    return number
-
-
-DTYPES = {
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    **{name: name for name in ("auto", "float32", "float16", "bfloat16", "float", "half")},
-}
-
-
-def dtype(value: str) -> str:
-    try:
-        return DTYPES[value.lower()]
-    except KeyError:
-        raise ValueError(f"one of {', '.join(DTYPES)}") from None
-
-
-def _json(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"JSON ({error})") from None
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What is known of one option beside its default.
+    """What is known of one option.
 
     names: environment variables that set it; the first that is set wins.
-    vllm: the vLLM option it becomes. `OPTION_<VLLM>` is then one more name, which must agree.
+    others: names that say it in other units, each with its own reader; they come last, except
+    SAGEMAKER_* ones, which come first.
+    vllm: the vLLM option it becomes. `OPTION_<VLLM>` and `SM_VLLM_<VLLM>` are then names as well,
+    and must agree with the others.
+    otherwise: what holds when it is not set, where the default does not tell.
     """
 
     names: tuple[str, ...]
     read: Reader
     help: str
-    vllm: str | None = None
+    vllm: str | None
+    others: Mapping[str, Reader]
+    default: Any
+    otherwise: str | None
+    heading: str | None
 
 
 def _option(
-    read: Reader, *names: str, default: Any = None, help: str, vllm: str | None = None
+    read: Reader,
+    *names: str,
+    help: str,
+    default: Any = None,
+    otherwise: str | None = None,
+    vllm: str | None = None,
+    others: Mapping[str, Reader] | None = None,
+    heading: str | None = None,
 ) -> Any:
-    about = Option(names, read, help, vllm)
+    about = Option(
+        names=names,
+        read=read,
+        help=help,
+        vllm=vllm,
+        others=others or {},
+        default=default,
+        otherwise=otherwise,
+        heading=heading,
+    )
     return dataclasses.field(default=default, metadata={"option": about})
 
 
@@ -157,53 +98,42 @@ class Settings:
         text,
         "HF_MODEL_ID",
         "OPTION_MODEL_ID",
-        default="/opt/ml/model",
+        heading="Model",
+        default=MODEL_STORE,
         vllm="model",
-        help="The model: a local folder or a Hugging Face hub id.",
+        help="The model: a local folder, an `s3://` prefix or a Hugging Face hub id.",
+    )
+    revision: str | None = _option(
+        text,
+        "HF_REVISION",
+        "OPTION_REVISION",
+        vllm="revision",
+        otherwise="the default branch",
+        help="Branch, tag or commit of a hub model.",
+    )
+    task: str = _option(
+        choice(
+            "auto",
+            "text-generation",
+            "generate",
+            "text-embedding",
+            "embed",
+            "feature-extraction",
+            "classify",
+        ),
+        "HF_TASK",
+        "OPTION_TASK",
+        default="auto",
+        help="What the model is for; `auto` asks the model. `text-embedding` and "
+        "`feature-extraction` make embeddings of a model that generates.",
     )
     served_model_name: tuple[str, ...] = _option(
         words,
         "OPTION_SERVED_MODEL_NAME",
         default=(),
+        otherwise="the hub id or the folder's name, and `lmi`",
         vllm="served_model_name",
-        help="Names that requests may give as `model`. The first stands in answers and metrics. "
-        "Default: the hub id or the folder's name, and `lmi`.",
-    )
-    port: int = _option(
-        integer(1, 65535),
-        "SAGEMAKER_BIND_TO_PORT",
-        "OPTION_PORT",
-        default=8080,
-        help="The port to listen on.",
-    )
-    max_request_size: int = _option(
-        integer(low=1),
-        "SAGEMAKER_MAX_REQUEST_SIZE",
-        "SERVING_MAX_REQUEST_SIZE",
-        default=64 * 1024**2,
-        help="The largest request body in bytes; a larger one is answered 413.",
-    )
-    tensor_parallel_degree: int | Literal["max"] = _option(
-        degree,
-        "OPTION_TENSOR_PARALLEL_DEGREE",
-        "TENSOR_PARALLEL_DEGREE",
-        "SM_NUM_GPUS",
-        default="max",
-        vllm="tensor_parallel_size",
-        help="Devices that one copy of the model is spread over. `max`: every visible GPU, or 1 "
-        "without GPUs.",
-    )
-    max_model_len: int | None = _option(
-        model_len,
-        "OPTION_MAX_MODEL_LEN",
-        vllm="max_model_len",
-        help="Longest prompt and answer together, in tokens. Default: the model's own.",
-    )
-    max_rolling_batch_size: int | None = _option(
-        integer(low=1),
-        "OPTION_MAX_ROLLING_BATCH_SIZE",
-        vllm="max_num_seqs",
-        help="Sequences that are generated at the same time. Default: vLLM's own.",
+        help="Names that requests may give as `model`. The first stands in answers and metrics.",
     )
     dtype: str = _option(
         dtype,
@@ -212,41 +142,285 @@ class Settings:
         vllm="dtype",
         help="Data type of the weights and activations: auto, fp32, fp16, bf16.",
     )
-    enforce_eager: bool | None = _option(
-        boolean,
-        "OPTION_ENFORCE_EAGER",
-        vllm="enforce_eager",
-        help="Run the model without compiling it: starts sooner, runs slower. Default: true "
-        "without a GPU, else false.",
+    quantize: str | None = _option(
+        text,
+        "OPTION_QUANTIZE",
+        "HF_MODEL_QUANTIZE",
+        vllm="quantization",
+        otherwise="what the model's own files say",
+        help="How weights are quantised: awq, gptq, fp8, bitsandbytes and what else vLLM knows.",
     )
-    gpu_memory_utilization: float | None = _option(
-        fraction,
-        "OPTION_GPU_MEMORY_UTILIZATION",
-        vllm="gpu_memory_utilization",
-        help="Share of each GPU's memory that vLLM may use. Default: vLLM's own.",
+    load_format: str = _option(
+        text,
+        "OPTION_LOAD_FORMAT",
+        default="auto",
+        vllm="load_format",
+        help="How weights are loaded; `dummy` makes random ones, for benchmarks.",
     )
     trust_remote_code: bool = _option(
         boolean,
         "OPTION_TRUST_REMOTE_CODE",
+        "HF_MODEL_TRUST_REMOTE_CODE",
         default=False,
         vllm="trust_remote_code",
         help="Run Python code that comes with the model.",
+    )
+    download_dir: str | None = _option(
+        text,
+        "SERVING_DOWNLOAD_DIR",
+        vllm="download_dir",
+        otherwise="`/tmp/slipway/models` for S3, `HF_HOME` for the hub",
+        help="Where models from S3 are kept.",
+    )
+    entry_point: str | None = _option(
+        entry_point,
+        "OPTION_ENTRYPOINT",
+        "DJL_ENTRY_POINT",
+        help="LMI's handlers (`djl_python.*`), which are Slipway itself. Others are refused.",
+    )
+
+    port: int = _option(
+        integer(1, 65535),
+        "SAGEMAKER_BIND_TO_PORT",
+        "OPTION_PORT",
+        heading="Server",
+        default=8080,
+        help="The port to listen on.",
+    )
+    max_request_size: int = _option(
+        integer(low=1),
+        "SAGEMAKER_MAX_REQUEST_SIZE",
+        "SERVING_MAX_REQUEST_SIZE",
+        default=64 * 1024**2,
+        others={"SAGEMAKER_MAX_PAYLOAD_IN_MB": mebibytes},
+        help="The largest request body in bytes; a larger one is answered 413.",
+    )
+    job_queue_size: int = _option(
+        integer(low=1),
+        "SERVING_JOB_QUEUE_SIZE",
+        "MAX_CONCURRENT_REQUESTS",
+        default=1000,
+        help="Requests that may be under way at once; one more is answered 503.",
+    )
+    predict_timeout: int | None = _option(
+        integer(low=1),
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS",
+        "OPTION_PREDICT_TIMEOUT",
+        "PREDICT_TIMEOUT",
+        otherwise="none",
+        help="Seconds after which a request is ended with an error.",
+    )
+    model_loading_timeout: int | None = _option(
+        integer(low=1),
+        "SAGEMAKER_STARTUP_TIMEOUT",
+        "OPTION_MODEL_LOADING_TIMEOUT",
+        "MODEL_LOADING_TIMEOUT",
+        otherwise="none",
+        help="Seconds after which a start that is not ready has failed.",
+    )
+
+    tensor_parallel_degree: int | Literal["max"] = _option(
+        degree,
+        "OPTION_TENSOR_PARALLEL_DEGREE",
+        "TENSOR_PARALLEL_DEGREE",
+        "SM_NUM_GPUS",
+        heading="Devices and memory",
+        default="max",
+        vllm="tensor_parallel_size",
+        help="Devices that one copy of the model is spread over. `max`: every visible GPU, or 1 "
+        "without GPUs.",
+    )
+    pipeline_parallel_degree: int = _option(
+        integer(low=1),
+        "OPTION_PIPELINE_PARALLEL_DEGREE",
+        "PIPELINE_PARALLEL_DEGREE",
+        default=1,
+        vllm="pipeline_parallel_size",
+        help="Stages that the layers are spread over, each on its own devices.",
+    )
+    gpu_memory_utilization: float | None = _option(
+        fraction,
+        "OPTION_GPU_MEMORY_UTILIZATION",
+        "CUDA_MEMORY_FRACTION",
+        vllm="gpu_memory_utilization",
+        otherwise="vLLM's, 0.92",
+        help="Share of each GPU's memory that vLLM may use.",
+    )
+    kv_cache_memory_bytes: int | None = _option(
+        size,
+        "OPTION_KV_CACHE_MEMORY_BYTES",
+        vllm="kv_cache_memory_bytes",
+        otherwise="what is left of the GPU's share; without a GPU what fits, at most 4 GiB",
+        help="Memory of one rank's KV cache in the engine, in bytes.",
+    )
+    cpu_offload_gb_per_gpu: float | None = _option(
+        number,
+        "OPTION_CPU_OFFLOAD_GB_PER_GPU",
+        vllm="cpu_offload_gb",
+        otherwise="0",
+        help="GiB of each GPU's weights that are kept in CPU memory.",
+    )
+    enforce_eager: bool | None = _option(
+        boolean,
+        "OPTION_ENFORCE_EAGER",
+        vllm="enforce_eager",
+        others={"ENABLE_CUDA_GRAPHS": inverted},
+        otherwise="true without a GPU, else false",
+        help="Run the model without compiling it: starts sooner, runs slower.",
+    )
+
+    max_model_len: int | None = _option(
+        model_len,
+        "OPTION_MAX_MODEL_LEN",
+        heading="Batching",
+        vllm="max_model_len",
+        otherwise="the model's own",
+        help="Longest prompt and answer together, in tokens.",
+    )
+    max_rolling_batch_size: int | None = _option(
+        integer(low=1),
+        "OPTION_MAX_ROLLING_BATCH_SIZE",
+        "MAX_BATCH_SIZE",
+        vllm="max_num_seqs",
+        otherwise="vLLM's own",
+        help="Sequences that are generated at the same time.",
+    )
+    max_rolling_batch_prefill_tokens: int | None = _option(
+        size,
+        "OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS",
+        "MAX_BATCH_PREFILL_TOKENS",
+        vllm="max_num_batched_tokens",
+        otherwise="vLLM's own",
+        help="Tokens that are computed in one step, prompts and answers together.",
+    )
+
+    lmcache_auto_config: bool = _option(
+        boolean,
+        "OPTION_LMCACHE_AUTO_CONFIG",
+        heading="KV cache tiers",
+        default=False,
+        help="Keep KV caches in CPU memory and on disk, as large as the container allows.",
+    )
+    lmcache_config_file: str | None = _option(
+        text,
+        "OPTION_LMCACHE_CONFIG_FILE",
+        "LMCACHE_CONFIG_FILE",
+        help="A configuration file of LMCache's, absolute or in the model's folder; `LMCACHE_*` "
+        "variables override it. It is translated to the flags of LMCache's server.",
+    )
+    kv_l2_url: str | None = _option(
+        text,
+        "OPTION_KV_L2_URL",
+        help="A store that instances share: `redis://`, `rediss://`, `valkey://`, `valkeys://`, "
+        "`s3://bucket`, `file:///folder`, `tieredstorage://host:port`.",
+    )
+    kv_disk_path: str = _option(
+        text,
+        "OPTION_KV_DISK_PATH",
+        default="/tmp/lmcache",
+        help="The folder of the disk tier, on this machine's own disk.",
+    )
+    kv_transfer_config: Mapping[str, Any] | None = _option(
+        json_object,
+        "OPTION_KV_TRANSFER_CONFIG",
+        vllm="kv_transfer_config",
+        help="vLLM's own connector configuration, passed on as it is; Slipway then manages no KV "
+        "cache tiers. LMI's manual mode, `LMCacheConnectorV1` with `kv_both` and nothing else, is "
+        "taken as a wish for the tiers that LMCache's configuration names.",
+    )
+
+    speculative_config: Mapping[str, Any] | None = _option(
+        json_object,
+        "OPTION_SPECULATIVE_CONFIG",
+        heading="Speculative decoding",
+        vllm="speculative_config",
+        help="vLLM's configuration of speculative decoding. A `method` that is left out is read "
+        "from the draft's own files.",
+    )
+    speculative_draft_model: str | None = _option(
+        text,
+        "OPTION_SPECULATIVE_DRAFT_MODEL",
+        vllm="spec_model",
+        help="The draft: a local folder, an `s3://` prefix or a hub id. Its method (EAGLE, "
+        "EAGLE-3, draft model, ...) is read from its own files.",
+    )
+    num_speculative_tokens: int | None = _option(
+        integer(),
+        "OPTION_NUM_SPECULATIVE_TOKENS",
+        vllm="spec_tokens",
+        otherwise="the draft's own, or 3",
+        help="Tokens that the draft proposes in each step.",
+    )
+
+    enable_lora: bool = _option(
+        boolean,
+        "OPTION_ENABLE_LORA",
+        heading="LoRA adapters",
+        default=False,
+        vllm="enable_lora",
+        help="Make room for LoRA adapters.",
+    )
+    max_loras: int | None = _option(
+        integer(low=1),
+        "OPTION_MAX_LORAS",
+        vllm="max_loras",
+        otherwise="4",
+        help="Adapters that one batch may mix, each with a slot in the engine's memory.",
+    )
+    max_lora_rank: int | None = _option(
+        integer(low=1),
+        "OPTION_MAX_LORA_RANK",
+        vllm="max_lora_rank",
+        otherwise="16",
+        help="The largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512.",
+    )
+    max_cpu_loras: int | None = _option(
+        integer(low=1),
+        "OPTION_MAX_CPU_LORAS",
+        vllm="max_cpu_loras",
+        otherwise="as `max_loras`",
+        help="Adapters that are kept in CPU memory.",
+    )
+
+    config_file: str | None = _option(
+        text,
+        "OPTION_CONFIG_FILE",
+        heading="Configuration itself",
+        otherwise="`slipway.yaml` in the model's folder",
+        help="A YAML file with options.",
+    )
+    model_store: str = _option(
+        text,
+        "SERVING_MODEL_STORE",
+        default=MODEL_STORE,
+        help="The folder where a model, `serving.properties` and `slipway.yaml` are looked for.",
     )
     strict: bool = _option(
         boolean,
         "OPTION_STRICT",
         default=True,
-        help="Refuse to start when an OPTION_* name is not known; false only warns.",
+        help="Refuse to start when an option's name is not known; false only warns.",
     )
+
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """vLLM options given by their own names, read but not interpreted: name → value."""
+    model_folder: Path | None = None
+    """The folder with what belongs to the deployment: option files, model.py, adapters."""
+    lmcache: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """`LMCACHE_*` variables, as they came."""
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Field, or name of a vLLM option → the name it was given by. What is not here is default."""
+    notes: tuple[str, ...] = ()
+    """What the operator should know of the options given: a sentence each."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may give as `model`; the first stands in answers."""
         if self.served_model_name:
             return self.served_model_name
-        local = self.model_id.startswith((".", "/")) or Path(self.model_id).is_dir()
+        if self.model_id.startswith("s3://"):
+            return (self.model_id.rstrip("/").rsplit("/", 1)[1], "lmi")
+        local = self.model_id.startswith((".", "/", "~")) or Path(self.model_id).is_dir()
         name = Path(self.model_id).absolute().name if local else self.model_id
         return (name, "lmi")
 
@@ -259,90 +433,13 @@ OPTIONS: Mapping[str, Option] = {
 """Settings field → what is declared of it."""
 
 
-# vLLM options that belong to its own HTTP server, which Slipway replaces.
-_HTTP = "its own HTTP server is not used: Slipway answers HTTP itself"
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "allow_credentials",
-            "allowed_headers",
-            "allowed_methods",
-            "allowed_origins",
-            "api_key",
-            "api_server_count",
-            "config",
-            "data_parallel_supervisor_port",
-            "disable_access_log_for_endpoints",
-            "disable_fastapi_docs",
-            "disable_uvicorn_access_log",
-            "dp_supervisor_probe_failure_threshold",
-            "dp_supervisor_probe_interval_s",
-            "dp_supervisor_probe_timeout_s",
-            "enable_offline_docs",
-            "enable_request_id_headers",
-            "enable_ssl_refresh",
-            "grpc",
-            "grpc_port",
-            "h11_max_header_count",
-            "h11_max_incomplete_event_size",
-            "headless",
-            "host",
-            "middleware",
-            "root_path",
-            "ssl_ca_certs",
-            "ssl_cert_reqs",
-            "ssl_certfile",
-            "ssl_ciphers",
-            "ssl_keyfile",
-            "uds",
-            "uvicorn_log_level",
-        ),
-        _HTTP,
-    ),
-    "shutdown_timeout": "Slipway drains requests itself, within 25 seconds of SIGTERM",
-}
-"""vLLM options that cannot be given, each with the reason."""
-
-
 @functools.cache
 def vllm_options() -> Mapping[str, Reader]:
     """vLLM's own options that are passed on: name → reader."""
     declared = {option.vllm for option in OPTIONS.values()}
     listed = json.loads(Path(__file__).with_name("vllm_options.json").read_text())
     return {
-        name: _reader(row["kind"], row.get("choices", ()))
+        name: kind(row["kind"], tuple(row.get("choices", ())))
         for name, row in listed.items()
         if name not in declared and name not in REFUSED
     }
-
-
-def _reader(kind: str, choices: tuple[str, ...]) -> Reader:
-    def choice(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"one of {', '.join(choices)}")
-        return value
-
-    def number(value: str) -> float:
-        try:
-            found = float(value)
-            if not math.isfinite(found):
-                raise ValueError
-        except ValueError:
-            raise ValueError("a number") from None
-        return found
-
-    def json_text(value: str) -> str:
-        _json(value)
-        return value
-
-    return {
-        "boolean": boolean,
-        "switch": lambda value: boolean(value) or None,  # vLLM has no --no- form of these
-        "integer": integer(),
-        "number": number,
-        "size": size,
-        "list": words,
-        "json": json_text,
-        "choice": choice,
-        "text": text,
-    }[kind]

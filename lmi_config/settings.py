@@ -1,84 +1,228 @@
-"""The environment → Settings, or one error that tells every fault in it."""
+"""The environment and files with options → Settings, or one error that tells every fault in them.
+
+Which one counts, as in LMI: SAGEMAKER_* variables, files, HF_*, OPTION_*, then the other names.
+"""
 
 import difflib
 import re
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from lmi_config.options import OPTIONS, PREFIX, REFUSED, Option, Reader, Settings, vllm_options
+from lmi_config import files
+from lmi_config.files import FileFault, Given
+from lmi_config.options import (
+    MODEL_STORE,
+    OPTIONS,
+    PREFIX,
+    VLLM_PREFIX,
+    Option,
+    Settings,
+    vllm_options,
+)
+from lmi_config.unused import REFUSED, UNUSED
+from lmi_config.values import Reader
 
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+_SECRET = re.compile(r"TOKEN(?!S)|KEY|SECRET|PASSWORD|CREDENTIAL|_URL$")
+_FALSE = ("false", "0")
+_MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
 
 
 class SettingsError(ValueError):
     """Options that cannot be used. `faults` has a sentence for each."""
 
-    def __init__(self, faults: list[str]) -> None:
+    def __init__(self, faults: Iterable[str]) -> None:
         self.faults = tuple(faults)
-        count = "1 option" if len(faults) == 1 else f"{len(faults)} options"
-        super().__init__(f"{count} cannot be used:" + "".join(f"\n  {fault}" for fault in faults))
+        count = "1 option" if len(self.faults) == 1 else f"{len(self.faults)} options"
+        super().__init__(f"{count} cannot be used:" + "".join(f"\n  {f}" for f in self.faults))
+
+
+def secret(name: str) -> bool:
+    """Whether an option of this name may hold what nobody should read in a log."""
+    return bool(_SECRET.search(name.upper()))
 
 
 def read(environ: Mapping[str, str]) -> Settings:
-    """Read the settings from environment variables; empty ones count as not set.
+    """Read the settings from environment variables and the files that they or the model bring.
 
-    Raises SettingsError with all faults at once: values that cannot be read, two names that set one
-    option to different values, and (unless OPTION_STRICT is false) unknown OPTION_* names.
+    Empty values count as not set. Raises SettingsError with all faults at once: values that cannot
+    be read, names of one option that disagree, files that cannot be read, and (unless OPTION_STRICT
+    is false) unknown names. Raises ModuleNotFoundError where a file's parser is not installed yet.
     """
-    given = {name: value.strip() for name, value in environ.items() if value.strip()}
-    faults: list[str] = []
-    values = {field: _declared(option, given, faults) for field, option in OPTIONS.items()}
-    values = {field: value for field, value in values.items() if value is not None}
-    others = sorted(name for name in given if name.startswith(PREFIX) and name not in _names())
-    engine: dict[str, Any] = {}
-    for name in others:
-        option = name.removeprefix(PREFIX).lower()
-        if reader := vllm_options().get(option):
-            if (value := _value(name, given, reader, faults)) is not None:
-                engine[option] = value
-        elif option in REFUSED:
-            faults.append(f"{name}: vLLM has this option, but {REFUSED[option]}")
-        elif values.get("strict", True):
-            faults.append(f"{_unknown(name)} (OPTION_STRICT=false ignores unknown options)")
-        else:
-            warnings.warn(f"{_unknown(name)}; ignored", stacklevel=2)
-    if faults:
-        raise SettingsError(faults)
-    return Settings(**values, engine=engine)
-
-
-def _declared(option: Option, given: Mapping[str, str], faults: list[str]) -> Any:
-    """The value of one declared option, or None where it is not set or cannot be read."""
-    first = next((name for name in option.names if name in given), None)
-    found = _value(first, given, option.read, faults) if first else None
-    same = f"{PREFIX}{option.vllm.upper()}" if option.vllm else None
-    if same is None or same in option.names or same not in given:
-        return found
-    other = _value(same, given, option.read, faults)
-    if first and None not in (found, other) and found != other:
-        faults.append(
-            f"{first}={given[first]!r} and {same}={given[same]!r} set the same option to "
-            "different values; keep one"
-        )
-    return other if found is None else found
-
-
-def _value(name: str, given: Mapping[str, str], read: Reader, faults: list[str]) -> Any:
+    given = _from(environ)
+    named = next((Path(given[name].text) for name in _MODELS if name in given), None)
+    store = given.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
+    config_file = given.get("OPTION_CONFIG_FILE", Given("", ""))
     try:
-        return read(given[name])
-    except ValueError as error:
-        shown = "(hidden)" if _SECRET.search(name) else repr(given[name])
-        faults.append(f"{name}={shown}: should be {error}")
+        folder = files.model_folder(Path(store.text), named)
+        found = files.read(folder, config_file.text)
+    except FileFault as fault:
+        raise SettingsError([str(fault)]) from None
+    return merged(given, found, folder)
+
+
+def _from(environ: Mapping[str, str]) -> dict[str, Given]:
+    return {name: Given(value.strip(), name) for name, value in environ.items() if value.strip()}
+
+
+def merged(
+    given: Mapping[str, Given], found: Mapping[str, Given], folder: Path | None = None
+) -> Settings:
+    """Settings from what the environment gives and what files do. Raises as `read` does."""
+    found = {name: value for name, value in found.items() if value.text}
+    reading = _Reading({**given, **found}, frozenset(found))
+    values = reading.declared()
+    engine = reading.others(values.get("strict", True))
+    if reading.faults:
+        raise SettingsError(reading.faults)
+    overridden = [
+        f"{name} is set, but {found[name].name} comes first"
+        for name in sorted(found.keys() & given.keys())
+        if found[name].text != given[name].text
+    ]
+    if folder:
+        values.setdefault("model_id", str(folder))
+    return Settings(
+        **values,
+        engine=engine,
+        model_folder=folder,
+        lmcache={
+            name: value.text
+            for name, value in reading.given.items()
+            if name.startswith("LMCACHE_") and name != "LMCACHE_CONFIG_FILE"
+        },
+        origins=reading.origins,
+        notes=(*overridden, *reading.notes()),
+    )
+
+
+class _Reading:
+    """One pass over what was given: faults and origins come together on the way."""
+
+    def __init__(self, given: Mapping[str, Given], from_files: frozenset[str]) -> None:
+        self.given = given
+        self.faults: list[str] = []
+        self.origins: dict[str, str] = {}
+        self._from_files = from_files
+        self._unknown: list[str] = []
+
+    def declared(self) -> dict[str, Any]:
+        """The declared options that are set: field → value."""
+        values: dict[str, Any] = {}
+        for field, option in OPTIONS.items():
+            readers = {**dict.fromkeys(option.names, option.read), **option.others}
+            found = self._first(field, sorted(readers, key=self._rank), readers)
+            if option.vllm:
+                found = self._agreed(field, option, found)
+            if found is not None:
+                values[field] = found
+        return values
+
+    def others(self, strict: bool) -> dict[str, Any]:
+        """vLLM's options that were given by their own names. Tells unknown names."""
+        engine: dict[str, Any] = {}
+        for name in sorted(self.given.keys() - _NAMES - UNUSED.keys()):
+            if not name.startswith((PREFIX, VLLM_PREFIX)) and name not in self._from_files:
+                continue
+            if name.startswith("LMCACHE_"):
+                continue
+            option = name.removeprefix(VLLM_PREFIX).removeprefix(PREFIX).lower()
+            if reader := vllm_options().get(option):
+                value = self._value(name, reader)
+                if value is None:
+                    continue
+                if engine.setdefault(option, value) != value:
+                    self._disagree(self.origins[option], name)
+                self.origins.setdefault(option, name)
+            elif option in REFUSED:
+                self.faults.append(
+                    f"{self.given[name].name}: vLLM has this option, but {REFUSED[option]}"
+                )
+            elif strict:
+                hint = "(OPTION_STRICT=false ignores unknown options)"
+                self.faults.append(f"{self._stranger(name)} {hint}")
+            else:
+                self._unknown.append(f"{self._stranger(name)}; ignored")
+        self.origins = {field: self.given[name].name for field, name in self.origins.items()}
+        return engine
+
+    def notes(self) -> list[str]:
+        """What was given and does nothing: the unknown, and in one sentence the known."""
+        unused: dict[str, list[str]] = {}
+        for name in sorted(self.given.keys() & UNUSED.keys()):
+            unused.setdefault(UNUSED[name], []).append(self.given[name].name)
+        reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items())
+        return self._unknown + ([f"accepted, but does nothing here: {reasons}"] if reasons else [])
+
+    def _rank(self, name: str) -> int:
+        if name.startswith("SAGEMAKER_"):
+            return 0
+        return 1 if name in self._from_files else 2
+
+    def _first(self, field: str, names: list[str], readers: Mapping[str, Reader]) -> Any:
+        for name in names:
+            if name in self.given:
+                self.origins[field] = name
+                return self._value(name, readers[name])
         return None
 
+    def _agreed(self, field: str, option: Option, found: Any) -> Any:
+        """The value, once vLLM's own names for the option say nothing else."""
+        assert option.vllm
+        for name in _vllm_names(option.vllm):
+            if name in option.names or name not in self.given:
+                continue
+            other = self._value(name, option.read)
+            if found is None:
+                found = other
+                self.origins.setdefault(field, name)
+            elif other is not None and found != other:
+                self._disagree(self.origins[field], name)
+        return found
 
-def _names() -> set[str]:
-    names = {name for option in OPTIONS.values() for name in option.names}
-    return names | {f"{PREFIX}{option.vllm.upper()}" for option in OPTIONS.values() if option.vllm}
+    def _value(self, name: str, read: Reader) -> Any:
+        given = self.given[name]
+        try:
+            return read(given.text)
+        except (ValueError, RecursionError) as error:
+            shown = "(hidden)" if secret(name) else repr(given.text)
+            should = error if isinstance(error, ValueError) else "less deeply nested"
+            self.faults.append(f"{_assigned(given.name)}{shown}: should be {should}")
+            return None
+
+    def _disagree(self, one: str, other: str) -> None:
+        shown = [
+            _assigned(self.given[name].name)
+            + ("(hidden)" if secret(name) else repr(self.given[name].text))
+            for name in (one, other)
+        ]
+        self.faults.append(
+            f"{shown[0]} and {shown[1]} set the same option to different values; keep one"
+        )
+
+    def _stranger(self, name: str) -> str:
+        known = sorted(_NAMES | UNUSED.keys() | {f"{PREFIX}{o.upper()}" for o in vllm_options()})
+        sought = name.replace(VLLM_PREFIX, PREFIX, 1).upper()
+        near = difflib.get_close_matches(sought, known, n=1, cutoff=0.75)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{self.given[name].name}: no such option{hint}"
 
 
-def _unknown(name: str) -> str:
-    known = _names() | {f"{PREFIX}{option.upper()}" for option in vllm_options()}
-    near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.75)
-    return f"{name}: no such option" + (f"; did you mean {near[0]}?" if near else "")
+def _assigned(name: str) -> str:
+    """How a value is told with its name: X='1' for a variable, `file: x = '1'` from a file."""
+    return f"{name} = " if ": " in name else f"{name}="
+
+
+def _vllm_names(option: str) -> tuple[str, str]:
+    return PREFIX + option.upper(), VLLM_PREFIX + option.upper()
+
+
+_NAMES = {
+    name
+    for option in OPTIONS.values()
+    for name in (
+        *option.names,
+        *option.others,
+        *(_vllm_names(option.vllm) if option.vllm else ()),
+    )
+}

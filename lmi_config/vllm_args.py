@@ -1,30 +1,53 @@
 """Settings and Machine → the arguments and environment that vLLM is started with."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from lmi_config.machine import Machine
-from lmi_config.options import OPTIONS, Settings
+from lmi_config.options import LORA_DEFAULTS, OPTIONS, Settings
 from lmi_config.settings import SettingsError
 
-GIB = 1024**3
+_DERIVED = {
+    "model",  # where it was fetched to
+    "download_dir",  # vLLM downloads nothing
+    "spec_model",  # a part of speculative_config
+    "spec_tokens",
+}
+
+# LMI's task → what vLLM calls it.
+_TASKS: Mapping[str, Mapping[str, str]] = {
+    "text-generation": {"runner": "generate"},
+    "generate": {"runner": "generate"},
+    "text-embedding": {"runner": "pooling", "convert": "embed"},
+    "embed": {"runner": "pooling", "convert": "embed"},
+    "feature-extraction": {"runner": "pooling", "convert": "embed"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+}
 
 
-def arguments(settings: Settings, machine: Machine) -> list[str]:
+def arguments(
+    settings: Settings, machine: Machine, model: str, derived: Mapping[str, Any]
+) -> list[str]:
     """vLLM's command line for these settings on this machine, without the program's name.
+
+    model: the folder it is in by now. derived: options that follow from what else is known, by
+    vLLM's names; they come before the operator's.
 
     Raises SettingsError where the machine has fewer devices than the settings ask for.
     """
-    options = {
-        option.vllm: getattr(settings, field)
-        for field, option in OPTIONS.items()
-        if option.vllm and getattr(settings, field) is not None
-    }
-    options |= settings.engine
-    options["served_model_name"] = settings.model_names
-    options["tensor_parallel_size"] = _tensor_parallel(settings, machine)
+    options: dict[str, Any] = {"model": model, "served_model_name": settings.model_names}
+    options["tensor_parallel_size"] = tensor_parallel(settings, machine)
+    for field, option in OPTIONS.items():
+        value = getattr(settings, field)
+        if option.vllm and option.vllm not in options.keys() | _DERIVED and value != option.default:
+            options[option.vllm] = value
+    if settings.enable_lora:
+        options = {**LORA_DEFAULTS, **options}
     if not machine.gpus:
-        options = _without_gpu(options, machine)
+        # Compiling takes longer than it wins where there is no GPU.
+        options.setdefault("enforce_eager", True)
+    options |= {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
     return [part for name, value in options.items() for part in _rendered(name, value)]
 
 
@@ -34,52 +57,54 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+    if not settings.trust_remote_code and not settings.engine.keys() & {
+        "tokenizer",
+        "hf_config_path",
+    }:
+        # All files are here by then; asking the hub for them again can take minutes to fail.
+        wanted["HF_HUB_OFFLINE"] = "1"
+    if "SAGEMAKER_SAFE_PORT_RANGE" in environ and len(machine.ports) > 2:
+        wanted["VLLM_PORT"] = str(machine.ports[-1] + 1)
     if not machine.gpus and settings.enforce_eager is not False:
         # vLLM compiles some helpers of its sampler even so: 20 s at the first request, a compiler
         # needed on the machine, and no faster on a CPU.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-    ranks = _ranks(settings, machine)
-    if not machine.gpus and ranks > 1:
+    count = ranks(settings, machine)
+    if not machine.gpus and count > 1:
         # Left alone, vLLM wants a NUMA node for each rank. Each gets its share of the CPUs instead.
-        share = len(machine.cpus) // ranks
-        shares = [machine.cpus[rank * share : (rank + 1) * share] for rank in range(ranks)]
+        share = len(machine.cpus) // count
+        shares = [machine.cpus[rank * share : (rank + 1) * share] for rank in range(count)]
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             ",".join(str(cpu) for cpu in cpus) for cpus in shares
         )
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def _tensor_parallel(settings: Settings, machine: Machine) -> int:
-    pipeline: int = settings.engine.get("pipeline_parallel_size", 1)
+def tensor_parallel(settings: Settings, machine: Machine) -> int:
+    """Devices that each stage of the model is spread over.
+
+    Raises SettingsError where that is more than there are.
+    """
+    pipeline = settings.pipeline_parallel_degree
     if settings.tensor_parallel_degree == "max":
-        return max(machine.gpus // pipeline, 1)
+        return max(len(machine.gpus) // pipeline, 1)
     degree = settings.tensor_parallel_degree
-    devices, kind = (machine.gpus, "GPU") if machine.gpus else (len(machine.cpus), "CPU")
+    devices, kind = (len(machine.gpus), "GPU") if machine.gpus else (len(machine.cpus), "CPU")
     # With several nodes the other devices are elsewhere, and vLLM counts them itself.
     if settings.engine.get("nnodes", 1) == 1 and degree * pipeline > devices:
+        name = settings.origins.get("tensor_parallel_degree", "OPTION_TENSOR_PARALLEL_DEGREE")
         raise SettingsError(
             [
-                f"OPTION_TENSOR_PARALLEL_DEGREE={degree}: needs {degree * pipeline} {kind}s, but "
+                f"{name}={degree}: needs {degree * pipeline} {kind}s, but "
                 f"this machine shows {devices}; use at most {max(devices // pipeline, 1)}, or max"
             ]
         )
     return degree
 
 
-def _ranks(settings: Settings, machine: Machine) -> int:
-    pipeline: int = settings.engine.get("pipeline_parallel_size", 1)
-    return _tensor_parallel(settings, machine) * pipeline
-
-
-def _without_gpu(options: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """Fill in what vLLM's CPU engine is better told than left to find out."""
-    options = {"enforce_eager": True} | options
-    if not options.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
-        # vLLM would reserve nearly all memory. A quarter, at most 4 GiB, serves what a CPU is good
-        # for and leaves room for the weights, which are still being loaded when it is reserved.
-        ranks = options["tensor_parallel_size"] * options.get("pipeline_parallel_size", 1)
-        options["kv_cache_memory_bytes"] = min(machine.memory // 4, 4 * GIB) // ranks
-    return options
+def ranks(settings: Settings, machine: Machine) -> int:
+    """Worker processes: one for each device that a copy of the model is spread over."""
+    return tensor_parallel(settings, machine) * settings.pipeline_parallel_degree
 
 
 def _rendered(name: str, value: Any) -> list[str]:
@@ -90,4 +115,6 @@ def _rendered(name: str, value: Any) -> list[str]:
         return ["--no-" + name.replace("_", "-")]
     if isinstance(value, tuple):
         return [flag, *value]
+    if isinstance(value, Mapping):
+        value = json.dumps(value, separators=(",", ":"))
     return [f"{flag}={value}"]  # in one word, so that a value may begin with a dash

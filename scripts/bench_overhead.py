@@ -27,7 +27,7 @@ import aiohttp
 import psutil
 import tiny_model
 
-from lmi_config import machine, settings, vllm_args
+from serving.prepare import prepare
 
 PROMPT = "The import statement is"
 PLAIN_PORT, SLIPWAY_PORT = 18100, 18101
@@ -173,11 +173,13 @@ def main() -> None:
         "OPTION_KV_CACHE_MEMORY_BYTES": "512M",
         "OPTION_DISABLE_LOG_STATS": "true",
     }
-    read, here = settings.read(asked), machine.look(os.environ)
-    arguments = [*vllm_args.arguments(read, here), "--disable-uvicorn-access-log"]
-    environ = vllm_args.environment(read, here, os.environ)
+    plan = prepare({**os.environ, **asked}).plan
+    arguments = [*plan.engine(asked["OPTION_MODEL_ID"], None), "--disable-uvicorn-access-log"]
+    environ, here = dict(plan.environment), plan.machine
     plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    print(f"starting plain vLLM and Slipway; {len(here.cpus)} CPUs, {here.gpus} GPUs", flush=True)
+    print(
+        f"starting plain vLLM and Slipway; {len(here.cpus)} CPUs, {len(here.gpus)} GPUs", flush=True
+    )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         pids = {
             PLAIN_PORT: stack.enter_context(

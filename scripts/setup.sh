@@ -83,6 +83,15 @@ setup() {
     say ".venv is ready after $((SECONDS - began)) s"
 }
 
+# Where neither variables nor files name a model, make a small real one and name that.
+name_model() {
+    local named=${OPTION_MODEL_ID:-}${HF_MODEL_ID:-}${SM_VLLM_MODEL:-}${OPTION_MODEL:-}
+    named+=${SERVING_MODEL_STORE:-}${OPTION_CONFIG_FILE:-}
+    if [ -n "$named" ] || [ -d /opt/ml/model ]; then return; fi
+    OPTION_MODEL_ID=$("$venv/bin/python" scripts/default_model.py)
+    export OPTION_MODEL_ID
+}
+
 # The lock files name every package, so nothing is left to resolve. Modules are compiled here: the
 # engine imports them in three processes at every start.
 install() {

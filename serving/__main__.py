@@ -1,19 +1,17 @@
 """`python -m serving VERB`: the verbs, and what the process exits with."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
 
-from lmi_config import machine, settings, vllm_args
-from serving import logs, sources
-
-USAGE = """usage: python -m serving [serve | plan | route]
+USAGE = """usage: python -m serving [serve | plan [--json] | route]
 
   serve   serve a model (the default)
-  plan    print what serve would do here, and why; not yet
+  plan    print what serve would do here, and why; starts nothing
   route   route requests to several servers; not yet
 
-Options are environment variables; the README lists them.
+Options are environment variables and files; docs/options.md lists them.
 """
 
 USAGE_ERROR = 2
@@ -21,27 +19,40 @@ USAGE_ERROR = 2
 
 
 def main(arguments: list[str], environ: Mapping[str, str]) -> int:
-    verb = arguments[0] if arguments else "serve"
-    if verb in ("plan", "route") and len(arguments) == 1:
-        print(f"{verb} is not there yet", file=sys.stderr)
-        return USAGE_ERROR
-    if verb != "serve" or len(arguments) > 1:
-        print(USAGE, file=sys.stderr)
-        return USAGE_ERROR
+    match arguments or ["serve"]:
+        case ["serve"] | ["plan"] | ["plan", "--json"]:
+            return _planned(arguments, environ)
+        case ["route"]:
+            print("route is not there yet", file=sys.stderr)
+        case _:
+            print(USAGE, file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _planned(arguments: list[str], environ: Mapping[str, str]) -> int:
+    # Each verb imports only what it needs: `plan` answers without the web server's imports, and
+    # vLLM's processes, which import this module again, without any.
+    from lmi_config import plan
+    from lmi_config.settings import SettingsError
+    from serving.prepare import prepare
+
     try:
-        asked = settings.read(environ)
-        sources.check(asked.model_id)
-        here = machine.look(environ)
-        engine_arguments = vllm_args.arguments(asked, here)
-        engine_environment = vllm_args.environment(asked, here, environ)
-    except settings.SettingsError as error:
+        prepared = prepare(environ)
+    except SettingsError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR
-    os.environ.update(engine_environment)  # vLLM reads the environment when it is imported
-    logs.configure()
-    from serving.server import serve  # the verbs above answer without the web server's imports
+    if arguments == ["plan"]:
+        print(plan.as_text(prepared.plan))
+        return 0
+    if arguments == ["plan", "--json"]:
+        print(json.dumps(plan.as_json(prepared.plan), indent=2))
+        return 0
+    os.environ.update(prepared.plan.environment)  # vLLM reads it when it is imported
+    from serving import logs
+    from serving.server import serve
 
-    return serve(asked, engine_arguments)
+    logs.configure()
+    return serve(prepared)
 
 
 # vLLM's processes are spawned and import this module again.

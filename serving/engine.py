@@ -3,19 +3,17 @@
 To everybody else the engine is an ASGI app that speaks the OpenAI API, and may die.
 """
 
-import asyncio
 import contextlib
 import signal
-import threading
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from multiprocessing import resource_tracker
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import httpx
 from starlette.types import ASGIApp
 
-T = TypeVar("T")
+from serving.threads import in_thread
 
 Note = Callable[[str], None]
 """Told what the start is busy with, for people who wait."""
@@ -55,21 +53,28 @@ class VllmEngine:
 
     async def stop(self) -> None:
         await self._until_stopped.aclose()
-        await _in_thread(self._client.shutdown, TERM_S)
+        await in_thread(self._client.shutdown, TERM_S)
+
+
+async def load(note: Note) -> None:
+    """Import vLLM, which takes many seconds, in a thread. Raises EngineError when it cannot be."""
+    note("importing vLLM")
+    try:
+        await in_thread(_import)
+    except Exception as error:
+        raise EngineError(_reason(error)) from error
 
 
 async def start(arguments: list[str], note: Note) -> VllmEngine:
-    """Start vLLM with these command-line arguments and have it generate once.
+    """Start vLLM, which was loaded, with these command-line arguments and have it generate once.
 
-    The event loop stays free to answer while vLLM imports, loads and compiles in a thread. Raises
+    The event loop stays free to answer while vLLM loads and compiles in a thread. Raises
     EngineError when vLLM cannot start; its processes may then still be there.
     """
     try:
-        note("importing vLLM")
-        await _in_thread(_import)
-        args = await _in_thread(_parse, arguments)
+        args = await in_thread(_parse, arguments)
         note("loading the model")
-        client = await _in_thread(_build, args)
+        client = await in_thread(_build, args)
         note("preparing the API")
         engine = await _serve(client, args)
         note("warming up")
@@ -178,7 +183,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
             register_pooling_api_routers(app, tasks, client.model_config)
         _tell_errors(app)
 
-    await _in_thread(attach)
+    await in_thread(attach)
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
     until_stopped = contextlib.AsyncExitStack()
@@ -251,27 +256,6 @@ async def _warm_up(app: ASGIApp, tasks: Collection[str]) -> None:
         answer = await client.post(path, json=body, timeout=None)
     if answer.status_code != 200:
         raise EngineError(f"the first generation failed: {answer.text}")
-
-
-async def _in_thread(function: Callable[..., T], *args: object) -> T:
-    """Run a function in a thread that does not keep the process alive, unlike an executor's."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def tell(setter: Callable[[Any], None], value: object) -> None:
-        if not done.done():
-            setter(value)
-
-    def run() -> None:
-        try:
-            result = function(*args)
-        except BaseException as error:
-            loop.call_soon_threadsafe(tell, done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(tell, done.set_result, result)
-
-    threading.Thread(target=run, name=function.__name__, daemon=True).start()
-    return await done
 
 
 def _reason(error: Exception) -> str:

@@ -44,6 +44,15 @@ class NotReady(ServingError):
     """The server is starting, stopping, or has more requests than it can hold."""
 
 
+class TimedOut(ServingError):
+    """The answer took longer than the operator allows."""
+
+    def __init__(self, timeout: int) -> None:
+        super().__init__(
+            f"the request took longer than {timeout} s; OPTION_PREDICT_TIMEOUT sets the limit"
+        )
+
+
 class EngineFailed(ServingError):
     """The engine broke while it served the request; its log has the cause."""
 
@@ -64,6 +73,7 @@ _TABLE: Mapping[type[ServingError], _Told] = {
     MethodNotAllowed: _Told(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
     TooLarge: _Told(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
     NotReady: _Told(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
+    TimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
     EngineFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
 }
 

@@ -15,8 +15,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from handlers import lmi, openai
 from handlers.records import EngineCall, FormatError
+from lmi_config.options import Settings
 from serving import errors
-from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, ServingError, TooLarge
+from serving.errors import (
+    BadRequest,
+    EngineFailed,
+    NotFound,
+    NotReady,
+    ServingError,
+    TimedOut,
+    TooLarge,
+)
 from serving.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
@@ -25,9 +34,9 @@ log = logging.getLogger(__name__)
 class Front:
     """What stands before the engine. `engine` is set when there is one."""
 
-    def __init__(self, lifecycle: Lifecycle, max_request_size: int) -> None:
+    def __init__(self, lifecycle: Lifecycle, settings: Settings) -> None:
         self.lifecycle = lifecycle
-        self.max_request_size = max_request_size
+        self._settings = settings
         self.engine: ASGIApp | None = None
         self._under_way: set[Exchange] = set()
         self._idle = asyncio.Event()
@@ -36,14 +45,14 @@ class Front:
     async def openai(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one of the engine's own paths."""
         self.lifecycle.require_ready()
-        body = await _read_body(scope, receive, self.max_request_size)
+        body = await _read_body(scope, receive, self._settings.max_request_size)
         call = EngineCall(scope["path"], body)
         await self._exchange(Exchange(call, scope, receive, send, SSE))
 
     async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /invocations: the body says which format it is."""
         self.lifecycle.require_ready()
-        body = await _read_body(scope, receive, self.max_request_size)
+        body = await _read_body(scope, receive, self._settings.max_request_size)
         try:
             call = _parse(body)
         except FormatError as error:
@@ -54,11 +63,20 @@ class Front:
     async def _exchange(self, exchange: "Exchange") -> None:
         self.lifecycle.require_ready()  # again: reading the body took its time
         assert self.engine is not None
+        limit = self._settings.job_queue_size
+        if len(self._under_way) >= limit:
+            raise NotReady(f"{limit} requests are under way; SERVING_JOB_QUEUE_SIZE sets the limit")
         self._under_way.add(exchange)
         self._idle.clear()
+        timer = None
+        if timeout := self._settings.predict_timeout:
+            error = TimedOut(timeout)
+            timer = asyncio.get_running_loop().call_later(timeout, exchange.abort, error)
         try:
             await exchange.run(self.engine)
         finally:
+            if timer:
+                timer.cancel()
             self._under_way.discard(exchange)
             if not self._under_way:
                 self._idle.set()
@@ -74,7 +92,7 @@ class Front:
     def abort(self) -> int:
         """End every request under way with an error, and say how many there were."""
         for exchange in self._under_way:
-            exchange.abort()
+            exchange.abort(NotReady("the server is stopping"))
         return len(self._under_way)
 
 
@@ -145,7 +163,7 @@ class Exchange:
         self._untouched = call.reply is None and framing is SSE
         self._asked = False
         self._client_gone = False
-        self._aborted = False
+        self._aborted: ServingError | None = None
         self._over: asyncio.Future[None] | None = None
         self._status = 0
         self._streaming = False
@@ -163,7 +181,7 @@ class Exchange:
         if self._client_gone or self._finished:
             return
         if self._aborted:
-            await self._fail(NotReady("the server is stopping"))
+            await self._fail(self._aborted)
         elif self._status >= 400:
             raise self._refusal()
         elif self._streaming or not self._status:
@@ -171,9 +189,9 @@ class Exchange:
         elif self._call.reply:
             await self._answer(self._call.reply.whole(b"".join(self._parts)))
 
-    def abort(self) -> None:
+    def abort(self, error: ServingError) -> None:
         """Make the engine believe that the client has gone, which ends its work on the request."""
-        self._aborted = True
+        self._aborted = error
         if self._over and not self._over.done():
             self._over.set_result(None)
 

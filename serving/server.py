@@ -17,19 +17,21 @@ import psutil
 import uvicorn
 import uvloop
 
+from lmi_config import plan
 from lmi_config.options import Settings
-from serving import engine as vllm
 from serving.app import create_app
 from serving.engine import Engine, EngineError, Note
 from serving.invocations import Front
 from serving.lifecycle import Lifecycle, Stage
+from serving.prepare import Prepared
+from serving.start import start
 
 log = logging.getLogger(__name__)
 
 # SageMaker and Kubernetes kill 30 s after SIGTERM: 25 to finish requests, the rest to stop.
 DRAIN_S = 25.0
 FAREWELL_S = 1.0  # for answers to be written once their requests have been ended
-STOP_S = 3.0  # for the engine's processes to end by themselves
+STOP_S = 3.5  # for the engine's processes to end by themselves
 KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers drop an idle connection
 WATCH_S = 0.25  # how often the engine is asked whether it lives
 
@@ -40,23 +42,25 @@ START_FAILED = 3
 Start = Callable[[Note], Coroutine[Any, Any, Engine]]
 
 
-def serve(settings: Settings, engine_arguments: list[str]) -> int:
+def serve(prepared: Prepared) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or not where something failed.
 
     A thread may still be inside vLLM when this returns; the caller should end the process at once.
     """
+    settings = prepared.plan.settings
     try:
         listener = socket.create_server(("0.0.0.0", settings.port), backlog=2048)
     except OSError as error:
         _last_words("start", f"cannot listen on port {settings.port}: {error.strerror}")
         return START_FAILED
+    for finding in prepared.plan.findings:
+        log.warning("%s", finding)
+    log.info("plan", extra={"facts": {"plan": plan.as_json(prepared.plan)}})
     _adopt_orphans()
     # vLLM leaves the sockets it talks to its processes over where it has put them.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
-        server = Server(
-            listener, settings.max_request_size, lambda note: vllm.start(engine_arguments, note)
-        )
+        server = Server(listener, settings, lambda note: start(prepared, note))
         try:
             return uvloop.run(server.run())
         finally:
@@ -77,11 +81,12 @@ def _adopt_orphans() -> None:
 class Server:
     """One server's parts and its course."""
 
-    def __init__(self, listener: socket.socket, max_request_size: int, start: Start) -> None:
+    def __init__(self, listener: socket.socket, settings: Settings, start: Start) -> None:
         self._listener = listener
+        self._settings = settings
         self._start = start
         self.lifecycle = Lifecycle()
-        self.front = Front(self.lifecycle, max_request_size)
+        self.front = Front(self.lifecycle, settings)
         self._asked = asyncio.Event()
         self._hurried = asyncio.Event()
         self._http = _Http(
@@ -116,9 +121,15 @@ class Server:
     async def _live(self) -> int:
         stop = asyncio.create_task(self._asked.wait())
         starting = asyncio.create_task(self._start(self._note))
-        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        timeout = self._settings.model_loading_timeout
+        await asyncio.wait({starting, stop}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
+            if not stop.done():
+                stop.cancel()
+                doing = self.lifecycle.detail
+                reason = f"not ready after {timeout} s (OPTION_MODEL_LOADING_TIMEOUT): {doing}"
+                return self._failed("start", reason, START_FAILED)
             self.lifecycle.enter(Stage.STOPPED)
             log.info("stopped while starting")
             return 0

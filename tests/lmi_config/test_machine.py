@@ -1,13 +1,16 @@
+import shutil
+import socket
+
 import pytest
 
-from lmi_config.machine import look
+from lmi_config.machine import Gpu, look
 
 GIB = 1024**3
 
 
 def tree(root, files):
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
+    (root / "proc/meminfo").write_text("MemTotal:       16777216 kB\nMemAvailable:   12582912 kB\n")
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -40,13 +43,90 @@ GROUPS = "proc/self/cgroup"
     ],
 )
 def test_memory_is_the_containers(tmp_path, files, memory):
-    assert look({}, tree(tmp_path, files)).memory == memory
+    assert look({}, root=tree(tmp_path, files)).memory == memory
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [(None, 2), ("0", 1), ("0,1", 2), ("", 0)])
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 12 * GIB),
+        ({GROUPS: "0::/\n", "sys/fs/cgroup/memory.max": f"{2 * GIB}\n"}, 2 * GIB),
+        (
+            {
+                GROUPS: "0::/\n",
+                "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+                "sys/fs/cgroup/memory.current": f"{GIB}\n",
+                "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
+            },
+            GIB + GIB // 2,
+        ),
+        (
+            {
+                GROUPS: "5:memory:/\n",
+                f"{V1}/memory.limit_in_bytes": f"{2 * GIB}\n",
+                f"{V1}/memory.usage_in_bytes": f"{3 * GIB}\n",
+            },
+            0,
+        ),
+    ],
+)
+def test_free_memory_is_what_may_still_be_used(tmp_path, files, free):
+    assert look({}, root=tree(tmp_path, files)).memory_free == free
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({GROUPS: "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({GROUPS: "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        (
+            {
+                GROUPS: "4:cpu,cpuacct:/d\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                GROUPS: "4:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_the_cpu_quota(tmp_path, files, quota):
+    assert look({}, root=tree(tmp_path, files)).cpu_quota == quota
+
+
+SMI = """#!/bin/sh
+echo 'GPU-aa, NVIDIA H100, 81559, 580.65.06'
+echo 'GPU-bb, NVIDIA H200, 143771, 580.65.06'
+"""
+H100 = Gpu(name="NVIDIA H100", memory=81559 << 20, driver="580.65.06")
+H200 = Gpu(name="NVIDIA H200", memory=143771 << 20, driver="580.65.06")
+SLICE = Gpu(name="a slice of NVIDIA H100", memory=None, driver="580.65.06")
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, (H100, H200)),
+        ("1", (H200,)),
+        ("1,0", (H200, H100)),
+        ("0,7,1", (H100,)),
+        ("GPU-b", (H200,)),
+        ("MIG-1,MIG-2", (SLICE, SLICE)),
+        ("", ()),
+        ("-1", ()),
+    ],
+)
 def test_gpus_are_the_visible_ones(tmp_path, monkeypatch, visible, gpus):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'GPU 0: H100 (UUID: a)'\necho 'GPU 1: H100 (UUID: b)'\n")
+    smi.write_text(SMI)
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -55,4 +135,40 @@ def test_gpus_are_the_visible_ones(tmp_path, monkeypatch, visible, gpus):
 
 def test_without_nvidia_smi_there_are_no_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert look({}).gpus == 0
+    assert look({}).gpus == ()
+
+
+def test_the_disk_is_the_one_that_the_folder_will_be_on(tmp_path):
+    disk = look({}, str(tmp_path / "not" / "yet")).disk
+    free = shutil.disk_usage(tmp_path)
+    assert (disk.path, disk.total) == (str(tmp_path / "not" / "yet"), free.total)
+    assert 0 < disk.free <= free.free + GIB
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_in_memory_is_known_by_its_mount(tmp_path):
+    mounts = f"1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {tmp_path} rw - tmpfs tmpfs rw\n"
+    found = look({}, str(tmp_path), tree(tmp_path / "root", {"proc/self/mountinfo": mounts})).disk
+    assert (found.kind, found.in_memory) == ("tmpfs", True)
+
+
+def test_o_direct_is_tried():
+    # What refuses it differs from kernel to kernel; where it can be opened, it is found to work.
+    refuses = look({}, "/proc").disk
+    assert not refuses.direct
+
+
+@pytest.mark.parametrize(
+    ("range_", "ports"), [("42001-42009", (42001, 42002, 42003)), ("42001-42002", (42001, 42002))]
+)
+def test_ports_are_in_sagemakers_range(range_, ports):
+    assert look({"SAGEMAKER_SAFE_PORT_RANGE": range_}).ports == ports
+
+
+def test_a_port_that_is_taken_is_left_out():
+    with socket.create_server(("127.0.0.1", 42012)):
+        assert look({"SAGEMAKER_SAFE_PORT_RANGE": "42011-42019"}).ports == (42011, 42013, 42014)
+
+
+def test_ports_are_found_without_a_range():
+    assert len(set(look({}).ports)) == 3

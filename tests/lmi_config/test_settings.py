@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.options import OPTIONS, REFUSED, Settings, vllm_options
+from lmi_config.options import OPTIONS, Settings, vllm_options
 from lmi_config.settings import SettingsError, read
+from lmi_config.unused import REFUSED, UNUSED
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,55 @@ from lmi_config.settings import SettingsError, read
         ({"OPTION_SERVED_MODEL_NAME": '["a", "b"]'}, "model_names", ("a", "b")),
         ({"OPTION_MODEL_ID": "org/name"}, "model_names", ("org/name", "lmi")),
         ({"OPTION_MODEL_ID": "/models/name/"}, "model_names", ("name", "lmi")),
-        ({"OPTION_MAX_NUM_BATCHED_TOKENS": "4k"}, "engine", {"max_num_batched_tokens": 4000}),
+        ({"OPTION_MAX_NUM_BATCHED_TOKENS": "4k"}, "max_rolling_batch_prefill_tokens", 4000),
+        ({"OPTION_SEED": "7"}, "engine", {"seed": 7}),
         ({"OPTION_ENABLE_PREFIX_CACHING": "false"}, "engine", {"enable_prefix_caching": False}),
         ({"OPTION_DISABLE_LOG_STATS": "false"}, "engine", {}),
-        ({"OPTION_KV_TRANSFER_CONFIG": '{"a": 1}'}, "engine", {"kv_transfer_config": '{"a": 1}'}),
+        ({"OPTION_KV_TRANSFER_CONFIG": '{"a": 1}'}, "kv_transfer_config", {"a": 1}),
+        ({"OPTION_KV_EVENTS_CONFIG": '{"a": 1}'}, "engine", {"kv_events_config": '{"a": 1}'}),
+        # AWS's own vLLM container
+        ({"SM_VLLM_MODEL": "a/b", "SM_VLLM_SEED": "7"}, "model_id", "a/b"),
+        ({"SM_VLLM_SEED": "7"}, "engine", {"seed": 7}),
+        ({"SM_VLLM_MAX_MODEL_LEN": "5"}, "max_model_len", 5),
+        # text generation inference
+        ({"HF_MODEL_QUANTIZE": "awq"}, "quantize", "awq"),
+        ({"HF_MODEL_QUANTIZE": "awq", "OPTION_QUANTIZE": "gptq"}, "quantize", "gptq"),
+        ({"HF_MODEL_TRUST_REMOTE_CODE": "true"}, "trust_remote_code", True),
+        ({"MAX_CONCURRENT_REQUESTS": "7"}, "job_queue_size", 7),
+        ({"MAX_CONCURRENT_REQUESTS": "7", "SERVING_JOB_QUEUE_SIZE": "8"}, "job_queue_size", 8),
+        ({"MAX_BATCH_PREFILL_TOKENS": "4096"}, "max_rolling_batch_prefill_tokens", 4096),
+        ({"MAX_BATCH_SIZE": "16"}, "max_rolling_batch_size", 16),
+        ({"ENABLE_CUDA_GRAPHS": "true"}, "enforce_eager", False),
+        ({"ENABLE_CUDA_GRAPHS": "true", "OPTION_ENFORCE_EAGER": "true"}, "enforce_eager", True),
+        ({"CUDA_MEMORY_FRACTION": "0.8"}, "gpu_memory_utilization", 0.8),
+        # SageMaker
+        ({"SAGEMAKER_MAX_PAYLOAD_IN_MB": "5"}, "max_request_size", 5 * 1024**2),
+        (
+            {"SAGEMAKER_MAX_PAYLOAD_IN_MB": "5", "SAGEMAKER_MAX_REQUEST_SIZE": "6"},
+            "max_request_size",
+            6,
+        ),
+        (
+            {"SAGEMAKER_MAX_PAYLOAD_IN_MB": "5", "SERVING_MAX_REQUEST_SIZE": "6"},
+            "max_request_size",
+            5 * 1024**2,
+        ),
+        (
+            {"SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "9", "OPTION_PREDICT_TIMEOUT": "8"},
+            "predict_timeout",
+            9,
+        ),
+        ({"PREDICT_TIMEOUT": "9"}, "predict_timeout", 9),
+        ({"SAGEMAKER_STARTUP_TIMEOUT": "9"}, "model_loading_timeout", 9),
+        ({"MODEL_LOADING_TIMEOUT": "9"}, "model_loading_timeout", 9),
+        # LMI
+        ({"OPTION_CPU_OFFLOAD_GB_PER_GPU": "1.5"}, "cpu_offload_gb_per_gpu", 1.5),
+        ({"PIPELINE_PARALLEL_DEGREE": "2"}, "pipeline_parallel_degree", 2),
+        ({"HF_REVISION": "v1"}, "revision", "v1"),
+        ({"HF_TASK": "text-embedding"}, "task", "text-embedding"),
+        ({"OPTION_LMCACHE_AUTO_CONFIG": "True"}, "lmcache_auto_config", True),
+        ({"OPTION_ENTRYPOINT": "djl_python.huggingface"}, "entry_point", "djl_python.huggingface"),
+        ({"LMCACHE_CHUNK_SIZE": "8"}, "lmcache", {"LMCACHE_CHUNK_SIZE": "8"}),
         ({"PATH": "/bin", "OTHER_OPTION_X": "1"}, "engine", {}),
     ],
 )
@@ -106,6 +152,29 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             "answers HTTP itself",
         ),
         ({"OPTION_SERVED_MODEL_NAME": "[1]"}, None),
+        ({"OPTION_SPECULATIVE_CONFIG": "[" * 100_000}, None),
+        (
+            {"OPTION_SPECULATIVE_CONFIG": "[1]"},
+            "OPTION_SPECULATIVE_CONFIG='[1]': should be a JSON object, like {\"a\": 1}",
+        ),
+        (
+            {"SM_VLLM_MAX_MODLE_LEN": "5"},
+            "SM_VLLM_MAX_MODLE_LEN: no such option; did you mean OPTION_MAX_MODEL_LEN? " + UNKNOWN,
+        ),
+        (
+            {"OPTION_SEED": "1", "SM_VLLM_SEED": "2"},
+            "OPTION_SEED='1' and SM_VLLM_SEED='2' set the same option to different values; "
+            "keep one",
+        ),
+        (
+            {"OPTION_KV_L2_URL": "redis://:hush@h", "SM_VLLM_HF_TOKEN": "x", "OPTION_PORT": "no"},
+            "OPTION_PORT='no': should be a whole number, at least 1, at most 65535",
+        ),
+        (
+            {"OPTION_ENTRYPOINT": "mine.py"},
+            "OPTION_ENTRYPOINT='mine.py': should be one of LMI's own handlers, like "
+            "djl_python.lmi_vllm.vllm_async_service; a handler of your own cannot be run yet",
+        ),
     ],
 )
 def test_a_fault_names_the_value_and_what_would_do(environ, fault):
@@ -130,8 +199,36 @@ def test_a_secret_is_not_shown():
 
 
 def test_without_strictness_an_unknown_option_only_warns():
-    with pytest.warns(UserWarning, match="OPTION_MAX_MODLE_LEN.*did you mean"):
-        read({"OPTION_STRICT": "false", "OPTION_MAX_MODLE_LEN": "5"})
+    settings = read({"OPTION_STRICT": "false", "OPTION_MAX_MODLE_LEN": "5"})
+    assert settings.notes == (
+        "OPTION_MAX_MODLE_LEN: no such option; did you mean OPTION_MAX_MODEL_LEN?; ignored",
+    )
+
+
+def test_lmis_options_that_mean_nothing_here_are_told_in_one_sentence():
+    settings = read(
+        {
+            "OPTION_ROLLING_BATCH": "vllm",
+            "OPTION_ASYNC_MODE": "true",
+            "JAVA_OPTS": "-Xmx1g",
+            "SERVING_MIN_WORKERS": "1",
+            "SERVING_SERVICE_HOST": "10.0.0.1",  # Kubernetes sets it for a service "serving"
+        }
+    )
+    assert settings.notes == (
+        "accepted, but does nothing here: JAVA_OPTS (there is no Java server); OPTION_ASYNC_MODE, "
+        "OPTION_ROLLING_BATCH (vLLM is the only engine); SERVING_MIN_WORKERS (vLLM batches "
+        "requests itself, in one copy of the model)",
+    )
+
+
+def test_every_option_tells_where_it_was_given():
+    environ = {"SM_NUM_GPUS": "1", "SM_VLLM_MAX_NUM_SEQS": "2", "OPTION_SEED": "3"}
+    assert read(environ).origins == {
+        "tensor_parallel_degree": "SM_NUM_GPUS",
+        "max_rolling_batch_size": "SM_VLLM_MAX_NUM_SEQS",
+        "seed": "OPTION_SEED",
+    }
 
 
 def test_settings_are_frozen():
@@ -150,7 +247,10 @@ def test_every_declared_vllm_option_exists():
 
 NAMES = sorted(
     {name for option in OPTIONS.values() for name in option.names}
+    | {name for option in OPTIONS.values() for name in option.others}
     | {f"OPTION_{name.upper()}" for name in vllm_options()}
+    | {f"SM_VLLM_{name.upper()}" for name in vllm_options()}
+    | UNUSED.keys()
 )
 VALUES = (
     st.sampled_from(["", "1", "-1", "0.5", "true", "max", "{}", "[1]", "x,y", "8k"]) | st.text()

@@ -1,12 +1,11 @@
 import pytest
 
-from lmi_config.machine import Machine
 from lmi_config.settings import SettingsError, read
 from lmi_config.vllm_args import arguments, environment
+from tests.lmi_config.examples import machine
 
-GIB = 1024**3
-CPU = Machine(cpus=(0, 1, 4, 5), memory=24 * GIB, gpus=0)
-GPU = Machine(cpus=tuple(range(16)), memory=128 * GIB, gpus=4)
+CPU = machine()
+GPU = machine(gpus=4)
 
 
 def test_the_whole_command_line_on_gpus():
@@ -21,78 +20,97 @@ def test_the_whole_command_line_on_gpus():
         "OPTION_SEED": "-1",
         "OPTION_IGNORE_PATTERNS": "a,b",
     }
-    assert arguments(read(environ), GPU) == [
-        "--model=org/model",
+    assert arguments(read(environ), GPU, "/somewhere", {"speculative_config": {"a": 1}}) == [
+        "--model=/somewhere",
         "--served-model-name",
         "org/model",
         "lmi",
         "--tensor-parallel-size=4",
+        "--dtype=float16",
+        "--trust-remote-code",
+        "--gpu-memory-utilization=0.8",
         "--max-model-len=8000",
         "--max-num-seqs=64",
-        "--dtype=float16",
-        "--gpu-memory-utilization=0.8",
-        "--trust-remote-code",
         "--no-enable-chunked-prefill",
         "--ignore-patterns",
         "a",
         "b",
         "--seed=-1",
+        '--speculative-config={"a":1}',
     ]
 
 
 @pytest.mark.parametrize(
-    ("environ", "machine", "expected"),
+    ("environ", "here", "expected"),
     [
-        ({}, CPU, "--tensor-parallel-size=1"),
-        ({"OPTION_TENSOR_PARALLEL_DEGREE": "2"}, CPU, "--tensor-parallel-size=2"),
-        ({"OPTION_PIPELINE_PARALLEL_SIZE": "2"}, GPU, "--tensor-parallel-size=2"),
-        ({"OPTION_TENSOR_PARALLEL_DEGREE": "8", "OPTION_NNODES": "2"}, GPU, "--nnodes=2"),
-        ({}, CPU, "--enforce-eager"),
-        ({"OPTION_ENFORCE_EAGER": "false"}, CPU, "--no-enforce-eager"),
-        ({}, CPU, f"--kv-cache-memory-bytes={4 * GIB}"),
-        ({"OPTION_TENSOR_PARALLEL_DEGREE": "2"}, CPU, f"--kv-cache-memory-bytes={2 * GIB}"),
-        (
-            {},
-            Machine(cpus=(0,), memory=2 * GIB, gpus=0),
-            f"--kv-cache-memory-bytes={GIB // 2}",
-        ),
-        ({"OPTION_KV_CACHE_MEMORY_BYTES": "1G"}, CPU, f"--kv-cache-memory-bytes={GIB}"),
+        ({}, CPU, ["--tensor-parallel-size=1", "--enforce-eager"]),
+        ({"OPTION_TENSOR_PARALLEL_DEGREE": "2"}, CPU, ["--tensor-parallel-size=2"]),
+        ({}, GPU, ["--tensor-parallel-size=4"]),
+        ({"OPTION_PIPELINE_PARALLEL_DEGREE": "2"}, GPU, ["--tensor-parallel-size=2"]),
+        ({"OPTION_PIPELINE_PARALLEL_SIZE": "2"}, GPU, ["--pipeline-parallel-size=2"]),
+        ({"OPTION_TENSOR_PARALLEL_DEGREE": "8", "OPTION_NNODES": "2"}, GPU, ["--nnodes=2"]),
+        ({"OPTION_ENFORCE_EAGER": "false"}, CPU, ["--no-enforce-eager"]),
+        ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--enable-lora", "--max-loras=4"]),
+        ({"OPTION_ENABLE_LORA": "true", "OPTION_MAX_LORAS": "9"}, GPU, ["--max-loras=9"]),
+        ({"OPTION_TASK": "text-embedding"}, GPU, ["--runner=pooling", "--convert=embed"]),
+        ({"OPTION_KV_TRANSFER_CONFIG": '{"a": [1]}'}, GPU, ['--kv-transfer-config={"a":[1]}']),
+        ({"OPTION_QUANTIZE": "awq"}, GPU, ["--quantization=awq"]),
+        ({"OPTION_CPU_OFFLOAD_GB_PER_GPU": "2"}, GPU, ["--cpu-offload-gb=2.0"]),
     ],
 )
-def test_what_the_machine_adds(environ, machine, expected):
-    assert expected in arguments(read(environ), machine)
+def test_what_options_and_machine_make_of_it(environ, here, expected):
+    assert set(expected) <= set(arguments(read(environ), here, "m", {}))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 8])
+def test_max_is_every_gpu_or_one_without(count):
+    environ = {"OPTION_TENSOR_PARALLEL_DEGREE": "max"}
+    expected = f"--tensor-parallel-size={count or 1}"
+    assert expected in arguments(read(environ), machine(gpus=count), "m", {})
 
 
 @pytest.mark.parametrize(
-    ("degree", "machine", "fault"),
+    ("degree", "here", "fault"),
     [
         ("5", CPU, "needs 5 CPUs, but this machine shows 4; use at most 4, or max"),
         ("8", GPU, "needs 8 GPUs, but this machine shows 4; use at most 4, or max"),
     ],
 )
-def test_more_ranks_than_devices_are_refused(degree, machine, fault):
+def test_more_ranks_than_devices_are_refused(degree, here, fault):
     with pytest.raises(SettingsError, match=fault):
-        arguments(read({"OPTION_TENSOR_PARALLEL_DEGREE": degree}), machine)
+        arguments(read({"OPTION_TENSOR_PARALLEL_DEGREE": degree}), here, "m", {})
 
 
 @pytest.mark.parametrize(
-    ("environ", "machine", "expected"),
+    ("environ", "here", "expected"),
     [
-        ({}, GPU, {}),
-        ({}, CPU, {"TORCHDYNAMO_DISABLE": "1"}),
-        ({"OPTION_ENFORCE_EAGER": "false"}, CPU, {}),
+        ({}, GPU, {"HF_HUB_OFFLINE": "1"}),
+        ({"OPTION_TRUST_REMOTE_CODE": "true"}, GPU, {}),
+        ({"OPTION_TOKENIZER": "org/tokenizer"}, GPU, {}),
+        ({"HF_HUB_OFFLINE": "0"}, GPU, {}),
+        (
+            {"SAGEMAKER_SAFE_PORT_RANGE": "5001-5009"},
+            GPU,
+            {"HF_HUB_OFFLINE": "1", "VLLM_PORT": "5004"},
+        ),
+        ({}, CPU, {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}),
+        ({"OPTION_ENFORCE_EAGER": "false"}, CPU, {"HF_HUB_OFFLINE": "1"}),
         (
             {"OPTION_TENSOR_PARALLEL_DEGREE": "2"},
             CPU,
-            {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0,1|4,5"},
+            {
+                "HF_HUB_OFFLINE": "1",
+                "TORCHDYNAMO_DISABLE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "0,1|4,5",
+            },
         ),
         (
             {"OPTION_TENSOR_PARALLEL_DEGREE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
             CPU,
-            {"TORCHDYNAMO_DISABLE": "1"},
+            {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"},
         ),
     ],
 )
-def test_the_engines_environment(environ, machine, expected):
+def test_the_engines_environment(environ, here, expected):
     always = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    assert environment(read(environ), machine, environ) == always | expected
+    assert environment(read(environ), here, environ) == always | expected

@@ -3,10 +3,12 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 
+from lmi_config.options import Settings
 from serving.server import Server
 from tests.fake_engine import FakeEngine
 
@@ -19,14 +21,14 @@ def anyio_backend():
 class Running:
     """A real server on a real port, over a fake engine."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.engine = FakeEngine()
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.start_error: Exception | None = None
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = Server(listener, limit, self.start)
+        self.server = Server(listener, settings, self.start)
         self.task = asyncio.create_task(self.server.run())
         self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
 
@@ -50,8 +52,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(limit: int = 30_000, wait: bool = True) -> AsyncIterator[Running]:
-    it = Running(limit)
+async def running(wait: bool = True, **settings: Any) -> AsyncIterator[Running]:
+    it = Running(Settings(**{"max_request_size": 30_000} | settings))
     try:
         if wait:
             await it.ready()

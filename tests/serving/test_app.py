@@ -226,3 +226,33 @@ async def test_metrics_are_there_before_the_engine_is():
         assert answer.status_code == 200
         assert "python_info" in answer.text
         served.may_start.set()
+
+
+async def test_more_requests_than_may_be_under_way_are_refused():
+    async with running(job_queue_size=1) as served:
+        held = asyncio.create_task(served.invoke({"inputs": "wait a"}))
+        while not served.engine.running:
+            await asyncio.sleep(0.01)
+        answer = await served.invoke({"inputs": "b"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"] == (
+            "1 requests are under way; SERVING_JOB_QUEUE_SIZE sets the limit"
+        )
+        served.engine.gate.set()
+        assert (await held).status_code == 200
+        assert (await served.invoke({"inputs": "b"})).status_code == 200
+
+
+async def test_a_request_that_takes_too_long_is_ended():
+    told = {
+        "code": 504,
+        "error": "the request took longer than 1 s; OPTION_PREDICT_TIMEOUT sets the limit",
+    }
+    async with running(predict_timeout=1) as served:
+        whole, stream = await asyncio.gather(
+            served.invoke({"inputs": "wait a"}),
+            served.invoke({"inputs": "wait b", "stream": True}),
+        )
+        assert (whole.status_code, whole.json()) == (504, told)
+        assert lines(stream)[-1] == told
+        await until(lambda: served.engine.running == 0)

@@ -45,6 +45,17 @@ async def test_a_failed_start_has_its_exit_code_and_last_words(capsys, caplog):
     assert last.facts == {"stage": "start", "reason": "no such model"}
 
 
+async def test_a_start_that_takes_too_long_has_failed(caplog):
+    async with running(wait=False, model_loading_timeout=1) as served:
+        served.may_start.clear()
+        assert await asyncio.wait_for(served.task, 5) == module.START_FAILED
+    (last,) = [record for record in caplog.records if record.message == "failed"]
+    assert last.facts == {
+        "stage": "start",
+        "reason": "not ready after 1 s (OPTION_MODEL_LOADING_TIMEOUT): pretending",
+    }
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_lets_requests_finish(served, number):
     whole = asyncio.create_task(served.invoke({"inputs": "wait a"}))

@@ -1,0 +1,168 @@
+"""Who gets how much of the machine's memory: the engine first, what is left is for KV caches."""
+
+import dataclasses
+
+from lmi_config.machine import Machine
+from lmi_config.model import ModelFacts
+from lmi_config.options import Settings
+from lmi_config.vllm_args import ranks, tensor_parallel
+
+MIB = 1024**2
+GIB = 1024**3
+
+# Resident sizes of vLLM 0.32's processes without their weights and KV cache, in bytes. Without a
+# GPU they were measured: 640 MB, 620 MB and 750 MB. What CUDA adds to a worker is an estimate.
+SERVER = 768 * MIB
+ENGINE_CORE = 768 * MIB
+WORKER = 1 * GIB
+CUDA_WORKER = 3 * GIB
+CACHE_SERVER = 768 * MIB
+"""LMCache's server without its pool; measured 450 MB."""
+SHARED_MEMORY = 256 * MIB
+"""What two ranks exchange through /dev/shm at most, each."""
+CUDA_OVERHEAD = 3 * GIB
+"""Of a GPU's memory: context, activations and CUDA graphs. An estimate."""
+MARGIN = 0.1
+"""Part of the memory that is left to page cache, growth and mistakes in the figures above."""
+KV_ON_CPU = 4 * GIB
+UTILIZATION = 0.92
+"""vLLM's default of gpu_memory_utilization."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A part of the memory. size: bytes; reason: where the figure comes from."""
+
+    name: str
+    size: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The container's memory. shares: what is spoken for; kv: bytes of the engine's KV cache in
+    each rank where it is in this memory, else None; free: bytes that are left for tiers, never
+    less than 0.
+    """
+
+    shares: tuple[Share, ...]
+    kv: int | None
+    free: int
+
+    @property
+    def needed(self) -> int:
+        return sum(share.size for share in self.shares)
+
+
+def memory(
+    settings: Settings, machine: Machine, model: ModelFacts, draft: ModelFacts | None, cached: bool
+) -> Budget:
+    """Divide the memory that is free now. cached: whether LMCache's server takes part."""
+    count = ranks(settings, machine)
+    on_gpu = bool(machine.gpus)
+    shares = [
+        Share("server and engine core", SERVER + ENGINE_CORE, "measured"),
+        Share(
+            f"{count} worker{'s' * (count > 1)}",
+            count * (CUDA_WORKER if on_gpu else WORKER),
+            "estimate, CUDA included" if on_gpu else "measured",
+        ),
+        *_weights(settings, model, draft, count, on_gpu),
+    ]
+    if count > 1:
+        shares.append(
+            Share("shared memory", min(count * SHARED_MEMORY, machine.shm), "/dev/shm counts too")
+        )
+    if cached:
+        shares.append(Share("cache server", CACHE_SERVER, "without its pool; measured"))
+    margin = round(MARGIN * machine.memory)
+    shares.append(Share("margin", margin, f"{MARGIN:.0%} of the memory"))
+    left = machine.memory_free - sum(share.size for share in shares)
+    kv = None
+    if not on_gpu and "kv_cache_memory_bytes" not in settings.origins:
+        kv = _kv_on_cpu(settings, machine, left) // count
+        reason = "a quarter of the memory, at most 4 GiB and half of what is left"
+    elif settings.kv_cache_memory_bytes and not on_gpu:
+        kv = settings.kv_cache_memory_bytes
+        reason = settings.origins["kv_cache_memory_bytes"]
+    if kv is not None:
+        shares.append(Share("engine's KV cache", kv * count, reason))
+        left -= kv * count
+    return Budget(shares=tuple(shares), kv=kv, free=max(left, 0))
+
+
+def _weights(
+    settings: Settings,
+    model: ModelFacts,
+    draft: ModelFacts | None,
+    count: int,
+    on_gpu: bool,
+) -> list[Share]:
+    both = model.weight_bytes + (draft.weight_bytes if draft else 0)
+    if on_gpu:
+        passing = min(model.largest_file * count, model.weight_bytes)
+        found = [Share("weights being loaded", passing, "a file in each worker, at most all")]
+        if offloaded := settings.cpu_offload_gb_per_gpu:
+            size = round(offloaded * GIB) * count
+            found.append(Share("offloaded weights", size, "cpu_offload_gb_per_gpu"))
+        return found
+    if model.dtype in ("float16", "bfloat16") and settings.dtype in ("float32", "float"):
+        both *= 2
+    return [
+        Share("weights", both, "the model's files"),
+        Share("weights being loaded", model.largest_file, "the largest file once more"),
+    ]
+
+
+def _kv_on_cpu(settings: Settings, machine: Machine, left: int) -> int:
+    """Bytes for the engine's KV cache without a GPU, all ranks together.
+
+    vLLM alone would reserve nearly all memory. A quarter serves what a CPU is good for.
+    """
+    return max(min(machine.memory // 4, KV_ON_CPU, left // 2), 0)
+
+
+def kv_per_token(settings: Settings, model: ModelFacts) -> int | None:
+    """Bytes of one token's KV in one copy, or None where the model does not tell."""
+    if not model.kv:
+        return None
+    dtype = model.dtype if settings.dtype == "auto" else settings.dtype
+    return model.kv.bytes_per_token(settings.engine.get("kv_cache_dtype", "auto"), dtype) or None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuBudget:
+    """One GPU's memory in bytes: what vLLM may use, and of it the weights and the KV cache."""
+
+    total: int
+    usable: int
+    weights: int
+    overhead: int
+
+    @property
+    def kv(self) -> int:
+        return self.usable - self.weights - self.overhead
+
+
+def gpu(
+    settings: Settings, machine: Machine, model: ModelFacts, draft: ModelFacts | None
+) -> GpuBudget | None:
+    """Estimate the memory of the smallest GPU in use, or None where there is none or it is unknown.
+
+    Weights are split evenly over the ranks; the draft's are in each tensor-parallel rank's share.
+    """
+    used = machine.gpus[: ranks(settings, machine)]
+    sizes = [found.memory for found in used if found.memory]
+    if not used or len(sizes) < len(used):
+        return None
+    weights = model.weight_bytes // ranks(settings, machine)
+    weights -= min(round((settings.cpu_offload_gb_per_gpu or 0) * GIB), weights)
+    if draft:
+        weights += draft.weight_bytes // tensor_parallel(settings, machine)
+    share = settings.gpu_memory_utilization or UTILIZATION
+    return GpuBudget(
+        total=min(sizes),
+        usable=round(min(sizes) * share),
+        weights=weights,
+        overhead=CUDA_OVERHEAD,
+    )

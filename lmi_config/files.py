@@ -1,0 +1,155 @@
+"""Options in files: LMI's serving.properties, and YAML for what no variable can hold."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmi_config.options import PREFIX
+
+PROPERTIES = "serving.properties"
+YAML = "slipway.yaml"
+
+_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".mar")
+_VARIABLES = (PREFIX, "SERVING_", "SAGEMAKER_", "HF_", "LMCACHE_")
+
+
+class Given(NamedTuple):
+    """An option as it was given. name: how the operator wrote it, and where."""
+
+    text: str
+    name: str
+
+
+class FileFault(ValueError):
+    """A file with options that cannot be used; the message says which, and why."""
+
+
+def model_folder(store: Path, model: Path | None) -> Path | None:
+    """The folder that holds what belongs to the deployment, or None where there is none.
+
+    store: the folder that SageMaker fills; model: a local folder that is named as the model. The
+    store comes first, as in LMI, unless the options are in the model's own folder alone.
+
+    Raises FileFault when the store holds several models and none is named.
+    """
+    found = _unwrapped(store, model is None)
+    if model and model.is_dir():
+        names = (PROPERTIES, YAML)
+        if not found or not any((found / name).is_file() for name in names):
+            return model
+    return found
+
+
+def _unwrapped(store: Path, must_be_one: bool) -> Path | None:
+    """The store, or the only model folder in it.
+
+    LMI's rule: when there is nothing in the store but folders and archives, each is a model of its
+    own; one plain file or hidden name makes the whole store one model.
+    """
+    entries = sorted(store.iterdir()) if store.is_dir() else []
+    folders = [entry for entry in entries if entry.is_dir() and any(entry.iterdir())]
+    archives = [entry for entry in entries if entry.name.endswith(_ARCHIVES)]
+    hidden = any(entry.name.startswith(".") for entry in entries)
+    if not entries:
+        return None
+    if hidden or len(archives) + sum(entry.is_dir() for entry in entries) < len(entries):
+        return store
+    if [folder.name for folder in folders] == ["adapters"]:
+        return store
+    if len(folders) == 1 and not archives:
+        return _unwrapped(folders[0], must_be_one) or folders[0]
+    if not must_be_one:
+        return None
+    if archives and not folders:
+        raise FileFault(f"{archives[0]}: a model has to be a folder; unpack the archive")
+    names = ", ".join(entry.name for entry in folders + archives)
+    raise FileFault(
+        f"{store} holds several models ({names}), and a server serves one; name it with "
+        f"OPTION_MODEL_ID, like {(folders or archives)[0]}"
+    )
+
+
+def read(folder: Path | None, config_file: str | None) -> dict[str, Given]:
+    """The options in the files of a model folder: variable's name → what was given.
+
+    What is in the YAML file comes before what is in serving.properties.
+
+    Raises FileFault when a file cannot be read, and ModuleNotFoundError where the parsers of a file
+    that is there are not installed yet.
+    """
+    found: dict[str, Given] = {}
+    if folder and (folder / PROPERTIES).is_file():
+        found |= _properties(folder / PROPERTIES)
+    yaml = Path(config_file) if config_file else folder / YAML if folder else None
+    if yaml and (config_file or yaml.is_file()):
+        found |= _yaml(yaml)
+    return found
+
+
+def _properties(path: Path) -> dict[str, Given]:
+    """Read Java properties: `option.x` is OPTION_X, anything else is SERVING_X."""
+    import javaproperties
+
+    try:
+        pairs = javaproperties.loads(path.read_text("utf-8"), object_pairs_hook=list)
+    except (OSError, ValueError) as error:
+        raise FileFault(f"{path}: {error}") from None
+    return _unique(path, pairs)
+
+
+def _yaml(path: Path) -> dict[str, Given]:
+    """Read a YAML mapping: `x` is OPTION_X. A value may be a mapping or a list as well."""
+    import yaml
+
+    try:
+        text = path.read_text("utf-8")
+        found = yaml.safe_load(text)
+    except OSError as error:
+        raise FileFault(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise FileFault(f"{path}: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise FileFault(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise FileFault(f"{path}: should have lines like `max_model_len: 8192`")
+    # PyYAML lets the last of two equal keys win; its nodes still show both.
+    root = yaml.compose(text, yaml.SafeLoader)
+    names = [key.value for key, _ in root.value] if root else []
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FileFault(f"{path}: {twice} is given twice; keep one")
+    try:
+        pairs = [(name, _text(value)) for name, value in found.items()]
+    except (TypeError, ValueError, RecursionError):
+        raise FileFault(f"{path}: has a value that JSON cannot hold, like a date") from None
+    return _unique(path, pairs)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value)
+
+
+def _unique(path: Path, pairs: list[tuple[str, str]]) -> dict[str, Given]:
+    found: dict[str, Given] = {}
+    for name, text in pairs:
+        variable = _variable(name, path.name == PROPERTIES)
+        given = Given(text.strip(), f"{path.name}: {name}")
+        before = found.setdefault(variable, given)
+        if before.text != given.text:
+            raise FileFault(f"{path}: {name} is given twice, with different values; keep one")
+    return found
+
+
+def _variable(name: str, properties: bool) -> str:
+    """The environment variable that means the same."""
+    if properties and not name.startswith("option."):
+        return "SERVING_" + re.sub(r"(?<=[a-z])(?=[A-Z])|\.|-", "_", name).upper()
+    if name.startswith(_VARIABLES):
+        return name
+    return PREFIX + name.removeprefix("option.").replace("-", "_").upper()

@@ -1,0 +1,335 @@
+"""Where KV caches are kept beside the engine's own memory: sizes, LMCache's arguments, the reasons.
+
+Tiers: L1 is memory of LMCache's server; L2 is a folder on this machine's disk, or a store that
+instances share. A tier that would be too small to help is left out, and the reason is told.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmi_config import lmcache
+from lmi_config.budget import GIB, Budget, kv_per_token
+from lmi_config.lmcache import L2Store, Translation
+from lmi_config.machine import Machine
+from lmi_config.model import ModelFacts
+from lmi_config.options import Settings
+from lmi_config.settings import SettingsError
+
+CONNECTOR = "LMCacheMPConnector"
+IN_PROCESS = "LMCacheConnectorV1"
+"""The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
+
+CHUNK_SIZE = 256
+"""Tokens that are stored and found as one; LMCache's default."""
+CPU_BLOCK_SIZE = 128
+GPU_BLOCK_SIZE = 16
+"""vLLM's defaults of block_size, in tokens."""
+
+SMALLEST_L1 = GIB // 4
+SMALLEST_DISK = GIB
+DOCUMENT = 10_000
+"""Tokens of a long document, as a measure of what a cache holds."""
+DISK_MARGIN = 0.1
+"""Part of the disk that stays free."""
+COMPILED = 2 * GIB
+"""Room on the same disk for what vLLM compiles and for logs."""
+_STEP = GIB // 8
+DECISION = Path("/tmp/slipway/lmcache.yaml")
+"""Where `serve` writes down what was decided."""
+LAZY = 20
+"""GiB of the pool that LMCache takes at the start; its default."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """The tiers beside the engine's memory.
+
+    l1, disk: bytes; disk is 0 where there is no disk tier. direct: whether it uses O_DIRECT.
+    reasons: why each is as it is, by "l1", "disk", "chunk_size", "shared".
+    """
+
+    l1: int
+    disk: int
+    path: str
+    direct: bool
+    shared: L2Store | None
+    chunk_size: int
+    skip_l1: bool = False
+    eviction: str = "LRU"
+    connector: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    reasons: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def wanted(settings: Settings) -> bool:
+    """Whether LMCache's server is to run."""
+    return bool(
+        settings.lmcache_auto_config
+        or settings.lmcache_config_file
+        or settings.kv_l2_url
+        or _manual(settings)
+    )
+
+
+def _manual(settings: Settings) -> bool:
+    """Whether kv_transfer_config says no more than LMI's manual mode: use LMCache, both ways."""
+    return settings.kv_transfer_config == {"kv_connector": IN_PROCESS, "kv_role": "kv_both"}
+
+
+def faults(settings: Settings) -> list[str]:
+    """What contradicts itself among the options for KV caches."""
+    found = []
+    if settings.lmcache_auto_config and settings.lmcache_config_file:
+        found.append(
+            "OPTION_LMCACHE_AUTO_CONFIG and OPTION_LMCACHE_CONFIG_FILE exclude each other; leave "
+            "the file out, or set OPTION_LMCACHE_AUTO_CONFIG=false"
+        )
+    config = settings.kv_transfer_config
+    if config is not None and "kv_connector" in config and "kv_role" not in config:
+        found.append(
+            'OPTION_KV_TRANSFER_CONFIG: has a kv_connector but no kv_role; add "kv_role":"kv_both"'
+        )
+    elif config is not None and not _manual(settings) and wanted(settings):
+        found.append(
+            "OPTION_KV_TRANSFER_CONFIG names a connector of its own, and Slipway's KV cache tiers "
+            "would need another; leave it out, or the options for tiers"
+        )
+    return found
+
+
+def plan(
+    settings: Settings,
+    machine: Machine,
+    model: ModelFacts,
+    budget: Budget,
+    ranks: int,
+    file: Mapping[str, object] | None,
+    to_fetch: int,
+    region: str | None,
+) -> Tiers:
+    """Size the tiers.
+
+    file: the content of LMCache's own configuration file, or None. to_fetch: bytes of models that
+    have yet to be downloaded to the disk of the disk tier. region: of AWS, for a store in S3.
+
+    Raises SettingsError for a configuration that cannot be honoured, or does not fit.
+    """
+    shared = None
+    if settings.kv_l2_url:
+        try:
+            shared = lmcache.store(settings.kv_l2_url, region)
+        except ValueError as error:
+            raise SettingsError([f"OPTION_KV_L2_URL: {error}"]) from None
+    if file is None and not (_manual(settings) and not settings.lmcache_auto_config):
+        return _automatic(settings, machine, model, budget, shared, to_fetch)
+    options = lmcache.merged(file or {}, settings.lmcache)
+    return _manually(lmcache.translate(options), machine, budget, ranks, shared)
+
+
+def _automatic(
+    settings: Settings,
+    machine: Machine,
+    model: ModelFacts,
+    budget: Budget,
+    shared: L2Store | None,
+    to_fetch: int,
+) -> Tiers:
+    block = settings.engine.get("block_size") or (
+        GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE
+    )
+    chunk = math.ceil(CHUNK_SIZE / block) * block
+    reasons = {"chunk_size": f"a multiple of the engine's block of {block} tokens"}
+    l1 = budget.free // _STEP * _STEP
+    least = max(SMALLEST_L1, _document(settings, model))
+    if l1 < least:
+        reasons["l1"] = (
+            f"left out: {told(budget.free)} are left of {told(machine.memory_free)} free memory, "
+            f"and less than {told(least)} would not help"
+        )
+        reasons["disk"] = "left out: it needs L1 to pass through"
+        return Tiers(
+            l1=0, disk=0, path="", direct=False, shared=None, chunk_size=chunk, reasons=reasons,
+            notes=(f"no KV cache tiers: {reasons['l1']}",),
+        )  # fmt: skip
+    reasons["l1"] = "what the engine leaves, all of it taken at the start"
+    disk, reasons["disk"] = _disk(machine, to_fetch)
+    notes = [shared.note] if shared and shared.note else []
+    if disk and machine.disk.kind == "overlay":
+        notes.append(
+            f"{machine.disk.path} is on the container's own layer, which is slow; mount a disk "
+            "there, or set OPTION_KV_DISK_PATH"
+        )
+    if settings.lmcache:
+        names = sorted(settings.lmcache)[:3]
+        notes.append(f"{', '.join(names)}: overridden by OPTION_LMCACHE_AUTO_CONFIG")
+    return Tiers(
+        l1=l1,
+        disk=disk,
+        path=machine.disk.path if disk else "",
+        direct=bool(disk) and machine.disk.direct,
+        shared=shared,
+        chunk_size=chunk,
+        reasons=reasons,
+        notes=tuple(notes),
+    )
+
+
+def _document(settings: Settings, model: ModelFacts) -> int:
+    """Bytes of KV of a long document, or of the longest prompt where that is less."""
+    tokens = min(DOCUMENT, model.max_length or DOCUMENT)
+    return tokens * (kv_per_token(settings, model) or 0)
+
+
+def _disk(machine: Machine, to_fetch: int) -> tuple[int, str]:
+    disk = machine.disk
+    if disk.in_memory:
+        return 0, f"left out: {disk.path} is a {disk.kind}, which is memory; mount a disk there"
+    kept = round(DISK_MARGIN * disk.total) + COMPILED + to_fetch
+    size = max(disk.free - kept, 0) // GIB * GIB
+    if size < SMALLEST_DISK:
+        return 0, (
+            f"left out: {told(disk.free)} are free on {disk.path}, of which {told(kept)} are kept "
+            "for other files"
+        )
+    direct = "O_DIRECT" if disk.direct else "no O_DIRECT"
+    return (
+        size,
+        f"{told(disk.free)} free ({disk.kind}, {direct}), {told(kept)} kept for other files",
+    )
+
+
+def _manually(
+    translation: Translation, machine: Machine, budget: Budget, ranks: int, shared: L2Store | None
+) -> Tiers:
+    """The tiers as LMCache's own configuration names them, checked against the machine."""
+    l1 = round(translation.l1_gib * GIB) * ranks
+    found = []
+    if l1 > budget.free:
+        found.append(
+            f"max_local_cpu_size: {translation.l1_gib:g} GiB for each of {ranks} ranks need "
+            f"{told(l1)} of memory, and the engine leaves {told(budget.free)}"
+        )
+    disk, path, direct = 0, "", False
+    if translation.disk:
+        disk = round(translation.disk.gib * GIB) * ranks
+        path = translation.disk.path
+        direct = translation.disk.odirect and machine.disk.direct
+        if disk > machine.disk.free:
+            found.append(
+                f"max_local_disk_size: {translation.disk.gib:g} GiB for each of {ranks} ranks need "
+                f"{told(disk)} on {path}, and {told(machine.disk.free)} are free"
+            )
+    if shared and translation.remote:
+        found.append("OPTION_KV_L2_URL and remote_url both name a shared store; keep one")
+    if found:
+        raise SettingsError(found)
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    notes = list(translation.ignored)
+    if translation.disk and translation.disk.odirect and not direct:
+        notes.append(f"use_odirect: {path} refuses it; written through the page cache")
+    return Tiers(
+        l1=l1,
+        disk=disk,
+        path=path,
+        direct=direct,
+        shared=shared or translation.remote,
+        chunk_size=translation.chunk_size,
+        skip_l1=translation.skip_l1,
+        eviction=translation.eviction,
+        connector=translation.connector,
+        reasons={
+            "l1": f"max_local_cpu_size{each}",
+            "disk": f"max_local_disk_size{each}" if disk else "left out: not asked for",
+            "chunk_size": "chunk_size",
+        },
+        notes=tuple(notes),
+    )
+
+
+def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
+    """The command line of `lmcache`. Its ports are open to this machine alone.
+
+    Sizes are in GiB, which LMCache calls GB (`size_gb * (1 << 30)` in its configuration).
+    """
+    port, http, prometheus = machine.ports[:3]
+    arguments = [
+        "server",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--http-host=127.0.0.1",
+        f"--http-port={http}",
+        f"--prometheus-port={prometheus}",
+        f"--chunk-size={tiers.chunk_size}",
+        f"--l1-size-gb={tiers.l1 / GIB:.10g}",
+        # Of the pool this much is taken at the start and the rest when needed; whole GiB only.
+        f"--l1-init-size-gb={min(tiers.l1 // GIB, LAZY)}"
+        if tiers.l1 >= GIB
+        else "--no-l1-use-lazy",
+        f"--eviction-policy={tiers.eviction}",
+        "--l2-prefetch-policy=retain",
+    ]
+    if not machine.gpus:
+        arguments.append("--supported-transfer-mode=auto")
+    if tiers.skip_l1 and (tiers.disk or tiers.shared):
+        arguments.append("--l2-store-policy=skip_l1")
+    adapters: list[Mapping[str, Any]] = []
+    if tiers.disk:
+        adapters.append(
+            {
+                "type": "fs_native",
+                "base_path": tiers.path,
+                "use_odirect": tiers.direct,
+                "max_capacity_gb": tiers.disk / GIB,
+                "eviction": {"eviction_policy": "LRU"},  # without it the capacity bounds nothing
+            }
+        )
+    if tiers.shared:
+        adapters.append(tiers.shared.adapter)
+    for adapter in adapters:
+        arguments.append(f"--l2-adapter={json.dumps(adapter, separators=(',', ':'))}")
+    return arguments
+
+
+def connector(tiers: Tiers, machine: Machine) -> dict[str, Any]:
+    """vLLM's kv_transfer_config for these tiers."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": machine.ports[0],
+            **tiers.connector,
+        },
+    }
+
+
+def yaml(tiers: Tiers) -> str:
+    """The decision as a configuration file of LMCache's, with the reason for each figure.
+
+    It can be given back as OPTION_LMCACHE_CONFIG_FILE where there is one rank.
+    """
+    lines = [
+        f"chunk_size: {tiers.chunk_size}  # tokens: {tiers.reasons['chunk_size']}",
+        f"local_cpu: {str(not tiers.skip_l1).lower()}",
+        f"max_local_cpu_size: {tiers.l1 / GIB:.10g}  # GiB: {tiers.reasons['l1']}",
+    ]
+    if tiers.disk:
+        lines += [
+            f"local_disk: {json.dumps('file://' + tiers.path)}",
+            f"max_local_disk_size: {tiers.disk / GIB:.10g}  # GiB: {tiers.reasons['disk']}",
+            f"extra_config: {{use_odirect: {str(tiers.direct).lower()}}}",
+        ]
+    else:
+        lines.append(f"# no disk tier: {tiers.reasons['disk'].removeprefix('left out: ')}")
+    if tiers.shared:
+        lines.append(f"# shared: {tiers.shared.shown}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def told(size: int) -> str:
+    """Bytes for a person, in GiB or MiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / 1024**2:.0f} MiB"

@@ -1,0 +1,607 @@
+"""What a model's own files tell of it, read without torch and without the weights themselves.
+
+Where vLLM 0.32 has a rule of its own (which files it loads, how long a prompt may be, what it keeps
+of each token) it is followed here, so that what is said before a start is what happens at it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+_CONFIGS = ("config.json", "params.json")  # Hugging Face's, Mistral's
+
+# In vLLM's order: the first pattern that any file fits is what it loads. GGUF takes a plugin. Where
+# there is an index, only the files that it names count.
+_WEIGHTS = (
+    ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
+    ("*.safetensors", "model.safetensors.index.json"),
+    ("*.bin", None),
+    ("*.pt", None),
+    ("*.gguf", None),
+)
+_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+
+_LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
+_FIRST_READ = 128 * 1024  # holds nearly every header; what is longer takes a second request
+_LARGEST = 2**48  # of all numbers a model could mean; JSON knows no limit
+
+_LMI_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_FETCH_AGAIN = "fetch it again"
+
+
+class ModelError(ValueError):
+    """A model that cannot be used. The message names the file and the fix."""
+
+
+class Checkpoint(Protocol):
+    """A model's files, wherever they are."""
+
+    @property
+    def where(self) -> str:
+        """A folder, hub id or URL, for messages."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Every file → bytes. Names are relative to the model's root, with "/" between folders."""
+
+    def head(self, name: str, length: int) -> bytes:
+        """The first `length` bytes of a file, or all of it where it is shorter."""
+
+
+class Folder:
+    """The checkpoint in a local folder: the files at its top, which are all that vLLM loads.
+
+    Raises ModelError where the folder or a file in it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self._path = path
+        try:
+            self.sizes = {
+                entry.name: entry.stat().st_size for entry in path.iterdir() if entry.is_file()
+            }
+        except OSError as error:
+            raise _unreadable(self.where, error) from None
+
+    def head(self, name: str, length: int) -> bytes:
+        path = self._path / name
+        try:
+            with path.open("rb") as file:
+                return file.read(length)
+        except OSError as error:
+            raise _unreadable(str(path), error) from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvShape:
+    """What vLLM keeps of each token for attention, in one copy of the model.
+
+    full: numbers kept by the layers that attend to the whole sequence; windowed: by those that
+    attend to the last `window` tokens only. heads: KV heads that can be spread over ranks.
+
+    A layer keeps 2 * KV heads * head size numbers; with latent attention (MLA, as in DeepSeek) it
+    keeps KV rank + rotary size, which every rank needs whole, so that counts as one head. Linear
+    attention and Mamba layers keep a state per sequence and nothing per token. These are the sizes
+    of vllm/v1/kv_cache_interface.py, without what a draft or a sparse attention's index adds.
+    """
+
+    heads: int
+    full: int
+    windowed: int = 0
+    window: int = 0
+
+    def bytes_per_token(self, cache_dtype: str, model_dtype: str | None) -> int:
+        """Bytes of one token in all layers.
+
+        cache_dtype: vLLM's kv_cache_dtype, where "auto" is the model's own; model_dtype: what the
+        model runs in, 16 bits where that is None. Formats below 8 bits count as 8, for
+        their scales.
+        """
+        return (self.full + self.windowed) * _width(cache_dtype, model_dtype)
+
+    def bytes_per_prompt(self, tokens: int, cache_dtype: str, model_dtype: str | None) -> int:
+        """Bytes that a prompt of so many tokens occupies when what fell out of windows is freed."""
+        numbers = self.full * tokens + self.windowed * min(tokens, self.window)
+        return numbers * _width(cache_dtype, model_dtype)
+
+    def copies(self, ranks: int) -> int:
+        """How many times tensor-parallel ranks store each token's KV, all together.
+
+        Once while every rank has heads of its own; with more ranks than heads, several hold the
+        same one.
+        """
+        return -(-ranks // self.heads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a model's files tell of it. None: they do not tell.
+
+    weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
+    max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
+    generates: whether it makes text, by LMI's rule, which is an architecture's last words; a model
+    that names none (Mistral's format, GGUF) is taken to.
+    """
+
+    architectures: tuple[str, ...]
+    model_type: str | None
+    weight_bytes: int
+    largest_file: int
+    dtype: str | None
+    quantization: str | None
+    max_length: int | None
+    vocabulary: int | None
+    hidden_size: int | None
+    layers: int | None
+    generates: bool
+    kv: KvShape | None
+
+
+class Tensor(NamedTuple):
+    """dtype: in the words of safetensors, like BF16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def look(checkpoint: Checkpoint, weights: bool = True) -> ModelFacts:
+    """Look at a model's files. weights: whether it needs any, which load_format=dummy does not.
+
+    Raises ModelError where vLLM could not use it: no configuration or one that cannot be read, no
+    weights, or a safetensors file that is not whole.
+    """
+    config = configuration(checkpoint)
+    if not weights:
+        return facts(config, {})
+    files = weight_files(checkpoint)
+    tensors(checkpoint)
+    return facts(config, files)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A model's configuration. Its methods raise ModelError where a value is of the wrong type.
+
+    file: its full name, for messages. top: as it is written. text: the same, with what it says of
+    the language model in it, which is where vLLM looks for numbers, over the rest.
+    """
+
+    file: str
+    top: Mapping[str, Any]
+    text: Mapping[str, Any]
+
+    def whole(self, *names: str) -> int | None:
+        """The first of these that is set.
+
+        A list, with a number for each layer, counts as unset, and so does what is below zero or
+        beyond reason: models are published with both, and vLLM then does without.
+        """
+        for name in names:
+            value = self.text.get(name)
+            if value is None or isinstance(value, list):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise self.fault(name, value, "a whole number")
+            if 0 <= value <= _LARGEST:
+                return value
+        return None
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of strings at the top, empty where there is none."""
+        value = self.top.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise self.fault(name, value, "a list of names")
+        return tuple(value)
+
+    def fault(self, name: str, value: Any, wanted: str, fix: str = "correct it") -> ModelError:
+        # Cut before it is written out, as a list could be of any length and depth.
+        told = repr(value)[:40] if isinstance(value, str | int | float) else type(value).__name__
+        return ModelError(f"{self.file}: {name} is {told}, but has to be {wanted}; {fix}")
+
+
+_NESTED = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "transformer_layer_config",  # a draft in the speculators format
+)
+
+# What configuration classes of transformers fill in for models that are published without it.
+_QWEN = {"use_sliding_window": False, "max_window_layers": 28}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cohere2": {"sliding_window_pattern": 4},
+    "gemma2": {"sliding_window_pattern": 2},
+    "gemma3_text": {
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262_208,
+    },
+    "gpt_oss": {"sliding_window_pattern": 2},
+    "qwen2": _QWEN,
+    "qwen2_moe": _QWEN,
+    "qwen3": _QWEN,
+    "qwen3_moe": _QWEN,
+}
+
+
+def configuration(checkpoint: Checkpoint) -> Config:
+    """Read a model's configuration; that of a model in GGUF files alone is empty.
+
+    Raises ModelError where there is none or it is not a JSON object.
+    """
+    name = next((name for name in _CONFIGS if name in checkpoint.sizes), None)
+    if name is None:
+        if any(fnmatchcase(file, "*.gguf") for file in _top(checkpoint)):
+            return Config(checkpoint.where, {}, {})
+        raise ModelError(
+            f"{checkpoint.where}: there is neither {' nor '.join(_CONFIGS)} nor a *.gguf file in it "
+            f"({_listed(_top(checkpoint))}); give the folder that holds the model's own files"
+        )
+    top = _json(checkpoint, name)
+    config = Config(f"{checkpoint.where}/{name}", top, top)
+    text = inner = top
+    while nested := next((name for name in _NESTED if inner.get(name)), None):
+        inner = inner[nested]
+        if not isinstance(inner, dict):
+            raise config.fault(nested, inner, "a JSON object")
+        text = text | inner
+    model_type = text.get("model_type")
+    if isinstance(model_type, str):
+        text = {**_DEFAULTS.get(model_type, {}), **text}
+    return dataclasses.replace(config, text=text)
+
+
+def weight_files(checkpoint: Checkpoint) -> Mapping[str, int]:
+    """The files that vLLM loads the weights from, by the rules of its default loader: name → bytes.
+
+    Raises ModelError where there are none, or one that an index names is missing.
+    """
+    present = _top(checkpoint)
+    for pattern, index in _WEIGHTS:
+        found = {
+            name: size
+            for name, size in present.items()
+            if fnmatchcase(name, pattern) and name not in _TRAINING
+        }
+        if found and index in present:
+            wanted = _indexed(checkpoint, index)
+            if missing := sorted(wanted - found.keys()):
+                raise ModelError(
+                    f"{checkpoint.where}/{index} names files that are not there ("
+                    f"{_listed(missing)}); fetch the model again"
+                )
+            return {name: size for name, size in found.items() if name in wanted}
+        if found:
+            return found
+    raise ModelError(
+        f"{checkpoint.where}: there are no weights that vLLM loads (*.safetensors, *.bin, *.pt or "
+        f"*.gguf) in it ({_listed(present)}); fetch them, or set OPTION_LOAD_FORMAT=dummy to serve "
+        "random ones"
+    )
+
+
+def tensors(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+    """All tensors in the safetensors files that vLLM loads; none where it loads other formats.
+
+    The format: 8 bytes with the length of the header, little-endian; the header, a JSON object of
+    name → dtype, shape and offsets; the data, to which the offsets refer.
+
+    Raises ModelError where a file is not whole, or has a header that is not one.
+    """
+    found: dict[str, Tensor] = {}
+    for name, size in weight_files(checkpoint).items():
+        if name.endswith(".safetensors"):
+            found |= _header(checkpoint, name, size)
+    return found
+
+
+def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
+    """What is told by a configuration and by the sizes of the weights' files.
+
+    Raises ModelError where a value of the configuration is of the wrong type.
+    """
+    architectures = config.words("architectures")
+    return ModelFacts(
+        architectures=architectures,
+        model_type=_text(config, config.top, "model_type"),
+        weight_bytes=sum(files.values()),
+        largest_file=max(files.values(), default=0),
+        dtype=_dtype(config),
+        quantization=_quantization(config),
+        max_length=_max_length(config),
+        vocabulary=config.whole("vocab_size", "padded_vocab_size"),
+        hidden_size=config.whole("hidden_size", "n_embd", "d_model", "dim"),
+        layers=_layers(config),
+        generates=not architectures or any(name.endswith(_LMI_GENERATES) for name in architectures),
+        kv=_kv(config),
+    )
+
+
+def _text(config: Config, entries: Mapping[str, Any], *names: str) -> str | None:
+    for name in names:
+        value = entries.get(name)
+        if value is not None and not isinstance(value, str):
+            raise config.fault(name, value, "a name")
+        if value:
+            return value
+    return None
+
+
+def _dtype(config: Config) -> str | None:
+    # The language model's own counts only where the whole has none.
+    for entries in (config.top, config.text):
+        if found := _text(config, entries, "dtype", "torch_dtype"):
+            return found.removeprefix("torch.")
+    return None
+
+
+def _quantization(config: Config) -> str | None:
+    for name in ("quantization_config", "compression_config"):
+        value = config.text.get(name)
+        if isinstance(value, dict) and isinstance(value.get("quant_method"), str):
+            return value["quant_method"].lower() or None
+    return None
+
+
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+# RoPE variants whose max_position_embeddings is the length after scaling.
+_SCALED = ("llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+def _max_length(config: Config) -> int | None:
+    """Tokens, as _get_and_verify_max_len in vllm/config/model.py derives them."""
+    lengths = [length for name in _LENGTHS if (length := config.whole(name)) is not None]
+    length = config.whole("model_max_length") or min(lengths, default=None)
+    if length is None:
+        return None
+    model_type = config.text.get("model_type")
+    if isinstance(model_type, str) and "gemma3" in model_type:
+        return length
+    factor: Any = 1
+    for scaling in _scalings(config.text):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in ("longrope", "su"):
+            return config.whole("original_max_position_embeddings") or length
+        if kind not in _SCALED:
+            factor = scaling.get("factor", factor)
+    if isinstance(factor, int | float) and 0 < factor < _LARGEST:
+        return int(length * factor)
+    return length
+
+
+def _scalings(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The RoPE parameters: one set, or one for each kind of layer that has its own."""
+    found = entries.get("rope_parameters") or entries.get("rope_scaling")
+    if not isinstance(found, dict):
+        return []
+    each = [value for value in found.values() if isinstance(value, dict)]
+    return each or [found]
+
+
+def _layers(config: Config) -> int | None:
+    return config.whole("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+# model_type of those that vLLM runs with latent attention (is_deepseek_mla), as far as they keep
+# nothing else per token.
+_LATENT = (
+    "axk1",
+    "deepseek_mtp",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "kimi_linear",
+    "pangu_ultra_moe",
+)
+# Signs of layers whose KV differs in ways that are not read here.
+_VARIED = ("block_configs", "compress_ratios", "hybrid_layer_pattern", "is_encoder_decoder")
+
+
+def _kv(config: Config) -> KvShape | None:
+    layers = _layers(config)
+    if not layers or any(config.text.get(name) for name in _VARIED):
+        return None
+    own = max(layers - (config.whole("num_kv_shared_layers") or 0), 0)
+    full, windowed, window = _attention(config, own)
+    rank = config.whole("kv_lora_rank")
+    if rank is not None:
+        rotary = config.whole("qk_rope_head_dim")
+        if rotary is None or config.text.get("model_type") not in _LATENT:
+            return None
+        return KvShape(heads=1, full=(full + windowed) * (rank + rotary))
+    attention_heads = config.whole("num_attention_heads", "n_head", "n_heads", "num_heads")
+    heads = _kv_heads(config, attention_heads)
+    size = config.whole("head_dim", "hidden_size_per_head", "attention_head_dim")
+    hidden = config.whole("hidden_size", "n_embd", "d_model", "dim")
+    if not size and hidden and attention_heads:
+        size = hidden // attention_heads
+    if not heads or not size:
+        return None
+    # Gemma 4 has other heads in the layers that attend to everything.
+    full_heads = config.whole("num_global_key_value_heads") or heads
+    full_size = config.whole("global_head_dim") or size
+    return KvShape(
+        heads=min(heads, full_heads),
+        full=full * 2 * full_heads * full_size,
+        windowed=windowed * 2 * heads * size,
+        window=window,
+    )
+
+
+def _kv_heads(config: Config, attention_heads: int | None) -> int | None:
+    if config.text.get("multi_query") is True and not config.text.get("new_decoder_architecture"):
+        return 1
+    inner = config.text.get("attn_config")
+    if isinstance(inner, dict) and "kv_n_heads" in inner:  # DBRX
+        return dataclasses.replace(config, text=inner).whole("kv_n_heads")
+    names = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "n_kv_heads")
+    found = config.whole(*names, "multi_query_group_num", "num_attention_groups")
+    return attention_heads if found is None else found
+
+
+_WINDOWED = ("sliding_attention", "chunked_attention")
+_STATEFUL = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
+
+
+def _attention(config: Config, layers: int) -> tuple[int, int, int]:
+    """How many layers attend to everything, how many to a window, and its size in tokens.
+
+    Layers of a kind that is not known count as the first, which needs most.
+    """
+    text = config.text
+    window = config.whole("sliding_window", "attention_chunk_size") or 0
+    named = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(named, list):
+        kinds = [kind for kind in named[:layers] if kind not in _STATEFUL]
+        windowed = sum(kind in _WINDOWED for kind in kinds) if window else 0
+        return len(kinds) - windowed, windowed, window if windowed else 0
+    return _hybrid(config, layers) or _sliding(config, layers, window)
+
+
+def _hybrid(config: Config, layers: int) -> tuple[int, int, int] | None:
+    """The layers that attend, in models where others keep a state; each family says it its way."""
+    text = config.text
+    inner = text.get("linear_attn_config")
+    full: int | None = None
+    if isinstance(pattern := text.get("hybrid_override_pattern"), str):  # Nemotron-H
+        full = pattern.count("*")
+    elif isinstance(indices := text.get("attn_layer_indices"), list):  # Bamba
+        full = len(indices)
+    elif isinstance(kinds := text.get("attn_type_list"), list):  # MiniMax
+        full = kinds.count(1)
+    elif isinstance(inner, dict) and isinstance(inner.get("full_attn_layers"), list):  # Kimi
+        full = len(inner["full_attn_layers"])
+    elif interval := config.whole("full_attention_interval"):  # Qwen3-Next
+        full = layers // interval
+    elif period := config.whole("attn_layer_period"):  # Jamba
+        offset = config.whole("attn_layer_offset") or 0
+        full = len(range(offset, layers, period))
+    return None if full is None else (full, 0, 0)
+
+
+def _sliding(config: Config, layers: int, window: int) -> tuple[int, int, int]:
+    """Models that say by a rule which layers have the window."""
+    text = config.text
+    if not window or text.get("use_sliding_window") is False:
+        return layers, 0, 0
+    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
+    if isinstance(pattern, int) and pattern > 0:  # every so many layers, one attends to everything
+        full = layers // pattern
+    elif text.get("use_sliding_window") and (first := config.whole("max_window_layers")):
+        full = min(first, layers)
+    elif pattern or "attention_chunk_size" in text:  # a rule that is not read: EXAONE, Llama 4
+        return layers, 0, 0
+    else:
+        full = 0
+    return full, layers - full, window
+
+
+def _width(cache_dtype: str, model_dtype: str | None) -> int:
+    """Bytes of a number in the KV cache."""
+    if cache_dtype == "auto":
+        return 4 if model_dtype in ("float32", "float") else 2
+    return {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}.get(cache_dtype, 1)
+
+
+def _top(checkpoint: Checkpoint) -> dict[str, int]:
+    """The files that vLLM sees: those at the top that are not hidden."""
+    return {
+        name: size
+        for name, size in checkpoint.sizes.items()
+        if "/" not in name and not name.startswith(".")
+    }
+
+
+def _indexed(checkpoint: Checkpoint, index: str) -> set[str]:
+    listed = _json(checkpoint, index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ModelError(
+            f"{checkpoint.where}/{index}: weight_map has to be an object of tensor → file; "
+            + _FETCH_AGAIN
+        )
+    return set(listed.values())
+
+
+def _header(checkpoint: Checkpoint, name: str, size: int) -> dict[str, Tensor]:
+    file = f"{checkpoint.where}/{name}"
+    start = checkpoint.head(name, _FIRST_READ) if size else b""
+    if start.startswith(b"version "):
+        raise ModelError(f"{file} is a Git LFS pointer, not the weights; run git lfs pull")
+    length = int.from_bytes(start[:8], "little")
+    if size < 8 or 8 + length > size:
+        raise ModelError(f"{file} is cut short after {size} bytes; {_FETCH_AGAIN}")
+    if length > _LONGEST_HEADER:
+        raise ModelError(f"{file}: a header of {length} bytes is no safetensors; {_FETCH_AGAIN}")
+    if 8 + length > len(start):
+        start = checkpoint.head(name, 8 + length)
+    found = {}
+    end = 0
+    for tensor, entry in _object(file, start[8 : 8 + length]).items():
+        if tensor == "__metadata__":
+            continue
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(_), int(last)]} if (
+                all(type(each) is int and each >= 0 for each in shape)
+            ):
+                found[tensor] = Tensor(dtype, tuple(shape))
+                end = max(end, last)
+            case _:
+                raise ModelError(
+                    f"{file}: what its header says of {tensor:.80} is no tensor; " + _FETCH_AGAIN
+                )
+    if 8 + length + end != size:
+        raise ModelError(
+            f"{file} has {size} bytes, but by its header {8 + length + end}; {_FETCH_AGAIN}"
+        )
+    return found
+
+
+def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    size = checkpoint.sizes[name]
+    content = checkpoint.head(name, min(size, _LONGEST_HEADER)) if size else b""
+    return _object(f"{checkpoint.where}/{name}", content)
+
+
+def _object(file: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ModelError(f"{file} is nested too deeply; {_FETCH_AGAIN}") from None
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON ({error}); correct it, or {_FETCH_AGAIN}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} has to hold a JSON object; correct it, or {_FETCH_AGAIN}")
+    return found
+
+
+def _unreadable(what: str, error: OSError) -> ModelError:
+    return ModelError(f"{what} cannot be read ({error.strerror}); check its path and permissions")
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Some of the names, in short."""
+    some = sorted(names)
+    more = f" and {len(some) - 4} more" if len(some) > 4 else ""
+    return (", ".join(some[:4]) + more) or "it is empty"

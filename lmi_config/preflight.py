@@ -1,0 +1,103 @@
+"""What is likely to go wrong here, before anything is started: a sentence each, with the fix."""
+
+from collections.abc import Iterator
+
+from lmi_config.budget import Budget, GpuBudget, kv_per_token
+from lmi_config.kv_tiers import Tiers, told
+from lmi_config.machine import Machine
+from lmi_config.model import ModelFacts
+from lmi_config.options import Settings
+from lmi_config.vllm_args import ranks
+
+DRIVER = 580
+"""The oldest driver for CUDA 13.0, which vLLM 0.32 is built with (CUDA's release notes)."""
+SMALL_SHM = 512 * 1024**2
+
+
+def findings(
+    settings: Settings,
+    machine: Machine,
+    model: ModelFacts,
+    budget: Budget,
+    gpu: GpuBudget | None,
+    tiers: Tiers | None,
+) -> Iterator[str]:
+    """What an operator should know."""
+    yield from settings.notes
+    yield from _gpus(settings, machine)
+    yield from _memory(machine, budget)
+    if gpu:
+        yield from _gpu_memory(settings, machine, model, gpu)
+    count = ranks(settings, machine)
+    if count > 1 and machine.shm < SMALL_SHM:
+        yield (
+            f"/dev/shm has {told(machine.shm)} and {count} ranks talk through it; give the "
+            "container more (docker run --shm-size=2g, or an emptyDir with medium Memory)"
+        )
+    length = settings.max_model_len
+    if length and model.max_length and length > model.max_length:
+        yield (
+            f"max_model_len={length} is more than the model's {model.max_length}; vLLM will refuse "
+            "it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"
+        )
+    if settings.model_folder and (settings.model_folder / "model.py").is_file():
+        yield f"{settings.model_folder}/model.py is there; Slipway does not run it yet"
+    if settings.lmcache and not tiers:
+        names = ", ".join(sorted(settings.lmcache)[:3])
+        yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"
+    if tiers:
+        yield from tiers.notes
+
+
+def _gpus(settings: Settings, machine: Machine) -> Iterator[str]:
+    if not machine.gpus:
+        return
+    driver = machine.gpus[0].driver
+    if driver.partition(".")[0].isdigit() and int(driver.partition(".")[0]) < DRIVER:
+        yield (
+            f"driver {driver} is older than CUDA 13.0 wants ({DRIVER}); on SageMaker choose an "
+            "InferenceAmiVersion of al2023 with gpu-4-1, elsewhere update the driver"
+        )
+    idle = len(machine.gpus) - ranks(settings, machine)
+    if idle > 0 and "data_parallel_size" not in settings.engine:
+        yield (
+            f"{idle} of {len(machine.gpus)} GPUs will do nothing; set "
+            "OPTION_TENSOR_PARALLEL_DEGREE=max to use them all"
+        )
+
+
+def _memory(machine: Machine, budget: Budget) -> Iterator[str]:
+    if budget.needed > machine.memory_free:
+        yield (
+            f"the engine wants about {told(budget.needed)} of memory, and "
+            f"{told(machine.memory_free)} are free; give the container more, or a smaller model"
+        )
+
+
+def _gpu_memory(
+    settings: Settings, machine: Machine, model: ModelFacts, gpu: GpuBudget
+) -> Iterator[str]:
+    if gpu.kv <= 0:
+        yield (
+            f"each GPU's share of the weights is {told(gpu.weights)} and vLLM may use "
+            f"{told(gpu.usable)} of its memory; use more GPUs or a quantised model"
+        )
+        return
+    tokens = kv_tokens(settings, machine, model, gpu)
+    length = settings.max_model_len if (settings.max_model_len or 0) > 0 else model.max_length
+    if tokens is not None and length and tokens < length:
+        yield (
+            f"the KV cache will hold about {tokens:,} tokens, less than the longest request of "
+            f"{length:,}; set OPTION_MAX_MODEL_LEN={tokens // 1024 * 1024}"
+        )
+
+
+def kv_tokens(
+    settings: Settings, machine: Machine, model: ModelFacts, gpu: GpuBudget
+) -> int | None:
+    """Tokens that the engine's KV cache holds on GPUs, all ranks together; an estimate."""
+    each = kv_per_token(settings, model)
+    if not each or not model.kv:
+        return None
+    count = ranks(settings, machine)
+    return max(gpu.kv, 0) * count // (each * model.kv.copies(count))

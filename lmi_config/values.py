@@ -1,0 +1,182 @@
+"""Readers of option values: text in, value out, or ValueError saying what it should be."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+Reader = Callable[[str], Any]
+"""Turns an option's text into its value, or raises ValueError saying what it should be."""
+
+
+def text(value: str) -> str:
+    return value
+
+
+def words(value: str) -> tuple[str, ...]:
+    """Read a JSON list, or words between commas."""
+    if value.startswith("["):
+        found = _json(value)
+        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+            raise ValueError('a JSON list of strings, like ["a", "b"], or words between commas')
+        return tuple(found)
+    return tuple(word.strip() for word in value.split(",") if word.strip())
+
+
+def boolean(value: str) -> bool:
+    try:
+        return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+    except KeyError:
+        raise ValueError("true or false") from None
+
+
+def integer(low: int | None = None, high: int | None = None) -> Reader:
+    def read(value: str) -> int:
+        limits = "".join(
+            f", {word} {limit}"
+            for word, limit in (("at least", low), ("at most", high))
+            if limit is not None
+        )
+        try:
+            number = int(value)
+            if (low is not None and number < low) or (high is not None and number > high):
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"a whole number{limits}") from None
+        return number
+
+    return read
+
+
+def fraction(value: str) -> float:
+    try:
+        number = float(value)
+        if not 0 < number <= 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError("a number above 0 and at most 1, like 0.9") from None
+    return number
+
+
+def size(value: str) -> int:
+    """Read a number with vLLM's suffixes: k, m, g, t are powers of 1000, K, M, G, T of 1024."""
+    match = re.fullmatch(r"(\d+)(?:([kmgt])|([KMGT]))?|(\d+\.\d+)([kmgt])", value)
+    if not match:
+        raise ValueError("a whole number, or one with a suffix like 8k (8,000) or 8K (8,192)")
+    whole, decimal, binary, real, real_decimal = match.groups()
+    if binary:
+        return int(whole) << 10 * ("KMGT".index(binary) + 1)
+    if suffix := decimal or real_decimal:
+        return int(float(whole or real) * 1000 ** ("kmgt".index(suffix) + 1))
+    return int(whole)
+
+
+def model_len(value: str) -> int:
+    """Read a length in tokens; "auto" and -1 ask vLLM for the longest that fits its memory."""
+    if value.lower() in ("auto", "-1"):
+        return -1
+    try:
+        length = size(value)
+        if length < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError('a number of tokens, like 8192 or 8k, or "auto"') from None
+    return length
+
+
+def degree(value: str) -> int | Literal["max"]:
+    if value.lower() == "max":
+        return "max"
+    try:
+        number: int = integer(low=1)(value)
+    except ValueError:
+        raise ValueError('a whole number, at least 1, or "max"') from None
+    return number
+
+
+DTYPES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    **{name: name for name in ("auto", "float32", "float16", "bfloat16", "float", "half")},
+}
+
+
+def dtype(value: str) -> str:
+    try:
+        return DTYPES[value.lower()]
+    except KeyError:
+        raise ValueError(f"one of {', '.join(DTYPES)}") from None
+
+
+def _json(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"JSON ({error})") from None
+
+
+def json_text(value: str) -> str:
+    """Check that it is JSON; vLLM reads it itself."""
+    _json(value)
+    return value
+
+
+def json_object(value: str) -> Mapping[str, Any]:
+    found = _json(value)
+    if not isinstance(found, dict):
+        raise ValueError('a JSON object, like {"a": 1}')
+    return found
+
+
+def number(value: str) -> float:
+    try:
+        found = float(value)
+        if not math.isfinite(found):
+            raise ValueError
+    except ValueError:
+        raise ValueError("a number") from None
+    return found
+
+
+def choice(*choices: str) -> Reader:
+    def read(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return value
+
+    return read
+
+
+def kind(name: str, choices: tuple[str, ...] = ()) -> Reader:
+    """The reader for an option of vLLM's, by its kind in vllm_options.json."""
+    return {
+        "boolean": boolean,
+        "switch": lambda value: boolean(value) or None,  # vLLM has no --no- form of these
+        "integer": integer(),
+        "number": number,
+        "size": size,
+        "list": words,
+        "json": json_text,
+        "choice": choice(*choices),
+        "text": text,
+    }[name]
+
+
+def inverted(value: str) -> bool:
+    return not boolean(value)
+
+
+def mebibytes(value: str) -> int:
+    found: int = integer(low=1)(value)
+    return found * 1024**2
+
+
+def entry_point(value: str) -> str:
+    if not value.startswith("djl_python."):
+        raise ValueError(
+            "one of LMI's own handlers, like djl_python.lmi_vllm.vllm_async_service; "
+            "a handler of your own cannot be run yet"
+        )
+    return value

@@ -1,0 +1,82 @@
+"""The environment → a Plan, with all that has to be looked at on the way. Starts nothing."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lmi_config import draft, machine, model, plan, settings
+from lmi_config.model import ModelError
+from lmi_config.options import Settings
+from lmi_config.plan import Plan
+from lmi_config.settings import SettingsError
+from serving import sources
+from serving.sources import Source, SourceError
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A plan, and where the model and its draft come from."""
+
+    plan: Plan
+    model: Source
+    draft: Source | None
+
+
+def prepare(environ: Mapping[str, str]) -> Prepared:
+    """Look at everything once and decide. Raises SettingsError with what is wrong."""
+    asked = settings.read(environ)
+    here = machine.look(environ, asked.kv_disk_path)
+    drafted = None
+    with _told(asked, "model_id", "OPTION_MODEL_ID"):
+        source = _located(asked.model_id, asked, environ, asked.revision)
+        facts = model.look(source.checkpoint(), weights=asked.load_format != "dummy")
+    draft_source = None
+    with _told(asked, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
+        if named := plan.draft_id(asked):
+            revision = (asked.speculative_config or {}).get("revision")
+            draft_source = _located(named, asked, environ, revision)
+            drafted = draft.look(draft_source.checkpoint())
+    remote = [found for found in (source, draft_source) if not isinstance(found, sources.Local)]
+    to_fetch = facts.weight_bytes if source in remote else 0
+    if drafted and draft_source in remote:
+        to_fetch += drafted.facts.weight_bytes
+    decided = plan.make(asked, here, facts, drafted, environ, _lmcache_file(asked), to_fetch)
+    return Prepared(decided, source, draft_source)
+
+
+def _located(
+    name: str, asked: Settings, environ: Mapping[str, str], revision: str | None
+) -> Source:
+    return sources.locate(name, environ, revision=revision, downloads=asked.download_dir)
+
+
+@contextmanager
+def _told(asked: Settings, field: str, otherwise: str) -> Iterator[None]:
+    """Raise what is wrong with a model as a fault of the option that names it."""
+    try:
+        yield
+    except SourceError as error:
+        raise SettingsError([f"{asked.origins.get(field, otherwise)}={error}"]) from None
+    except ModelError as error:
+        raise SettingsError([f"{asked.origins.get(field, otherwise)}: {error}"]) from None
+
+
+def _lmcache_file(asked: Settings) -> Mapping[str, object] | None:
+    """The content of LMCache's own configuration file. A relative name is in the model's folder."""
+    import yaml
+
+    if not asked.lmcache_config_file:
+        return None
+    path = (asked.model_folder or Path()) / asked.lmcache_config_file
+    name = asked.origins["lmcache_config_file"]
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise SettingsError([f"{name}={str(path)!r}: {error.strerror}"]) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise SettingsError([f"{name}={str(path)!r}: not YAML: {problem}"]) from None
+    if not isinstance(found, dict):
+        raise SettingsError([f"{name}={str(path)!r}: should have lines like `chunk_size: 256`"])
+    return found

@@ -1,0 +1,286 @@
+"""Sizes of the KV cache tiers: what fits, what is left out, what contradicts itself."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmi_config import kv_tiers, lmcache, plan
+from lmi_config.model import KvShape
+from lmi_config.settings import SettingsError, read
+from tests.lmi_config.examples import DISK, GIB, H100, machine, model
+
+AUTO = {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
+
+
+def planned(environ=AUTO, here=None, facts=None, file=None, to_fetch=0):
+    return plan.make(
+        read(environ), here or machine(), facts or model(2), None, environ, file, to_fetch
+    )
+
+
+def disk(free, total=None, **more):
+    size = round(free * GIB)
+    return dataclasses.replace(DISK, free=size, total=round((total or free) * GIB), **more)
+
+
+# The reference's own examples, in GiB: memory or disk, model, tensor parallel degree. It keeps
+# max(2 * model, 20 %) free, of all memory and all the disk, and divides the rest by the ranks:
+# 2 x 40, 4 x 25, 2 x 200 and 4 x 175. We count what is needed, in one pool for all ranks.
+@pytest.mark.parametrize(
+    ("memory", "weights", "ranks", "l1"), [(100, 10, 2, 76.25), (200, 50, 4, 114.75)]
+)
+def test_l1_where_the_reference_has_an_example(memory, weights, ranks, l1):
+    here = machine(gpus=ranks, memory=memory * GIB)
+    assert planned(here=here, facts=model(weights)).tiers.l1 / GIB == l1
+
+
+@pytest.mark.parametrize(
+    ("free", "weights", "ranks", "size"), [(500, 20, 2, 448), (1000, 150, 4, 898)]
+)
+def test_disk_where_the_reference_has_an_example(free, weights, ranks, size):
+    here = machine(gpus=ranks, memory=1000 * GIB, disk=disk(free))
+    assert planned(here=here, facts=model(weights)).tiers.disk / GIB == size
+
+
+def test_free_disk_counts_and_not_all_of_it():
+    assert planned(here=machine(disk=disk(300, 1000))).tiers.disk == 198 * GIB
+
+
+def test_models_that_are_still_to_come_are_left_their_room():
+    here = machine(disk=disk(300, 1000))
+    assert planned(here=here, to_fetch=100 * GIB).tiers.disk == 98 * GIB
+
+
+@pytest.mark.parametrize(
+    ("here", "facts", "reason"),
+    [
+        (machine(memory=GIB // 2), None, "0 MiB are left of 0.5 GiB free memory"),
+        (machine(memory=8 * GIB), None, "less than 1.2 GiB would not help"),
+    ],
+)
+def test_l1_is_left_out_where_it_would_not_help(here, facts, reason):
+    found = planned(here=here, facts=facts)
+    assert (found.tiers.l1, found.tiers.disk, found.cache_server) == (0, 0, None)
+    assert reason in found.tiers.reasons["l1"]
+    assert any(finding.startswith("no KV cache tiers: ") for finding in found.findings)
+    assert "--kv-transfer-config" not in " ".join(found.engine("m", None))
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (disk(0, 100), "left out: 0 MiB are free on /tmp/lmcache, of which 12.0 GiB are kept"),
+        (disk(12.5, 100), "left out: 12.5 GiB are free"),
+        (disk(50, kind="tmpfs"), "left out: /tmp/lmcache is a tmpfs, which is memory"),
+    ],
+)
+def test_the_disk_is_left_out_where_there_is_none(found, reason):
+    tiers = planned(here=machine(disk=found)).tiers
+    assert tiers.l1 > 0
+    assert tiers.disk == 0
+    assert reason in tiers.reasons["disk"]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_o_direct_is_used_where_it_works(direct):
+    found = planned(here=machine(disk=disk(100, direct=direct)))
+    assert found.tiers.direct is direct
+    assert f'"use_odirect":{str(direct).lower()}' in found.cache_server[-1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "chunk"),
+    [
+        ({}, 0, 256),
+        ({}, 1, 256),
+        ({"OPTION_BLOCK_SIZE": "96"}, 0, 288),
+        ({"OPTION_BLOCK_SIZE": "512"}, 1, 512),
+    ],
+)
+def test_a_chunk_is_a_multiple_of_the_engines_block(environ, gpus, chunk):
+    assert planned({**AUTO, **environ}, machine(gpus=gpus)).tiers.chunk_size == chunk
+
+
+def test_the_cache_servers_command_line():
+    found = planned({**AUTO, "OPTION_KV_L2_URL": "redis://:hush@cache"}, machine(gpus=1))
+    assert list(found.cache_server) == [
+        "server",
+        "--host=127.0.0.1",
+        "--port=5001",
+        "--http-host=127.0.0.1",
+        "--http-port=5002",
+        "--prometheus-port=5003",
+        "--chunk-size=256",
+        "--l1-size-gb=224.625",
+        "--l1-init-size-gb=20",
+        "--eviction-policy=LRU",
+        "--l2-prefetch-policy=retain",
+        '--l2-adapter={"type":"fs_native","base_path":"/tmp/lmcache","use_odirect":true,'
+        '"max_capacity_gb":398.0,"eviction":{"eviction_policy":"LRU"}}',
+        '--l2-adapter={"type":"resp","host":"cache","port":6379,"shared":true}',
+    ]
+    assert found.cache_environment == {"LMCACHE_RESP_PASSWORD": "hush"}
+    assert "hush" not in plan.as_text(found) + str(plan.as_json(found))
+    assert (
+        '--kv-transfer-config={"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",'
+        '"kv_connector_extra_config":{"lmcache.mp.host":"tcp://127.0.0.1","lmcache.mp.port":5001}}'
+    ) in found.engine("m", None)
+
+
+MANUAL = {"OPTION_LMCACHE_CONFIG_FILE": "lmcache.yaml"}
+
+
+def test_lmcaches_own_file_is_honoured():
+    file = {
+        "chunk_size": 128,
+        "local_cpu": False,
+        "max_local_cpu_size": 5.0,
+        "local_disk": "file:///data",
+        "max_local_disk_size": 66.0,
+        "extra_config": {"use_odirect": True},
+    }
+    here = machine(gpus=2, disk=disk(200))
+    found = planned({**MANUAL, "LMCACHE_CHUNK_SIZE": "64"}, here, file=file)
+    assert (found.tiers.chunk_size, found.tiers.l1, found.tiers.disk) == (64, 10 * GIB, 132 * GIB)
+    assert found.tiers.path == "/data"
+    assert "--l2-store-policy=skip_l1" in found.cache_server
+
+
+def test_lmis_manual_connector_means_lmcaches_configuration():
+    connector = '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'
+    environ = {"OPTION_KV_TRANSFER_CONFIG": connector, "LMCACHE_MAX_LOCAL_CPU_SIZE": "3"}
+    found = planned(environ)
+    assert found.tiers.l1 == 3 * GIB
+    assert "LMCacheMPConnector" in " ".join(found.engine("m", None))
+
+
+def test_another_connector_is_passed_on():
+    environ = {"OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'}
+    found = planned(environ)
+    assert found.tiers is None
+    assert '--kv-transfer-config={"kv_connector":"NixlConnector","kv_role":"kv_both"}' in (
+        found.engine("m", None)
+    )
+
+
+def test_a_shared_store_alone_switches_tiers_on():
+    found = planned({"OPTION_KV_L2_URL": "file:///shared"})
+    assert found.tiers.shared.shown == "file:///shared"
+
+
+def test_expert_parallelism_is_no_hindrance():
+    """The reference refuses it, as it would change the number of pools; here there is one."""
+    assert planned({**AUTO, "OPTION_ENABLE_EXPERT_PARALLEL": "true"}).tiers.l1 > 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "file", "fault"),
+    [
+        ({**AUTO, **MANUAL}, {}, "exclude each other; leave the file out"),
+        (
+            {"OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"LMCacheConnectorV1"}'},
+            None,
+            'has a kv_connector but no kv_role; add "kv_role":"kv_both"',
+        ),
+        (
+            {**AUTO, "OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"X","kv_role":"kv_both"}'},
+            None,
+            "names a connector of its own",
+        ),
+        (MANUAL, {"max_local_cpu_size": 900}, "need 900.0 GiB of memory, and the engine leaves"),
+        (
+            MANUAL,
+            {"max_local_disk_size": 900, "local_disk": "/tmp/x"},
+            "need 900.0 GiB on /tmp/x, and 500.0 GiB are free",
+        ),
+        (MANUAL, {"enable_p2p": True}, "enable_p2p"),
+        (MANUAL, {"chunk_sise": 1}, "chunk_size"),
+        (
+            {**MANUAL, "OPTION_KV_L2_URL": "redis://a"},
+            {"remote_url": "redis://b"},
+            "both name a shared store; keep one",
+        ),
+        ({"OPTION_KV_L2_URL": "gopher://a"}, None, "OPTION_KV_L2_URL: "),
+    ],
+)
+def test_what_cannot_be_is_refused(environ, file, fault):
+    with pytest.raises(SettingsError) as refused:
+        planned(environ, file=file)
+    assert len(refused.value.faults) == 1
+    assert fault in refused.value.faults[0]
+
+
+def test_lmcaches_variables_alone_do_nothing_and_that_is_told():
+    found = planned({"LMCACHE_CHUNK_SIZE": "8"})
+    assert found.tiers is None
+    assert found.findings[-1] == (
+        "LMCACHE_CHUNK_SIZE: nothing switches KV cache tiers on; set "
+        "OPTION_LMCACHE_AUTO_CONFIG=true"
+    )
+
+
+def test_the_decision_can_be_given_back_as_lmcaches_own_file():
+    tiers = planned().tiers
+    text = kv_tiers.yaml(tiers)
+    translation = lmcache.translate(yaml.safe_load(text))
+    assert translation.chunk_size == tiers.chunk_size
+    assert translation.l1_gib * GIB == tiers.l1
+    assert translation.disk
+    assert translation.disk.gib * GIB == tiers.disk
+    assert all("#" in line for line in text.splitlines() if "size" in line)
+
+
+SIZES = st.integers(min_value=0, max_value=1 << 42)
+
+
+@given(
+    memory=st.integers(min_value=1 << 28, max_value=1 << 42),
+    used=st.floats(0, 1),
+    total=SIZES,
+    free=st.floats(0, 1),
+    shm=SIZES,
+    gpus=st.integers(0, 8),
+    weights=SIZES,
+    heads=st.integers(1, 64),
+    numbers=st.integers(0, 1 << 24),
+    kind=st.sampled_from(["ext4", "overlay", "tmpfs"]),
+    environ=st.sampled_from(
+        [
+            {},
+            AUTO,
+            {"OPTION_KV_L2_URL": "redis://h"},
+            {**AUTO, "OPTION_TENSOR_PARALLEL_DEGREE": "2"},
+            {**AUTO, "OPTION_KV_CACHE_MEMORY_BYTES": "4G"},
+            {**AUTO, "OPTION_CPU_OFFLOAD_GB_PER_GPU": "4"},
+            {**AUTO, "OPTION_DTYPE": "fp32", "OPTION_MAX_MODEL_LEN": "auto"},
+            {**MANUAL, "LMCACHE_MAX_LOCAL_DISK_SIZE": "8", "LMCACHE_LOCAL_DISK": "/d"},
+        ]
+    ),
+)
+def test_no_plan_exceeds_the_machine(
+    memory, used, total, free, shm, gpus, weights, heads, numbers, kind, environ
+):
+    here = machine(
+        gpus=0,
+        memory=memory,
+        memory_free=round(memory * used),
+        shm=shm,
+        disk=dataclasses.replace(DISK, total=total, free=round(total * free), kind=kind),
+    )
+    here = dataclasses.replace(here, gpus=(H100,) * gpus)
+    facts = model(kv=KvShape(heads=heads, full=numbers))
+    facts = dataclasses.replace(facts, weight_bytes=weights, largest_file=weights)
+    file: dict[str, object] | None = {} if "OPTION_LMCACHE_CONFIG_FILE" in environ else None
+    with contextlib.suppress(SettingsError):
+        found = planned(environ, here, facts, file)
+        plan.as_text(found)
+        plan.as_json(found)
+        tiers = found.tiers
+        if tiers and tiers.l1:
+            assert found.memory.needed + tiers.l1 <= here.memory_free
+            assert tiers.disk <= here.disk.free
+            assert kind != "tmpfs" or not tiers.disk or file is not None

@@ -1,0 +1,704 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from urllib.parse import quote
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmi_config.lmcache import Disk, L2Store, Translation, merged, store, translate
+from lmi_config.settings import SettingsError
+
+COUNTED = (
+    "capacity_gb bounds what this server stores from its start on; what it finds there, and what "
+    "other servers store, is neither counted nor removed"
+)
+EXPOSED = (
+    "the password stands on the cache server's command line, and in its /config: LMCache's client "
+    "for TLS and clusters takes it from nowhere else"
+)
+KEPT = "nothing removes old files: give capacity_gb, or clean the folder from outside"
+LRU = {"eviction_policy": "LRU"}
+
+
+def shared(kind: str, **adapter: object) -> dict[str, object]:
+    return {"type": kind, "shared": True, **adapter}
+
+
+STORES: list[tuple[str, L2Store]] = [
+    (
+        "redis://cache",
+        L2Store(
+            kind="resp", adapter=shared("resp", host="cache", port=6379), shown="redis://cache"
+        ),
+    ),
+    (
+        " valkey://cache:7000/0 ",
+        L2Store(
+            kind="resp",
+            adapter=shared("resp", host="cache", port=7000),
+            shown="valkey://cache:7000/0",
+        ),
+    ),
+    (
+        "redis://me:p%40ss:%2F@cache?capacity_gb=1.5",
+        L2Store(
+            kind="resp",
+            adapter=shared("resp", host="cache", port=6379, max_capacity_gb=1.5, eviction=LRU),
+            env={"LMCACHE_RESP_USERNAME": "me", "LMCACHE_RESP_PASSWORD": "p@ss:/"},
+            shown="redis://me:***@cache?capacity_gb=1.5",
+            note=COUNTED,
+        ),
+    ),
+    (
+        "redis://:hush@cache",
+        L2Store(
+            kind="resp",
+            adapter=shared("resp", host="cache", port=6379),
+            env={"LMCACHE_RESP_PASSWORD": "hush"},
+            shown="redis://:***@cache",
+        ),
+    ),
+    (
+        "rediss://me:hush@cache/2",
+        L2Store(
+            kind="valkey",
+            adapter=shared(
+                "valkey",
+                startup_nodes="cache:6379",
+                tls_enable=True,
+                database_id=2,
+                username="me",
+                password="hush",
+            ),
+            shown="rediss://me:***@cache/2",
+            note=EXPOSED,
+        ),
+    ),
+    (
+        "valkey://a,b:7000,c",
+        L2Store(
+            kind="valkey",
+            adapter=shared("valkey", startup_nodes="a:6379,b:7000,c:6379", cluster_mode=True),
+            shown="valkey://a,b:7000,c",
+        ),
+    ),
+    (
+        "valkeys://:hush@a?cluster=true&capacity_gb=2",
+        L2Store(
+            kind="valkey",
+            adapter=shared(
+                "valkey",
+                startup_nodes="a:6379",
+                tls_enable=True,
+                cluster_mode=True,
+                password="hush",
+                max_capacity_gb=2.0,
+                eviction=LRU,
+            ),
+            shown="valkeys://:***@a?cluster=true&capacity_gb=2",
+            note=f"{COUNTED}; {EXPOSED}",
+        ),
+    ),
+    (
+        "s3://kv1?region=eu-west-1&capacity_gb=100",
+        L2Store(
+            kind="s3",
+            adapter=shared(
+                "s3",
+                s3_endpoint="kv1.s3.eu-west-1.amazonaws.com",
+                s3_region="eu-west-1",
+                max_capacity_gb=100.0,
+                eviction=LRU,
+            ),
+            shown="s3://kv1?region=eu-west-1&capacity_gb=100",
+            note=COUNTED,
+        ),
+    ),
+    (
+        "file:///mnt/kv%20cache/",
+        L2Store(
+            kind="fs_native",
+            adapter=shared("fs_native", base_path="/mnt/kv cache"),
+            shown="file:///mnt/kv%20cache/",
+            note=KEPT,
+        ),
+    ),
+    (
+        "file:///mnt/kv?capacity_gb=50",
+        L2Store(
+            kind="fs_native",
+            adapter=shared("fs_native", base_path="/mnt/kv", max_capacity_gb=50.0, eviction=LRU),
+            shown="file:///mnt/kv?capacity_gb=50",
+            note=COUNTED,
+        ),
+    ),
+    (
+        "tieredstorage://10.0.0.1",
+        L2Store(
+            kind="sagemaker-hyperpod",
+            adapter={"type": "sagemaker-hyperpod", "url": "sagemaker-hyperpod://10.0.0.1:9200"},
+            shown="tieredstorage://10.0.0.1",
+        ),
+    ),
+    (
+        "sagemaker-hyperpod://node:9300/?bucket=kv&shared_memory_name=pool",
+        L2Store(
+            kind="sagemaker-hyperpod",
+            adapter={
+                "type": "sagemaker-hyperpod",
+                "url": "sagemaker-hyperpod://node:9300",
+                "bucket": "kv",
+                "shared_memory_name": "pool",
+            },
+            shown="sagemaker-hyperpod://node:9300/?bucket=kv&shared_memory_name=pool",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("url", "expected"), STORES, ids=[url for url, _ in STORES])
+def test_a_url_becomes_a_store(url, expected):
+    assert store(url) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "tls"),
+    [
+        ("s3://kv1", "kv1.s3.us-east-1.amazonaws.com", True),
+        ("s3://kv1?region=cn-north-1", "kv1.s3.cn-north-1.amazonaws.com.cn", True),
+        ("s3://kv1?endpoint=minio.example:9000", "kv1.minio.example:9000", True),
+        ("s3://kv1?endpoint=http://minio.example:9000/", "kv1.minio.example:9000", False),
+        ("s3://kv1?endpoint=https://kv1.minio.example", "kv1.minio.example", True),
+        ("s3://kv1.s3.us-east-1.amazonaws.com", "kv1.s3.us-east-1.amazonaws.com", True),
+    ],
+)
+def test_a_bucket_is_reached_by_its_own_host(url, endpoint, tls):
+    adapter = store(url, region="us-east-1").adapter
+    assert (adapter["s3_endpoint"], adapter.get("disable_tls", False)) == (endpoint, not tls)
+
+
+def test_the_region_in_the_url_comes_before_the_environments():
+    assert store("s3://kv1?region=eu-west-1", region="us-east-1").adapter["s3_region"] == (
+        "eu-west-1"
+    )
+
+
+KNOWN = (
+    "should be a URL that begins with one of redis://, rediss://, valkey://, valkeys://, s3://, "
+    "file://, tieredstorage://, sagemaker-hyperpod://"
+)
+ENCODE = (
+    "characters that mean something in a URL, like / ? # [, have to be percent-encoded in a "
+    "password or a path: %2F for /"
+)
+BUCKET = (
+    "s3:// takes a bucket named with 3 to 63 lower-case letters, digits and dashes; a dot does not "
+    "work, because the bucket becomes a part of the host's name"
+)
+ENDPOINT = (
+    "the S3 endpoint should be the name of a host, not an address or a path, like "
+    "s3.us-east-1.amazonaws.com or http://minio.example:9000"
+)
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("", KNOWN),
+        ("cache:6379", KNOWN),
+        ("memcached://cache", KNOWN),
+        ("redis:cache", KNOWN),
+        ("redis://", "redis:// needs a host, like redis://cache.example:6379"),
+        ("redis://:hush@", "redis:// needs a host, like redis://cache.example:6379"),
+        ("redis://a,", "redis:// needs a host, like redis://cache.example:6379"),
+        ("redis://[::1]:6379", "redis:// needs a host, like redis://cache.example:6379"),
+        ("redis://a:0", "the port after a should be a number from 1 to 65535"),
+        ("redis://a:65536", "the port after a should be a number from 1 to 65535"),
+        ("redis://a:hush", "the port after a should be a number from 1 to 65535"),
+        ("redis://a:", "the port after a should be a number from 1 to 65535"),
+        ("redis://hush@a", "redis:// has a user without a password: write user:password@host"),
+        ("redis://u:hu/sh@a", ENCODE),
+        ("redis://u:hu?sh@a", ENCODE),
+        ("redis://u:hu#sh@a", ENCODE),
+        ("redis://u:hu[sh@a", ENCODE),
+        ("redis://u:hush℀@a", ENCODE),
+        ("redis://a/1", "redis:// here reaches database 0 only, not 1"),
+        ("rediss://a/1?cluster=true", "rediss:// here reaches database 0 only, not 1"),
+        ("redis://a/kv", "the path after redis://a should be a database number, like /0"),
+        ("redis://a,b?cluster=no", "cluster='no' should be true or false"),
+        ("redis://a,b?cluster=0", "redis:// with several hosts is a cluster: drop cluster=false"),
+        ("redis://a?ttl=5", "redis:// has no query key 'ttl', only cluster, capacity_gb"),
+        ("redis://a?capacity_gb=0", "capacity_gb='0' should be a number above 0"),
+        ("redis://a?capacity_gb=inf", "capacity_gb='inf' should be a number above 0"),
+        ("s3://?region=a", "s3:// needs a bucket, like s3://my-bucket?region=us-east-1"),
+        ("s3://kv1", "s3:// needs a region: add ?region=us-east-1, or set AWS_REGION"),
+        (
+            "s3://kv1/a?region=a",
+            "s3://kv1 takes no prefix: LMCache writes to the bucket's top level",
+        ),
+        ("s3://my.bucket?region=a", BUCKET),
+        ("s3://AKIA:hush", BUCKET),
+        ("s3://AKIA:hush@kv1", "s3:// takes no user or password"),
+        ("s3://kv1?region=a&endpoint=10.0.0.1:9000", ENDPOINT),
+        ("s3://kv1?region=a&endpoint=http://minio/kv1", ENDPOINT),
+        ("s3://kv1?region=", "region='' should be text, not nothing"),
+        (
+            "s3://kv1?prefix=a",
+            "s3:// has no query key 'prefix', only region, endpoint, capacity_gb",
+        ),
+        ("file://mnt/kv", "file:// takes no host: write three slashes, like file:///mnt/kv"),
+        ("file:///", "file:// needs a folder, like file:///mnt/kv"),
+        ("file:///kv?region=a", "file:// has no query key 'region', only capacity_gb"),
+        (
+            "tieredstorage://",
+            "tieredstorage:// needs a host, like tieredstorage://cache.example:9200",
+        ),
+        (
+            "tieredstorage://a,b",
+            "tieredstorage:// takes one host and port, and nothing behind it",
+        ),
+        ("tieredstorage://u:hush@a", "tieredstorage:// takes no user or password"),
+        (
+            "tieredstorage://a?capacity_gb=1",
+            "tieredstorage:// has no query key 'capacity_gb', only bucket, shared_memory_name",
+        ),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_in_one_sentence(url, fault):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
+        store(url)
+    assert str(refused.value) == fault
+
+
+def told(url: str) -> str:
+    try:
+        found = store(url)
+    except ValueError as refused:
+        return str(refused)
+    return f"{found!r} {found.shown} {found.note} {found.masked}"
+
+
+@given(
+    scheme=st.sampled_from(["redis", "rediss", "valkey", "valkeys", "s3", "file", "tieredstorage"]),
+    user=st.sampled_from(["", "me"]),
+    rest=st.text(),
+)
+def test_a_password_is_never_told_however_it_is_written(scheme, user, rest):
+    assert "hush" not in told(f"{scheme}://{user}:hush{rest}@cache")
+
+
+@given(
+    scheme=st.sampled_from(["redis", "rediss", "valkey", "valkeys"]),
+    password=st.text().map(lambda rest: f"hush{rest}"),
+)
+def test_a_percent_encoded_password_reaches_the_server_and_nobody_else(scheme, password):
+    url = f"{scheme}://me:{quote(password, safe='')}@cache"
+    found = store(url)
+    assert password in {**found.adapter, **found.env}.values()
+    assert "hush" not in told(url)
+
+
+# The files of the reference's tests: name, text, translation without what is ignored.
+DISK = Disk(path="/tmp/lmcache", gib=5.0, odirect=True)
+PLAIN = Translation(
+    chunk_size=256,
+    l1_gib=5.0,
+    disk=None,
+    remote=None,
+    skip_l1=False,
+    eviction="LRU",
+    connector={},
+    ignored=(),
+)
+REFERENCE = [
+    (
+        "cpu",
+        "chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 5.0",
+        PLAIN,
+    ),
+    (
+        "local_storage",
+        'chunk_size: 256\nlocal_disk: "file:///tmp/lmcache/"\nmax_local_disk_size: 5.0\n'
+        "extra_config: {use_odirect: true}",
+        dataclasses.replace(PLAIN, disk=DISK),
+    ),
+    (
+        "qwen3_benchmark",
+        "chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 66.0",
+        dataclasses.replace(PLAIN, l1_gib=66.0),
+    ),
+    (
+        "qwen3_nvme",
+        "chunk_size: 256\nlocal_cpu: false\nmax_local_cpu_size: 5.0\n"
+        'local_disk: "/tmp/lmcache/"\nmax_local_disk_size: 66.0',
+        dataclasses.replace(
+            PLAIN, skip_l1=True, disk=dataclasses.replace(DISK, gib=66.0, odirect=False)
+        ),
+    ),
+    (
+        "qwen3_ebs",
+        "chunk_size: 256\nlocal_cpu: false\nmax_local_cpu_size: 5.0\n"
+        'local_disk: "/tmp/lmcache/"\nmax_local_disk_size: 66.0\nextra_config: {use_odirect: true}',
+        dataclasses.replace(PLAIN, skip_l1=True, disk=dataclasses.replace(DISK, gib=66.0)),
+    ),
+    (
+        "s3",
+        "chunk_size: 256\nlocal_cpu: False\nsave_unfull_chunk: False\n"
+        'remote_url: "s3://djl-llm-cache"\nremote_serde: naive\nblocking_timeout_secs: 10\n'
+        "extra_config:\n  s3_region: us-east-1\n  s3_endpoint: s3.us-east-1.amazonaws.com\n"
+        "  s3_num_io_threads: 4\n  save_chunk_meta: False",
+        dataclasses.replace(
+            PLAIN,
+            skip_l1=True,
+            remote=L2Store(
+                kind="s3",
+                adapter=shared(
+                    "s3",
+                    s3_endpoint="djl-llm-cache.s3.us-east-1.amazonaws.com",
+                    s3_region="us-east-1",
+                    s3_num_io_threads=4,
+                ),
+                shown="s3://djl-llm-cache?region=us-east-1&endpoint=s3.us-east-1.amazonaws.com",
+            ),
+        ),
+    ),
+    (
+        "redis",
+        "chunk_size: 256\nlocal_cpu: False\nsave_unfull_chunk: False\n"
+        'remote_url: "redis://localhost:6379"\nremote_serde: naive',
+        dataclasses.replace(
+            PLAIN,
+            skip_l1=True,
+            remote=L2Store(
+                kind="resp",
+                adapter=shared("resp", host="localhost", port=6379),
+                shown="redis://localhost:6379",
+            ),
+        ),
+    ),
+    *(
+        (
+            f"qwen25_{size}",
+            f'max_local_cpu_size: {memory}\nlocal_disk: "file:///tmp/lmcache/"\n'
+            "max_local_disk_size: 500\nextra_config: {use_odirect: true}",
+            dataclasses.replace(
+                PLAIN, l1_gib=float(memory), disk=dataclasses.replace(DISK, gib=500.0)
+            ),
+        )
+        for size, memory in (("1_5b", 900), ("7b", 550))
+    ),
+    ("qwen25_72b", "max_local_cpu_size: 210", dataclasses.replace(PLAIN, l1_gib=210.0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(text, expected) for _, text, expected in REFERENCE],
+    ids=[name for name, _, _ in REFERENCE],
+)
+def test_the_references_files_translate(text, expected):
+    found = translate(yaml.safe_load(text))
+    assert dataclasses.replace(found, ignored=()) == expected
+
+
+def test_what_asks_for_nothing_is_told_with_its_reason():
+    config = yaml.safe_load(REFERENCE[5][1]) | {
+        "enable_lazy_memory_allocator": True,
+        "pre_caching_hash_algorithm": "builtin",
+        "pd_role": "sender",
+        "p2p_host": None,
+        "max_local_disk_size": 5,
+    }
+    assert translate(config).ignored == (
+        "save_unfull_chunk: so it is here in any case",
+        "remote_serde: so it is here in any case",
+        "blocking_timeout_secs: the server has its own time limits",
+        "enable_lazy_memory_allocator: the server takes its memory bit by bit where it can",
+        "pre_caching_hash_algorithm: the server's hash is the same in every process",
+        "pd_role: nothing uses it without enable_pd",
+        "max_local_disk_size: there is no disk tier without local_disk",
+        "extra_config.save_chunk_meta: the server's chunks need no description of their own",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        ({}, "chunk_size", 256),
+        ({"chunk_size": "128"}, "chunk_size", 128),
+        ({"local_cpu": "False"}, "skip_l1", True),
+        ({"max_local_cpu_size": "0.5"}, "l1_gib", 0.5),
+        ({"cache_policy": "lru"}, "eviction", "LRU"),
+        ({"cache_policy": "ARC"}, "eviction", "ARC"),
+        ({"save_decode_cache": True}, "connector", {"lmcache.mp.save_decode_cache": True}),
+        ({"save_decode_cache": False}, "connector", {}),
+        (
+            {"local_disk": "file://tmp/lmcache", "max_local_disk_size": 5},
+            "disk",
+            dataclasses.replace(DISK, odirect=False),
+        ),
+        (
+            {
+                "local_disk": "/tmp/lmcache",
+                "max_local_disk_size": "5",
+                "extra_config": '{"use_odirect": "true"}',
+            },
+            "disk",
+            DISK,
+        ),
+        ({"local_disk": "/tmp/lmcache"}, "disk", None),
+        ({"enable_p2p": "false", "min_retrieve_tokens": 0, "use_layerwise": None}, "disk", None),
+    ],
+)
+def test_an_option_is_translated(config, field, value):
+    assert getattr(translate(config), field) == value
+
+
+@pytest.mark.parametrize(
+    ("url", "extra", "same"),
+    [
+        ("rediss://me:hush@cache/1", {}, "rediss://me:hush@cache/1"),
+        ("redis-cluster://me:hush@a:1,b:2", {}, "redis://me:hush@a:1,b:2?cluster=true"),
+        ("resp://cache:1", {"username": "me", "password": "a/b"}, "redis://me:a%2Fb@cache:1"),
+        (
+            "valkey://cache:1",
+            {"valkey_password": 12, "tls_enable": "true", "valkey_database": 3},
+            "valkeys://:12@cache:1/3",
+        ),
+        ("valkey://cache:1", {"valkey_mode": "cluster"}, "valkey://cache:1?cluster=true"),
+        ("fs://localhost:0/mnt/kv", {}, "file:///mnt/kv"),
+        (
+            "s3://kv1.minio.example:9000",
+            {"s3_region": "a"},
+            "s3://kv1?region=a&endpoint=minio.example%3A9000",
+        ),
+        ("sagemaker-hyperpod://127.0.0.1:9200", {}, "sagemaker-hyperpod://127.0.0.1:9200"),
+    ],
+)
+def test_a_remote_url_is_the_store_that_another_url_would_name(url, extra, same):
+    assert translate({"remote_url": url, "extra_config": extra}).remote == store(same)
+
+
+@pytest.mark.parametrize(
+    ("url", "extra", "added"),
+    [
+        ("resp://cache:1", {"resp_num_threads": "4"}, {"num_workers": 4}),
+        ("valkey://cache:1", {"valkey_num_workers": 4}, {"num_workers": 4}),
+        (
+            "s3://kv1",
+            {"s3_region": "a", "s3_prefer_http2": False, "disable_tls": True},
+            {"s3_prefer_http2": False, "disable_tls": True},
+        ),
+        ("fs://h:0/kv", {"fs_connector_use_odirect": True}, {"use_odirect": True}),
+        (
+            "sagemaker-hyperpod://node:9200",
+            {"sagemaker_hyperpod_bucket": "kv", "sagemaker_hyperpod_lease_ttl_s": 2.5},
+            {"bucket": "kv", "lease_ttl_ms": 2500},
+        ),
+    ],
+)
+def test_extra_config_goes_into_the_adapter(url, extra, added):
+    remote = translate({"remote_url": url, "extra_config": extra}).remote
+    assert remote
+    assert remote.adapter.items() >= added.items()
+
+
+def test_aws_keys_go_into_the_environment():
+    extra = {"s3_region": "a", "aws_access_key_id": "AKIA", "aws_secret_access_key": "hush"}
+    translation = translate({"remote_url": "s3://kv1", "extra_config": extra})
+    assert translation.remote
+    assert translation.remote.env == {
+        "AWS_ACCESS_KEY_ID": "AKIA",
+        "AWS_SECRET_ACCESS_KEY": "hush",
+    }
+    assert "hush" not in f"{translation!r} {translation.remote.adapter}"
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ({"chunk_size": 0}, "chunk_size=0: should be a whole number, at least 1"),
+        ({"chunk_size": True}, "chunk_size=True: should be a whole number, at least 1"),
+        ({"local_cpu": "maybe"}, "local_cpu='maybe': should be true or false"),
+        ({"max_local_cpu_size": 0}, "max_local_cpu_size=0: should be a number above 0"),
+        ({"max_local_disk_size": -1}, "max_local_disk_size=-1: should be a number, at least 0"),
+        (
+            {"local_disk": "cache"},
+            "local_disk='cache': should be an absolute path, like /tmp/lmcache",
+        ),
+        (
+            {"local_disk": "/a,/b"},
+            "local_disk='/a,/b': should be one folder; the server cannot spread a tier over "
+            "several",
+        ),
+        (
+            {"cache_policy": "LFU"},
+            "cache_policy='LFU': should be LRU or ARC, the policies of LMCache's server",
+        ),
+        (
+            {"enable_p2p": True},
+            "enable_p2p: engines share KV through OPTION_KV_L2_URL, not with one another",
+        ),
+        ({"enable_pd": "true"}, "enable_pd: prefill and decoding are not split; switch it off"),
+        (
+            {"remote_serde": "cachegen"},
+            "remote_serde: the server stores KV as it is; set it to naive",
+        ),
+        (
+            {"save_unfull_chunk": True},
+            "save_unfull_chunk: the server stores complete chunks only; lower chunk_size instead",
+        ),
+        ({"chunk_sise": 1}, "chunk_sise: no such option; did you mean chunk_size?"),
+        ({7: 1}, "7: no such option"),
+        ({"extra_config": "{hush"}, None),
+        (
+            {"extra_config": ["hush"]},
+            "extra_config=(hidden): should be a mapping, or a JSON object",
+        ),
+        ({"remote_url": ["hush"]}, "remote_url=(hidden): should be text"),
+        ({"remote_url": "lm://cache:1"}, f"remote_url: {KNOWN}"),
+        ({"remote_url": "redis://:hush"}, None),
+        ({"remote_url": "s3://kv1"}, "remote_url: s3:// needs extra_config.s3_region"),
+        (
+            {"extra_config": {"use_odirct": True}},
+            "extra_config.use_odirct: no such option; did you mean use_odirect?",
+        ),
+        (
+            {"extra_config": {"enable_nixl_storage": True}},
+            "extra_config.enable_nixl_storage: NIXL is not used; give a folder as local_disk",
+        ),
+        (
+            {"remote_url": "resp://a:1", "extra_config": {"password": ["hush"]}},
+            "extra_config.password=(hidden): should be text",
+        ),
+    ],
+)
+def test_an_option_that_cannot_be_translated_is_refused_by_name(config, fault):
+    with pytest.raises(SettingsError) as refused:
+        translate(config)
+    assert "hush" not in str(refused.value)
+    if fault:
+        assert refused.value.faults == (fault,)
+
+
+def test_all_faults_are_told_at_once():
+    config = {"enable_pd": True, "chunk_sise": 1, "extra_config": {"a": 1}, "remote_url": "x://"}
+    with pytest.raises(SettingsError) as refused:
+        translate(config)
+    assert [fault.partition(":")[0] for fault in refused.value.faults] == [
+        "enable_pd",
+        "chunk_sise",
+        "extra_config.a",
+        "remote_url",
+    ]
+
+
+def test_variables_go_over_the_file():
+    file = {"chunk_size": 256, "local_cpu": True, "extra_config": {"a": 1}, "unknown": 1}
+    environ = {
+        "LMCACHE_CHUNK_SIZE": " 128 ",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "'20'",
+        "LMCACHE_LOCAL_DISK": "file:///tmp/lmcache/",
+        "LMCACHE_EXTRA_CONFIG": r'"{\"use_odirect\": true}"',
+        "LMCACHE_ENABLE_P2P": "False",
+        "LMCACHE_PD_ROLE": "sender",
+        "LMCACHE_REMOTE_URL": "",
+        "LMCACHE_CONFIG_FILE": "/lmcache.yaml",
+        "LMCACHE_RESP_PASSWORD": "hush",
+        "LMCACHE_COORDINATOR_URL": "http://coordinator",
+        "LMCACHE_LOG_LEVEL": "DEBUG",
+        "LMCACHE_MP_TRANSFER_MODE": "auto",
+        "LMCACHE_USE_EXPERIMENTAL": "True",
+        "CHUNK_SIZE": "64",
+    }
+    assert merged(file, environ) == {
+        "chunk_size": 128,
+        "local_cpu": True,
+        "max_local_cpu_size": 20.0,
+        "local_disk": "/tmp/lmcache",
+        "extra_config": {"use_odirect": True},
+        "enable_p2p": "False",
+        "pd_role": "sender",
+        "unknown": 1,
+    }
+
+
+def test_variables_that_cannot_be_read_are_named():
+    with pytest.raises(SettingsError) as refused:
+        merged({}, {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_EXTRA_CONFIG": '{"password": hush}'})
+    assert refused.value.faults == (
+        "LMCACHE_CHUNK_SIZE='x': should be a whole number, at least 1",
+        "LMCACHE_EXTRA_CONFIG=(hidden): should be a JSON object (Expecting value: line 1 column 14 "
+        "(char 13))",
+    )
+
+
+LMCACHE = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+given = json.load(sys.stdin)
+from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
+from lmcache.v1.distributed.config import get_arg_parser, parse_args_to_config
+
+config = parse_args_to_config(get_arg_parser().parse_args(given["arguments"]))
+read = LMCacheEngineConfig.from_file(given["file"])
+read.update_config_from_env()
+answer = {
+    "defaults": {name: row["default"] for name, row in _CONFIG_DEFINITIONS.items()},
+    "adapters": [
+        vars(adapter) | {"bounded": adapter.eviction_config is not None, "shared": adapter.shared}
+        for adapter in config.l2_adapter_config.adapters
+    ],
+    "policies": [config.store_policy, config.eviction_config.eviction_policy],
+    "options": {name: getattr(read, name) for name in given["names"]},
+}
+print("answer", json.dumps(answer, default=str))
+"""
+
+
+def test_lmcache_accepts_it(tmp_path):
+    """In a process of its own, because importing LMCache warns, and takes torch along."""
+    translation = translate(yaml.safe_load(REFERENCE[5][1]))
+    assert translation.remote
+    adapters = [found.adapter for _, found in STORES] + [translation.remote.adapter]
+    file = {"chunk_size": 64, "local_cpu": False, "extra_config": {"a": 1}}
+    (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(file))
+    environ = {
+        "LMCACHE_CHUNK_SIZE": "128",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "'20'",
+        "LMCACHE_EXTRA_CONFIG": r'"{\"use_odirect\": true}"',
+    }
+    options = merged(file, environ)
+    arguments = ["--l1-size-gb", str(translation.l1_gib), "--l2-store-policy", "skip_l1"]
+    arguments += ["--eviction-policy", translation.eviction]
+    for adapter in adapters:
+        arguments += ["--l2-adapter", json.dumps(adapter)]
+    given = {
+        "arguments": arguments,
+        "file": str(tmp_path / "lmcache.yaml"),
+        "names": sorted(options),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LMCACHE],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.rpartition("answer ")[2])
+    assert answer["policies"] == ["skip_l1", "LRU"]
+    assert answer["options"] == options
+    for ours, theirs in zip(adapters, answer["adapters"], strict=True):
+        nodes = [f"{host}:{port}" for host, port in theirs.pop("startup_nodes", [])]
+        theirs |= {"type": ours["type"], "startup_nodes": ",".join(nodes)}
+        expected = {key: value for key, value in ours.items() if key != "eviction"}
+        assert theirs | expected == theirs
+        assert theirs["bounded"] == ("eviction" in ours)
+    defaults = translate(answer["defaults"])
+    assert dataclasses.replace(defaults, ignored=()) == PLAIN
