@@ -127,6 +127,8 @@ def kv_per_token(settings: Settings, model: ModelFacts) -> int | None:
     if not model.kv:
         return None
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
+    if settings.dtype == "auto" and model.dtype == "float32":
+        dtype = None  # vLLM runs it in 16 bits
     return model.kv.bytes_per_token(settings.engine.get("kv_cache_dtype", "auto"), dtype) or None
 
 

@@ -378,8 +378,8 @@ def _eagle3_tensors(draft: Draft, target: ModelFacts, aux: _Aux | None) -> Itera
             )
     if guessed and guessed == target.vocabulary and _brings(draft, "d2t"):
         yield "its draft_vocab_size is the model's whole vocabulary; remove the tensor d2t"
-    if hidden and target.hidden_size and hidden != target.hidden_size:
-        needed += ["embed_tokens", "lm_head"]  # the target's are not as wide
+    if aux and aux.width == target.hidden_size != hidden:
+        needed += ["embed_tokens", "lm_head"]  # the target's have another width
     if draft.parallel and not _brings(draft, "mask_hidden"):
         yield "there is no tensor mask_hidden to guess in parallel with; use a draft that has it"
     yield from _unexpected(

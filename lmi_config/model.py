@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-_CONFIGS = ("config.json", "params.json")  # Hugging Face's, Mistral's
+CONFIGS = ("config.json", "params.json")
+"""A model's configuration: Hugging Face's, Mistral's."""
 
 # In vLLM's order: the first pattern that any file fits is what it loads. GGUF takes a plugin. Where
 # there is an index, only the files that it names count.
@@ -155,9 +156,12 @@ def look(checkpoint: Checkpoint, weights: bool = True) -> ModelFacts:
     weights, or a safetensors file that is not whole.
     """
     config = configuration(checkpoint)
-    if not weights:
+    try:
+        files = weight_files(checkpoint)
+    except ModelError:
+        if weights:
+            raise
         return facts(config, {})
-    files = weight_files(checkpoint)
     tensors(checkpoint)
     return facts(config, files)
 
@@ -239,12 +243,12 @@ def configuration(checkpoint: Checkpoint) -> Config:
 
     Raises ModelError where there is none or it is not a JSON object.
     """
-    name = next((name for name in _CONFIGS if name in checkpoint.sizes), None)
+    name = next((name for name in CONFIGS if name in checkpoint.sizes), None)
     if name is None:
         if any(fnmatchcase(file, "*.gguf") for file in _top(checkpoint)):
             return Config(checkpoint.where, {}, {})
         raise ModelError(
-            f"{checkpoint.where}: there is neither {' nor '.join(_CONFIGS)} nor a *.gguf file in it "
+            f"{checkpoint.where}: there is no {', '.join(CONFIGS)} or *.gguf in it "
             f"({_listed(_top(checkpoint))}); give the folder that holds the model's own files"
         )
     top = _json(checkpoint, name)

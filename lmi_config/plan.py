@@ -11,8 +11,8 @@ from lmi_config.budget import Budget, GpuBudget
 from lmi_config.draft import Draft
 from lmi_config.kv_tiers import DOCUMENT, Tiers, told
 from lmi_config.machine import Machine
-from lmi_config.model import ModelFacts
-from lmi_config.options import Settings
+from lmi_config.model import ModelError, ModelFacts
+from lmi_config.options import OPTIONS, Settings
 from lmi_config.settings import SettingsError, secret
 
 SPECULATIVE_TOKENS = 3
@@ -40,8 +40,8 @@ class Plan:
     cache_environment: Mapping[str, str] = dataclasses.field(repr=False)
     findings: tuple[str, ...]
 
-    def engine(self, model: str, draft: str | None, tiers: bool = True) -> list[str]:
-        """vLLM's arguments, when the model and its draft are in these folders.
+    def engine(self, model: str, draft: str | None, tiers: bool = True) -> dict[str, Any]:
+        """vLLM's options by its names, when the model and its draft are in these folders.
 
         tiers: whether the cache server that was planned is there.
         """
@@ -52,7 +52,7 @@ class Plan:
             derived["kv_transfer_config"] = kv_tiers.connector(self.tiers, self.machine)
         if speculation := _speculation(self.settings, self.draft, draft):
             derived["speculative_config"] = speculation
-        return vllm_args.arguments(self.settings, self.machine, model, derived)
+        return vllm_args.options(self.settings, self.machine, model, derived)
 
 
 def draft_id(settings: Settings) -> str | None:
@@ -130,6 +130,8 @@ def _speculation(
         if drafted.method:
             config.setdefault("method", drafted.method)
         config.setdefault("num_speculative_tokens", drafted.tokens or SPECULATIVE_TOKENS)
+        if drafted.parallel:
+            config.setdefault("parallel_drafting", True)
     return config or None
 
 
@@ -155,21 +157,59 @@ def _speculation_faults(settings: Settings, model: ModelFacts, drafted: Draft | 
     if tokens is not None and not isinstance(tokens, int):
         found.append(f"num_speculative_tokens={tokens!r}: should be a whole number, like 3")
         tokens = None
-    if drafted and config.get("method") in (None, drafted.method):
+    checked = config.get("method") in (None, drafted and drafted.method)
+    if drafted and checked and not config.get("use_heterogeneous_vocab"):
         wanted = tokens if tokens is not None else drafted.tokens or SPECULATIVE_TOKENS
-        found += draft.faults(drafted, model, wanted)
+        try:
+            reasons = draft.faults(drafted, model, wanted)
+        except ModelError as error:
+            reasons = [str(error)]
+        found += [f"{draft_id(settings)}: {reason}" for reason in reasons]
     return found
 
 
-def options(settings: Settings) -> Iterator[tuple[str, str, str]]:
-    """Each option that is set: its name, its value for a person, and where it was given."""
-    for field, origin in settings.origins.items():
-        value = settings.engine[field] if field in settings.engine else getattr(settings, field)
-        if isinstance(value, Mapping):
-            value = json.dumps(value)
-        elif isinstance(value, tuple):
-            value = ", ".join(value)
-        yield field, "(hidden)" if secret(field) else str(value), origin
+def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Each option: its name, its value for a person, and where it was given.
+
+    What follows from other things is "derived", by vLLM's names; the rest is "default".
+    """
+    settings = plan.settings
+    for name, origin in settings.origins.items():
+        value = settings.engine[name] if name in settings.engine else getattr(settings, name)
+        yield name, _shown(name, value), origin
+    given = {OPTIONS[name].vllm if name in OPTIONS else name for name in settings.origins}
+    derived = _engine(plan)
+    for name, value in derived.items():
+        if name not in given:
+            yield name, _shown(name, value), "derived"
+    for name, option in OPTIONS.items():
+        if name not in settings.origins and option.vllm not in derived:
+            yield name, _shown(name, option.default), "default"
+
+
+def _engine(plan: Plan) -> dict[str, Any]:
+    """vLLM's options, with what is secret hidden."""
+    found = plan.engine(plan.settings.model_id, draft_id(plan.settings))
+    return {name: _safe(name, value) for name, value in found.items()}
+
+
+def _safe(name: str, value: Any) -> Any:
+    """The value, with what is secret in it hidden."""
+    if value and secret(name):
+        return "(hidden)"
+    if isinstance(value, Mapping):
+        return {key: _safe(str(key), item) for key, item in value.items()}
+    if isinstance(value, str) and value.startswith("{"):
+        return _safe(name, json.loads(value))
+    return value
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value for a person, with what is secret in it hidden."""
+    value = _safe(name, value)
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _tokens(size: int, each: int) -> str:
@@ -235,8 +275,9 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
         ("L1", tiers.l1, tiers.reasons["l1"]),
         ("disk", tiers.disk, tiers.reasons["disk"]),
     ):
-        amount = f"{_tokens(size, each)}; " if size and each else ""
-        yield f"KV tier {name}", told(size) if size else "none", f"{amount}{reason}"
+        yield f"KV tier {name}", told(size) if size else "none", reason
+        if size and each:
+            yield "", "", _tokens(size, each)
     if tiers.disk:
         yield "", "", f"in {tiers.path}"
     if tiers.shared:
@@ -247,8 +288,7 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     """What will run: a name, and arguments with what is secret hidden."""
-    engine = plan.engine(plan.settings.model_id, draft_id(plan.settings))
-    yield "vLLM, in this process", [_masked(argument) for argument in engine]
+    yield "vLLM, in this process", vllm_args.arguments(_engine(plan))
     if plan.cache_server and plan.tiers:
         shared = plan.tiers.shared
         tiers = dataclasses.replace(
@@ -257,23 +297,18 @@ def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
         yield "lmcache", kv_tiers.server_arguments(tiers, plan.machine)
 
 
-def _masked(argument: str) -> str:
-    """The argument, with a token or password that it holds hidden."""
-    name, equals, _ = argument.partition("=")
-    return f"{name}=(hidden)" if equals and secret(name) else argument
-
-
 def as_text(plan: Plan) -> str:
     """The plan for a person."""
     table = list(rows(plan))
     widths = [max(len(row[column]) for row in table) for column in (0, 1)]
     lines = [f"{name:{widths[0]}}  {size:{widths[1]}}  {why}".rstrip() for name, size, why in table]
-    given = list(options(plan.settings))
-    if given:
-        lines += ["", "options"]
-        width = max(len(f"{name} = {value}") for name, value, _ in given)
-        width = min(width, 60)
-        lines += [f"  {f'{name} = {value}':{width}}  {origin}" for name, value, origin in given]
+    given = [
+        (f"{name} = {value if len(value) <= 40 else value[:36] + '...'}", origin)
+        for name, value, origin in options(plan)
+        if origin != "default"
+    ]
+    width = max(len(assigned) for assigned, _ in given)
+    lines += ["", "options:", *(f"  {assigned:{width}}  {origin}" for assigned, origin in given)]
     for name, arguments in commands(plan):
         lines += ["", f"{name}:", f"  {shlex.join(arguments)}"]
     if plan.environment:
@@ -330,7 +365,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         ),
         "options": [
             {"name": name, "value": value, "origin": origin}
-            for name, value, origin in options(plan.settings)
+            for name, value, origin in options(plan)
         ],
         "commands": dict(commands(plan)),
         "environment": dict(plan.environment),

@@ -26,28 +26,32 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def arguments(
+def options(
     settings: Settings, machine: Machine, model: str, derived: Mapping[str, Any]
-) -> list[str]:
-    """vLLM's command line for these settings on this machine, without the program's name.
+) -> dict[str, Any]:
+    """vLLM's options for these settings on this machine, by vLLM's names.
 
     model: the folder it is in by now. derived: options that follow from what else is known, by
     vLLM's names; they come before the operator's.
 
     Raises SettingsError where the machine has fewer devices than the settings ask for.
     """
-    options: dict[str, Any] = {"model": model, "served_model_name": settings.model_names}
-    options["tensor_parallel_size"] = tensor_parallel(settings, machine)
+    found: dict[str, Any] = {"model": model, "served_model_name": settings.model_names}
+    found["tensor_parallel_size"] = tensor_parallel(settings, machine)
     for field, option in OPTIONS.items():
         value = getattr(settings, field)
-        if option.vllm and option.vllm not in options.keys() | _DERIVED and value != option.default:
-            options[option.vllm] = value
+        if option.vllm and option.vllm not in found.keys() | _DERIVED and value != option.default:
+            found[option.vllm] = value
     if settings.enable_lora:
-        options = {**LORA_DEFAULTS, **options}
+        found = {**LORA_DEFAULTS, **found}
     if not machine.gpus:
         # Compiling takes longer than it wins where there is no GPU.
-        options.setdefault("enforce_eager", True)
-    options |= {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
+        found.setdefault("enforce_eager", True)
+    return found | {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
+
+
+def arguments(options: Mapping[str, Any]) -> list[str]:
+    """The options as vLLM's command line, without the program's name."""
     return [part for name, value in options.items() for part in _rendered(name, value)]
 
 

@@ -27,6 +27,7 @@ import aiohttp
 import psutil
 import tiny_model
 
+from lmi_config import vllm_args
 from serving.prepare import prepare
 
 PROMPT = "The import statement is"
@@ -174,7 +175,10 @@ def main() -> None:
         "OPTION_DISABLE_LOG_STATS": "true",
     }
     plan = prepare({**os.environ, **asked}).plan
-    arguments = [*plan.engine(asked["OPTION_MODEL_ID"], None), "--disable-uvicorn-access-log"]
+    arguments = [
+        *vllm_args.arguments(plan.engine(asked["OPTION_MODEL_ID"], None)),
+        "--disable-uvicorn-access-log",
+    ]
     environ, here = dict(plan.environment), plan.machine
     plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     print(

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from lmi_config import kv_tiers
+from lmi_config.vllm_args import arguments
 from serving import cache_server
 from serving import engine as vllm
 from serving.cache_server import CacheServer, CacheServerError
@@ -43,8 +44,8 @@ async def start(prepared: Prepared, note: Note) -> Engine:
     if not caching.done():
         note("waiting for the cache server")
     cache = await caching
-    arguments = plan.engine(str(folder), str(draft) if draft else None, tiers=cache is not None)
-    engine = await vllm.start(arguments, note)
+    options = plan.engine(str(folder), str(draft) if draft else None, tiers=cache is not None)
+    engine = await vllm.start(arguments(options), note)
     return _Served(engine, cache) if cache else engine
 
 

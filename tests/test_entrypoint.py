@@ -1,9 +1,13 @@
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cgroups import limited
+from tests.lmi_config.test_model import safetensors
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,13 +53,87 @@ def test_an_unknown_argument_shows_the_usage():
     ("model", "fault"),
     [
         ("/nowhere", "there is no such folder"),
-        (str(ROOT / "docs"), "there is neither config.json nor params.json nor a *.gguf file"),
+        (str(ROOT / "docs"), "there is no config.json, params.json or *.gguf in it"),
     ],
 )
 def test_a_model_that_is_not_there_ends_it_at_once(model, fault):
     ended = run("serve", OPTION_MODEL_ID=model)
     assert ended.returncode == 2
     assert fault in ended.stderr
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a model, as far as a plan looks at one."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").write_bytes(safetensors({"a": ("BF16", [2, 3])}))
+    return tmp_path
+
+
+def test_plan_prints_a_table_and_starts_nothing(model):
+    ended = run("plan", OPTION_MODEL_ID=str(model), OPTION_LMCACHE_AUTO_CONFIG="true")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for words in ("KV per token", "KV tier L1", "options:", "vLLM, in this process:", "lmcache:"):
+        assert words in ended.stdout
+
+
+def test_plan_as_json_follows_a_real_memory_limit(model):
+    limit = 6 * 1024**3
+    with limited(limit) as group:
+        ended = run(
+            *("sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"),
+            *(str(ROOT / "entrypoint.sh"), "plan", "--json"),
+            OPTION_MODEL_ID=str(model),
+            OPTION_LMCACHE_AUTO_CONFIG="true",
+        )
+    found = json.loads(ended.stdout)
+    assert found["machine"]["memory"] == limit
+    assert found["machine"]["limited"]
+    assert 0 < found["tiers"]["l1_bytes"] < limit / 2
+
+
+def test_plan_needs_neither_torch_nor_vllm(model):
+    code = (
+        "import sys; from serving.__main__ import main; main(['plan'], {'OPTION_MODEL_ID': "
+        f"{str(model)!r}}}); print(sorted({{'torch', 'vllm', 'transformers', 'uvicorn', 'boto3', "
+        "'huggingface_hub'} & sys.modules.keys()))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("model.safetensors", None, "there are no weights that vLLM loads"),
+        ("model.safetensors", b"\xff" * 20, "model.safetensors"),
+        ("config.json", b"{", "config.json is not JSON"),
+        ("config.json", b'{"num_hidden_layers": "two"}', "num_hidden_layers is 'two'"),
+        ("slipway.yaml", b"max_model_len: [", "slipway.yaml, line 1: not YAML"),
+        ("serving.properties", b"option.max_model_len=x", "should be a number of tokens"),
+    ],
+)
+def test_a_broken_model_folder_is_told(model, name, content, fault):
+    (model / name).unlink(missing_ok=True)
+    if content is not None:
+        (model / name).write_bytes(content)
+    ended = run("plan", OPTION_MODEL_ID=str(model))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert fault in ended.stderr
+    assert len(ended.stderr.splitlines()) == 2
 
 
 def test_a_port_that_is_taken_is_told(tmp_path):

@@ -67,7 +67,7 @@ def test_l1_is_left_out_where_it_would_not_help(here, facts, reason):
     assert (found.tiers.l1, found.tiers.disk, found.cache_server) == (0, 0, None)
     assert reason in found.tiers.reasons["l1"]
     assert any(finding.startswith("no KV cache tiers: ") for finding in found.findings)
-    assert "--kv-transfer-config" not in " ".join(found.engine("m", None))
+    assert "kv_transfer_config" not in found.engine("m", None)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,14 @@ def test_the_cache_servers_command_line():
     ]
     assert found.cache_environment == {"LMCACHE_RESP_PASSWORD": "hush"}
     assert "hush" not in plan.as_text(found) + str(plan.as_json(found))
-    assert (
-        '--kv-transfer-config={"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",'
-        '"kv_connector_extra_config":{"lmcache.mp.host":"tcp://127.0.0.1","lmcache.mp.port":5001}}'
-    ) in found.engine("m", None)
+    assert found.engine("m", None)["kv_transfer_config"] == {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": 5001,
+        },
+    }
 
 
 MANUAL = {"OPTION_LMCACHE_CONFIG_FILE": "lmcache.yaml"}
@@ -155,16 +159,18 @@ def test_lmis_manual_connector_means_lmcaches_configuration():
     environ = {"OPTION_KV_TRANSFER_CONFIG": connector, "LMCACHE_MAX_LOCAL_CPU_SIZE": "3"}
     found = planned(environ)
     assert found.tiers.l1 == 3 * GIB
-    assert "LMCacheMPConnector" in " ".join(found.engine("m", None))
+    config = found.engine("m", None)["kv_transfer_config"]
+    assert config["kv_connector"] == "LMCacheMPConnector"
 
 
 def test_another_connector_is_passed_on():
     environ = {"OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'}
     found = planned(environ)
     assert found.tiers is None
-    assert '--kv-transfer-config={"kv_connector":"NixlConnector","kv_role":"kv_both"}' in (
-        found.engine("m", None)
-    )
+    assert found.engine("m", None)["kv_transfer_config"] == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+    }
 
 
 def test_a_shared_store_alone_switches_tiers_on():

@@ -1,11 +1,15 @@
 import pytest
 
 from lmi_config.settings import SettingsError, read
-from lmi_config.vllm_args import arguments, environment
+from lmi_config.vllm_args import arguments, environment, options
 from tests.lmi_config.examples import machine
 
 CPU = machine()
 GPU = machine(gpus=4)
+
+
+def command(environ, here, model="m", derived=()):
+    return arguments(options(read(environ), here, model, dict(derived)))
 
 
 def test_the_whole_command_line_on_gpus():
@@ -20,7 +24,7 @@ def test_the_whole_command_line_on_gpus():
         "OPTION_SEED": "-1",
         "OPTION_IGNORE_PATTERNS": "a,b",
     }
-    assert arguments(read(environ), GPU, "/somewhere", {"speculative_config": {"a": 1}}) == [
+    assert command(environ, GPU, "/somewhere", {"speculative_config": {"a": 1}}) == [
         "--model=/somewhere",
         "--served-model-name",
         "org/model",
@@ -59,14 +63,14 @@ def test_the_whole_command_line_on_gpus():
     ],
 )
 def test_what_options_and_machine_make_of_it(environ, here, expected):
-    assert set(expected) <= set(arguments(read(environ), here, "m", {}))
+    assert set(expected) <= set(command(environ, here))
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 8])
 def test_max_is_every_gpu_or_one_without(count):
     environ = {"OPTION_TENSOR_PARALLEL_DEGREE": "max"}
     expected = f"--tensor-parallel-size={count or 1}"
-    assert expected in arguments(read(environ), machine(gpus=count), "m", {})
+    assert expected in command(environ, machine(gpus=count))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_max_is_every_gpu_or_one_without(count):
 )
 def test_more_ranks_than_devices_are_refused(degree, here, fault):
     with pytest.raises(SettingsError, match=fault):
-        arguments(read({"OPTION_TENSOR_PARALLEL_DEGREE": degree}), here, "m", {})
+        command({"OPTION_TENSOR_PARALLEL_DEGREE": degree}, here)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""Real memory limits, where the tests may make them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def limited(memory: int) -> Iterator[Path]:
+    """A memory cgroup of its own with a limit in bytes; a process enters it by cgroup.procs."""
+    first = Path("/sys/fs/cgroup/memory")
+    version_1 = first.is_dir()
+    group = (first if version_1 else first.parent) / f"slipway-{os.getpid()}-{memory}"
+    try:
+        group.mkdir()
+        limit = "memory.limit_in_bytes" if version_1 else "memory.max"
+        (group / limit).write_text(str(memory))
+    except OSError as error:
+        pytest.skip(f"memory cgroups cannot be made here: {error}")
+    try:
+        yield group
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()

@@ -1,0 +1,138 @@
+"""A deployment made for LMI, served as it is: in a container's memory, its model in S3."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import boto3
+import psutil
+import pytest
+import tiny_model
+from moto.server import ThreadedMotoServer
+
+from tests.cgroups import limited
+from tests.e2e.conftest import serving
+
+GIB = 1024**3
+LIMIT = 5 * GIB
+
+PROPERTIES = """
+engine=Python
+option.entryPoint=djl_python.lmi_vllm.vllm_async_service
+option.model_id=s3://models/tiny-llama
+option.tensor_parallel_degree=max
+option.max_rolling_batch_size=64
+option.rolling_batch=disable
+option.async_mode=true
+option.max_model_len=4096
+option.lmcache_auto_config=true
+option.speculative_config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4}
+"""
+
+
+@pytest.fixture(scope="module")
+def aws(tmp_path_factory):
+    """S3 with the tiny model in it, as environment variables."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environ = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "hush",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    client = boto3.client(
+        "s3",
+        endpoint_url=environ["AWS_ENDPOINT_URL"],
+        aws_access_key_id="key",
+        aws_secret_access_key="hush",
+        region_name="us-east-1",
+    )
+    client.create_bucket(Bucket="models")
+    for file in tiny_model.make().iterdir():
+        client.upload_file(str(file), "models", f"tiny-llama/{file.name}")
+    yield environ
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lmi")
+
+
+@pytest.fixture(scope="module")
+def group():
+    with limited(LIMIT) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def served(aws, folder, group):
+    (folder / "serving.properties").write_text(PROPERTIES)
+    environ = {
+        "SERVING_MODEL_STORE": str(folder),
+        "SERVING_DOWNLOAD_DIR": str(folder / "downloads"),
+        "OPTION_KV_DISK_PATH": str(folder / "kv"),
+        **aws,
+    }
+    enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    command = ["sh", "-c", enter, "sh", "./entrypoint.sh", "serve"]
+    with serving(folder / "log", *command, **environ) as it:
+        it.ready()
+        yield it
+
+
+def logged(served):
+    lines = served.log.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def plan(served):
+    (line,) = [line for line in logged(served) if line["message"] == "plan"]
+    return line["plan"]
+
+
+def test_sizes_follow_the_containers_limit(served, folder):
+    found = plan(served)
+    assert found["machine"]["memory"] == LIMIT
+    taken = sum(share["size"] for share in found["memory"]["shares"])
+    assert 0 < found["tiers"]["l1_bytes"] <= LIMIT - taken
+    assert found["tiers"]["disk_path"] == str(folder / "kv")
+
+
+def test_options_are_read_from_the_file(served):
+    options = {option["name"]: option["origin"] for option in plan(served)["options"]}
+    assert options["max_rolling_batch_size"] == "serving.properties: option.max_rolling_batch_size"
+    warnings = [line["message"] for line in logged(served) if line["level"] == "warning"]
+    assert [line for line in warnings if line.startswith("accepted, but does nothing here")]
+    assert "hush" not in served.log.read_text()
+
+
+def test_it_answers_and_fills_its_tiers_without_an_oom_kill(served, folder, group):
+    for number in range(12):
+        body = {
+            "inputs": f"{number} " + "The import statement is. " * 500,
+            "parameters": {"max_new_tokens": 4},
+        }
+        assert served.invoke(body).status_code == 200
+    assert served.metric("vllm:external_prefix_cache_queries_total") > 12 * 2000
+    assert list((folder / "kv").iterdir())
+    control = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+    assert control.get("oom_kill", "0") == "0"
+
+
+def test_the_names_of_an_s3_model(served):
+    names = [model.id for model in served.openai.models.list()]
+    assert names == ["tiny-llama", "lmi"]
+
+
+def test_it_stops_with_its_cache_server(served):
+    lmcache = served.engine_processes("lmcache")
+    assert len(lmcache) == 1
+    os.kill(served.process.pid, signal.SIGTERM)
+    assert served.process.wait(30) == 0
+    assert not psutil.pid_exists(lmcache[0].pid)
+    assert served.left_behind() == []
+    assert Path("/tmp/slipway/lmcache.yaml").is_file()

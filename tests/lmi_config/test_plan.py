@@ -1,0 +1,260 @@
+"""The plan as an operator sees it, and what it warns of."""
+
+import contextlib
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmi_config import draft, plan
+from lmi_config.settings import SettingsError, read
+from tests.lmi_config.examples import GIB, H100, machine, model
+from tests.lmi_config.test_draft import EAGLE3, EAGLE3_TENSORS, Memory, target
+from tests.lmi_config.test_settings import NAMES, VALUES
+
+
+def planned(environ, here=None, facts=None, drafted=None):
+    return plan.make(read(environ), here or machine(), facts or model(2), drafted, environ)
+
+
+TEXT = """\
+model                     16.0 GiB         org/model, LlamaForCausalLM, bfloat16
+KV per token              128 KiB          32 layers
+longest request           8,192 tokens     OPTION_MAX_MODEL_LEN
+devices                   2 x NVIDIA H100  tensor parallel 2 (SM_NUM_GPUS)
+each GPU                  80.0 GiB         vLLM may use 73.6 GiB
+  weights                 8.0 GiB          the rank's part, and the draft's
+  overhead                3.0 GiB          context, activations, graphs; an estimate
+  KV cache                62.6 GiB         about 1,025,638 tokens in all
+memory                    256.0 GiB        the container's limit; 256.0 GiB free
+  server and engine core  1.5 GiB          measured
+  2 workers               6.0 GiB          estimate, CUDA included
+  weights being loaded    8.0 GiB          a file in each worker, at most all
+  shared memory           0.5 GiB          /dev/shm counts too
+  cache server            0.8 GiB          without its pool; measured
+  margin                  25.6 GiB         10% of the memory
+  KV tier L1              213.6 GiB        below
+  left                    26 MiB
+KV tier L1                213.6 GiB        what the engine leaves, all of it taken at the start
+                                           1,750,016 tokens, 175 documents of 10k
+KV tier disk              398.0 GiB        500.0 GiB free (ext4, O_DIRECT), 102.0 GiB kept for \
+other files
+                                           3,260,416 tokens, 326 documents of 10k
+                                           in /tmp/lmcache
+KV tier shared                             redis://:***@cache
+KV chunk                  256 tokens       a multiple of the engine's block of 16 tokens
+port                      8080             default
+
+options:
+  model_id = org/model                                          HF_MODEL_ID
+  tensor_parallel_degree = 2                                    SM_NUM_GPUS
+  max_model_len = 8192                                          OPTION_MAX_MODEL_LEN
+  lmcache_auto_config = True                                    OPTION_LMCACHE_AUTO_CONFIG
+  kv_l2_url = (hidden)                                          OPTION_KV_L2_URL
+  hf_token = (hidden)                                           SM_VLLM_HF_TOKEN
+  served_model_name = org/model, lmi                            derived
+  kv_transfer_config = {"kv_connector": "LMCacheMPConnector...  derived
+"""
+
+
+def test_the_whole_text():
+    environ = {
+        "HF_MODEL_ID": "org/model",
+        "SM_NUM_GPUS": "2",
+        "OPTION_LMCACHE_AUTO_CONFIG": "true",
+        "OPTION_KV_L2_URL": "redis://:hush@cache",
+        "OPTION_MAX_MODEL_LEN": "8K",
+        "SM_VLLM_HF_TOKEN": "hush",
+    }
+    found = planned(environ, machine(gpus=2), model(16))
+    text = plan.as_text(found)
+    table, _, commands = text.partition("\nvLLM, in this process:\n")
+    assert table == TEXT
+    assert "\nlmcache:\n  server --host=127.0.0.1 --port=5001 " in commands
+    assert "hush" not in text + json.dumps(plan.as_json(found))
+
+
+def test_as_json_every_option_has_its_origin():
+    found = plan.as_json(planned({"OPTION_MAX_MODEL_LEN": "4096"}))
+    options = {option["name"]: (option["value"], option["origin"]) for option in found["options"]}
+    assert options["max_model_len"] == ("4096", "OPTION_MAX_MODEL_LEN")
+    assert options["enforce_eager"] == ("True", "derived")
+    assert options["predict_timeout"] == ("None", "default")
+    assert found["model"]["kv_bytes_per_token"] == 131072
+    assert found["memory"]["free"] > 0
+    assert found["tiers"] is None
+
+
+def test_what_is_secret_in_a_value_is_hidden():
+    config = {
+        "kv_connector": "X",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"key": "hush"},
+    }
+    environ = {"OPTION_KV_TRANSFER_CONFIG": json.dumps(config)}
+    found = planned(environ | {"OPTION_EC_TRANSFER_CONFIG": '{"a": {"password": "hush"}}'})
+    assert "hush" not in plan.as_text(found) + json.dumps(plan.as_json(found))
+    assert found.engine("m", None)["kv_transfer_config"] == config
+
+
+OLD = dataclasses.replace(H100, driver="550.54.15")
+SMALL = dataclasses.replace(H100, memory=24 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("environ", "here", "facts", "finding"),
+    [
+        (
+            {},
+            dataclasses.replace(machine(gpus=1), gpus=(OLD,)),
+            None,
+            "driver 550.54.15 is older than CUDA 13.0 wants (580); on SageMaker choose",
+        ),
+        (
+            {"OPTION_TENSOR_PARALLEL_DEGREE": "1"},
+            machine(gpus=4),
+            None,
+            "3 of 4 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max",
+        ),
+        (
+            {},
+            machine(memory=GIB // 2),
+            model(0.25),
+            "the engine wants about 2.9 GiB of memory, and 0.5 GiB are free; give the container",
+        ),
+        (
+            {},
+            dataclasses.replace(machine(gpus=1), gpus=(SMALL,)),
+            model(70),
+            "each GPU's share of the weights is 70.0 GiB and vLLM may use 22.1 GiB",
+        ),
+        (
+            {},
+            dataclasses.replace(machine(gpus=1), gpus=(SMALL,)),
+            model(16),
+            "the KV cache will hold about 25,231 tokens, less than the longest request of 131,072; "
+            "set OPTION_MAX_MODEL_LEN=24576",
+        ),
+        ({}, machine(gpus=2, shm=64 << 20), None, "/dev/shm has 64 MiB and 2 ranks talk through"),
+        (
+            {"OPTION_MAX_MODEL_LEN": "200k"},
+            None,
+            None,
+            "max_model_len=200000 is more than the model's 131072; vLLM will refuse it unless",
+        ),
+        ({"OPTION_ROLLING_BATCH": "vllm"}, None, None, "accepted, but does nothing here: OPTION_"),
+    ],
+)
+def test_what_is_likely_to_go_wrong_is_told(environ, here, facts, finding):
+    findings = planned(environ, here, facts).findings
+    assert [found for found in findings if found.startswith(finding)], findings
+
+
+def test_where_nothing_is_wrong_nothing_is_told():
+    assert planned({}, machine(gpus=4), model(16)).findings == ()
+
+
+DRAFTED = draft.look(Memory(EAGLE3, EAGLE3_TENSORS))
+TARGET = target()
+
+
+@pytest.mark.parametrize(
+    ("environ", "config"),
+    [
+        (
+            {"OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft"},
+            {"model": "/there", "method": "eagle3", "num_speculative_tokens": 3},
+        ),
+        (
+            {"OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft", "OPTION_NUM_SPECULATIVE_TOKENS": "5"},
+            {"model": "/there", "method": "eagle3", "num_speculative_tokens": 5},
+        ),
+        (
+            {"OPTION_SPECULATIVE_CONFIG": '{"model": "org/draft", "num_speculative_tokens": 2}'},
+            {"model": "/there", "method": "eagle3", "num_speculative_tokens": 2},
+        ),
+        (
+            {"OPTION_SPECULATIVE_CONFIG": '{"model": "org/draft", "method": "eagle"}'},
+            {"model": "/there", "method": "eagle", "num_speculative_tokens": 3},
+        ),
+    ],
+)
+def test_how_to_speculate_is_read_from_the_draft(environ, config):
+    assert plan.draft_id(read(environ)) == "org/draft"
+    found = planned(environ, machine(gpus=1), TARGET, DRAFTED)
+    assert found.engine("m", "/there")["speculative_config"] == config
+
+
+def test_without_a_draft_the_operators_word_is_passed_on():
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    environ = {"OPTION_SPECULATIVE_CONFIG": json.dumps(config)}
+    assert plan.draft_id(read(environ)) is None
+    assert planned(environ).engine("m", None)["speculative_config"] == config
+
+
+@pytest.mark.parametrize(
+    ("environ", "facts", "fault"),
+    [
+        (
+            {"OPTION_NUM_SPECULATIVE_TOKENS": "3"},
+            None,
+            "there is no draft; set OPTION_SPECULATIVE_",
+        ),
+        (
+            {"OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft", "OPTION_NUM_SPECULATIVE_TOKENS": "0"},
+            None,
+            "num_speculative_tokens is 0",
+        ),
+        (
+            {"OPTION_SPECULATIVE_CONFIG": '{"model": "org/draft", "num_speculative_tokens": 100}'},
+            None,
+            "num_speculative_tokens is 100",
+        ),
+        (
+            {"OPTION_SPECULATIVE_CONFIG": '{"model": "org/draft", "num_speculative_tokens": "x"}'},
+            None,
+            "num_speculative_tokens='x': should be a whole number, like 3",
+        ),
+        (
+            {
+                "OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft",
+                "OPTION_SPECULATIVE_CONFIG": '{"model": "other"}',
+            },
+            None,
+            "OPTION_SPECULATIVE_DRAFT_MODEL and the model in OPTION_SPECULATIVE_CONFIG differ",
+        ),
+        (
+            {"OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft"},
+            target(hidden_size=128),
+            "org/draft: it is made for a hidden size of 64, and the model has 128",
+        ),
+        (
+            {"OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft"},
+            target(num_hidden_layers=4),
+            "eagle_aux_hidden_state_layer_ids",
+        ),
+    ],
+)
+def test_speculation_that_cannot_work_is_refused(environ, facts, fault):
+    drafted = DRAFTED if plan.draft_id(read(environ)) else None
+    with pytest.raises(SettingsError) as refused:
+        planned(environ, machine(gpus=1), facts or TARGET, drafted)
+    assert fault in " ".join(refused.value.faults)
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
+    st.integers(0, 8),
+    st.integers(1 << 20, 1 << 43),
+    st.sampled_from(
+        [model(2), TARGET, model(kv=None, max_length=None, architectures=(), layers=None)]
+    ),
+)
+def test_any_environment_and_machine_give_a_plan_or_the_one_error(environ, gpus, memory, facts):
+    with contextlib.suppress(SettingsError):
+        drafted = DRAFTED if plan.draft_id(read(environ)) else None
+        found = planned(environ, machine(gpus=gpus, memory=memory), facts, drafted)
+        plan.as_text(found)
+        json.dumps(plan.as_json(found))
