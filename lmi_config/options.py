@@ -185,6 +185,7 @@ class Settings:
         "OPTION_PORT",
         heading="Server",
         default=8080,
+        vllm="port",
         help="The port to listen on.",
     )
     max_request_size: int = _option(

@@ -11,6 +11,7 @@ from lmi_config.settings import SettingsError
 _DERIVED = {
     "model",  # where it was fetched to
     "download_dir",  # vLLM downloads nothing
+    "port",  # ... and listens nowhere
     "spec_model",  # a part of speculative_config
     "spec_tokens",
 }

@@ -32,7 +32,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
 def _planned(arguments: list[str], environ: Mapping[str, str]) -> int:
     # Each verb imports only what it needs: `plan` answers without the web server's imports, and
     # vLLM's processes, which import this module again, without any.
-    from lmi_config import plan
+    from lmi_config import explain
     from lmi_config.settings import SettingsError
     from serving.prepare import prepare
 
@@ -42,10 +42,10 @@ def _planned(arguments: list[str], environ: Mapping[str, str]) -> int:
         print(error, file=sys.stderr)
         return USAGE_ERROR
     if arguments == ["plan"]:
-        print(plan.as_text(prepared.plan))
+        print(explain.as_text(prepared.plan))
         return 0
     if arguments == ["plan", "--json"]:
-        print(json.dumps(plan.as_json(prepared.plan), indent=2))
+        print(json.dumps(explain.as_json(prepared.plan), indent=2))
         return 0
     os.environ.update(prepared.plan.environment)  # vLLM reads it when it is imported
     from serving import logs

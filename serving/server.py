@@ -17,7 +17,7 @@ import psutil
 import uvicorn
 import uvloop
 
-from lmi_config import plan
+from lmi_config import explain
 from lmi_config.options import Settings
 from serving.app import create_app
 from serving.engine import Engine, EngineError, Note
@@ -55,7 +55,7 @@ def serve(prepared: Prepared) -> int:
         return START_FAILED
     for finding in prepared.plan.findings:
         log.warning("%s", finding)
-    log.info("plan", extra={"facts": {"plan": plan.as_json(prepared.plan)}})
+    log.info("plan", extra={"facts": {"plan": explain.as_json(prepared.plan)}})
     _adopt_orphans()
     # vLLM leaves the sockets it talks to its processes over where it has put them.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:

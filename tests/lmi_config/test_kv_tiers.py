@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config import kv_tiers, lmcache, plan
+from lmi_config import explain, kv_tiers, lmcache, plan
 from lmi_config.model import KvShape
 from lmi_config.settings import SettingsError, read
 from tests.lmi_config.examples import DISK, GIB, H100, machine, model
@@ -124,7 +124,7 @@ def test_the_cache_servers_command_line():
         '--l2-adapter={"type":"resp","host":"cache","port":6379,"shared":true}',
     ]
     assert found.cache_environment == {"LMCACHE_RESP_PASSWORD": "hush"}
-    assert "hush" not in plan.as_text(found) + str(plan.as_json(found))
+    assert "hush" not in explain.as_text(found) + str(explain.as_json(found))
     assert found.engine("m", None)["kv_transfer_config"] == {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
@@ -283,8 +283,8 @@ def test_no_plan_exceeds_the_machine(
     file: dict[str, object] | None = {} if "OPTION_LMCACHE_CONFIG_FILE" in environ else None
     with contextlib.suppress(SettingsError):
         found = planned(environ, here, facts, file)
-        plan.as_text(found)
-        plan.as_json(found)
+        explain.as_text(found)
+        explain.as_json(found)
         tiers = found.tiers
         if tiers and tiers.l1:
             assert found.memory.needed + tiers.l1 <= here.memory_free

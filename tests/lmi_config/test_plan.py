@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config import draft, plan
+from lmi_config import draft, explain, plan
 from lmi_config.settings import SettingsError, read
 from tests.lmi_config.examples import GIB, H100, machine, model
 from tests.lmi_config.test_draft import EAGLE3, EAGLE3_TENSORS, Memory, target
@@ -69,15 +69,15 @@ def test_the_whole_text():
         "SM_VLLM_HF_TOKEN": "hush",
     }
     found = planned(environ, machine(gpus=2), model(16))
-    text = plan.as_text(found)
+    text = explain.as_text(found)
     table, _, commands = text.partition("\nvLLM, in this process:\n")
     assert table == TEXT
     assert "\nlmcache:\n  server --host=127.0.0.1 --port=5001 " in commands
-    assert "hush" not in text + json.dumps(plan.as_json(found))
+    assert "hush" not in text + json.dumps(explain.as_json(found))
 
 
 def test_as_json_every_option_has_its_origin():
-    found = plan.as_json(planned({"OPTION_MAX_MODEL_LEN": "4096"}))
+    found = explain.as_json(planned({"OPTION_MAX_MODEL_LEN": "4096"}))
     options = {option["name"]: (option["value"], option["origin"]) for option in found["options"]}
     assert options["max_model_len"] == ("4096", "OPTION_MAX_MODEL_LEN")
     assert options["enforce_eager"] == ("True", "derived")
@@ -95,7 +95,7 @@ def test_what_is_secret_in_a_value_is_hidden():
     }
     environ = {"OPTION_KV_TRANSFER_CONFIG": json.dumps(config)}
     found = planned(environ | {"OPTION_EC_TRANSFER_CONFIG": '{"a": {"password": "hush"}}'})
-    assert "hush" not in plan.as_text(found) + json.dumps(plan.as_json(found))
+    assert "hush" not in explain.as_text(found) + json.dumps(explain.as_json(found))
     assert found.engine("m", None)["kv_transfer_config"] == config
 
 
@@ -256,5 +256,5 @@ def test_any_environment_and_machine_give_a_plan_or_the_one_error(environ, gpus,
     with contextlib.suppress(SettingsError):
         drafted = DRAFTED if plan.draft_id(read(environ)) else None
         found = planned(environ, machine(gpus=gpus, memory=memory), facts, drafted)
-        plan.as_text(found)
-        json.dumps(plan.as_json(found))
+        explain.as_text(found)
+        json.dumps(explain.as_json(found))

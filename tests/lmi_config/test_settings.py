@@ -48,10 +48,17 @@ from lmi_config.unused import REFUSED, UNUSED
         ({"OPTION_ENABLE_PREFIX_CACHING": "false"}, "engine", {"enable_prefix_caching": False}),
         ({"OPTION_DISABLE_LOG_STATS": "false"}, "engine", {}),
         ({"OPTION_KV_TRANSFER_CONFIG": '{"a": 1}'}, "kv_transfer_config", {"a": 1}),
+        # as a shell or a YAML file breaks it
+        (
+            {"OPTION_SPECULATIVE_CONFIG": '{\n  "method": "ngram"\n}\n'},
+            "speculative_config",
+            {"method": "ngram"},
+        ),
         ({"OPTION_KV_EVENTS_CONFIG": '{"a": 1}'}, "engine", {"kv_events_config": '{"a": 1}'}),
         # AWS's own vLLM container
         ({"SM_VLLM_MODEL": "a/b", "SM_VLLM_SEED": "7"}, "model_id", "a/b"),
         ({"SM_VLLM_SEED": "7"}, "engine", {"seed": 7}),
+        ({"SM_VLLM_PORT": "81"}, "port", 81),
         ({"SM_VLLM_MAX_MODEL_LEN": "5"}, "max_model_len", 5),
         # text generation inference
         ({"HF_MODEL_QUANTIZE": "awq"}, "quantize", "awq"),

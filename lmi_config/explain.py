@@ -1,0 +1,218 @@
+"""A plan told: as a table that fits one screen, and as JSON. Nothing secret is in either."""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmi_config import budget, kv_tiers, preflight, vllm_args
+from lmi_config.kv_tiers import DOCUMENT, told
+from lmi_config.options import OPTIONS
+from lmi_config.plan import Plan, draft_id
+from lmi_config.settings import secret
+
+
+def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Each option: its name, its value for a person, and where it was given.
+
+    What follows from other things is "derived", by vLLM's names; the rest is "default".
+    """
+    settings = plan.settings
+    for name, origin in settings.origins.items():
+        value = settings.engine[name] if name in settings.engine else getattr(settings, name)
+        yield name, _shown(name, value), origin
+    given = {OPTIONS[name].vllm if name in OPTIONS else name for name in settings.origins}
+    derived = _engine(plan)
+    for name, value in derived.items():
+        if name not in given:
+            yield name, _shown(name, value), "derived"
+    for name, option in OPTIONS.items():
+        if name not in settings.origins and option.vllm not in derived:
+            yield name, _shown(name, option.default), "default"
+
+
+def _engine(plan: Plan) -> dict[str, Any]:
+    """vLLM's options, with what is secret hidden."""
+    found = plan.engine(plan.settings.model_id, draft_id(plan.settings))
+    return {name: _safe(name, value) for name, value in found.items()}
+
+
+def _safe(name: str, value: Any) -> Any:
+    """The value, with what is secret in it hidden."""
+    if value and secret(name):
+        return "(hidden)"
+    if isinstance(value, Mapping):
+        return {key: _safe(str(key), item) for key, item in value.items()}
+    if isinstance(value, str) and value.startswith("{"):
+        return _safe(name, json.loads(value))
+    return value
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value for a person, with what is secret in it hidden."""
+    value = _safe(name, value)
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _tokens(size: int, each: int) -> str:
+    """How much KV fits into so many bytes."""
+    tokens = size // each
+    return f"{tokens:,} tokens, {tokens // DOCUMENT:,} documents of {DOCUMENT // 1000}k"
+
+
+def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The plan as a table: what, how much, and why or what that means. A name of "" goes on."""
+    settings, machine, model = plan.settings, plan.machine, plan.model
+    each = budget.kv_per_token(settings, model)
+    about = [settings.model_id, *model.architectures[:1], model.dtype, model.quantization]
+    yield "model", told(model.weight_bytes), ", ".join(part for part in about if part)
+    if each:
+        yield "KV per token", f"{each / 1024:g} KiB", f"{model.layers or '?'} layers"
+    longest = settings.max_model_len or model.max_length
+    if longest:
+        origin = settings.origins.get("max_model_len", "the model's own")
+        yield "longest request", f"{longest:,} tokens", origin
+    if plan.draft:
+        method = (settings.speculative_config or {}).get("method") or plan.draft.method
+        size = told(plan.draft.facts.weight_bytes)
+        yield "draft", size, f"{draft_id(settings)}, {method}"
+    yield from _devices(plan)
+    kind = "the container's limit" if machine.limited else "the host's"
+    yield "memory", told(machine.memory), f"{kind}; {told(machine.memory_free)} free"
+    for share in plan.memory.shares:
+        yield f"  {share.name}", told(share.size), share.reason
+    left = plan.memory.free - (plan.tiers.l1 if plan.tiers else 0)
+    if plan.tiers and plan.tiers.l1:
+        yield "  KV tier L1", told(plan.tiers.l1), "below"
+    yield "  left", told(left), ""
+    yield from _tiers(plan, each)
+    yield "port", str(settings.port), settings.origins.get("port", "default")
+
+
+def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    settings, machine = plan.settings, plan.machine
+    degree = vllm_args.tensor_parallel(settings, machine)
+    given = settings.origins.get("tensor_parallel_degree", "default: max")
+    if not machine.gpus:
+        quota = f", {machine.cpu_quota:g} by quota" if machine.cpu_quota else ""
+        yield "devices", f"{len(machine.cpus)} CPUs{quota}", f"tensor parallel {degree} ({given})"
+        return
+    names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
+    yield "devices", f"{len(machine.gpus)} x {names}", f"tensor parallel {degree} ({given})"
+    if plan.gpu:
+        tokens = preflight.kv_tokens(settings, machine, plan.model, plan.gpu)
+        yield "each GPU", told(plan.gpu.total), f"vLLM may use {told(plan.gpu.usable)}"
+        yield "  weights", told(plan.gpu.weights), "the rank's part, and the draft's"
+        yield "  overhead", told(plan.gpu.overhead), "context, activations, graphs; an estimate"
+        amount = f"about {tokens:,} tokens in all" if tokens is not None else "unknown"
+        yield "  KV cache", told(max(plan.gpu.kv, 0)), amount
+
+
+def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
+    tiers = plan.tiers
+    if not tiers:
+        yield "KV cache tiers", "none", "OPTION_LMCACHE_AUTO_CONFIG=true makes some"
+        return
+    for name, size, reason in (
+        ("L1", tiers.l1, tiers.reasons["l1"]),
+        ("disk", tiers.disk, tiers.reasons["disk"]),
+    ):
+        yield f"KV tier {name}", told(size) if size else "none", reason
+        if size and each:
+            yield "", "", _tokens(size, each)
+    if tiers.disk:
+        yield "", "", f"in {tiers.path}"
+    if tiers.shared:
+        yield "KV tier shared", "", tiers.shared.shown
+    if tiers.l1:
+        yield "KV chunk", f"{tiers.chunk_size} tokens", tiers.reasons["chunk_size"]
+
+
+def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
+    """What will run: a name, and arguments with what is secret hidden."""
+    yield "vLLM, in this process", vllm_args.arguments(_engine(plan))
+    if plan.cache_server and plan.tiers:
+        shared = plan.tiers.shared
+        tiers = dataclasses.replace(
+            plan.tiers, shared=shared and dataclasses.replace(shared, adapter=shared.masked)
+        )
+        yield "lmcache", kv_tiers.server_arguments(tiers, plan.machine)
+
+
+def as_text(plan: Plan) -> str:
+    """The plan for a person."""
+    table = list(rows(plan))
+    widths = [max(len(row[column]) for row in table) for column in (0, 1)]
+    lines = [f"{name:{widths[0]}}  {size:{widths[1]}}  {why}".rstrip() for name, size, why in table]
+    given = [
+        (f"{name} = {value if len(value) <= 40 else value[:36] + '...'}", origin)
+        for name, value, origin in options(plan)
+        if origin != "default"
+    ]
+    width = max(len(assigned) for assigned, _ in given)
+    lines += ["", "options:", *(f"  {assigned:{width}}  {origin}" for assigned, origin in given)]
+    for name, arguments in commands(plan):
+        lines += ["", f"{name}:", f"  {shlex.join(arguments)}"]
+    if plan.environment:
+        pairs = (f"{name}={shlex.quote(value)}" for name, value in plan.environment.items())
+        lines += ["", "environment:", f"  {' '.join(pairs)}"]
+    if plan.findings:
+        lines += ["", "to know:", *(f"  - {finding}" for finding in plan.findings)]
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan for a program: sizes in bytes, nothing secret."""
+    tiers = plan.tiers
+    each = budget.kv_per_token(plan.settings, plan.model)
+    return {
+        "model": {
+            "id": plan.settings.model_id,
+            "architectures": list(plan.model.architectures),
+            "weight_bytes": plan.model.weight_bytes,
+            "dtype": plan.model.dtype,
+            "quantization": plan.model.quantization,
+            "kv_bytes_per_token": each,
+            "max_length": plan.model.max_length,
+        },
+        "draft": (
+            {
+                "id": draft_id(plan.settings),
+                "method": plan.draft.method,
+                "weight_bytes": plan.draft.facts.weight_bytes,
+            }
+            if plan.draft
+            else None
+        ),
+        "machine": dataclasses.asdict(plan.machine),
+        "memory": {
+            "shares": [dataclasses.asdict(share) for share in plan.memory.shares],
+            "free": plan.memory.free,
+        },
+        "gpu": {**dataclasses.asdict(plan.gpu), "kv": plan.gpu.kv} if plan.gpu else None,
+        "tiers": (
+            {
+                "l1_bytes": tiers.l1,
+                "l1_tokens": tiers.l1 // each if each else None,
+                "disk_bytes": tiers.disk,
+                "disk_tokens": tiers.disk // each if each else None,
+                "disk_path": tiers.path,
+                "disk_direct": tiers.direct,
+                "shared": tiers.shared.shown if tiers.shared else None,
+                "chunk_size": tiers.chunk_size,
+                "reasons": dict(tiers.reasons),
+            }
+            if tiers
+            else None
+        ),
+        "options": [
+            {"name": name, "value": value, "origin": origin}
+            for name, value, origin in options(plan)
+        ],
+        "commands": dict(commands(plan)),
+        "environment": dict(plan.environment),
+        "findings": list(plan.findings),
+    }
