@@ -29,6 +29,7 @@ from lmi_config.values import (
     mebibytes,
     model_len,
     number,
+    one_of,
     size,
     text,
     words,
@@ -369,7 +370,7 @@ class Settings:
         help="Adapters that one batch may mix, each with a slot in the engine's memory.",
     )
     max_lora_rank: int | None = _option(
-        integer(low=1),
+        one_of(1, 8, 16, 32, 64, 128, 256, 320, 512),
         "OPTION_MAX_LORA_RANK",
         vllm="max_lora_rank",
         otherwise="16",

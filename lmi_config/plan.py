@@ -68,11 +68,12 @@ def make(
     environ: Mapping[str, str],
     lmcache_file: Mapping[str, object] | None = None,
     to_fetch: int = 0,
+    room: int = 0,
 ) -> Plan:
     """Decide.
 
     lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that have yet
-    to be downloaded.
+    to be downloaded; room: bytes that are free where they go.
 
     Raises SettingsError where it cannot work.
     """
@@ -111,7 +112,10 @@ def make(
             tuple(kv_tiers.server_arguments(tiers, machine)) if tiers and running else None
         ),
         cache_environment=tiers.shared.env if tiers and tiers.shared else {},
-        findings=tuple(preflight.findings(settings, machine, model, memory, gpu, tiers)),
+        findings=(
+            *preflight.findings(settings, machine, model, memory, gpu, tiers),
+            *preflight.downloads(to_fetch, room),
+        ),
     )
 
 

@@ -49,6 +49,15 @@ def findings(
         yield from tiers.notes
 
 
+def downloads(to_fetch: int, room: int) -> Iterator[str]:
+    """Whether what has yet to be downloaded finds room. Both in bytes."""
+    if to_fetch > room:
+        yield (
+            f"{told(to_fetch)} have yet to be downloaded, and {told(room)} are free where they go; "
+            "set SERVING_DOWNLOAD_DIR (S3) or HF_HOME (hub) to a larger disk"
+        )
+
+
 def _gpus(settings: Settings, machine: Machine) -> Iterator[str]:
     if not machine.gpus:
         return

@@ -58,6 +58,8 @@ def read(environ: Mapping[str, str]) -> Settings:
         found = files.read(folder, config_file.text)
     except FileFault as fault:
         raise SettingsError([str(fault)]) from None
+    except OSError as error:
+        raise SettingsError([f"{error.filename}: {error.strerror}"]) from None
     return merged(given, found, folder)
 
 
@@ -104,7 +106,7 @@ class _Reading:
         self.faults: list[str] = []
         self.origins: dict[str, str] = {}
         self._from_files = from_files
-        self._unknown: list[str] = []
+        self._notes: list[str] = []
 
     def declared(self) -> dict[str, Any]:
         """The declared options that are set: field → value."""
@@ -142,17 +144,17 @@ class _Reading:
                 hint = "(OPTION_STRICT=false ignores unknown options)"
                 self.faults.append(f"{self._stranger(name)} {hint}")
             else:
-                self._unknown.append(f"{self._stranger(name)}; ignored")
+                self._notes.append(f"{self._stranger(name)}; ignored")
         self.origins = {field: self.given[name].name for field, name in self.origins.items()}
         return engine
 
     def notes(self) -> list[str]:
-        """What was given and does nothing: the unknown, and in one sentence the known."""
+        """What was given and does nothing, at last in one sentence what is known to."""
         unused: dict[str, list[str]] = {}
         for name in sorted(self.given.keys() & UNUSED.keys()):
             unused.setdefault(UNUSED[name], []).append(self.given[name].name)
         reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items())
-        return self._unknown + ([f"accepted, but does nothing here: {reasons}"] if reasons else [])
+        return self._notes + ([f"accepted, but does nothing here: {reasons}"] if reasons else [])
 
     def _rank(self, name: str) -> int:
         if name.startswith("SAGEMAKER_"):
@@ -160,11 +162,17 @@ class _Reading:
         return 1 if name in self._from_files else 2
 
     def _first(self, field: str, names: list[str], readers: Mapping[str, Reader]) -> Any:
-        for name in names:
-            if name in self.given:
-                self.origins[field] = name
-                return self._value(name, readers[name])
-        return None
+        """The value by the first of the names that is given."""
+        given = [name for name in names if name in self.given]
+        if not given:
+            return None
+        first = self.origins[field] = given[0]
+        self._notes += [
+            f"{self.given[name].name} is set, but {self.given[first].name} comes first"
+            for name in given[1:]
+            if self.given[name].text != self.given[first].text
+        ]
+        return self._value(first, readers[first])
 
     def _agreed(self, field: str, option: Option, found: Any) -> Any:
         """The value, once vLLM's own names for the option say nothing else."""

@@ -49,6 +49,15 @@ def integer(low: int | None = None, high: int | None = None) -> Reader:
     return read
 
 
+def one_of(*numbers: int) -> Reader:
+    def read(value: str) -> int:
+        if value not in map(str, numbers):
+            raise ValueError(f"one of {', '.join(map(str, numbers))}")
+        return int(value)
+
+    return read
+
+
 def fraction(value: str) -> float:
     try:
         number = float(value)

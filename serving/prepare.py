@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lmi_config import draft, machine, model, plan, settings
-from lmi_config.model import ModelError
+from lmi_config.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import Settings
 from lmi_config.plan import Plan
 from lmi_config.settings import SettingsError
@@ -30,19 +30,26 @@ def prepare(environ: Mapping[str, str]) -> Prepared:
     drafted = None
     with _told(asked, "model_id", "OPTION_MODEL_ID"):
         source = _located(asked.model_id, asked, environ, asked.revision)
-        facts = model.look(source.checkpoint(), weights=asked.load_format != "dummy")
+        checkpoint = source.checkpoint()
+        facts = model.look(checkpoint, weights=asked.load_format != "dummy")
+        to_fetch = _to_fetch(checkpoint, facts)
     draft_source = None
     with _told(asked, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
         if named := plan.draft_id(asked):
             revision = (asked.speculative_config or {}).get("revision")
             draft_source = _located(named, asked, environ, revision)
-            drafted = draft.look(draft_source.checkpoint())
-    remote = [found for found in (source, draft_source) if not isinstance(found, sources.Local)]
-    to_fetch = facts.weight_bytes if source in remote else 0
-    if drafted and draft_source in remote:
-        to_fetch += drafted.facts.weight_bytes
-    decided = plan.make(asked, here, facts, drafted, environ, _lmcache_file(asked), to_fetch)
+            checkpoint = draft_source.checkpoint()
+            drafted = draft.look(checkpoint)
+            to_fetch += _to_fetch(checkpoint, drafted.facts)
+    decided = plan.make(
+        asked, here, facts, drafted, environ, _lmcache_file(asked), to_fetch, source.room()
+    )
     return Prepared(decided, source, draft_source)
+
+
+def _to_fetch(checkpoint: Checkpoint, facts: ModelFacts) -> int:
+    """Bytes of weights that are not here yet."""
+    return 0 if isinstance(checkpoint, Folder) else facts.weight_bytes
 
 
 def _located(

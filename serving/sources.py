@@ -60,6 +60,9 @@ class Source(Protocol):
     def fetch(self, note: Callable[[str], None]) -> Path:
         """A local folder with all that serving needs; tells `note` how far the download is."""
 
+    def room(self) -> int:
+        """Bytes that are free where fetch() writes."""
+
 
 def locate(
     model_id: str,
@@ -132,6 +135,9 @@ class Local:
     def fetch(self, note: Callable[[str], None]) -> Path:
         return self.folder
 
+    def room(self) -> int:
+        return _room(self.folder)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Object:
@@ -163,9 +169,21 @@ class S3:
     prefix: str
     downloads: Path
 
+    @property
+    def folder(self) -> Path:
+        """Where the files are fetched to."""
+        where = f"{self.bucket}/{self.prefix}"
+        digest = hashlib.sha256(where.encode()).hexdigest()[:12]
+        return self.downloads / f"{PurePosixPath(where).name}-{digest}"
+
+    def room(self) -> int:
+        return _room(self.folder)
+
     def checkpoint(self) -> Checkpoint:
         client = self._client(ANSWER_S, attempts=2)
         objects = self._list(client)
+        if all(item.whole(self.folder / name) for name, item in objects.items()):
+            return Folder(self.folder)
 
         def read(name: str, length: int) -> bytes:
             def ask() -> bytes:
@@ -181,12 +199,10 @@ class S3:
 
     def fetch(self, note: Callable[[str], None]) -> Path:
         objects = self._list(self._client(ANSWER_S, attempts=2))
-        where = f"{self.bucket}/{self.prefix}"
-        name = f"{PurePosixPath(where).name}-{hashlib.sha256(where.encode()).hexdigest()[:12]}"
-        folder = self.downloads / name
+        folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _alone(self.downloads / f"{name}.lock", note):
+            with _alone(self.downloads / f"{folder.name}.lock", note):
                 missing = _tidy(folder, objects)
                 if missing:
                     size = sum(item.size for item in missing.values())
@@ -411,6 +427,14 @@ class Hub:
             raise SourceError(self.repo_id, f"{min(left)} was not fetched", "start again")
         return folder
 
+    def room(self) -> int:
+        return _room(self._home())
+
+    def _home(self) -> Path:
+        from huggingface_hub import constants
+
+        return Path(self.cache or constants.HF_HUB_CACHE)
+
     def _list(self) -> tuple[str, dict[str, int]]:
         """The commit that the revision stands for, and the needed files: name → bytes."""
         from huggingface_hub import HfApi
@@ -453,9 +477,9 @@ class Hub:
     def _download(
         self, sizes: Mapping[str, int], missing: int, note: Callable[[str], None]
     ) -> Path:
-        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import snapshot_download
 
-        cache = Path(self.cache or constants.HF_HUB_CACHE)
+        cache = self._home()
         with self._faults():
             cache.mkdir(parents=True, exist_ok=True)
             _check_room(self.repo_id, cache, missing, "HF_HOME")
@@ -661,6 +685,12 @@ def _model_files(model_id: str, sizes: Mapping[str, int]) -> dict[str, int]:
         if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
             raise SourceError(model_id, f"the name {name!r} leads out of its folder", "rename it")
     return needed(sizes)
+
+
+def _room(folder: Path) -> int:
+    """Bytes that are free in a folder, which need not be there yet."""
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    return shutil.disk_usage(there).free
 
 
 def _check_room(model_id: str, folder: Path, size: int, variable: str) -> None:

@@ -152,6 +152,15 @@ def test_what_is_likely_to_go_wrong_is_told(environ, here, facts, finding):
     assert [found for found in findings if found.startswith(finding)], findings
 
 
+def test_a_download_without_room_is_told():
+    environ: dict[str, str] = {}
+    found = plan.make(read(environ), machine(), model(2), None, environ, to_fetch=2 * GIB, room=GIB)
+    assert found.findings == (
+        "2.0 GiB have yet to be downloaded, and 1.0 GiB are free where they go; set "
+        "SERVING_DOWNLOAD_DIR (S3) or HF_HOME (hub) to a larger disk",
+    )
+
+
 def test_where_nothing_is_wrong_nothing_is_told():
     assert planned({}, machine(gpus=4), model(16)).findings == ()
 

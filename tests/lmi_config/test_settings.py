@@ -158,6 +158,10 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             "OPTION_HOST: vLLM has this option, but its own HTTP server is not used: Slipway "
             "answers HTTP itself",
         ),
+        (
+            {"OPTION_MAX_LORA_RANK": "24"},
+            "OPTION_MAX_LORA_RANK='24': should be one of 1, 8, 16, 32, 64, 128, 256, 320, 512",
+        ),
         ({"OPTION_SERVED_MODEL_NAME": "[1]"}, None),
         ({"OPTION_SPECULATIVE_CONFIG": "[" * 100_000}, None),
         (
@@ -227,6 +231,16 @@ def test_lmis_options_that_mean_nothing_here_are_told_in_one_sentence():
         "OPTION_ROLLING_BATCH (vLLM is the only engine); SERVING_MIN_WORKERS (vLLM batches "
         "requests itself, in one copy of the model)",
     )
+
+
+def test_what_does_not_count_is_told():
+    settings = read({"OPTION_PORT": "81", "SAGEMAKER_BIND_TO_PORT": "82"})
+    assert settings.notes == ("OPTION_PORT is set, but SAGEMAKER_BIND_TO_PORT comes first",)
+
+
+def test_a_name_that_no_file_can_have_is_told():
+    with pytest.raises(SettingsError, match="File name too long"):
+        read({"OPTION_MODEL_ID": "x" * 5000})
 
 
 def test_every_option_tells_where_it_was_given():

@@ -23,6 +23,7 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
+from lmi_config.model import Folder
 from serving import sources
 from serving.sources import SourceError, locate, needed
 
@@ -232,6 +233,16 @@ def bucket(aws, tmp_path, request):
     made = Bucket(aws, name, tmp_path / "models")
     made.put(MODEL | NOT_NEEDED)
     return made
+
+
+def test_what_was_fetched_from_s3_is_looked_at_on_disk(bucket):
+    source = bucket.locate()
+    assert not isinstance(source.checkpoint(), Folder)
+    assert source.room() > 0
+    source.fetch(print)
+    assert isinstance(source.checkpoint(), Folder)
+    bucket.put({"config.json": b"{}"})
+    assert not isinstance(source.checkpoint(), Folder)
 
 
 def test_a_model_comes_from_s3_once(bucket):
