@@ -73,21 +73,22 @@ def memory(
         shares.append(
             Share("shared memory", min(count * SHARED_MEMORY, machine.shm), "/dev/shm counts too")
         )
-    if cached:
-        shares.append(Share("cache server", CACHE_SERVER, "without its pool; measured"))
     margin = round(MARGIN * machine.memory)
     shares.append(Share("margin", margin, f"{MARGIN:.0%} of the memory"))
     left = machine.memory_free - sum(share.size for share in shares)
     kv = None
     if not on_gpu and "kv_cache_memory_bytes" not in settings.origins:
-        kv = _kv_on_cpu(settings, machine, left) // count
-        reason = "a quarter of the memory, at most 4 GiB and half of what is left"
+        kv = _kv_on_cpu(machine, left) // count
+        reason = "half of what is left, at most a quarter of the memory and 4 GiB"
     elif settings.kv_cache_memory_bytes and not on_gpu:
         kv = settings.kv_cache_memory_bytes
         reason = settings.origins["kv_cache_memory_bytes"]
     if kv is not None:
         shares.append(Share("engine's KV cache", kv * count, reason))
         left -= kv * count
+    if cached:
+        shares.append(Share("cache server", CACHE_SERVER, "without its pool; measured"))
+        left -= CACHE_SERVER
     return Budget(shares=tuple(shares), kv=kv, free=max(left, 0))
 
 
@@ -114,12 +115,12 @@ def _weights(
     ]
 
 
-def _kv_on_cpu(settings: Settings, machine: Machine, left: int) -> int:
-    """Bytes for the engine's KV cache without a GPU, all ranks together.
+def _kv_on_cpu(machine: Machine, left: int) -> int:
+    """Bytes for the engine's KV cache without a GPU, all ranks together; never nothing.
 
     vLLM alone would reserve nearly all memory. A quarter serves what a CPU is good for.
     """
-    return max(min(machine.memory // 4, KV_ON_CPU, left // 2), 0)
+    return min(machine.memory // 4, KV_ON_CPU, max(left // 2, machine.memory // 16))
 
 
 def kv_per_token(settings: Settings, model: ModelFacts) -> int | None:

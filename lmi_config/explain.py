@@ -103,7 +103,7 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
     names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
     yield "devices", f"{len(machine.gpus)} x {names}", f"tensor parallel {degree} ({given})"
     if plan.gpu:
-        tokens = preflight.kv_tokens(settings, machine, plan.model, plan.gpu)
+        tokens = preflight.kv_tokens(settings, machine, plan.model, plan.memory, plan.gpu)
         yield "each GPU", told(plan.gpu.total), f"vLLM may use {told(plan.gpu.usable)}"
         yield "  weights", told(plan.gpu.weights), "the rank's part, and the draft's"
         yield "  overhead", told(plan.gpu.overhead), "context, activations, graphs; an estimate"

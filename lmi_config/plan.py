@@ -99,6 +99,8 @@ def make(
             settings, machine, model, memory, count, lmcache_file, to_fetch, region
         )
     running = tiers is not None and tiers.l1 > 0
+    if cached and not running:
+        memory = budget.memory(settings, machine, model, draft_facts, cached=False)
     return Plan(
         settings=settings,
         machine=machine,

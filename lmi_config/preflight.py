@@ -26,8 +26,12 @@ def findings(
     yield from settings.notes
     yield from _gpus(settings, machine)
     yield from _memory(machine, budget)
-    if gpu:
-        yield from _gpu_memory(settings, machine, model, gpu)
+    if gpu and gpu.kv <= 0:
+        yield (
+            f"each GPU's share of the weights is {told(gpu.weights)} and vLLM may use "
+            f"{told(gpu.usable)} of its memory; use more GPUs or a quantised model"
+        )
+    yield from _length(settings, machine, model, budget, gpu)
     count = ranks(settings, machine)
     if count > 1 and machine.shm < SMALL_SHM:
         yield (
@@ -83,30 +87,25 @@ def _memory(machine: Machine, budget: Budget) -> Iterator[str]:
         )
 
 
-def _gpu_memory(
-    settings: Settings, machine: Machine, model: ModelFacts, gpu: GpuBudget
+def _length(
+    settings: Settings, machine: Machine, model: ModelFacts, budget: Budget, gpu: GpuBudget | None
 ) -> Iterator[str]:
-    if gpu.kv <= 0:
-        yield (
-            f"each GPU's share of the weights is {told(gpu.weights)} and vLLM may use "
-            f"{told(gpu.usable)} of its memory; use more GPUs or a quantised model"
-        )
-        return
-    tokens = kv_tokens(settings, machine, model, gpu)
+    tokens = kv_tokens(settings, machine, model, budget, gpu)
     length = settings.max_model_len if (settings.max_model_len or 0) > 0 else model.max_length
-    if tokens is not None and length and tokens < length:
+    if tokens and length and tokens < length:
         yield (
             f"the KV cache will hold about {tokens:,} tokens, less than the longest request of "
-            f"{length:,}; set OPTION_MAX_MODEL_LEN={tokens // 1024 * 1024}"
+            f"{length:,}; set OPTION_MAX_MODEL_LEN={max(tokens // 1024, 1) * 1024}"
         )
 
 
 def kv_tokens(
-    settings: Settings, machine: Machine, model: ModelFacts, gpu: GpuBudget
+    settings: Settings, machine: Machine, model: ModelFacts, budget: Budget, gpu: GpuBudget | None
 ) -> int | None:
-    """Tokens that the engine's KV cache holds on GPUs, all ranks together; an estimate."""
+    """Tokens that the engine's KV cache holds, all ranks together; on GPUs an estimate."""
     each = kv_per_token(settings, model)
-    if not each or not model.kv:
+    size = gpu.kv if gpu else budget.kv
+    if not each or not model.kv or size is None:
         return None
     count = ranks(settings, machine)
-    return max(gpu.kv, 0) * count // (each * model.kv.copies(count))
+    return max(size, 0) * count // (each * model.kv.copies(count))

@@ -70,6 +70,12 @@ def test_l1_is_left_out_where_it_would_not_help(here, facts, reason):
     assert "kv_transfer_config" not in found.engine("m", None)
 
 
+def test_the_engines_own_cache_comes_before_the_tiers():
+    found = planned(here=machine(memory=3 * GIB), facts=model(0.25))
+    assert found.memory.kv == 3 * GIB // 16
+    assert "cache server" not in [share.name for share in found.memory.shares]
+
+
 @pytest.mark.parametrize(
     ("found", "reason"),
     [

@@ -33,8 +33,8 @@ memory                    256.0 GiB        the container's limit; 256.0 GiB free
   2 workers               6.0 GiB          estimate, CUDA included
   weights being loaded    8.0 GiB          a file in each worker, at most all
   shared memory           0.5 GiB          /dev/shm counts too
-  cache server            0.8 GiB          without its pool; measured
   margin                  25.6 GiB         10% of the memory
+  cache server            0.8 GiB          without its pool; measured
   KV tier L1              213.6 GiB        below
   left                    26 MiB
 KV tier L1                213.6 GiB        what the engine leaves, all of it taken at the start
@@ -137,6 +137,13 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             "the KV cache will hold about 25,231 tokens, less than the longest request of 131,072; "
             "set OPTION_MAX_MODEL_LEN=24576",
         ),
+        (
+            {},
+            machine(memory=8 * GIB),
+            model(1),
+            "the KV cache will hold about 14,131 tokens, less than the longest request of 131,072; "
+            "set OPTION_MAX_MODEL_LEN=13312",
+        ),
         ({}, machine(gpus=2, shm=64 << 20), None, "/dev/shm has 64 MiB and 2 ranks talk through"),
         (
             {"OPTION_MAX_MODEL_LEN": "200k"},
@@ -154,7 +161,7 @@ def test_what_is_likely_to_go_wrong_is_told(environ, here, facts, finding):
 
 def test_a_download_without_room_is_told():
     environ: dict[str, str] = {}
-    found = plan.make(read(environ), machine(), model(2), None, environ, to_fetch=2 * GIB, room=GIB)
+    found = plan.make(read(environ), machine(), TARGET, None, environ, to_fetch=2 * GIB, room=GIB)
     assert found.findings == (
         "2.0 GiB have yet to be downloaded, and 1.0 GiB are free where they go; set "
         "SERVING_DOWNLOAD_DIR (S3) or HF_HOME (hub) to a larger disk",
