@@ -302,6 +302,10 @@ def connector(tiers: Tiers, machine: Machine) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": machine.ports[0],
+            # How long a request may wait for a server that is away: with LMCache's own 300 s and
+            # 10 s one waited for 21 s.
+            "lmcache.mp.mq_timeout": 10.0,
+            "lmcache.mp.heartbeat_interval": 2.0,
             **tiers.connector,
         },
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import mmap
 import os
 import socket
@@ -12,6 +13,9 @@ from pathlib import Path
 
 PAGE = 4096
 """Bytes that O_DIRECT reads and writes are a multiple of; no disk's block is larger."""
+
+LOCK = ".lock"
+"""In a folder of the disk tier: locked by the servers that use it."""
 
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "none"
 
@@ -27,7 +31,10 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Disk:
-    """A folder's file system. free, total: bytes; direct: whether O_DIRECT works there."""
+    """A folder's file system. free, total: bytes; direct: whether O_DIRECT works there.
+
+    KV caches in the folder that no server holds count as free.
+    """
 
     path: str
     kind: str
@@ -172,9 +179,28 @@ def _free(path: Path) -> tuple[int, int]:
 
 def _disk(path: Path, root: Path) -> Disk:
     free, total = _free(path)
+    if path.is_dir():
+        folders = [folder for folder in path.iterdir() if folder.is_dir() and not held(folder)]
+        for folder in folders:
+            free += sum(file.stat().st_blocks * 512 for file in folder.glob("*.data"))
     existing = _existing(path)
     direct = os.access(existing, os.W_OK) and _direct(existing)
     return Disk(path=str(path), kind=_kind(existing, root), free=free, total=total, direct=direct)
+
+
+def held(folder: Path) -> bool:
+    """Whether a running server uses this folder of the disk tier."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _kind(path: Path, root: Path) -> str:

@@ -45,6 +45,7 @@ def options(
             found[option.vllm] = value
     if settings.enable_lora:
         found = {**LORA_DEFAULTS, **found}
+    found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
     if not machine.gpus:
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)

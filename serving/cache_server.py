@@ -1,84 +1,210 @@
-"""LMCache's server, a child of ours: started before the engine, stopped after it."""
+"""LMCache's server as our child: started before the engine, watched, restarted, stopped last.
+
+While it is away the engine's connector notices and serves without it; when it is back, the
+connector registers again and hits return. So nothing here is ever in a request's way.
+"""
 
 import asyncio
+import contextlib
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import httpx
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
 START_S = 120.0
 TERM_S = 1.0  # between SIGTERM and SIGKILL
+WATCH_S = 2.0  # between two looks at it; its metrics are as old as that
+HUNG_S = 15.0  # without an answer for so long, it is killed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before it is started again; doubled each time
+STEADY_S = 300.0  # after so long without trouble the next pause is the first again
 
 _MAIN = "from lmcache.cli.main import main; main()"
+_LINE = re.compile(r"\[[^]]*\] LMCache (\w+): (.*)")  # lmcache/logging.py, without its colours
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class CacheServerError(Exception):
     """The cache server did not start. The message says why."""
 
 
-class CacheServer:
-    """A running `lmcache server`. Its output becomes part of our log."""
+class CacheServer(Collector):
+    """`lmcache server`, kept running from start() to stop(), and its series for Prometheus.
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._logging = asyncio.create_task(self._log())
+    arguments: of `lmcache`. environ: variables beside our own; they may hold what is secret.
+    http_port: where it answers /metrics. capacity: bytes of each tier.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        http_port: int,
+        capacity: Mapping[str, int],
+    ) -> None:
+        self._arguments = arguments
+        self._environ = environ
+        self._url = f"http://127.0.0.1:{http_port}/metrics"
+        self._capacity = capacity
+        self._client = httpx.AsyncClient(trust_env=False, timeout=WATCH_S)
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._series: list[Metric] = []
+        self._restarts = 0
+        self.up = False
+
+    async def start(self) -> None:
+        """Start it and wait until it answers. Raises CacheServerError; then nothing is left."""
+        REGISTRY.register(self)
+        try:
+            await self._launch()
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks.append(asyncio.create_task(self._keep()))
 
     async def stop(self) -> None:
-        if self._process.returncode is None:
-            self._process.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), TERM_S)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-        self._logging.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await self._end()
+        await self._client.aclose()
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(self)
 
-    async def ready(self, http_port: int) -> None:
-        """Wait until it answers. Raises CacheServerError when it ends first, or takes too long."""
-        url = f"http://127.0.0.1:{http_port}/healthcheck"
-        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(START_S):
-            while self._process.returncode is None:
-                try:
-                    if (await client.get(url)).status_code == 200:
-                        return
-                except httpx.TransportError:
-                    await asyncio.sleep(0.25)
+    async def _launch(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            _MAIN,
+            *self._arguments,
+            env={**os.environ, "LMCACHE_DISABLE_BANNER": "1", **self._environ},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for us alone
+        )
+        assert self._process.stdout
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(_fold(self._process.stdout)))
+        deadline = time.monotonic() + START_S
+        while self._process.returncode is None:
+            if await self._answers():
+                self.up = True
+                return
+            if time.monotonic() > deadline:
+                await self._end()
+                raise CacheServerError(f"it does not answer after {START_S:.0f} s")
+            await asyncio.sleep(0.25)
         raise CacheServerError(f"it ended with exit code {self._process.returncode}")
 
-    async def _log(self) -> None:
-        assert self._process.stdout
-        async for line in self._process.stdout:
-            log.info("%s", line.decode(errors="replace").rstrip())
+    async def _keep(self) -> None:
+        """Watch it, and start it again when it has ended or hangs."""
+        pause, began = FIRST_PAUSE_S, time.monotonic()
+        while True:
+            trouble = await self._trouble()
+            self.up = False
+            self._series = []
+            await self._end()
+            if time.monotonic() - began > STEADY_S:
+                pause = FIRST_PAUSE_S
+            log.error(
+                "the cache server is away; requests are served without it: %s",
+                trouble,
+                extra={"facts": {"again_in_s": pause}},
+            )
+            while not self.up:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                self._restarts += 1
+                try:
+                    await self._launch()
+                except CacheServerError as error:
+                    facts = {"facts": {"again_in_s": pause}}
+                    log.error("the cache server did not start: %s", error, extra=facts)
+            began = time.monotonic()
+            log.warning("the cache server is back")
+
+    async def _trouble(self) -> str:
+        """Wait until it has ended or hangs; say which."""
+        assert self._process
+        answered = time.monotonic()
+        while self._process.returncode is None:
+            if await self._answers():
+                answered = time.monotonic()
+            elif time.monotonic() - answered > HUNG_S:
+                return f"it has not answered for {HUNG_S:.0f} s"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), WATCH_S)
+        return f"it ended with exit code {self._process.returncode}"
+
+    async def _answers(self) -> bool:
+        try:
+            answer = await self._client.get(self._url)
+        except httpx.TransportError:
+            return False
+        if answer.status_code == 200:
+            self._series = [
+                series
+                for series in text_string_to_metric_families(answer.text)
+                if series.name.startswith("lmcache")  # not its process's own
+            ]
+        return answer.status_code == 200
+
+    async def _end(self) -> None:
+        process = self._process
+        if not process or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), TERM_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "slipway_kv_cache_server_up",
+            "Whether the cache server answers; requests are served without tiers while it is 0.",
+            int(self.up),
+        )
+        yield CounterMetricFamily(
+            "slipway_kv_cache_server_restarts", "Starts after the first.", self._restarts
+        )
+        sizes = GaugeMetricFamily(
+            "slipway_kv_tier_capacity_bytes", "The size of each KV cache tier.", labels=["tier"]
+        )
+        for tier, size in self._capacity.items():
+            sizes.add_metric([tier], size)
+        yield sizes
+        yield from self._series
 
 
-async def start(
-    arguments: Sequence[str], environ: Mapping[str, str], http_port: int
-) -> CacheServer:
-    """Start it with these arguments of `lmcache` and wait until it answers.
+async def _fold(output: asyncio.StreamReader) -> None:
+    """Pass its lines on to our log, at their own level."""
+    async for line in _lines(output):
+        text = _COLOUR.sub("", line).rstrip()
+        if match := _LINE.match(text):
+            log.log(logging.getLevelNamesMapping().get(match[1], logging.INFO), "%s", match[2])
+        elif text:
+            log.info("%s", text)
 
-    environ: variables beside our own; they may hold what is secret. Raises CacheServerError.
-    """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        _MAIN,
-        *arguments,
-        env={**os.environ, "LMCACHE_DISABLE_BANNER": "1", **environ},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C is for us alone
-    )
-    server = CacheServer(process)
-    try:
-        await server.ready(http_port)
-    except TimeoutError:
-        await server.stop()
-        raise CacheServerError(f"it does not answer after {START_S:.0f} s") from None
-    except BaseException:
-        await server.stop()
-        raise
-    return server
+
+async def _lines(output: asyncio.StreamReader) -> AsyncIterator[str]:
+    while True:
+        try:
+            line = await output.readline()
+        except ValueError:  # a line too long for the reader's buffer; it is skipped
+            continue
+        if not line:
+            return
+        yield line.decode(errors="replace")

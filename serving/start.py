@@ -5,8 +5,9 @@ import logging
 from pathlib import Path
 
 from lmi_config import kv_tiers
+from lmi_config.plan import Plan
 from lmi_config.vllm_args import arguments
-from serving import cache_server
+from serving import disk_tier
 from serving import engine as vllm
 from serving.cache_server import CacheServer, CacheServerError
 from serving.engine import Engine, EngineError, Note
@@ -37,14 +38,14 @@ class _Served:
 async def start(prepared: Prepared, note: Note) -> Engine:
     """Start what the plan says. Raises EngineError; processes may then still be there."""
     plan = prepared.plan
-    caching = asyncio.create_task(_cache(prepared))
     folder = await _fetched(prepared.model, note)
     draft = await _fetched(prepared.draft, note) if prepared.draft else None
+    caching = asyncio.create_task(_cache(plan, folder))
     await vllm.load(note)
     if not caching.done():
         note("waiting for the cache server")
-    cache = await caching
-    options = plan.engine(str(folder), str(draft) if draft else None, tiers=cache is not None)
+    cache, name = await caching
+    options = plan.engine(str(name), str(draft) if draft else None, tiers=cache is not None)
     engine = await vllm.start(arguments(options), note)
     return _Served(engine, cache) if cache else engine
 
@@ -56,17 +57,30 @@ async def _fetched(source: Source, note: Note) -> Path:
         raise EngineError(str(error)) from None
 
 
-async def _cache(prepared: Prepared) -> CacheServer | None:
-    """The cache server, or None where there is to be none, or it cannot be had."""
-    plan = prepared.plan
-    if not plan.cache_server or not plan.tiers:
-        return None
-    kv_tiers.DECISION.parent.mkdir(parents=True, exist_ok=True)
-    kv_tiers.DECISION.write_text(kv_tiers.yaml(plan.tiers))
+async def _cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Path]:
+    """The cache server, and by which name it knows the model's folder.
+
+    There is none where none is planned, or where it cannot be had.
+    """
+    tiers = plan.tiers
+    if not tiers or not tiers.l1:
+        return None, folder
     try:
-        return await cache_server.start(
-            plan.cache_server, plan.cache_environment, plan.machine.ports[1]
+        options = plan.engine(str(folder), None)
+        fingerprint = await in_thread(disk_tier.fingerprint, folder, options)
+        name = disk_tier.named(folder, fingerprint)
+        if tiers.disk:
+            tiers = await in_thread(disk_tier.claim, tiers, fingerprint)
+        kv_tiers.DECISION.parent.mkdir(parents=True, exist_ok=True)
+        kv_tiers.DECISION.write_text(kv_tiers.yaml(tiers))
+        server = CacheServer(
+            kv_tiers.server_arguments(tiers, plan.machine),
+            plan.cache_environment,
+            plan.machine.ports[1],
+            {"l1": tiers.l1, "disk": tiers.disk},
         )
-    except CacheServerError as error:
+        await server.start()
+    except (CacheServerError, OSError) as error:
         log.error("serving without KV cache tiers: the cache server did not start: %s", error)
-        return None
+        return None, folder
+    return server, name

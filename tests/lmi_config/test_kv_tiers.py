@@ -137,6 +137,8 @@ def test_the_cache_servers_command_line():
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": 5001,
+            "lmcache.mp.mq_timeout": 10.0,
+            "lmcache.mp.heartbeat_interval": 2.0,
         },
     }
 

@@ -55,6 +55,7 @@ options:
   kv_l2_url = (hidden)                                          OPTION_KV_L2_URL
   hf_token = (hidden)                                           SM_VLLM_HF_TOKEN
   served_model_name = org/model, lmi                            derived
+  enable_prompt_tokens_details = True                           derived
   kv_transfer_config = {"kv_connector": "LMCacheMPConnector...  derived
 """
 

@@ -35,6 +35,7 @@ def test_the_whole_command_line_on_gpus():
         "--gpu-memory-utilization=0.8",
         "--max-model-len=8000",
         "--max-num-seqs=64",
+        "--enable-prompt-tokens-details",
         "--no-enable-chunked-prefill",
         "--ignore-patterns",
         "a",
