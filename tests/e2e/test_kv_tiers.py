@@ -75,11 +75,14 @@ def tiers(tiny_options, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def first(tiers, valkey, tmp_path_factory):
-    environ = tiers("first", OPTION_KV_L2_URL=f"redis://127.0.0.1:{valkey.port}")
-    with serving(tmp_path_factory.mktemp("first") / "log", **environ) as served:
+def options_of_first(tiers, valkey):
+    return tiers("first", OPTION_KV_L2_URL=f"redis://127.0.0.1:{valkey.port}")
+
+
+@pytest.fixture(scope="module")
+def first(options_of_first, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("first") / "log", **options_of_first) as served:
         served.ready()
-        served.options = environ
         yield served
 
 
@@ -137,9 +140,9 @@ def test_another_instance_answers_from_the_shared_store(first, tiers, valkey, tm
         assert again == text
 
 
-def test_the_disk_tier_outlives_a_restart(first, tmp_path):
+def test_the_disk_tier_outlives_a_restart(first, options_of_first, tmp_path):
     text, _ = ask(first, prompt("restart"))
-    environ = {name: value for name, value in first.options.items() if "URL" not in name}
+    environ = {name: value for name, value in options_of_first.items() if "URL" not in name}
     time.sleep(2)  # the disk is written to behind the answer
     assert first.stop() == 0
     with serving(tmp_path / "log", **environ) as again:
