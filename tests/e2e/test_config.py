@@ -15,7 +15,7 @@ from tests.cgroups import limited
 from tests.e2e.conftest import serving
 
 GIB = 1024**3
-LIMIT = 5 * GIB
+LIMIT = 6 * GIB
 
 PROPERTIES = """
 engine=Python
