@@ -19,7 +19,12 @@ from lmi_config.model import ModelFacts
 from lmi_config.options import Settings
 from lmi_config.settings import SettingsError
 
-CONNECTOR = "LMCacheMPConnector"
+CONNECTOR = "PatientConnector"
+CONNECTOR_MODULE = "serving.kv_connector"
+DISK_MODULE = "serving.checked_files"
+PREFETCH_POLICY = "slipway"
+SHARED_STORE = "SLIPWAY_SHARED_STORE"
+"""Our own parts in vLLM and in LMCache's server, by the names they are asked for."""
 IN_PROCESS = "LMCacheConnectorV1"
 """The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
 
@@ -270,41 +275,46 @@ def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
         if tiers.l1 >= GIB
         else "--no-l1-use-lazy",
         f"--eviction-policy={tiers.eviction}",
-        "--l2-prefetch-policy=retain",
+        f"--l2-prefetch-policy={PREFETCH_POLICY}",
     ]
     if not machine.gpus:
         arguments.append("--supported-transfer-mode=auto")
     if tiers.skip_l1 and (tiers.disk or tiers.shared):
         arguments.append("--l2-store-policy=skip_l1")
-    adapters: list[Mapping[str, Any]] = []
     if tiers.disk:
-        adapters.append(
-            {
-                "type": "fs_native",
-                "base_path": tiers.path,
-                "use_odirect": tiers.direct,
-                "max_capacity_gb": tiers.disk / GIB,
-                "eviction": {"eviction_policy": "LRU"},  # without it the capacity bounds nothing
-            }
-        )
-    if tiers.shared:
-        adapters.append(tiers.shared.adapter)
-    for adapter in adapters:
-        arguments.append(f"--l2-adapter={json.dumps(adapter, separators=(',', ':'))}")
+        disk = {
+            "type": "native_plugin",
+            "module_path": DISK_MODULE,
+            "class_name": "CheckedFiles",
+            "adapter_params": {"path": tiers.path, "direct": tiers.direct},
+            "max_capacity_gb": tiers.disk / GIB,
+            "eviction": {"eviction_policy": "LRU"},  # without it the capacity bounds nothing
+        }
+        arguments.append(f"--l2-adapter={json.dumps(disk, separators=(',', ':'))}")
     return arguments
+
+
+def server_environment(tiers: Tiers) -> dict[str, str]:
+    """Variables for the cache server, with what is secret. The shared store is among them: a
+    command line would show its password.
+    """
+    if not tiers.shared:
+        return {}
+    return {**tiers.shared.env, SHARED_STORE: json.dumps(dict(tiers.shared.adapter))}
 
 
 def connector(tiers: Tiers, machine: Machine) -> dict[str, Any]:
     """vLLM's kv_transfer_config for these tiers."""
     return {
         "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": machine.ports[0],
-            # How long a request may wait for a server that is away: with LMCache's own 300 s and
-            # 10 s one waited for 21 s.
-            "lmcache.mp.mq_timeout": 10.0,
+            # How long the engine may stand still for a server that is away: 21 s were seen with
+            # LMCache's own 300 s and 10 s. Without a GPU it copies KV itself, and waits for that.
+            "lmcache.mp.mq_timeout": 10.0 if machine.gpus else 5.0,
             "lmcache.mp.heartbeat_interval": 2.0,
             **tiers.connector,
         },

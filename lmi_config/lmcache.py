@@ -111,7 +111,7 @@ class L2Store:
     """A store behind the cache server's memory, as the server is told of it.
 
     kind: LMCache's name of the adapter.
-    adapter: the JSON object for --l2-adapter. It has a password in it only where `note` says so.
+    adapter: LMCache's JSON object for it. It may have a password in it.
     env: variables for the server's process; they carry what is secret.
     shown: the URL, with its password masked.
     note: what an operator should know, or "".
@@ -132,10 +132,10 @@ class L2Store:
 def store(url: str, region: str | None = None) -> L2Store:
     """Read the URL of an L2 store. `region` is the AWS region for an S3 URL that names none.
 
-    `redis://[user:password@]host[:6379]`, `valkey://…`: Redis or Valkey, through LMCache's own
-        client. Characters that mean something in a URL are percent-encoded in a password.
-    `rediss://[user:password@]host[:6379][/database]`, `valkeys://…`: the same with TLS, through
-        Valkey's client.
+    `redis://[user:password@]host[:6379][/database]`, `valkey://…`: Redis or Valkey, through
+        Valkey's client: LMCache's own for `resp` hangs on a key that was evicted, and does not
+        connect again. Characters that mean something in a URL are percent-encoded in a password.
+    `rediss://…`, `valkeys://…`: the same with TLS.
     `redis://host,host`, or one host and `?cluster=true`, in each of the four: a cluster.
     `s3://bucket?region=…`: S3, with the credentials that boto3 finds. `endpoint` is the host of a
         service like S3, after `http://` where it has no TLS; it must answer to `bucket.endpoint`.
@@ -227,38 +227,22 @@ def _redis(parts: SplitResult, _: str | None) -> L2Store:
     if path and not re.fullmatch(r"\d{1,9}", path):
         raise ValueError(f"the path after {scheme}://{hosts} should be a database number, like /0")
     database = int(path or 0)
-    tls = scheme in ("rediss", "valkeys")
-    if database and (cluster or not tls):
-        raise ValueError(f"{scheme}:// here reaches database 0 only, not {database}")
+    if database and cluster:
+        raise ValueError(f"{scheme}:// reaches database 0 only of a cluster, not {database}")
     capacity = query.get("capacity_gb")
-    notes = [_COUNTED] if capacity else []
-    env: dict[str, str] = {}
-    adapter: dict[str, object]
-    if tls or cluster:
-        nodes = ",".join(f"{host}:{port}" for host, port in addresses)
-        adapter = {"type": "valkey", "startup_nodes": nodes}
-        adapter |= {"tls_enable": True} if tls else {}
-        adapter |= {"cluster_mode": True} if cluster else {}
-        adapter |= {"database_id": database} if database else {}
-        adapter |= {"username": user} if user else {}
-        adapter |= {"password": password} if password else {}
-        if password:
-            notes.append(
-                "the password stands on the cache server's command line, and in its /config: "
-                "LMCache's client for TLS and clusters takes it from nowhere else"
-            )
-    else:
-        host, port = addresses[0]
-        adapter = {"type": "resp", "host": host, "port": port}
-        env |= {"LMCACHE_RESP_USERNAME": user} if user else {}
-        env |= {"LMCACHE_RESP_PASSWORD": password} if password else {}
+    nodes = ",".join(f"{host}:{port}" for host, port in addresses)
+    adapter: dict[str, object] = {"type": "valkey", "startup_nodes": nodes}
+    adapter |= {"tls_enable": True} if scheme in ("rediss", "valkeys") else {}
+    adapter |= {"cluster_mode": True} if cluster else {}
+    adapter |= {"database_id": database} if database else {}
+    adapter |= {"username": user} if user else {}
+    adapter |= {"password": password} if password else {}
     masked = f"{login.partition(':')[0]}:***@{hosts}" if login else hosts
     return L2Store(
         kind=str(adapter["type"]),
         adapter=_bounded(adapter | {"shared": True}, capacity),
-        env=env,
         shown=parts._replace(netloc=masked).geturl(),
-        note="; ".join(notes),
+        note=_COUNTED if capacity else "",
     )
 
 

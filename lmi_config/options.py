@@ -322,6 +322,13 @@ class Settings:
         default="/tmp/lmcache",
         help="The folder of the disk tier, on this machine's own disk.",
     )
+    cache_salt_header: str | None = _option(
+        text,
+        "OPTION_CACHE_SALT_HEADER",
+        help="A request header that names a tenant. Requests share KV caches, the engine's own and "
+        "all tiers, only with requests of the same tenant. A body's `cache_salt` parts them "
+        "further.",
+    )
     kv_transfer_config: Mapping[str, Any] | None = _option(
         json_object,
         "OPTION_KV_TRANSFER_CONFIG",

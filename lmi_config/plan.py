@@ -113,7 +113,7 @@ def make(
         cache_server=(
             tuple(kv_tiers.server_arguments(tiers, machine)) if tiers and running else None
         ),
-        cache_environment=tiers.shared.env if tiers and tiers.shared else {},
+        cache_environment=kv_tiers.server_environment(tiers) if tiers else {},
         findings=(
             *preflight.findings(settings, machine, model, memory, gpu, tiers),
             *preflight.downloads(to_fetch, room),

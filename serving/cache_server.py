@@ -12,13 +12,16 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 import httpx
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from serving.engine import Prefilled
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +31,14 @@ WATCH_S = 2.0  # between two looks at it; its metrics are as old as that
 HUNG_S = 15.0  # without an answer for so long, it is killed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before it is started again; doubled each time
 STEADY_S = 300.0  # after so long without trouble the next pause is the first again
+QUIET_S = 60.0  # for so long the same trouble is not told again
+LONGEST_LINE = 2000  # characters; LMCache lists keys
+LONG = 512  # tokens to compute, on average; of shorter prompts the time is not in the computing
+FADES = 0.7  # what is left of the engine's speed after the next measurement
 
-_MAIN = "from lmcache.cli.main import main; main()"
 _LINE = re.compile(r"\[[^]]*\] LMCache (\w+): (.*)")  # lmcache/logging.py, without its colours
+_STORES = {"native_plugin": "disk", "fs_native": "folder"}  # LMCache's names of their types
+_NUMBER = re.compile(r"\d+")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -42,7 +50,9 @@ class CacheServer(Collector):
     """`lmcache server`, kept running from start() to stop(), and its series for Prometheus.
 
     arguments: of `lmcache`. environ: variables beside our own; they may hold what is secret.
-    http_port: where it answers /metrics. capacity: bytes of each tier.
+    http_port: where it answers /metrics. capacity: bytes of each tier. prefilled: what the engine
+    has computed so far; its speed is passed on, for the server to tell what is worth loading.
+    chunk_size: tokens.
     """
 
     def __init__(
@@ -51,11 +61,17 @@ class CacheServer(Collector):
         environ: Mapping[str, str],
         http_port: int,
         capacity: Mapping[str, int],
+        prefilled: Callable[[], Prefilled],
+        chunk_size: int,
     ) -> None:
         self._arguments = arguments
         self._environ = environ
         self._url = f"http://127.0.0.1:{http_port}/metrics"
         self._capacity = capacity
+        self._prefilled = prefilled
+        self._chunk_size = chunk_size
+        self._counted = Prefilled(0, 0, 0)
+        self._seconds_per_token = 0.0
         self._client = httpx.AsyncClient(trust_env=False, timeout=WATCH_S)
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,12 +80,14 @@ class CacheServer(Collector):
         self.up = False
 
     async def start(self) -> None:
-        """Start it and wait until it answers. Raises CacheServerError; then nothing is left."""
+        """Start it and wait until it answers. Raises CacheServerError; then only the series that
+        say so are left.
+        """
         REGISTRY.register(self)
         try:
             await self._launch()
         except BaseException:
-            await self.stop()
+            await self._end()
             raise
         self._tasks.append(asyncio.create_task(self._keep()))
 
@@ -83,11 +101,9 @@ class CacheServer(Collector):
 
     async def _launch(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _MAIN,
-            *self._arguments,
+            *(sys.executable, "-m", "serving.lmcache_server", *self._arguments),
             env={**os.environ, "LMCACHE_DISABLE_BANNER": "1", **self._environ},
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for us alone
@@ -140,11 +156,26 @@ class CacheServer(Collector):
         while self._process.returncode is None:
             if await self._answers():
                 answered = time.monotonic()
+                self._tell_speed()
             elif time.monotonic() - answered > HUNG_S:
                 return f"it has not answered for {HUNG_S:.0f} s"
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), WATCH_S)
         return f"it ended with exit code {self._process.returncode}"
+
+    def _tell_speed(self) -> None:
+        """Measure how fast the engine computes prompts, and tell the server."""
+        early, late = self._counted, self._prefilled()
+        requests, tokens, seconds = (new - old for new, old in zip(late, early, strict=True))
+        self._counted = late
+        if requests and tokens / requests >= LONG:
+            now = seconds / tokens
+            last = self._seconds_per_token or now
+            self._seconds_per_token = FADES * last + (1 - FADES) * now
+        if self._seconds_per_token:
+            assert self._process
+            assert self._process.stdin
+            self._process.stdin.write(b"%f\n" % (self._seconds_per_token * self._chunk_size))
 
     async def _answers(self) -> bool:
         try:
@@ -153,9 +184,9 @@ class CacheServer(Collector):
             return False
         if answer.status_code == 200:
             self._series = [
-                series
+                _without_tenants(series)
                 for series in text_string_to_metric_families(answer.text)
-                if series.name.startswith("lmcache")  # not its process's own
+                if series.name.startswith(("lmcache", "slipway"))  # not its process's own
             ]
         return answer.status_code == 200
 
@@ -189,14 +220,40 @@ class CacheServer(Collector):
         yield from self._series
 
 
+def _without_tenants(series: Metric) -> Metric:
+    """The sums over tenants and the one model: LMCache has a series for each cache_salt."""
+    sums: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for sample in series.samples:
+        labels = frozenset(
+            (name, _STORES.get(value, value))
+            for name, value in sample.labels.items()
+            if name not in ("cache_salt", "model_name")
+        )
+        key = (sample.name, labels)
+        sums[key] = sums.get(key, 0.0) + sample.value
+    series.samples = [Sample(name, dict(labels), value) for (name, labels), value in sums.items()]
+    return series
+
+
 async def _fold(output: asyncio.StreamReader) -> None:
-    """Pass its lines on to our log, at their own level."""
+    """Pass its lines on to our log at their own level, each trouble once in a while.
+
+    When a store is away LMCache tells of every chunk.
+    """
+    quiet_until: dict[str, float] = {}
     async for line in _lines(output):
         text = _COLOUR.sub("", line).rstrip()
+        level, kind = logging.INFO, _NUMBER.sub("", text)[:80]
         if match := _LINE.match(text):
-            log.log(logging.getLevelNamesMapping().get(match[1], logging.INFO), "%s", match[2])
-        elif text:
-            log.info("%s", text)
+            level = logging.getLevelNamesMapping().get(match[1], logging.INFO)
+            text, kind = match[2], match[2].rpartition("(")[2]  # the place in the code
+        now = time.monotonic()
+        if not text or (
+            now < quiet_until.get(kind, 0.0) and not (match and level < logging.WARNING)
+        ):
+            continue
+        quiet_until[kind] = now + QUIET_S
+        log.log(level, "%s", text[:LONGEST_LINE])
 
 
 async def _lines(output: asyncio.StreamReader) -> AsyncIterator[str]:

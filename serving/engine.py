@@ -8,9 +8,10 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from multiprocessing import resource_tracker
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import httpx
+from prometheus_client import REGISTRY
 from starlette.types import ASGIApp
 
 from serving.threads import in_thread
@@ -37,6 +38,26 @@ class Engine(Protocol):
 
 class EngineError(Exception):
     """The engine could not be started. The message says why."""
+
+
+class Prefilled(NamedTuple):
+    """What the engine has computed of prompts: requests, their tokens, and seconds for each."""
+
+    requests: float
+    tokens: float
+    seconds: float
+
+
+def prefilled() -> Prefilled:
+    """Sums over all requests that have ended, from vLLM's series; cached tokens do not count."""
+    tokens, seconds = "vllm:request_prefill_kv_computed_tokens", "vllm:request_prefill_time_seconds"
+    names = [f"{tokens}_count", f"{tokens}_sum", f"{seconds}_sum"]
+    found = dict.fromkeys(names, 0.0)
+    for series in REGISTRY.restricted_registry(names).collect():
+        for sample in series.samples:
+            if sample.name in found:
+                found[sample.name] += sample.value
+    return Prefilled(*found.values())
 
 
 class VllmEngine:

@@ -6,6 +6,7 @@ is passed on byte for byte.
 """
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from handlers import lmi, openai
 from handlers.records import EngineCall, FormatError
 from lmi_config.options import Settings
 from serving import errors
+from serving.cache_salt import salted
 from serving.errors import (
     BadRequest,
     EngineFailed,
@@ -37,6 +39,7 @@ class Front:
     def __init__(self, lifecycle: Lifecycle, settings: Settings) -> None:
         self.lifecycle = lifecycle
         self._settings = settings
+        self._tenant = (settings.cache_salt_header or "").lower().encode()
         self.engine: ASGIApp | None = None
         self._under_way: set[Exchange] = set()
         self._idle = asyncio.Event()
@@ -47,7 +50,7 @@ class Front:
         self.lifecycle.require_ready()
         body = await _read_body(scope, receive, self._settings.max_request_size)
         call = EngineCall(scope["path"], body)
-        await self._exchange(Exchange(call, scope, receive, send, SSE))
+        await self._exchange(call, scope, receive, send, SSE)
 
     async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /invocations: the body says which format it is."""
@@ -58,11 +61,17 @@ class Front:
         except FormatError as error:
             raise BadRequest(str(error), error.parameter) from None
         framing = SSE if b"text/event-stream" in _header(scope, b"accept") else JSON_LINES
-        await self._exchange(Exchange(call, scope, receive, send, framing))
+        await self._exchange(call, scope, receive, send, framing)
 
-    async def _exchange(self, exchange: "Exchange") -> None:
+    async def _exchange(
+        self, call: EngineCall, scope: Scope, receive: Receive, send: Send, framing: "Framing"
+    ) -> None:
         self.lifecycle.require_ready()  # again: reading the body took its time
         assert self.engine is not None
+        if call.body:
+            tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
+            call = dataclasses.replace(call, body=salted(call.body, tenant))
+        exchange = Exchange(call, scope, receive, send, framing)
         limit = self._settings.job_queue_size
         if len(self._under_way) >= limit:
             raise NotReady(f"{limit} requests are under way; SERVING_JOB_QUEUE_SIZE sets the limit")

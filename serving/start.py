@@ -78,6 +78,8 @@ async def _cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Path]:
             plan.cache_environment,
             plan.machine.ports[1],
             {"l1": tiers.l1, "disk": tiers.disk},
+            vllm.prefilled,
+            tiers.chunk_size,
         )
         await server.start()
     except (CacheServerError, OSError) as error:

@@ -95,7 +95,7 @@ def test_the_disk_is_left_out_where_there_is_none(found, reason):
 def test_o_direct_is_used_where_it_works(direct):
     found = planned(here=machine(disk=disk(100, direct=direct)))
     assert found.tiers.direct is direct
-    assert f'"use_odirect":{str(direct).lower()}' in found.cache_server[-1]
+    assert f'"direct":{str(direct).lower()}' in found.cache_server[-1]
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,19 @@ def test_the_cache_servers_command_line():
         "--l1-size-gb=224.625",
         "--l1-init-size-gb=20",
         "--eviction-policy=LRU",
-        "--l2-prefetch-policy=retain",
-        '--l2-adapter={"type":"fs_native","base_path":"/tmp/lmcache","use_odirect":true,'
+        "--l2-prefetch-policy=slipway",
+        '--l2-adapter={"type":"native_plugin","module_path":"serving.checked_files",'
+        '"class_name":"CheckedFiles","adapter_params":{"path":"/tmp/lmcache","direct":true},'
         '"max_capacity_gb":398.0,"eviction":{"eviction_policy":"LRU"}}',
-        '--l2-adapter={"type":"resp","host":"cache","port":6379,"shared":true}',
     ]
-    assert found.cache_environment == {"LMCACHE_RESP_PASSWORD": "hush"}
+    assert found.cache_environment == {
+        "SLIPWAY_SHARED_STORE": '{"type": "valkey", "startup_nodes": "cache:6379", '
+        '"password": "hush", "shared": true}'
+    }
     assert "hush" not in explain.as_text(found) + str(explain.as_json(found))
     assert found.engine("m", None)["kv_transfer_config"] == {
-        "kv_connector": "LMCacheMPConnector",
+        "kv_connector": "PatientConnector",
+        "kv_connector_module_path": "serving.kv_connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
@@ -168,7 +172,7 @@ def test_lmis_manual_connector_means_lmcaches_configuration():
     found = planned(environ)
     assert found.tiers.l1 == 3 * GIB
     config = found.engine("m", None)["kv_transfer_config"]
-    assert config["kv_connector"] == "LMCacheMPConnector"
+    assert config["kv_connector"] == "PatientConnector"
 
 
 def test_another_connector_is_passed_on():

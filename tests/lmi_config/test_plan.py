@@ -56,7 +56,7 @@ options:
   hf_token = (hidden)                                           SM_VLLM_HF_TOKEN
   served_model_name = org/model, lmi                            derived
   enable_prompt_tokens_details = True                           derived
-  kv_transfer_config = {"kv_connector": "LMCacheMPConnector...  derived
+  kv_transfer_config = {"kv_connector": "PatientConnector",...  derived
 """
 
 

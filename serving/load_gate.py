@@ -1,0 +1,203 @@
+"""A gate for slow stores: KV is loaded from L2 only where that is quicker than computing it again.
+
+A part of LMCache's server, its prefetch policy: for each request it sees what is in memory and what
+each L2 store has, and says what to load. What is in memory is always used. How fast a store is, is
+measured on the loads themselves; how fast the engine computes, it is told. A load is worth it when
+
+    (bytes under way + its own) / bytes per second  <=  its chunks x seconds per chunk
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import FetchingPolicy, GroupedObjectKeys
+from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
+from lmcache.v1.distributed.storage_controllers.prefetch_policy import (
+    PrefetchPlan,
+    RetainPrefetchPolicy,
+)
+from lmcache.v1.distributed.storage_controllers.utils import (
+    Bitmap2D,
+    L1ManagerDescriptor,
+    L2AdapterDescriptor,
+    MapState,
+)
+from lmcache.v1.mp_observability.event import Event, EventType
+from lmcache.v1.mp_observability.event_bus import EventSubscriber
+from prometheus_client import Counter
+
+log = init_logger(__name__)
+
+TRY_S = 10.0
+"""How often one chunk is loaded from a slow store, to see whether it is still slow."""
+TELL_S = 60.0
+"""How often the log tells at most that a store is slow."""
+FADES = 0.8
+"""What is left of a measurement's weight after the next one."""
+
+
+@dataclass
+class Store:
+    """What is known of a store. Times in seconds.
+
+    size, seconds: bytes of its loads and how long they took, older ones with less weight.
+    loading: bytes of the loads under way, by task. since: up to when `seconds` has counted.
+    """
+
+    size: float = 0.0
+    seconds: float = 0.0
+    loading: dict[int, int] = field(default_factory=dict)
+    since: float = 0.0
+    tried: float = -math.inf
+    told: float = -math.inf
+
+    def begin(self, task: int, size: int, now: float) -> None:
+        if not self.loading:
+            self.since = now
+        self.loading[task] = size
+
+    def end(self, task: int, now: float) -> None:
+        self.size = FADES * self.size + self.loading.pop(task, 0)
+        self.seconds = FADES * self.seconds + max(now - self.since, 0.0)
+        self.since = now
+
+    def takes(self, size: int) -> float:
+        """Seconds until so many more bytes are here; 0 while nothing was measured."""
+        if not self.size:
+            return 0.0
+        return (sum(self.loading.values()) + size) * self.seconds / self.size
+
+
+class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # not type-checked
+    """seconds_per_chunk: how long the engine computes one; 0 as long as that is unknown."""
+
+    def __init__(self) -> None:
+        self.seconds_per_chunk = 0.0
+        self._stores: dict[int, Store] = {}
+        self._lock = threading.Lock()
+        self._loaded = Counter(
+            "slipway_kv_chunks_loaded", "Chunks of prompts that came from a store.", ["l2_name"]
+        )
+        self._skipped = Counter(
+            "slipway_kv_chunks_not_loaded",
+            "Chunks that a store had and that were computed again, as that was quicker.",
+        )
+
+    def get_subscriptions(self) -> dict[EventType, Callable[[Event], None]]:
+        return {
+            EventType.L2_LOAD_TASK_SUBMITTED: self._begin,
+            EventType.L2_LOAD_TASK_COMPLETED: self._end,
+        }
+
+    def _begin(self, event: Event) -> None:
+        load = event.metadata
+        with self._lock:
+            store = self._stores.setdefault(load["adapter_index"], Store())
+            store.begin(load["task_id"], load["total_bytes"], event.timestamp)
+
+    def _end(self, event: Event) -> None:
+        load = event.metadata
+        with self._lock:
+            self._stores[load["adapter_index"]].end(load["task_id"], event.timestamp)
+
+    def plan_load(
+        self,
+        key_groups: list[GroupedObjectKeys],
+        l1_locked_keys: MapState,
+        l2_locked_keys: MapState,
+        l1_manager_descs: dict[int, L1ManagerDescriptor],
+        l2_adapter_descs: dict[int, L2AdapterDescriptor],
+        fetching_policy: FetchingPolicy,
+    ) -> PrefetchPlan:
+        """LMCache's own plan, without the stores that are too slow for this request."""
+
+        def planned(l2: MapState) -> PrefetchPlan:
+            return super(LoadGate, self).plan_load(
+                key_groups, l1_locked_keys, l2, l1_manager_descs, l2_adapter_descs, fetching_policy
+            )
+
+        whole = plan = planned(l2_locked_keys)
+        memory = _length(key_groups, planned(MapState()))
+        offered, tried = l2_locked_keys.copy(), set[int]()
+        while self.seconds_per_chunk and (
+            loads := {
+                index: _size(key_groups, cells)
+                for index, cells in plan.l2_planned_keys.items()
+                if index not in tried
+            }
+        ):
+            saved = (_length(key_groups, plan) - memory) * self.seconds_per_chunk
+            index, takes = self._slowest(loads)
+            if takes <= saved:
+                break
+            if self._is_due(index, loads[index], takes, saved, l2_adapter_descs[index].type_name):
+                offered[index] = _columns(offered[index], memory + 1)
+                tried.add(index)
+            else:
+                del offered[index]
+            plan = planned(offered)
+        if skipped := _length(key_groups, whole) - _length(key_groups, plan):
+            self._skipped.inc(skipped)
+        for index, cells in plan.l2_planned_keys.items():
+            chunks = max(row.popcount() for row in cells)
+            self._loaded.labels(l2_adapter_descs[index].type_name).inc(chunks)
+        return plan
+
+    def _slowest(self, loads: dict[int, int]) -> tuple[int, float]:
+        with self._lock:
+            stores = {index: self._stores.setdefault(index, Store()) for index in loads}
+            times = {index: store.takes(loads[index]) for index, store in stores.items()}
+        index = max(times, key=times.__getitem__)
+        return index, times[index]
+
+    def _is_due(self, index: int, size: int, takes: float, saved: float, name: str) -> bool:
+        """Tell of a load that is not worth it, and whether to try the store with one chunk."""
+        now, store = monotonic(), self._stores[index]
+        if now - store.told > TELL_S:
+            store.told = now
+            log.warning(
+                "the KV store %s is slower than computing again: %.1f MB would take %.2f s, and "
+                "save %.2f s; loading one chunk every %.0f s to see when that changes",
+                *(name, size / 1e6, takes, saved, TRY_S),
+            )
+        due = now - store.tried > TRY_S
+        if due:
+            store.tried = now
+        return due
+
+
+def _length(key_groups: Sequence[GroupedObjectKeys], plan: PrefetchPlan) -> int:
+    """Chunks of the prompt that need not be computed."""
+    found = Bitmap2D.zeros(len(key_groups), len(key_groups[0].keys))
+    for state in (plan.l1_planned_keys, plan.l2_planned_keys):
+        for _, cells in state.items():
+            found = found + cells
+    length: int
+    length, _ = fold_unfold_grouped(found.to_list(), [it.sliding_window_size for it in key_groups])
+    return length
+
+
+def _size(key_groups: Sequence[GroupedObjectKeys], cells: Bitmap2D) -> int:
+    """Bytes of these cells."""
+    return sum(
+        row.popcount()
+        * sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in zip(it.layout_desc.shapes, it.layout_desc.dtypes, strict=True)
+        )
+        for it, row in zip(key_groups, cells, strict=True)
+    )
+
+
+def _columns(cells: Bitmap2D, end: int) -> Bitmap2D:
+    """Only the cells of the first chunks."""
+    kept = cells.zeros_like()
+    for row, wanted in zip(cells, kept, strict=True):
+        for column in row.get_indices_list():
+            if column < end:
+                wanted.set(column)
+    return kept

@@ -1,0 +1,58 @@
+"""What becomes of a body's cache_salt, by the bodies that the engine gets."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.cache_salt import salted
+
+PLAIN = b'{"prompt": "a"}'
+
+
+def salt(body: bytes, tenant: str | None = None) -> str:
+    found: str = json.loads(salted(body, tenant))["cache_salt"]
+    return found
+
+
+def body(cache_salt: object) -> bytes:
+    return json.dumps({"prompt": "a", "cache_salt": cache_salt}).encode()
+
+
+def test_without_a_salt_a_body_stays_as_it_is():
+    assert salted(PLAIN, None) == PLAIN
+    assert salted(body(None), None) == body(None)
+
+
+def test_all_who_differ_have_another_salt():
+    cases = [(body("a"), None), (body("b"), None), (PLAIN, "a"), (PLAIN, ""), (body("a"), "b")]
+    cases += [(body("b"), "a"), (body("a"), "")]
+    salts = [salt(*case) for case in cases]
+    assert len({*salts}) == len(cases)
+    assert salts == [salt(*case) for case in cases]
+
+
+def test_the_engine_gets_a_digest():
+    assert salt(body("secret")) != "secret"
+    assert len(salt(body("../../etc"))) == 32
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [b"", b"[]", b"nonsense cache_salt", b'{"cache_salt": ""}', b'{"cache_salt": 3}', b"\xff}"],
+)
+def test_what_the_engine_refuses_it_gets_as_it_is(refused):
+    assert salted(refused, None) == refused
+
+
+@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text()), st.text())
+def test_nothing_else_changes(found, tenant):
+    found.pop("cache_salt", None)
+    whole = json.dumps(found, indent=1).encode() + b" \n"
+    assert json.loads(salted(whole, tenant)) == {**found, "cache_salt": salt(whole, tenant)}
+
+
+def test_the_last_word_is_ours():
+    hidden = b'{"prompt": "a", "cache\\u005fsalt": "of another tenant"}'
+    assert salt(hidden, "mine") == salt(PLAIN, "mine")
