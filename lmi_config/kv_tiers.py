@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_config import lmcache
-from lmi_config.budget import GIB, Budget, kv_per_token
+from lmi_config.budget import GIB, SHARED_MEMORY, Budget, kv_per_token
 from lmi_config.lmcache import L2Store, Translation
 from lmi_config.machine import Machine
 from lmi_config.model import ModelFacts
@@ -45,6 +45,7 @@ COMPILED = 2 * GIB
 _STEP = GIB // 8
 DECISION = Path("/tmp/slipway/lmcache.yaml")
 """Where `serve` writes down what was decided."""
+_POOL = "lmcache_l1_pool_"  # before the name of LMCache's files in /dev/shm
 LAZY = 20
 """GiB of the pool that LMCache takes at the start; its default."""
 
@@ -270,15 +271,18 @@ def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
         f"--prometheus-port={prometheus}",
         f"--chunk-size={tiers.chunk_size}",
         f"--l1-size-gb={tiers.l1 / GIB:.10g}",
-        # Of the pool this much is taken at the start and the rest when needed; whole GiB only.
-        f"--l1-init-size-gb={min(tiers.l1 // GIB, LAZY)}"
-        if tiers.l1 >= GIB
-        else "--no-l1-use-lazy",
         f"--eviction-policy={tiers.eviction}",
         f"--l2-prefetch-policy={PREFETCH_POLICY}",
     ]
+    if machine.gpus and tiers.l1 >= GIB:
+        # Of the pool this much is taken at the start and the rest when needed; whole GiB only.
+        arguments.append(f"--l1-init-size-gb={min(tiers.l1 // GIB, LAZY)}")
+    else:
+        arguments.append("--no-l1-use-lazy")
     if not machine.gpus:
         arguments.append("--supported-transfer-mode=auto")
+    if pool := shared_pool(tiers, machine):
+        arguments.append(f"--shm-name={pool.name.removeprefix(_POOL)}")
     if tiers.skip_l1 and (tiers.disk or tiers.shared):
         arguments.append("--l2-store-policy=skip_l1")
     if tiers.disk:
@@ -292,6 +296,16 @@ def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
         }
         arguments.append(f"--l2-adapter={json.dumps(disk, separators=(',', ':'))}")
     return arguments
+
+
+def shared_pool(tiers: Tiers, machine: Machine) -> Path | None:
+    """The file of L1 where it is in shared memory, which is twice as fast as being sent it.
+
+    With GPUs LMCache copies between them and its own memory instead.
+    """
+    if machine.gpus or machine.shm < tiers.l1 + SHARED_MEMORY:
+        return None
+    return Path("/dev/shm") / f"{_POOL}slipway-{machine.ports[0]}"
 
 
 def server_environment(tiers: Tiers) -> dict[str, str]:

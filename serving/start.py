@@ -80,6 +80,7 @@ async def _cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Path]:
             {"l1": tiers.l1, "disk": tiers.disk},
             vllm.prefilled,
             tiers.chunk_size,
+            kv_tiers.shared_pool(tiers, plan.machine),
         )
         await server.start()
     except (CacheServerError, OSError) as error:

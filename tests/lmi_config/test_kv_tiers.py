@@ -122,9 +122,9 @@ def test_the_cache_servers_command_line():
         "--prometheus-port=5003",
         "--chunk-size=256",
         "--l1-size-gb=224.625",
-        "--l1-init-size-gb=20",
         "--eviction-policy=LRU",
         "--l2-prefetch-policy=slipway",
+        "--l1-init-size-gb=20",
         '--l2-adapter={"type":"native_plugin","module_path":"serving.checked_files",'
         '"class_name":"CheckedFiles","adapter_params":{"path":"/tmp/lmcache","direct":true},'
         '"max_capacity_gb":398.0,"eviction":{"eviction_policy":"LRU"}}',
