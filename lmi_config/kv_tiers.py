@@ -25,6 +25,8 @@ DISK_MODULE = "serving.checked_files"
 PREFETCH_POLICY = "slipway"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"
 """Our own parts in vLLM and in LMCache's server, by the names they are asked for."""
+STORES = {"native_plugin": "disk", "fs_native": "folder"}
+"""LMCache's names of its kinds of stores that would say nothing to an operator, and ours."""
 IN_PROCESS = "LMCacheConnectorV1"
 """The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
 

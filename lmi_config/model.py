@@ -251,7 +251,7 @@ def configuration(checkpoint: Checkpoint) -> Config:
             f"{checkpoint.where}: there is no {', '.join(CONFIGS)} or *.gguf in it "
             f"({_listed(_top(checkpoint))}); give the folder that holds the model's own files"
         )
-    top = _json(checkpoint, name)
+    top = json_object(checkpoint, name)
     config = Config(f"{checkpoint.where}/{name}", top, top)
     text = inner = top
     while nested := next((name for name in _NESTED if inner.get(name)), None):
@@ -305,7 +305,7 @@ def tensors(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, size in weight_files(checkpoint).items():
         if name.endswith(".safetensors"):
-            found |= _header(checkpoint, name, size)
+            found |= header(checkpoint, name, size)
     return found
 
 
@@ -539,7 +539,7 @@ def _top(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _indexed(checkpoint: Checkpoint, index: str) -> set[str]:
-    listed = _json(checkpoint, index).get("weight_map")
+    listed = json_object(checkpoint, index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelError(
             f"{checkpoint.where}/{index}: weight_map has to be an object of tensor → file; "
@@ -548,7 +548,8 @@ def _indexed(checkpoint: Checkpoint, index: str) -> set[str]:
     return set(listed.values())
 
 
-def _header(checkpoint: Checkpoint, name: str, size: int) -> dict[str, Tensor]:
+def header(checkpoint: Checkpoint, name: str, size: int) -> dict[str, Tensor]:
+    """The tensors of one safetensors file of `size` bytes. Raises ModelError if it is not whole."""
     file = f"{checkpoint.where}/{name}"
     start = checkpoint.head(name, _FIRST_READ) if size else b""
     if start.startswith(b"version "):
@@ -582,7 +583,8 @@ def _header(checkpoint: Checkpoint, name: str, size: int) -> dict[str, Tensor]:
     return found
 
 
-def _json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def json_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelError where it holds none."""
     size = checkpoint.sizes[name]
     content = checkpoint.head(name, min(size, _LONGEST_HEADER)) if size else b""
     return _object(f"{checkpoint.where}/{name}", content)

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import tiny_model
+import default_model
 from bench_overhead import server
 from matplotlib.figure import Figure
 from slow_link import slow_link
@@ -389,7 +389,7 @@ def parsed() -> argparse.Namespace:
     )
     size = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in PUBLISHED.items())
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--model", help="a folder or hub id; default: a tiny random model")
+    parser.add_argument("--model", help="a folder or hub id; default: SmolLM2-135M")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a document, about")
     parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
@@ -415,12 +415,15 @@ def main() -> None:
         options.logs.mkdir(parents=True, exist_ok=True)
 
     environ = {
-        "OPTION_MODEL_ID": options.model or str(tiny_model.make()),
+        "OPTION_MODEL_ID": options.model or str(default_model.make()),
         "OPTION_KV_DISK_PATH": str(options.disk),
         "OPTION_PORT": str(PORT),
     }
     plan = prepare({**os.environ, **environ}).plan
     options.on_gpu = bool(plan.machine.gpus)
+    if not options.on_gpu:
+        # Left alone, vLLM keeps one CPU more free when there is a cache server.
+        environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, plan.machine.cpus))
     sizes = room(plan, options.documents, options.length, options.output, options.in_flight)
     environ["OPTION_MAX_MODEL_LEN"] = str(sizes.longest)
     here = plan.machine

@@ -43,7 +43,7 @@ class _Link:
         self._free_at = 0.0
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # the end of the link
             there, back = await asyncio.open_connection("127.0.0.1", self._port)
             await asyncio.gather(self._passed(reader, back), self._passed(there, writer))
         writer.close()

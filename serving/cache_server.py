@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from lmi_config.kv_tiers import STORES
 from serving.engine import Prefilled
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ LONG = 384  # tokens to compute, on average; of shorter prompts the time is not 
 FADES = 0.7  # what is left of the engine's speed after the next measurement
 
 _LINE = re.compile(r"\[[^]]*\] LMCache (\w+): (.*)")  # lmcache/logging.py, without its colours
-_STORES = {"native_plugin": "disk", "fs_native": "folder"}  # LMCache's names of their types
 _NUMBER = re.compile(r"\d+")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -229,7 +229,7 @@ def _without_tenants(series: Metric) -> Metric:
     sums: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for sample in series.samples:
         labels = frozenset(
-            (name, _STORES.get(value, value))
+            (name, STORES.get(value, value))
             for name, value in sample.labels.items()
             if name not in ("cache_salt", "model_name")
         )

@@ -7,7 +7,6 @@ is brought within the tier's size before it starts.
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -20,11 +19,10 @@ from typing import Any
 from lmi_config import machine
 from lmi_config.kv_tiers import Tiers
 from lmi_config.model import Folder, weight_files
+from serving.digests import sampled
 
 log = logging.getLogger(__name__)
 
-SAMPLE = 4096  # bytes
-SAMPLES = 256  # of each file of weights
 NAMES = Path("/tmp/slipway/served")
 
 # What vLLM makes of the same files, as far as it shows in the KV cache.
@@ -34,21 +32,13 @@ _OPTIONS = ("dtype", "hf_overrides", "kv_cache_dtype", "load_format", "quantizat
 def fingerprint(folder: Path, options: Mapping[str, Any]) -> str:
     """16 hex digits that differ when a model's weights do, or what vLLM makes of them.
 
-    options: vLLM's, by its names. Weights are sampled, at 256 places in each file: another training
-    changes nearly all of them.
+    options: vLLM's, by its names.
     """
-    digest = hashlib.sha256()
     found = {name: str(options[name]) for name in _OPTIONS if name in options}
     found |= {name: metadata.version(name) for name in ("vllm", "lmcache")}
-    digest.update(json.dumps(found, sort_keys=True).encode())
     checkpoint = Folder(folder)
-    for name in sorted({*weight_files(checkpoint), "config.json"} & checkpoint.sizes.keys()):
-        size = checkpoint.sizes[name]
-        digest.update(f"{name} {size}".encode())
-        with (folder / name).open("rb") as file:
-            for place in range(0, size, max(size // SAMPLES, SAMPLE)):
-                digest.update(os.pread(file.fileno(), SAMPLE, place))
-    return digest.hexdigest()[:16]
+    names = sorted({*weight_files(checkpoint), "config.json"} & checkpoint.sizes.keys())
+    return sampled((folder / name for name in names), json.dumps(found, sort_keys=True).encode())
 
 
 def named(folder: Path, fingerprint: str) -> Path:

@@ -30,10 +30,14 @@ from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.mp_observability.event_bus import EventSubscriber
 from prometheus_client import Counter
 
+from lmi_config.kv_tiers import STORES
+
 log = init_logger(__name__)
 
 TRY_S = 10.0
-"""How often one chunk is loaded from a slow store, to see whether it is still slow."""
+"""How often at most one chunk is loaded from a slow store, to see whether it is still slow."""
+COST = 0.01
+"""The part of the time that such trials may take."""
 TELL_S = 60.0
 """How often the log tells at most that a store is slow."""
 FADES = 0.8
@@ -120,6 +124,10 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
                 key_groups, l1_locked_keys, l2, l1_manager_descs, l2_adapter_descs, fetching_policy
             )
 
+        def name(index: int) -> str:
+            kind: str = l2_adapter_descs[index].type_name
+            return STORES.get(kind, kind)
+
         whole = plan = planned(l2_locked_keys)
         memory = _length(key_groups, planned(MapState()))
         offered, tried = l2_locked_keys.copy(), set[int]()
@@ -130,11 +138,13 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
                 if index not in tried
             }
         ):
-            saved = (_length(key_groups, plan) - memory) * self.seconds_per_chunk
+            chunks = max(_length(key_groups, plan) - memory, 1)
+            saved = chunks * self.seconds_per_chunk
             index, takes = self._slowest(loads)
             if takes <= saved:
                 break
-            if self._is_due(index, loads[index], takes, saved, l2_adapter_descs[index].type_name):
+            self._tell(index, name(index), loads[index], takes, saved)
+            if self._is_due(index, takes / chunks):
                 offered[index] = _columns(offered[index], memory + 1)
                 tried.add(index)
             else:
@@ -143,8 +153,7 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
         if skipped := _length(key_groups, whole) - _length(key_groups, plan):
             self._skipped.inc(skipped)
         for index, cells in plan.l2_planned_keys.items():
-            chunks = max(row.popcount() for row in cells)
-            self._loaded.labels(l2_adapter_descs[index].type_name).inc(chunks)
+            self._loaded.labels(name(index)).inc(max(row.popcount() for row in cells))
         return plan
 
     def _slowest(self, loads: dict[int, int]) -> tuple[int, float]:
@@ -154,20 +163,23 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
         index = max(times, key=times.__getitem__)
         return index, times[index]
 
-    def _is_due(self, index: int, size: int, takes: float, saved: float, name: str) -> bool:
-        """Tell of a load that is not worth it, and whether to try the store with one chunk."""
+    def _tell(self, index: int, name: str, size: int, takes: float, saved: float) -> None:
         now, store = monotonic(), self._stores[index]
         if now - store.told > TELL_S:
             store.told = now
             log.warning(
                 "the KV store %s is slower than computing again: %.1f MB would take %.2f s, and "
-                "save %.2f s; loading one chunk every %.0f s to see when that changes",
-                *(name, size / 1e6, takes, saved, TRY_S),
+                "save %.2f s; what is there is computed until loading is quicker",
+                *(name, size / 1e6, takes, saved),
             )
-        due = now - store.tried > TRY_S
-        if due:
-            store.tried = now
-        return due
+
+    def _is_due(self, index: int, chunk: float) -> bool:
+        """Whether to try a slow store with one chunk, which takes so many seconds."""
+        now, store = monotonic(), self._stores[index]
+        if now - store.tried < max(TRY_S, chunk / COST):
+            return False
+        first, store.tried = store.tried == -math.inf, now
+        return not first  # it was measured a moment ago
 
 
 def _length(key_groups: Sequence[GroupedObjectKeys], plan: PrefetchPlan) -> int:
