@@ -22,7 +22,7 @@ from lmi_config.settings import SettingsError
 CONNECTOR = "PatientConnector"
 CONNECTOR_MODULE = "serving.kv_connector"
 DISK_MODULE = "serving.checked_files"
-PREFETCH_POLICY = "slipway"
+POLICY, POLICY_SKIPPING_L1 = "slipway", "slipway_skip_l1"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"
 """Our own parts in vLLM and in LMCache's server, by the names they are asked for."""
 STORES = {"native_plugin": "disk", "fs_native": "folder"}
@@ -274,7 +274,7 @@ def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
         f"--chunk-size={tiers.chunk_size}",
         f"--l1-size-gb={tiers.l1 / GIB:.10g}",
         f"--eviction-policy={tiers.eviction}",
-        f"--l2-prefetch-policy={PREFETCH_POLICY}",
+        f"--l2-prefetch-policy={POLICY}",
     ]
     if machine.gpus and tiers.l1 >= GIB:
         # Of the pool this much is taken at the start and the rest when needed; whole GiB only.
@@ -285,8 +285,8 @@ def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
         arguments.append("--supported-transfer-mode=auto")
     if pool := shared_pool(tiers, machine):
         arguments.append(f"--shm-name={pool.name.removeprefix(_POOL)}")
-    if tiers.skip_l1 and (tiers.disk or tiers.shared):
-        arguments.append("--l2-store-policy=skip_l1")
+    skip = tiers.skip_l1 and (tiers.disk or tiers.shared)
+    arguments.append(f"--l2-store-policy={POLICY_SKIPPING_L1 if skip else POLICY}")
     if tiers.disk:
         disk = {
             "type": "native_plugin",

@@ -19,7 +19,7 @@ log = init_logger(__name__)
 STORE_S = 10.0
 SERVER_S = 2.0
 """A server that is there takes note of a request at once; what takes longer is a store."""
-HASTE_S = 0.5
+HASTE_S = 0.1
 """The limit after a request has waited in vain, until one is answered in time again."""
 
 

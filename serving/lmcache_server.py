@@ -12,11 +12,12 @@ import time
 
 from lmcache.cli.main import main
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import register_prefetch_policy
+from lmcache.v1.distributed.storage_controllers.store_policy import register_store_policy
 from lmcache.v1.mp_observability.event_bus import get_event_bus
 from lmcache.v1.multiprocess.http_server import app
 
-from lmi_config.kv_tiers import PREFETCH_POLICY, SHARED_STORE
-from serving.load_gate import LoadGate
+from lmi_config.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
+from serving.load_gate import LoadGate, StoreGate
 from serving.shared_store import SharedStore
 
 
@@ -27,7 +28,9 @@ def run() -> None:
         get_event_bus().register_subscriber(gate)
         return gate
 
-    register_prefetch_policy(PREFETCH_POLICY, policy)
+    register_prefetch_policy(POLICY, policy)
+    register_store_policy(POLICY, lambda: StoreGate(gate, keeps=True))
+    register_store_policy(POLICY_SKIPPING_L1, lambda: StoreGate(gate, keeps=False))
     threading.Thread(target=_listen, args=(gate,), daemon=True).start()
     if store := os.environ.pop(SHARED_STORE, None):
         threading.Thread(target=_share, args=(store,), daemon=True).start()

@@ -1,8 +1,9 @@
 """A gate for slow stores: KV is loaded from L2 only where that is quicker than computing it again.
 
-A part of LMCache's server, its prefetch policy: for each request it sees what is in memory and what
-each L2 store has, and says what to load. What is in memory is always used. How fast a store is, is
-measured on the loads themselves; how fast the engine computes, it is told. A load is worth it when
+A part of LMCache's server, its prefetch policy and its store policy: for each request it sees what
+is in memory and what each L2 store has, and says what to load. What is in memory is always used.
+How fast a store is, is measured on the loads themselves; how fast the engine computes, it is told.
+A load is worth it when
 
     (bytes under way + its own) / bytes per second  <=  its chunks x seconds per chunk
 """
@@ -14,12 +15,13 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from lmcache.logging import init_logger
-from lmcache.v1.distributed.api import FetchingPolicy, GroupedObjectKeys
+from lmcache.v1.distributed.api import FetchingPolicy, GroupedObjectKeys, ObjectKey
 from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import (
     PrefetchPlan,
     RetainPrefetchPolicy,
 )
+from lmcache.v1.distributed.storage_controllers.store_policy import DefaultStorePolicy
 from lmcache.v1.distributed.storage_controllers.utils import (
     Bitmap2D,
     L1ManagerDescriptor,
@@ -36,6 +38,10 @@ log = init_logger(__name__)
 
 TRY_S = 10.0
 """How often at most one chunk is loaded from a slow store, to see whether it is still slow."""
+SLOW_S = 60.0
+"""For how long after it was too slow nothing is stored in it, which would make it slower still."""
+BEHIND_S = 5.0
+"""Of writing; a store that is further behind gets no more until it has caught up."""
 COST = 0.01
 """The part of the time that such trials may take."""
 TELL_S = 60.0
@@ -58,6 +64,7 @@ class Store:
     since: float = 0.0
     tried: float = -math.inf
     told: float = -math.inf
+    slow_until: float = -math.inf
 
     def begin(self, task: int, size: int, now: float) -> None:
         if not self.loading:
@@ -69,11 +76,14 @@ class Store:
         self.seconds = FADES * self.seconds + max(now - self.since, 0.0)
         self.since = now
 
-    def takes(self, size: int) -> float:
-        """Seconds until so many more bytes are here; 0 while nothing was measured."""
+    def takes(self, size: int, alone: bool = False) -> float:
+        """Seconds until so many more bytes are here, after what is under way or alone; 0 while
+        nothing was measured.
+        """
         if not self.size:
             return 0.0
-        return (sum(self.loading.values()) + size) * self.seconds / self.size
+        before = 0 if alone else sum(self.loading.values())
+        return (before + size) * self.seconds / self.size
 
 
 class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # not type-checked
@@ -82,6 +92,7 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
     def __init__(self) -> None:
         self.seconds_per_chunk = 0.0
         self._stores: dict[int, Store] = {}
+        self._written: dict[int, Store] = {}
         self._lock = threading.Lock()
         self._loaded = Counter(
             "slipway_kv_chunks_loaded", "Chunks of prompts that came from a store.", ["l2_name"]
@@ -93,20 +104,23 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
 
     def get_subscriptions(self) -> dict[EventType, Callable[[Event], None]]:
         return {
-            EventType.L2_LOAD_TASK_SUBMITTED: self._begin,
-            EventType.L2_LOAD_TASK_COMPLETED: self._end,
+            EventType.L2_LOAD_TASK_SUBMITTED: lambda event: self._begin(self._stores, event),
+            EventType.L2_LOAD_TASK_COMPLETED: lambda event: self._end(self._stores, event),
+            EventType.L2_STORE_SUBMITTED: lambda event: self._begin(self._written, event),
+            EventType.L2_STORE_COMPLETED: lambda event: self._end(self._written, event),
         }
 
-    def _begin(self, event: Event) -> None:
-        load = event.metadata
+    def _begin(self, stores: dict[int, Store], event: Event) -> None:
+        task = event.metadata
         with self._lock:
-            store = self._stores.setdefault(load["adapter_index"], Store())
-            store.begin(load["task_id"], load["total_bytes"], event.timestamp)
+            store = stores.setdefault(task["adapter_index"], Store())
+            store.begin(task["task_id"], task["total_bytes"], event.timestamp)
 
-    def _end(self, event: Event) -> None:
-        load = event.metadata
+    def _end(self, stores: dict[int, Store], event: Event) -> None:
+        task = event.metadata
         with self._lock:
-            self._stores[load["adapter_index"]].end(load["task_id"], event.timestamp)
+            store = stores.setdefault(task["adapter_index"], Store())
+            store.end(task["task_id"], event.timestamp)
 
     def plan_load(
         self,
@@ -143,6 +157,8 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
             index, takes = self._slowest(loads)
             if takes <= saved:
                 break
+            if self._stores[index].takes(loads[index], alone=True) > saved:
+                self._stores[index].slow_until = monotonic() + SLOW_S
             self._tell(index, name(index), loads[index], takes, saved)
             if self._is_due(index, takes / chunks):
                 offered[index] = _columns(offered[index], memory + 1)
@@ -155,6 +171,13 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
         for index, cells in plan.l2_planned_keys.items():
             self._loaded.labels(name(index)).inc(max(row.popcount() for row in cells))
         return plan
+
+    def takes_more(self, index: int) -> bool:
+        """Whether to store anything there: not while it is too slow, or far behind."""
+        with self._lock:
+            slow = self._stores.setdefault(index, Store()).slow_until > monotonic()
+            behind = self._written.setdefault(index, Store()).takes(0)
+        return not slow and behind < BEHIND_S
 
     def _slowest(self, loads: dict[int, int]) -> tuple[int, float]:
         with self._lock:
@@ -180,6 +203,25 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
             return False
         first, store.tried = store.tried == -math.inf, now
         return not first  # it was measured a moment ago
+
+
+class StoreGate(DefaultStorePolicy):  # type: ignore[misc]  # not type-checked
+    """LMCache's store policy without the stores that are too slow to load from, or to write to.
+
+    keeps: whether what was stored stays in memory.
+    """
+
+    def __init__(self, gate: LoadGate, keeps: bool) -> None:
+        self._gate = gate
+        self._keeps = keeps
+
+    def select_store_targets(
+        self, keys: list[ObjectKey], adapters: list[L2AdapterDescriptor]
+    ) -> dict[int, list[ObjectKey]]:
+        return {it.index: list(keys) for it in adapters if self._gate.takes_more(it.index)}
+
+    def select_l1_deletions(self, keys: list[ObjectKey]) -> list[ObjectKey]:
+        return [] if self._keeps else list(keys)
 
 
 def _length(key_groups: Sequence[GroupedObjectKeys], plan: PrefetchPlan) -> int:

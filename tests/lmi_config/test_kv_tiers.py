@@ -125,6 +125,7 @@ def test_the_cache_servers_command_line():
         "--eviction-policy=LRU",
         "--l2-prefetch-policy=slipway",
         "--l1-init-size-gb=20",
+        "--l2-store-policy=slipway",
         '--l2-adapter={"type":"native_plugin","module_path":"serving.checked_files",'
         '"class_name":"CheckedFiles","adapter_params":{"path":"/tmp/lmcache","direct":true},'
         '"max_capacity_gb":398.0,"eviction":{"eviction_policy":"LRU"}}',
@@ -163,7 +164,7 @@ def test_lmcaches_own_file_is_honoured():
     found = planned({**MANUAL, "LMCACHE_CHUNK_SIZE": "64"}, here, file=file)
     assert (found.tiers.chunk_size, found.tiers.l1, found.tiers.disk) == (64, 10 * GIB, 132 * GIB)
     assert found.tiers.path == "/data"
-    assert "--l2-store-policy=skip_l1" in found.cache_server
+    assert "--l2-store-policy=slipway_skip_l1" in found.cache_server
 
 
 def test_lmis_manual_connector_means_lmcaches_configuration():
