@@ -367,7 +367,7 @@ class Settings:
         heading="LoRA adapters",
         default=False,
         vllm="enable_lora",
-        help="Make room for LoRA adapters.",
+        help="Serve LoRA adapters.",
     )
     max_loras: int | None = _option(
         integer(low=1),
@@ -388,7 +388,19 @@ class Settings:
         "OPTION_MAX_CPU_LORAS",
         vllm="max_cpu_loras",
         otherwise="as `max_loras`",
-        help="Adapters that are kept in CPU memory.",
+        help="Adapters that are kept in CPU memory, those in the engine's slots among them.",
+    )
+    max_adapters: int = _option(
+        integer(low=1),
+        "OPTION_MAX_ADAPTERS",
+        default=10_000,
+        help="Adapters that can be registered. Most of them wait on disk until they are used.",
+    )
+    adapter_roots: tuple[str, ...] = _option(
+        words,
+        "OPTION_ADAPTER_ROOTS",
+        default=("/opt/ml/models", "/opt/ml/model"),
+        help="Folders, parted by commas, under which adapters may be, besides the model's own.",
     )
 
     config_file: str | None = _option(

@@ -27,6 +27,10 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+CPU_LORA = "serving.cpu_lora.Extension"
+"""What mends vLLM's mixing of adapters into rows of the base model, in its worker's process."""
+
+
 def options(
     settings: Settings, machine: Machine, model: str, derived: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -46,6 +50,8 @@ def options(
     if settings.enable_lora:
         found = {**LORA_DEFAULTS, **found}
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
+    if settings.enable_lora and not machine.gpus:
+        found.setdefault("worker_extension_cls", CPU_LORA)
     if not machine.gpus:
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)

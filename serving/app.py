@@ -9,6 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving import errors
+from serving.adapter_routes import AdapterRoutes
 from serving.errors import EngineFailed, MethodNotAllowed, NotFound, ServingError
 from serving.invocations import Front
 
@@ -18,7 +19,6 @@ ENGINE_ROUTES = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
-    ("GET", "/v1/models"),
 )
 """The engine's own paths that are answered. No other path of the engine's is reachable."""
 
@@ -34,12 +34,23 @@ def create_app(front: Front) -> ASGIApp:
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
         raise NotFound(f"there is nothing at {scope['path']}")
 
+    adapters = AdapterRoutes(front)
     # vLLM registers its series with the process's default registry.
     metrics = make_asgi_app(REGISTRY)
     return Router(
         [
             Route("/invocations", _Endpoint(front.invocations, "POST")),
             *(Route(path, _Endpoint(front.openai, method)) for method, path in ENGINE_ROUTES),
+            Route("/v1/models", _Endpoint(front.models, "GET")),
+            *(
+                Route(f"{prefix}/adapters{rest}", _Endpoint(endpoint, *methods))
+                for prefix in ("", "/models/{model}")
+                for rest, endpoint, methods in (
+                    ("", adapters.all, ("GET", "POST")),
+                    ("/{name}", adapters.one, ("GET", "DELETE")),
+                    ("/{name}/update", adapters.update, ("POST",)),
+                )
+            ),
             Route("/ping", _Endpoint(ping)),
             Route("/metrics", _Endpoint(metrics, "GET", "HEAD")),
         ],

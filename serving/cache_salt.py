@@ -17,11 +17,12 @@ class _Salt(msgspec.Struct):
 _read = msgspec.json.Decoder(_Salt).decode
 
 
-def salted(body: bytes, tenant: str | None) -> bytes:
-    """The JSON body with its cache_salt replaced by a digest of it and of the tenant.
+def salted(body: bytes, tenant: str | None, adapter: str | None = None) -> bytes:
+    """The JSON body with its cache_salt replaced by a digest of it, the tenant and the adapter.
 
-    tenant: None where tenants are not told apart. A body that the engine will refuse stays as it
-    is. The last of two equal keys counts (vLLM reads bodies with Python's json).
+    tenant: None where tenants are not told apart. adapter: as the engine calls it, which differs
+    for each version, or None for the base model: LMCache's keys know no adapters. A body that the
+    engine will refuse stays as it is.
     """
     salt = None
     if b"cache_salt" in body:
@@ -31,10 +32,20 @@ def salted(body: bytes, tenant: str | None) -> bytes:
             return body
         if salt == "":
             return body
+    if salt is None and tenant is None and adapter is None:
+        return body
+    names = (tenant, salt) if adapter is None else (tenant, salt, adapter)
+    digest = hashlib.sha256(msgspec.json.encode(names)).hexdigest()[:32]
+    return with_text(body, "cache_salt", digest)
+
+
+def with_text(body: bytes, key: str, value: str) -> bytes:
+    """The JSON object with this key, whatever it had under it: the last of two equal keys counts
+    (vLLM reads bodies with Python's json). What is no object stays as it is.
+    """
     start = body.rstrip()
-    if (salt is None and tenant is None) or not start.endswith(b"}"):
+    if not start.endswith(b"}"):
         return body
     start = start[:-1].rstrip()
     comma = b"" if start.endswith(b"{") else b","
-    digest = hashlib.sha256(msgspec.json.encode((tenant, salt))).hexdigest()[:32]
-    return start + comma + b'"cache_salt":"' + digest.encode() + b'"}'
+    return start + comma + msgspec.json.encode(key) + b":" + msgspec.json.encode(value) + b"}"

@@ -9,12 +9,15 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import httpx
 from prometheus_client import REGISTRY
 from starlette.types import ASGIApp
 
+from serving.adapters import Adapters
+from serving.errors import AdapterFailed
 from serving.threads import in_thread
 
 Note = Callable[[str], None]
@@ -29,6 +32,7 @@ class Engine(Protocol):
     """The seam: what the rest of Slipway knows of an engine."""
 
     app: ASGIApp
+    adapters: Adapters | None
 
     @property
     def failure(self) -> str | None:
@@ -65,14 +69,35 @@ def prefilled() -> Prefilled:
 class VllmEngine:
     """A running vLLM: its ASGI app and the client of its processes."""
 
-    def __init__(self, app: ASGIApp, client: Any, until_stopped: contextlib.AsyncExitStack) -> None:
+    def __init__(self, app: Any, client: Any, until_stopped: contextlib.AsyncExitStack) -> None:
         self.app = app
+        self.adapters: Adapters | None = None
         self._client = client
         self._until_stopped = until_stopped
 
     @property
     def failure(self) -> str | None:
         return "an engine process ended unexpectedly" if self._client.errored else None
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
+        answer = await self.app.state.openai_serving_models.load_lora_adapter(request)
+        if not isinstance(answer, str):
+            raise AdapterFailed(f"the engine cannot load it: {answer.error.message}")
+
+    async def unload_adapter(self, name: str) -> None:
+        from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+        models = self.app.state.openai_serving_models
+        number = models.lora_requests[name].lora_int_id
+        await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+        await self._client.remove_lora(number)
+
+    async def pin_adapter(self, name: str) -> None:
+        number = self.app.state.openai_serving_models.lora_requests[name].lora_int_id
+        await self._client.pin_lora(number)
 
     async def stop(self) -> None:
         await self._until_stopped.aclose()

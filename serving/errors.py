@@ -40,6 +40,22 @@ class TooLarge(ServingError):
         )
 
 
+class Conflict(ServingError):
+    """The name is taken, or the call asks for what this server does not do."""
+
+
+class AdapterRefused(ServingError):
+    """An adapter's files cannot be used. The message says why."""
+
+
+class AdapterFailed(ServingError):
+    """The engine could not load an adapter; it may be tried again."""
+
+
+class NoSlot(ServingError):
+    """There is no room for one more adapter."""
+
+
 class NotReady(ServingError):
     """The server is starting, stopping, or has more requests than it can hold."""
 
@@ -72,6 +88,10 @@ _TABLE: Mapping[type[ServingError], _Told] = {
     NotFound: _Told(404, 404, "NotFoundError", "ResourceNotFoundException"),
     MethodNotAllowed: _Told(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
     TooLarge: _Told(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
+    Conflict: _Told(409, 409, "ConflictError", "IllegalArgumentException"),
+    AdapterRefused: _Told(424, 424, "FailedDependencyError", "TranslateException"),
+    AdapterFailed: _Told(424, 424, "FailedDependencyError", "TranslateException"),
+    NoSlot: _Told(507, 507, "InsufficientStorageError", "OutOfMemoryException"),
     NotReady: _Told(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
     TimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
     EngineFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),

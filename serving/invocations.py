@@ -6,19 +6,22 @@ is passed on byte for byte.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from handlers import lmi, openai
 from handlers.records import EngineCall, FormatError
 from lmi_config.options import Settings
 from serving import errors
-from serving.cache_salt import salted
+from serving.adapters import Adapter, Adapters
+from serving.cache_salt import salted, with_text
 from serving.errors import (
     BadRequest,
     EngineFailed,
@@ -39,8 +42,10 @@ class Front:
     def __init__(self, lifecycle: Lifecycle, settings: Settings) -> None:
         self.lifecycle = lifecycle
         self._settings = settings
+        self.model_names = settings.model_names
         self._tenant = (settings.cache_salt_header or "").lower().encode()
         self.engine: ASGIApp | None = None
+        self.adapters: Adapters | None = None
         self._under_way: set[Exchange] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -51,6 +56,28 @@ class Front:
         body = await _read_body(scope, receive, self._settings.max_request_size)
         call = EngineCall(scope["path"], body)
         await self._exchange(call, scope, receive, send, SSE)
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer /v1/models: the engine's models, and adapters by their own names."""
+        if not self.adapters:
+            await self.openai(scope, receive, send)
+            return
+        self.lifecycle.require_ready()
+        assert self.engine is not None
+        parts: list[bytes] = []
+
+        async def keep(message: Message) -> None:
+            parts.append(message.get("body", b""))
+
+        await self.engine(scope, receive, keep)
+        found = msgspec.json.decode(b"".join(parts))
+        base = [model for model in found["data"] if not model.get("parent")]
+        found["data"] = base + [
+            {**base[0], "id": it.name, "root": it.src, "parent": base[0]["id"]}
+            for it in self.adapters.listed()
+        ]
+        response = Response(msgspec.json.encode(found), media_type="application/json")
+        await response(scope, receive, send)
 
     async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /invocations: the body says which format it is."""
@@ -68,10 +95,52 @@ class Front:
     ) -> None:
         self.lifecycle.require_ready()  # again: reading the body took its time
         assert self.engine is not None
-        if call.body:
-            tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
-            call = dataclasses.replace(call, body=salted(call.body, tenant))
-        exchange = Exchange(call, scope, receive, send, framing)
+        name = self._adapter(call, scope)
+        exchange = Exchange(scope, receive, send, framing)
+        with self._admitted(exchange):
+            if name and self.adapters:
+                async with self.adapters.using(name) as adapter:
+                    call = self._salted(call, scope, adapter.inner)
+                    body = with_text(call.body, "model", adapter.inner)
+                    call = dataclasses.replace(call, body=body)
+                    await exchange.run(self.engine, call, adapter)
+            else:
+                await exchange.run(self.engine, self._salted(call, scope, None))
+
+    def _salted(self, call: EngineCall, scope: Scope, adapter: str | None) -> EngineCall:
+        if not call.body:
+            return call
+        tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
+        return dataclasses.replace(call, body=salted(call.body, tenant, adapter))
+
+    def _adapter(self, call: EngineCall, scope: Scope) -> str | None:
+        """The name of the adapter that a request asks for, or None for the model itself.
+
+        The header comes before the body's `adapters`, and that before `model`. Raises BadRequest
+        for an adapter that is not here, and NotFound for an adapter's inner name: the model is
+        never taken in an adapter's place, and no version for another.
+        """
+        named = _header(scope, _ADAPTER).decode("latin-1")
+        if not self.adapters:
+            if named:
+                raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
+            return None
+        try:
+            body = _read_names(call.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None  # the engine says what is wrong with it
+        named = named or body.adapters or ""
+        if not named and body.adapters is None and body.model:
+            if "@" in body.model:
+                raise NotFound(f"The model {body.model!r:.140} does not exist.")
+            return body.model if body.model in self.adapters else None
+        if named and named not in self.adapters:
+            raise BadRequest(f"adapter {named!r:.140} is not registered", "adapters")
+        return named or None
+
+    @contextlib.contextmanager
+    def _admitted(self, exchange: "Exchange") -> Iterator[None]:
+        """Count a request as under way. Raises NotReady where too many are."""
         limit = self._settings.job_queue_size
         if len(self._under_way) >= limit:
             raise NotReady(f"{limit} requests are under way; SERVING_JOB_QUEUE_SIZE sets the limit")
@@ -82,7 +151,7 @@ class Front:
             error = TimedOut(timeout)
             timer = asyncio.get_running_loop().call_later(timeout, exchange.abort, error)
         try:
-            await exchange.run(self.engine)
+            yield
         finally:
             if timer:
                 timer.cancel()
@@ -103,6 +172,19 @@ class Front:
         for exchange in self._under_way:
             exchange.abort(NotReady("the server is stopping"))
         return len(self._under_way)
+
+
+_ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
+
+
+class _Names(msgspec.Struct):
+    """What of a body can name an adapter."""
+
+    adapters: str | None = None
+    model: str | None = None
+
+
+_read_names = msgspec.json.Decoder(_Names).decode
 
 
 class _Keys(msgspec.Struct):
@@ -154,22 +236,20 @@ SSE = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
 
 
 class Exchange:
-    """One request's passage through the engine. framing: how the client wants a stream told."""
+    """One request's passage through the engine.
 
-    def __init__(
-        self,
-        call: EngineCall,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        framing: Framing,
-    ) -> None:
-        self._call = call
+    framing: how the client wants a stream told.
+    """
+
+    _call: EngineCall
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, framing: Framing) -> None:
+        self._adapter: Adapter | None = None
         self._scope = scope
         self._client_receive = receive
         self._client_send = send
         self._framing = framing
-        self._untouched = call.reply is None and framing is SSE
+        self._untouched = False
         self._asked = False
         self._client_gone = False
         self._aborted: ServingError | None = None
@@ -180,8 +260,14 @@ class Exchange:
         self._parts: list[bytes] = []
         self._pending = b""
 
-    async def run(self, engine: ASGIApp) -> None:
-        """Have the engine answer. Raises ServingError where nothing has been sent yet."""
+    async def run(self, engine: ASGIApp, call: EngineCall, adapter: Adapter | None = None) -> None:
+        """Have the engine answer. Raises ServingError where nothing has been sent yet.
+
+        adapter: the one the call goes to, whose inner name no client sees.
+        """
+        self._call = call
+        self._adapter = adapter
+        self._untouched = call.reply is None and self._framing is SSE
         try:
             await engine(self._engine_scope(), self._receive, self._send)
         except Exception:
@@ -253,6 +339,8 @@ class Exchange:
             self._over.set_result(None)
 
     async def _send(self, message: Message) -> None:
+        if self._adapter:
+            message = _with_public_name(message, self._adapter)
         if message["type"] == "http.response.start":
             await self._start(message)
         elif self._status >= 400 or self._aborted:
@@ -334,6 +422,18 @@ class Exchange:
     async def _send_body(self, body: bytes, more: bool) -> None:
         self._finished = not more
         await self._client_send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _with_public_name(message: Message, adapter: Adapter) -> Message:
+    """The engine's message with the adapter's own name in it: a body, or the head of one."""
+    if message["type"] == "http.response.body":
+        inner, name = adapter.inner.encode(), adapter.name.encode()
+        body = message.get("body", b"")
+        if not body.startswith((b'{"error"', b'data: {"error"')):
+            inner, name = b'"model":"%b"' % inner, b'"model":"%b"' % name
+        return {**message, "body": body.replace(inner, name)}
+    headers = [header for header in message["headers"] if header[0] != b"content-length"]
+    return {**message, "headers": headers}
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

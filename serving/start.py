@@ -5,12 +5,15 @@ import logging
 from pathlib import Path
 
 from lmi_config import kv_tiers
+from lmi_config.model import Folder, tensors
 from lmi_config.plan import Plan
 from lmi_config.vllm_args import arguments
 from serving import disk_tier
 from serving import engine as vllm
+from serving.adapters import Adapters, LoraEngine
 from serving.cache_server import CacheServer, CacheServerError
 from serving.engine import Engine, EngineError, Note
+from serving.errors import ServingError
 from serving.prepare import Prepared
 from serving.sources import Source, SourceError
 from serving.threads import in_thread
@@ -25,6 +28,7 @@ class _Served:
         self._engine = engine
         self._cache = cache
         self.app = engine.app
+        self.adapters = engine.adapters
 
     @property
     def failure(self) -> str | None:
@@ -47,7 +51,32 @@ async def start(prepared: Prepared, note: Note) -> Engine:
     cache, name = await caching
     options = plan.engine(str(name), str(draft) if draft else None, tiers=cache is not None)
     engine = await vllm.start(arguments(options), note)
+    if plan.settings.enable_lora:
+        engine.adapters = await _adapters(plan, folder, engine)
     return _Served(engine, cache) if cache else engine
+
+
+async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
+    """The registry, with what is in the model's own folder `adapters`."""
+    settings = plan.settings
+    options = plan.engine(str(folder), None)
+    slots = settings.max_cpu_loras or options["max_loras"]
+    adapters = Adapters(
+        roots=(*(Path(root).resolve() for root in settings.adapter_roots), folder.resolve()),
+        base=await in_thread(tensors, Folder(folder)),
+        max_rank=options["max_lora_rank"],
+        slots=slots,
+        limit=settings.max_adapters,
+    )
+    adapters.engine = engine
+    own = folder / "adapters"
+    for path in sorted(own.iterdir()) if own.is_dir() else ():
+        if path.is_dir():
+            try:
+                await adapters.register(path.name, str(path))
+            except ServingError as error:
+                raise EngineError(str(error)) from None
+    return adapters
 
 
 async def _fetched(source: Source, note: Note) -> Path:

@@ -8,11 +8,15 @@ raises, and in a stream `fault` sends an error after the first token and `cut` r
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from serving.adapters import Adapters
+from serving.errors import AdapterFailed
 
 
 def error(status: int, message: str) -> dict[str, object]:
@@ -26,6 +30,12 @@ class FakeEngine:
         self.running = 0
         self.gate = asyncio.Event()
         self.bodies: list[dict[str, object]] = []
+        self.adapters: Adapters | None = None
+        self.loaded: list[str] = []
+        self.loads: list[str] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.fails_to_load = False
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -38,11 +48,28 @@ class FakeEngine:
     async def stop(self) -> None:
         self.stopped = True
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        self.loads.append(name)
+        await self.may_load.wait()
+        if self.fails_to_load:
+            raise AdapterFailed("the engine cannot load it")
+        self.loaded.append(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        self.loaded.remove(name)
+
+    async def pin_adapter(self, name: str) -> None:
+        assert name in self.loaded
+
     async def not_found(self, request: Request, exception: Exception) -> Response:
         return JSONResponse(error(404, "Not Found"), 404)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": "fake"}]})
+        found = [
+            {"id": "fake"},
+            *({"id": it, "parent": "fake"} for it in self.loaded),
+        ]
+        return JSONResponse({"object": "list", "data": found})
 
     async def completions(self, request: Request) -> Response:
         body = await request.json()
@@ -67,7 +94,10 @@ class FakeEngine:
             return JSONResponse(None)
         listed = prompts if isinstance(prompts, list) else [prompts]
         return JSONResponse(
-            {"choices": [self.choice(prompt.split()[::-1], n) for n, prompt in enumerate(listed)]}
+            {
+                "choices": [self.choice(it.split()[::-1], n) for n, it in enumerate(listed)],
+                "model": body.get("model"),
+            }
         )
 
     async def left(self, request: Request) -> None:

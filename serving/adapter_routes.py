@@ -1,0 +1,134 @@
+"""The adapter registry's HTTP face: SageMaker's calls and LMI's.
+
+SageMaker sends parameters in the query string, with an empty body; others send a JSON object. Both
+are read, the query first.
+"""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.adapters import Adapter, Adapters
+from serving.errors import BadRequest, NotFound
+from serving.invocations import Front
+
+LIMIT = 100
+"""Adapters on one page of the list, at most and when nothing is said."""
+_LARGEST_BODY = 64 * 1024
+
+
+class AdapterRoutes:
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET lists adapters, POST registers one."""
+        adapters, request = self._of(scope), Request(scope, receive)
+        if scope["method"] == "POST":
+            asked = await _asked(request)
+            name, src = asked.required("name"), asked.required("src")
+            await adapters.register(name, src, asked.flag("preload"), asked.flag("pin"))
+            answer: Any = {"status": f"Adapter {name} registered"}
+        else:
+            answer = _page(adapters.listed(), request)
+        await _answer(answer)(scope, receive, send)
+
+    async def one(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET describes an adapter, DELETE takes it away."""
+        adapters, name = self._of(scope), scope["path_params"]["name"]
+        if scope["method"] == "DELETE":
+            await adapters.unregister(name)
+            answer: Any = {"status": f"Adapter {name} unregistered"}
+        else:
+            answer = _described(adapters.get(name))
+        await _answer(answer)(scope, receive, send)
+
+    async def update(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST changes an adapter."""
+        adapters, name = self._of(scope), scope["path_params"]["name"]
+        asked = await _asked(Request(scope, receive))
+        await adapters.update(name, asked.get("src"), asked.given("preload"), asked.given("pin"))
+        await _answer({"status": f"Adapter {name} updated"})(scope, receive, send)
+
+    def _of(self, scope: Scope) -> Adapters:
+        front = self._front
+        front.lifecycle.require_ready()
+        model = scope["path_params"].get("model")
+        if model is not None and model not in front.model_names:
+            raise NotFound(f"model {model!r:.140} is not here; it is {front.model_names[0]}")
+        if not front.adapters:
+            raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
+        return front.adapters
+
+
+class _Asked(dict[str, Any]):
+    """The parameters of a call."""
+
+    def required(self, name: str) -> str:
+        value = self.get(name)
+        if not isinstance(value, str) or not value:
+            raise BadRequest(
+                f"{name} is missing; it goes into the query string or a JSON body", name
+            )
+        return value
+
+    def given(self, name: str) -> bool | None:
+        value = self.get(name)
+        match str(value).lower():
+            case "none" | "":
+                return None
+            case "true":
+                return True
+            case "false":
+                return False
+        raise BadRequest(f"{name}={value!r:.100} should be true or false", name)
+
+    def flag(self, name: str) -> bool:
+        return bool(self.given(name))
+
+
+async def _asked(request: Request) -> _Asked:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_BODY:
+            raise BadRequest(f"the body is larger than {_LARGEST_BODY} bytes")
+    try:
+        found = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
+    except (msgspec.MsgspecError, RecursionError):
+        raise BadRequest("the body should be empty or a JSON object") from None
+    return _Asked({**found, **request.query_params})
+
+
+def _page(adapters: list[Adapter], request: Request) -> dict[str, Any]:
+    limit = _whole(request, "limit", LIMIT, 1, LIMIT)
+    start = _whole(request, "next_page_token", 0, 0, None)
+    page = {"adapters": [_described(adapter) for adapter in adapters[start : start + limit]]}
+    if start + limit < len(adapters):
+        return {"nextPageToken": str(start + limit), **page}
+    return page
+
+
+def _whole(request: Request, name: str, otherwise: int, low: int, high: int | None) -> int:
+    value = request.query_params.get(name, str(otherwise))
+    if not value.isascii() or not value.isdigit() or int(value) < low:
+        raise BadRequest(f"{name}={value!r:.100} should be a whole number, at least {low}", name)
+    if high is not None and int(value) > high:
+        raise BadRequest(f"{name}={value} should be at most {high}", name)
+    return int(value)
+
+
+def _described(adapter: Adapter) -> dict[str, Any]:
+    return {
+        "name": adapter.name,
+        "src": adapter.src,
+        "preload": adapter.preload,
+        "pin": adapter.pin,
+    }
+
+
+def _answer(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,0 +1,278 @@
+"""LoRA adapters: which there are, which of them the engine has, and their life. No HTTP.
+
+An adapter is registered in milliseconds: its configuration and the header of its weights are read,
+nothing else. The engine loads it when it is first used, once for all who wait. The engine has room
+for so many; the one that was used longest ago makes room for the next. What is in use is never
+unloaded, and what is unregistered goes when its last request has ended.
+
+Inside, an adapter is called `name@digest`, so that no cache of the engine's can take one version of
+it for another.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from lmi_config import adapter
+from lmi_config.model import Folder, ModelError, Tensor
+from serving.digests import sampled
+from serving.errors import (
+    AdapterRefused,
+    BadRequest,
+    Conflict,
+    NoSlot,
+    NotFound,
+    NotReady,
+)
+from serving.threads import in_thread
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+class LoraEngine(Protocol):
+    """What an engine does with adapters, by their inner names. Raises AdapterFailed."""
+
+    async def load_adapter(self, name: str, folder: Path) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    async def pin_adapter(self, name: str) -> None: ...
+
+
+@dataclass(eq=False)
+class Adapter:
+    """One version of an adapter. src: as it was registered. users: requests that are under way."""
+
+    name: str
+    src: str
+    folder: Path
+    digest: str
+    pin: bool = False
+    preload: bool = False
+    users: int = 0
+    loading: "asyncio.Task[None] | None" = field(default=None, repr=False)
+
+    @property
+    def inner(self) -> str:
+        return f"{self.name}@{self.digest}"
+
+    @property
+    def loaded(self) -> bool:
+        task = self.loading
+        return bool(task and task.done() and not task.cancelled() and not task.exception())
+
+
+class Adapters:
+    """The registry.
+
+    roots: folders under which adapters may be. base: the model's tensors. max_rank: of an adapter.
+    slots: how many the engine has room for. limit: how many may be registered.
+    """
+
+    def __init__(
+        self,
+        roots: tuple[Path, ...],
+        base: Mapping[str, Tensor],
+        max_rank: int,
+        slots: int,
+        limit: int,
+    ) -> None:
+        self.engine: LoraEngine | None = None
+        self._roots = roots
+        self._base = base
+        self._max_rank = max_rank
+        self._slots = slots
+        self._limit = limit
+        self._registered: dict[str, Adapter] = {}
+        self._recent: dict[Adapter, None] = {}  # those in the engine, the one used last at the end
+        self._freed = asyncio.Condition()
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._registered
+
+    def listed(self) -> list[Adapter]:
+        return [self._registered[name] for name in sorted(self._registered)]
+
+    def get(self, name: str) -> Adapter:
+        try:
+            return self._registered[name]
+        except KeyError:
+            raise NotFound(f"adapter {name!r:.140} is not registered") from None
+
+    async def register(self, name: str, src: str, preload: bool = False, pin: bool = False) -> None:
+        """Add an adapter; again with the same content does nothing more.
+
+        Raises BadRequest for a name or a place that cannot be, Conflict where the name has other
+        content, AdapterRefused where the files cannot be used, AdapterFailed or NoSlot where it was
+        to be loaded and that failed; then it is not registered.
+        """
+        async with self._lock(name):
+            found = await self._look(name, src)
+            known = self._registered.get(name)
+            if known and known.digest != found.digest:
+                raise Conflict(
+                    f"adapter {name} is registered with other content, from {known.src}; "
+                    "update it, or delete it first"
+                )
+            if not known and len(self._registered) >= self._limit:
+                raise NoSlot(
+                    f"{self._limit} adapters are registered; OPTION_MAX_ADAPTERS sets the limit"
+                )
+            adapter = known or found
+            self._registered[name] = adapter
+            try:
+                await self._apply(adapter, preload or pin, pin)
+            except BaseException:
+                if not known:
+                    del self._registered[name]
+                    await self._forget(adapter)
+                raise
+
+    async def update(
+        self, name: str, src: str | None, preload: bool | None, pin: bool | None
+    ) -> None:
+        """Change an adapter's content or how it is kept. Where that fails it stays as it was.
+
+        Raises as register() does, and NotFound.
+        """
+        async with self._lock(name):
+            known = self.get(name)
+            if known.pin and pin is False:
+                raise BadRequest("an adapter cannot be unpinned; delete it and register it again")
+            found = await self._look(name, src) if src else known
+            adapter = known if found.digest == known.digest else found
+            pin = known.pin or bool(pin)
+            await self._apply(adapter, bool(preload) or pin, pin)
+            if adapter is not known:
+                self._registered[name] = adapter
+                await self._forget(known)
+
+    async def unregister(self, name: str) -> None:
+        """Take an adapter away: from new requests at once, from the engine when none uses it."""
+        async with self._lock(name):
+            adapter = self.get(name)
+            del self._registered[name]
+            await self._forget(adapter)
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[Adapter]:
+        """An adapter that the engine has, and keeps for so long.
+
+        Raises NotFound, AdapterFailed, NoSlot.
+        """
+        adapter = self.get(name)
+        adapter.users += 1
+        try:
+            await self._load(adapter)
+            yield adapter
+        finally:
+            adapter.users -= 1
+            async with self._freed:
+                self._freed.notify_all()
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    async def _look(self, name: str, src: str) -> Adapter:
+        if not NAME.fullmatch(name):
+            raise BadRequest(
+                f"name={name!r:.140}: should be letters, digits, '-', '_' and '.', at most 128, "
+                "with a letter or a digit at both ends"
+            )
+        if SCHEME.match(src):
+            raise Conflict(f"src={src!r:.500}: only local folders are supported")
+        return await in_thread(self._read, name, src)
+
+    def _read(self, name: str, src: str) -> Adapter:
+        folder = Path(src).resolve()
+        if not any(folder.is_relative_to(root) for root in self._roots):
+            allowed = ", ".join(map(str, self._roots))
+            raise BadRequest(f"src={src!r:.500}: adapters may be under {allowed}")
+        try:
+            checkpoint = Folder(folder)
+            for file in (adapter.CONFIG, adapter.WEIGHTS):
+                target = (folder / file).resolve()
+                if not any(target.is_relative_to(root) for root in self._roots):
+                    raise BadRequest(f"src={src!r:.500}: {file} is a link to elsewhere")
+            facts = adapter.look(checkpoint)
+            faults = adapter.faults(facts, self._base, self._max_rank)
+        except ModelError as error:
+            raise AdapterRefused(f"adapter {name} cannot be used: {error}") from None
+        if faults:
+            raise AdapterRefused(f"adapter {name} cannot be used: {'; '.join(faults)}")
+        digest = sampled([folder / adapter.CONFIG, folder / adapter.WEIGHTS])
+        return Adapter(name, src, folder, digest)
+
+    async def _apply(self, adapter: Adapter, load: bool, pin: bool) -> None:
+        if load:
+            adapter.users += 1
+            try:
+                await self._load(adapter)
+                if pin and not adapter.pin:
+                    await self._loader().pin_adapter(adapter.inner)
+                    adapter.pin = True
+            finally:
+                adapter.users -= 1
+        adapter.preload = adapter.preload or load
+
+    async def _load(self, adapter: Adapter) -> None:
+        """Have the engine load it, once for all who wait."""
+        if not adapter.loading:
+            adapter.loading = asyncio.create_task(self._loaded(adapter))
+        try:
+            await asyncio.shield(adapter.loading)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            adapter.loading = None  # the next one tries again
+            raise
+        self._recent.pop(adapter, None)
+        self._recent[adapter] = None
+
+    async def _loaded(self, adapter: Adapter) -> None:
+        await self._take_slot(adapter)
+        try:
+            await self._loader().load_adapter(adapter.inner, adapter.folder)
+        except BaseException:
+            async with self._freed:
+                del self._recent[adapter]
+                self._freed.notify_all()
+            raise
+
+    async def _take_slot(self, adapter: Adapter) -> None:
+        async with self._freed:
+            while len(self._recent) >= self._slots:
+                if all(other.pin for other in self._recent):
+                    raise NoSlot(
+                        f"all {self._slots} slots have pinned adapters; OPTION_MAX_CPU_LORAS sets "
+                        "how many there are"
+                    )
+                idle = [it for it in self._recent if it.loaded and not it.users and not it.pin]
+                if idle:
+                    await self._unload(idle[0])
+                else:
+                    await self._freed.wait()
+            self._recent[adapter] = None
+
+    async def _forget(self, adapter: Adapter) -> None:
+        async with self._freed:
+            while adapter.users:
+                await self._freed.wait()
+            if adapter in self._recent:
+                await self._unload(adapter)
+
+    async def _unload(self, adapter: Adapter) -> None:
+        del self._recent[adapter]
+        adapter.loading = None
+        await self._loader().unload_adapter(adapter.inner)
+
+    def _loader(self) -> LoraEngine:
+        if not self.engine:
+            raise NotReady("the engine is not ready yet")
+        return self.engine

@@ -1,0 +1,157 @@
+"""LoRA adapters on the real engine: SageMaker's calls, lazy loading, versions, mixed batches."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests import lora
+from tests.e2e.conftest import serving
+from tests.e2e.test_kv_tiers import LMCACHE, prompt
+
+HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+QUESTION = "The import statement"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two", "three"), 1):
+        lora.write(folder / name, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(tiny_options, root, tmp_path_factory):
+    """Two slots, and tiers for long prompts."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "lmcache.yaml").write_text(LMCACHE.format(folder=folder, l1=0.5))
+    environ = {
+        **tiny_options,
+        "OPTION_ENABLE_LORA": "true",
+        "OPTION_MAX_LORAS": "2",
+        "OPTION_ADAPTER_ROOTS": str(root),
+        "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
+        "OPTION_KV_DISK_PATH": str(folder / "kv"),
+        "OPTION_DTYPE": "float32",
+    }
+    with serving(folder / "log", **environ) as it:
+        it.ready()
+        for name in ("one", "two", "three"):
+            register(it, name, root / name)
+        yield it
+
+
+def register(served, name, src, **more):
+    """As SageMaker does it: the parameters in the query, an empty body."""
+    found = served.client.post("/adapters", params={"name": name, "src": str(src), **more})
+    assert found.status_code == 200, found.text
+    assert found.json() == {"status": f"Adapter {name} registered"}
+
+
+def ask(served, adapter=None, text=QUESTION):
+    """The text, and how many of the prompt's tokens were cached."""
+    body = {"prompt": text, "max_tokens": 12, "temperature": 0}
+    headers = {HEADER.lower(): adapter} if adapter else {}
+    found = served.client.post("/invocations", json=body, headers=headers)
+    assert found.status_code == 200, found.text
+    answer = found.json()
+    assert answer["model"] == (adapter or "tiny-llama-1")
+    details = answer["usage"]["prompt_tokens_details"]
+    return answer["choices"][0]["text"], (details or {}).get("cached_tokens") or 0
+
+
+@pytest.fixture(scope="module")
+def alone(served):
+    """What each answers when it is alone."""
+    return {name: ask(served, name)[0] for name in (None, "one", "two", "three")}
+
+
+def test_each_adapter_answers_in_its_own_way(alone):
+    assert len({*alone.values()}) == 4
+
+
+def test_they_take_turns_in_the_slots(served, alone):
+    for name in ("one", "two", "three", None) * 3:
+        assert ask(served, name)[0] == alone[name]
+
+
+def test_in_one_batch_each_has_its_own_weights(served, alone):
+    names = [None, "one", None, "two", None, "one", "two", None] * 3
+    with ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(lambda name: ask(served, name)[0], names)]
+    assert answers == [alone[name] for name in names]
+
+
+def test_caches_are_never_shared(served):
+    names = (None, "one", "two")
+    first = [ask(served, name, prompt("adapters")) for name in names]
+    assert [cached for _, cached in first] == [0, 0, 0]
+    assert len({text for text, _ in first}) == 3
+    again = [ask(served, name, prompt("adapters")) for name in names]
+    assert [text for text, _ in again] == [text for text, _ in first]
+    assert all(cached >= 1024 for _, cached in again)
+
+
+def test_it_is_chosen_by_model_and_in_lmis_body(served, alone):
+    chosen = served.openai.completions.create(
+        model="one", prompt=QUESTION, max_tokens=12, temperature=0
+    )
+    assert (chosen.model, chosen.choices[0].text) == ("one", alone["one"])
+    stream = served.openai.completions.create(
+        model="two", prompt=QUESTION, max_tokens=12, temperature=0, stream=True
+    )
+    chunks = [*stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == alone["two"]
+    assert {chunk.model for chunk in chunks} == {"two"}
+    parameters = {"max_new_tokens": 12, "do_sample": False}
+    for adapter, expected in (("three", alone["three"]), ("", alone[None])):
+        body = {"inputs": QUESTION, "parameters": parameters, "adapters": adapter}
+        assert served.invoke(body).json() == {"generated_text": expected}
+
+
+def test_an_unknown_one_is_an_error_and_never_the_base(served):
+    body = {"prompt": QUESTION, "max_tokens": 2}
+    found = served.client.post("/invocations", json=body, headers={HEADER: "nobody"})
+    assert found.status_code == 424
+    assert found.json()["error"] == "adapter 'nobody' is not registered"
+    found = served.client.post("/v1/completions", json={**body, "model": "nobody"})
+    assert found.status_code == 404
+
+
+def test_another_version_forgets_the_one_before(served, root, alone):
+    lora.write(root / "changing", 11)
+    register(served, "changing", root / "changing")
+    text, _ = ask(served, "changing", prompt("version"))
+    lora.write(root / "changed", 12)
+    assert served.client.delete("/adapters/changing").json() == {
+        "status": "Adapter changing unregistered"
+    }
+    register(served, "changing", root / "changed", preload="true")
+    other, cached = ask(served, "changing", prompt("version"))
+    assert (other != text, cached) == (True, 0)
+    found = served.client.post("/adapters/changing/update", params={"src": str(root / "changing")})
+    assert found.json() == {"status": "Adapter changing updated"}
+    assert ask(served, "changing", prompt("version"))[0] == text
+    assert ask(served)[0] == alone[None]
+
+
+def test_a_source_that_has_gone_is_told_and_can_come_back(served, root, alone):
+    register(served, "gone", lora.write(root / "gone", 13))
+    shutil.move(root / "gone", root / "elsewhere")
+    body = {"prompt": QUESTION, "max_tokens": 2}
+    found = served.client.post("/invocations", json=body, headers={HEADER: "gone"})
+    assert found.status_code == 424
+    assert "gone" in found.json()["error"]
+    shutil.move(root / "elsewhere", root / "gone")
+    assert ask(served, "gone")[0] not in alone.values()
+    assert ask(served)[0] == alone[None]
+
+
+def test_a_hundred_first_uses_are_one_load(served, root):
+    register(served, "crowd", lora.write(root / "crowd", 14))
+    before = served.log.read_text().count("Loaded new LoRA adapter: name 'crowd@")
+    with ThreadPoolExecutor(100) as pool:
+        answers = {*pool.map(lambda _: ask(served, "crowd")[0], range(100))}
+    assert len(answers) == 1
+    assert served.log.read_text().count("Loaded new LoRA adapter: name 'crowd@") == before + 1

@@ -1,0 +1,313 @@
+"""Adapters over a fake engine: the calls of SageMaker and LMI, bad input, and random lives."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lmi_config.model import Tensor
+from serving.adapters import Adapters
+from tests.serving.conftest import running
+
+MODULE = "model.layers.0.self_attn.q_proj"
+BASE = {f"{MODULE}.weight": Tensor("BF16", (16, 8))}
+HEADER = {"X-Amzn-SageMaker-Adapter-Identifier": "one"}
+
+
+def tensors(rank=2, wide=8, out=16, module=MODULE, dtype="F32"):
+    name = f"base_model.model.{module}"
+    return {
+        f"{name}.lora_A.weight": (dtype, [rank, wide]),
+        f"{name}.lora_B.weight": (dtype, [out, rank]),
+    }
+
+
+def write(folder: Path, content=0, found=None, **config) -> Path:
+    """An adapter whose weights are all the same byte."""
+    header, end = {}, 0
+    for name, (dtype, shape) in (tensors() if found is None else found).items():
+        size = shape[0] * shape[1] * (4 if dtype == "F32" else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = len(text).to_bytes(8, "little") + text + bytes([content]) * end
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "adapters"
+
+
+def registry(engine, root, slots=2, limit=100) -> Adapters:
+    found = Adapters((root.resolve(),), BASE, max_rank=16, slots=slots, limit=limit)
+    found.engine = engine
+    return found
+
+
+@pytest.fixture
+async def served(root, anyio_backend):
+    async with running() as it:
+        it.server.front.adapters = registry(it.engine, root)
+        yield it
+
+
+async def register(served, name, src, status=200, **more):
+    answer = await served.client.post("/adapters", params={"name": name, "src": str(src), **more})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def ask(served, name, status=200):
+    headers = {"X-Amzn-SageMaker-Adapter-Identifier": name}
+    answer = await served.invoke({"prompt": "a b"}, headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_registered_described_listed_and_taken_away(served, root):
+    src = write(root / "one")
+    told = await register(served, "one", src)
+    assert told == {"status": "Adapter one registered"}
+    described = {"name": "one", "src": str(src), "preload": False, "pin": False}
+    assert (await served.client.get("/adapters/one")).json() == described
+    assert (await served.client.get("/adapters")).json() == {"adapters": [described]}
+    assert served.engine.loads == []
+    answer = await served.client.delete("/adapters/one")
+    assert answer.json() == {"status": "Adapter one unregistered"}
+    assert (await served.client.get("/adapters/one")).status_code == 404
+    assert (await served.client.delete("/adapters/one")).status_code == 404
+
+
+async def test_parameters_may_be_in_a_json_body_and_the_model_in_the_path(served, root):
+    body = {"name": "one", "src": str(write(root / "one")), "preload": True}
+    name = served.server.front.model_names[0]
+    answer = await served.post(f"/models/{name}/adapters", body)
+    assert answer.status_code == 200
+    assert served.engine.loaded == served.engine.loads
+    assert (await served.client.get("/models/other/adapters")).status_code == 404
+
+
+async def test_a_page_at_a_time(served, root):
+    for number in range(5):
+        await register(served, f"a{number}", write(root / str(number)))
+    page = (await served.client.get("/adapters", params={"limit": 2})).json()
+    assert [it["name"] for it in page["adapters"]] == ["a0", "a1"]
+    parameters = {"limit": 3, "next_page_token": page["nextPageToken"]}
+    page = (await served.client.get("/adapters", params=parameters)).json()
+    assert [it["name"] for it in page["adapters"]] == ["a2", "a3", "a4"]
+    assert "nextPageToken" not in page
+    assert (await served.client.get("/adapters?limit=0")).status_code == 400
+
+
+async def test_the_same_again_is_no_fault_and_other_content_is(served, root):
+    await register(served, "one", write(root / "one"))
+    await register(served, "one", write(root / "copy"))
+    told = await register(served, "one", write(root / "other", content=1), 409)
+    assert told["code"] == 409
+    assert "is registered with other content" in told["message"]
+
+
+async def test_it_is_loaded_at_first_use_once_for_all_who_wait(served, root):
+    await register(served, "one", write(root / "one"))
+    served.engine.may_load.clear()
+    asked = [asyncio.create_task(ask(served, "one")) for _ in range(20)]
+    while not served.engine.loads:
+        await asyncio.sleep(0.01)
+    served.engine.may_load.set()
+    answers = await asyncio.gather(*asked)
+    assert len(served.engine.loads) == 1
+    assert {answer["model"] for answer in answers} == {"one"}
+    inner = {body["model"] for body in served.engine.bodies}
+    assert inner == {served.engine.loads[0]}
+    assert len({body["cache_salt"] for body in served.engine.bodies}) == 1
+
+
+async def test_a_failed_load_is_told_to_each_and_can_be_tried_again(served, root):
+    await register(served, "one", write(root / "one"))
+    served.engine.fails_to_load = True
+    answers = await asyncio.gather(*(ask(served, "one", 424) for _ in range(5)))
+    assert {answer["error"] for answer in answers} == {"the engine cannot load it"}
+    await register(served, "two", write(root / "two"), 424, preload="true")
+    assert (await served.client.get("/adapters/two")).status_code == 404
+    served.engine.fails_to_load = False
+    await ask(served, "one")
+
+
+async def test_the_one_used_longest_ago_makes_room(served, root):
+    for name in ("one", "two", "three"):
+        await register(served, name, write(root / name))
+    for name in ("one", "two", "one", "three"):
+        await ask(served, name)
+    assert [name.partition("@")[0] for name in served.engine.loaded] == ["one", "three"]
+
+
+async def test_pinned_ones_stay_and_may_fill_all_slots(served, root):
+    for name in ("one", "two"):
+        await register(served, name, write(root / name), pin="true")
+    await register(served, "three", write(root / "three"))
+    assert "OPTION_MAX_CPU_LORAS" in (await ask(served, "three", 507))["error"]
+    await register(served, "four", write(root / "four"), 507, preload="true")
+    await served.client.delete("/adapters/one")
+    await ask(served, "three")
+
+
+async def test_what_is_in_use_is_never_unloaded(served, root):
+    for name in ("one", "two", "three"):
+        await register(served, name, write(root / name))
+    held = [
+        asyncio.create_task(
+            served.invoke({"prompt": "wait"}, headers={"X-Amzn-SageMaker-Adapter-Identifier": name})
+        )
+        for name in ("one", "two")
+    ]
+    while served.engine.running < 2:
+        await asyncio.sleep(0.01)
+    third = asyncio.create_task(ask(served, "three"))
+    gone = asyncio.create_task(served.client.delete("/adapters/one"))
+    await asyncio.sleep(0.1)
+    assert len(served.engine.loaded) == 2
+    assert not third.done()
+    assert not gone.done()
+    await ask(served, "one", 424)  # new requests do not see it any more
+    served.engine.gate.set()
+    assert {(await request).status_code for request in held} == {200}
+    assert (await gone).status_code == 200
+    await third
+
+
+async def test_an_update_changes_the_version(served, root):
+    await register(served, "one", write(root / "one"))
+    await ask(served, "one")
+    new = write(root / "new", content=1)
+    answer = await served.client.post("/adapters/one/update", params={"src": str(new)})
+    assert answer.json() == {"status": "Adapter one updated"}
+    await ask(served, "one")
+    before, after = served.engine.bodies
+    assert before["model"] != after["model"]
+    assert before["cache_salt"] != after["cache_salt"]
+    assert served.engine.loaded == [after["model"]]
+    wrong = write(root / "wrong", found=tensors(rank=32))
+    answer = await served.client.post("/adapters/one/update", params={"src": str(wrong)})
+    assert answer.status_code == 424
+    assert (await ask(served, "one"))["model"] == "one"
+
+
+async def test_selection(served, root):
+    await register(served, "one", write(root / "one"))
+    inner = f"one@{served.server.front.adapters.get('one').digest}"
+    for body, headers in (
+        ({"prompt": "a", "adapters": "one"}, {}),
+        ({"prompt": "a", "model": "one"}, {}),
+        ({"inputs": "a", "adapters": "one"}, {}),
+        ({"messages": [{"role": "user", "content": "a"}], "model": "fake"}, HEADER),
+    ):
+        assert (await served.invoke(body, headers=headers)).status_code == 200
+        assert served.engine.bodies[-1]["model"] == inner
+    await served.invoke({"prompt": "a", "adapters": ""})
+    assert "model" not in served.engine.bodies[-1]
+    assert "cache_salt" not in served.engine.bodies[-1]
+    answer = await served.post("/v1/completions", {"prompt": "a", "model": inner})
+    assert answer.status_code == 404
+    models = (await served.client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in models] == ["fake", "one"]
+
+
+BAD = [
+    ({}, 400, "name is missing"),
+    ({"name": "one"}, 400, "src is missing"),
+    ({"name": "../one", "src": "{root}/one"}, 400, "should be letters"),
+    ({"name": "a@b", "src": "{root}/one"}, 400, "should be letters"),
+    ({"name": "one", "src": "s3://bucket/one"}, 409, "only local folders"),
+    ({"name": "one", "src": "/etc"}, 400, "adapters may be under"),
+    ({"name": "one", "src": "{root}/../../etc"}, 400, "adapters may be under"),
+    ({"name": "one", "src": "{root}/link"}, 400, "adapters may be under"),
+    ({"name": "one", "src": "{root}/inner"}, 400, "is a link to elsewhere"),
+    ({"name": "one", "src": "{root}/nothing"}, 424, "cannot be read"),
+    ({"name": "one", "src": "{root}/pickle"}, 424, "a pickle can run code"),
+    ({"name": "one", "src": "{root}/short"}, 424, "bytes, but by its header"),
+    ({"name": "one", "src": "{root}/large"}, 424, "its rank is 32"),
+    ({"name": "one", "src": "{root}/wrong"}, 424, "made for 16 x 9"),
+    ({"name": "one", "src": "{root}/unknown"}, 424, "which the model does not have"),
+    ({"name": "one", "src": "{root}/dora"}, 424, "use_dora is not supported"),
+    ({"name": "one", "src": "{root}/int8"}, 424, "of type I8"),
+    ({"name": "one", "src": "{root}/one", "pin": "perhaps"}, 400, "should be true or false"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "status", "message"), BAD)
+async def test_bad_input(served, root, tmp_path, parameters, status, message):
+    write(root / "one")
+    (root / "link").symlink_to(write(tmp_path / "outside"))
+    write(root / "inner")
+    (root / "inner" / "adapter_model.safetensors").unlink()
+    (root / "inner" / "adapter_model.safetensors").symlink_to(
+        tmp_path / "outside" / "adapter_model.safetensors"
+    )
+    write(root / "pickle")
+    (root / "pickle" / "adapter_model.safetensors").rename(root / "pickle" / "adapter_model.bin")
+    short = write(root / "short") / "adapter_model.safetensors"
+    short.write_bytes(short.read_bytes()[:-10])
+    write(root / "large", found=tensors(rank=32), r=32)
+    write(root / "wrong", found=tensors(wide=9))
+    write(root / "unknown", found=tensors(module="model.layers.7.q_proj"))
+    write(root / "dora", use_dora=True)
+    write(root / "int8", found=tensors(dtype="I8"))
+    found = {name: value.format(root=root) for name, value in parameters.items()}
+    answer = await served.client.post("/adapters", params=found)
+    assert answer.status_code == status
+    assert answer.json()["code"] == status
+    assert message in answer.json()["message"]
+    assert (await served.client.get("/adapters")).json() == {"adapters": []}
+
+
+async def test_without_lora_it_says_so(anyio_backend):
+    async with running() as it:
+        answer = await it.client.post("/adapters", params={"name": "one", "src": "/one"})
+        assert (answer.status_code, answer.json()["message"][:20]) == (400, "LoRA is not enabled.")
+        assert (await it.invoke({"prompt": "a"}, headers=HEADER)).status_code == 424
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_lives(served, root, seed):
+    """Whatever is asked for at the same time: no request gets another version, no slot too many."""
+    chance = random.Random(seed)
+    folders = {name: [write(root / f"{name}{n}", n) for n in range(3)] for name in "abcd"}
+
+    async def live():
+        for _ in range(30):
+            name = chance.choice("abcd")
+            src = str(chance.choice(folders[name]))
+            match chance.randrange(6):
+                case 0:
+                    await served.client.post("/adapters", params={"name": name, "src": src})
+                case 1:
+                    await served.client.post(f"/adapters/{name}/update", params={"src": src})
+                case 2:
+                    await served.client.delete(f"/adapters/{name}")
+                case _:
+                    answer = await served.invoke(
+                        {"prompt": "a"}, headers={"X-Amzn-SageMaker-Adapter-Identifier": name}
+                    )
+                    assert answer.status_code in (200, 424)
+                    assert answer.status_code == 424 or answer.json()["model"] == name
+            assert len(served.engine.loaded) <= 2
+
+    await asyncio.gather(*(live() for _ in range(6)))
+    adapters = served.server.front.adapters
+    known = {it.inner for it in adapters.listed()}
+    assert {*served.engine.loaded} <= known
+    for it in adapters.listed():
+        assert it.users == 0
+        await ask(served, it.name)
+    pairs = {(body["model"], body["cache_salt"]) for body in served.engine.bodies}
+    assert len({model for model, _ in pairs}) == len(pairs)
