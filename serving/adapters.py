@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from prometheus_client import Counter, Gauge, Histogram
+
 from lmi_config import adapter
 from lmi_config.model import Folder, ModelError, Tensor
 from serving.digests import sampled
 from serving.errors import (
+    AdapterFailed,
     AdapterRefused,
     BadRequest,
     Conflict,
@@ -31,7 +34,21 @@ from serving.errors import (
 from serving.threads import in_thread
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
+LABELS = 100
+"""Adapters that have a series of their own, the first ones that are used; the others share one."""
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+_REGISTERED = Gauge("slipway_adapters_registered", "Adapters that can be used.")
+_LOADED = Gauge("slipway_adapters_loaded", "Adapters that the engine has.")
+_LOADS = Histogram(
+    "slipway_adapter_load_seconds",
+    "How long the engine took to load an adapter.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+)
+_FAILED = Counter("slipway_adapter_load_failures", "Loads that failed.")
+_EVICTED = Counter("slipway_adapter_evictions", "Adapters that made room for others.")
+_REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
 
 
 class LoraEngine(Protocol):
@@ -92,6 +109,7 @@ class Adapters:
         self._recent: dict[Adapter, None] = {}  # those in the engine, the one used last at the end
         self._freed = asyncio.Condition()
         self._locks: dict[str, asyncio.Lock] = {}
+        self._labels: set[str] = set()
 
     def __contains__(self, name: object) -> bool:
         return name in self._registered
@@ -112,6 +130,11 @@ class Adapters:
         content, AdapterRefused where the files cannot be used, AdapterFailed or NoSlot where it was
         to be loaded and that failed; then it is not registered.
         """
+        if not NAME.fullmatch(name):
+            raise BadRequest(
+                f"name={name!r:.140}: should be letters, digits, '-', '_' and '.', at most 128, "
+                "with a letter or a digit at both ends"
+            )
         async with self._lock(name):
             found = await self._look(name, src)
             known = self._registered.get(name)
@@ -125,12 +148,14 @@ class Adapters:
                     f"{self._limit} adapters are registered; OPTION_MAX_ADAPTERS sets the limit"
                 )
             adapter = known or found
+            adapter.src, adapter.folder = found.src, found.folder
             self._registered[name] = adapter
+            _REGISTERED.set(len(self._registered))
             try:
                 await self._apply(adapter, preload or pin, pin)
             except BaseException:
                 if not known:
-                    del self._registered[name]
+                    self._remove(adapter)
                     await self._forget(adapter)
                 raise
 
@@ -141,12 +166,14 @@ class Adapters:
 
         Raises as register() does, and NotFound.
         """
+        self.get(name)
         async with self._lock(name):
             known = self.get(name)
             if known.pin and pin is False:
                 raise BadRequest("an adapter cannot be unpinned; delete it and register it again")
             found = await self._look(name, src) if src else known
             adapter = known if found.digest == known.digest else found
+            adapter.src, adapter.folder = found.src, found.folder
             pin = known.pin or bool(pin)
             await self._apply(adapter, bool(preload) or pin, pin)
             if adapter is not known:
@@ -155,9 +182,10 @@ class Adapters:
 
     async def unregister(self, name: str) -> None:
         """Take an adapter away: from new requests at once, from the engine when none uses it."""
+        self.get(name)
         async with self._lock(name):
             adapter = self.get(name)
-            del self._registered[name]
+            self._remove(adapter)
             await self._forget(adapter)
 
     @contextlib.asynccontextmanager
@@ -170,6 +198,9 @@ class Adapters:
         adapter.users += 1
         try:
             await self._load(adapter)
+            if len(self._labels) < LABELS:
+                self._labels.add(name)
+            _REQUESTS.labels(name if name in self._labels else "other").inc()
             yield adapter
         finally:
             adapter.users -= 1
@@ -180,11 +211,6 @@ class Adapters:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _look(self, name: str, src: str) -> Adapter:
-        if not NAME.fullmatch(name):
-            raise BadRequest(
-                f"name={name!r:.140}: should be letters, digits, '-', '_' and '.', at most 128, "
-                "with a letter or a digit at both ends"
-            )
         if SCHEME.match(src):
             raise Conflict(f"src={src!r:.500}: only local folders are supported")
         return await in_thread(self._read, name, src)
@@ -206,8 +232,7 @@ class Adapters:
             raise AdapterRefused(f"adapter {name} cannot be used: {error}") from None
         if faults:
             raise AdapterRefused(f"adapter {name} cannot be used: {'; '.join(faults)}")
-        digest = sampled([folder / adapter.CONFIG, folder / adapter.WEIGHTS])
-        return Adapter(name, src, folder, digest)
+        return Adapter(name, src, folder, _digest(folder))
 
     async def _apply(self, adapter: Adapter, load: bool, pin: bool) -> None:
         if load:
@@ -238,10 +263,13 @@ class Adapters:
     async def _loaded(self, adapter: Adapter) -> None:
         await self._take_slot(adapter)
         try:
-            await self._loader().load_adapter(adapter.inner, adapter.folder)
+            with _FAILED.count_exceptions(), _LOADS.time():
+                await in_thread(_check_unchanged, adapter)
+                await self._loader().load_adapter(adapter.inner, adapter.folder)
         except BaseException:
             async with self._freed:
                 del self._recent[adapter]
+                _LOADED.set(len(self._recent))
                 self._freed.notify_all()
             raise
 
@@ -255,10 +283,16 @@ class Adapters:
                     )
                 idle = [it for it in self._recent if it.loaded and not it.users and not it.pin]
                 if idle:
+                    _EVICTED.inc()
                     await self._unload(idle[0])
                 else:
                     await self._freed.wait()
             self._recent[adapter] = None
+            _LOADED.set(len(self._recent))
+
+    def _remove(self, adapter: Adapter) -> None:
+        del self._registered[adapter.name]
+        _REGISTERED.set(len(self._registered))
 
     async def _forget(self, adapter: Adapter) -> None:
         async with self._freed:
@@ -269,6 +303,7 @@ class Adapters:
 
     async def _unload(self, adapter: Adapter) -> None:
         del self._recent[adapter]
+        _LOADED.set(len(self._recent))
         adapter.loading = None
         await self._loader().unload_adapter(adapter.inner)
 
@@ -276,3 +311,20 @@ class Adapters:
         if not self.engine:
             raise NotReady("the engine is not ready yet")
         return self.engine
+
+
+def _digest(folder: Path) -> str:
+    return sampled([folder / adapter.CONFIG, folder / adapter.WEIGHTS])
+
+
+def _check_unchanged(it: Adapter) -> None:
+    """Raise AdapterFailed where the folder has gone, or has other content than was registered."""
+    try:
+        if _digest(it.folder) == it.digest:
+            return
+    except OSError as error:
+        raise AdapterFailed(f"adapter {it.name} cannot be read: {error}") from None
+    raise AdapterFailed(
+        f"adapter {it.name} has changed in {it.src} since it was registered; delete it and "
+        "register it again"
+    )

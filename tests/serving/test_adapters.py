@@ -149,6 +149,10 @@ async def test_the_one_used_longest_ago_makes_room(served, root):
     for name in ("one", "two", "one", "three"):
         await ask(served, name)
     assert [name.partition("@")[0] for name in served.engine.loaded] == ["one", "three"]
+    series = (await served.client.get("/metrics")).text.splitlines()
+    assert "slipway_adapters_registered 3.0" in series
+    assert "slipway_adapters_loaded 2.0" in series
+    assert any(it.startswith('slipway_adapter_requests_total{adapter="three"}') for it in series)
 
 
 async def test_pinned_ones_stay_and_may_fill_all_slots(served, root):
@@ -183,6 +187,16 @@ async def test_what_is_in_use_is_never_unloaded(served, root):
     assert {(await request).status_code for request in held} == {200}
     assert (await gone).status_code == 200
     await third
+
+
+async def test_what_has_changed_in_its_folder_is_not_taken_for_what_it_was(served, root):
+    await register(served, "one", write(root / "one"))
+    write(root / "one", content=1)
+    assert "has changed in" in (await ask(served, "one", 424))["error"]
+    (root / "one").rename(root / "elsewhere")
+    assert "cannot be read" in (await ask(served, "one", 424))["error"]
+    await register(served, "one", write(root / "back"))
+    await ask(served, "one")
 
 
 async def test_an_update_changes_the_version(served, root):
