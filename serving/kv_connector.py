@@ -4,12 +4,14 @@ vLLM imports it by its path, in the engine's own processes. LMCache's connector 
 server's answer however long a store behind it takes; a store that hangs would hold every request.
 """
 
+from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,6 +27,15 @@ HASTE_S = 0.1
 
 class PatientConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache is not type-checked
     _hasty = False
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.WORKER:
+            self.worker_adapter.submit_store_request = _forgiving(
+                self.worker_adapter.submit_store_request
+            )
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -49,3 +60,18 @@ class PatientConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache is 
         adapter.cleanup_lookup_result(request.request_id)
         tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE
         return 0, False
+
+
+def _forgiving(store: Callable[..., None]) -> Callable[..., None]:
+    """Storing that is given up when the server does not answer.
+
+    LMCache raises then, when L1 is in shared memory, and the engine would die of it.
+    """
+
+    def stored(*arguments: Any, **named: Any) -> None:
+        try:
+            store(*arguments, **named)
+        except TimeoutError as error:
+            log.warning("a prompt's KV is not stored: %s", error)
+
+    return stored

@@ -69,7 +69,8 @@ class Served:
         """The engine's processes of this name, like VLLM::Worker."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self._seen.update(children)
-        return [child for child in children if name in " ".join(child.cmdline())]
+        living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in living if name in " ".join(child.cmdline())]
 
     def left_behind(self) -> list[psutil.Process]:
         """Processes of the server that live on after it, once they have had a moment to go."""
