@@ -4,8 +4,8 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tiny_lora
 
-from tests import lora
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
 
@@ -17,7 +17,7 @@ QUESTION = "The import statement"
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("one", "two", "three"), 1):
-        lora.write(folder / name, seed)
+        tiny_lora.write(folder / name, seed)
     return folder
 
 
@@ -120,10 +120,10 @@ def test_an_unknown_one_is_an_error_and_never_the_base(served):
 
 
 def test_another_version_forgets_the_one_before(served, root, alone):
-    lora.write(root / "changing", 11)
+    tiny_lora.write(root / "changing", 11)
     register(served, "changing", root / "changing")
     text, _ = ask(served, "changing", prompt("version"))
-    lora.write(root / "changed", 12)
+    tiny_lora.write(root / "changed", 12)
     assert served.client.delete("/adapters/changing").json() == {
         "status": "Adapter changing unregistered"
     }
@@ -137,7 +137,7 @@ def test_another_version_forgets_the_one_before(served, root, alone):
 
 
 def test_a_source_that_has_gone_is_told_and_can_come_back(served, root, alone):
-    register(served, "gone", lora.write(root / "gone", 13))
+    register(served, "gone", tiny_lora.write(root / "gone", 13))
     shutil.move(root / "gone", root / "elsewhere")
     body = {"prompt": QUESTION, "max_tokens": 2}
     found = served.client.post("/invocations", json=body, headers={HEADER: "gone"})
@@ -149,7 +149,7 @@ def test_a_source_that_has_gone_is_told_and_can_come_back(served, root, alone):
 
 
 def test_a_hundred_first_uses_are_one_load(served, root):
-    register(served, "crowd", lora.write(root / "crowd", 14))
+    register(served, "crowd", tiny_lora.write(root / "crowd", 14))
     before = served.log.read_text().count("Loaded new LoRA adapter: name 'crowd@")
     with ThreadPoolExecutor(100) as pool:
         answers = {*pool.map(lambda _: ask(served, "crowd")[0], range(100))}
