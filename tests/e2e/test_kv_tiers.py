@@ -146,7 +146,7 @@ def test_operators_see_the_tiers(first):
 
 def test_a_cache_server_that_is_killed_is_started_again(first):
     text, _ = ask(first, prompt("killed"))
-    with ThreadPoolExecutor(4) as pool, within(15):
+    with ThreadPoolExecutor(4) as pool, within(30):
         asked = [pool.submit(ask, first, prompt("killed")) for _ in range(8)]
         lmcache(first).send_signal(signal.SIGKILL)
         assert {answer.result()[0] for answer in asked} == {text}
@@ -159,9 +159,9 @@ def test_a_cache_server_that_is_killed_is_started_again(first):
 
 def test_a_cache_server_that_hangs_is_started_again(first):
     lmcache(first).suspend()
-    with within(20):
+    with within(40):
         ask(first, prompt("hangs"))
-    with within(2):  # the engine has noticed
+    with within(5):  # the engine has noticed
         assert ask(first, prompt("hangs"))[1] == 0
     until(lambda: first.metric("slipway_kv_cache_server_restarts_total") == 2)
     until(lambda: first.metric("slipway_kv_cache_server_up") == 1, 120)
@@ -192,10 +192,10 @@ def test_a_shared_store_that_hangs_costs_one_wait(second, valkey):
     text, _ = ask(second, prompt("before"))
     store = psutil.Process(valkey.client().info()["process_id"])
     store.suspend()
-    with within(15):
+    with within(30):
         ask(second, prompt("hung"))
     until(lambda: "left out until it answers" in second.log.read_text())
-    with within(2):  # memory is used on
+    with within(5):  # memory is used on
         assert ask(second, prompt("before")) == (text, 5 * CHUNK)
     store.resume()
 
@@ -207,9 +207,9 @@ def stored(first, second, options_of_first):
     for name in ("restart", "damaged"):
         before = files(folder)
         text, _ = ask(first, prompt(name))
-        time.sleep(2)  # the disk is written to behind the answer
+        # The disk is written to behind the answer.
+        until(lambda before=before: len(files(folder) - before) == 5)
         known[name] = text, files(folder) - before
-        assert len(known[name][1]) == 5
     assert first.stop() == 0
     return known
 
@@ -259,7 +259,7 @@ def test_a_slow_store_is_not_waited_for(second, restarted):
 
 def test_a_shared_store_that_comes_back_is_used_again(second, valkey):
     psutil.Process(valkey.client().info()["process_id"]).kill()
-    with within(15):
+    with within(30):
         ask(second, prompt("gone"))
     with ValkeyServer(port=valkey.port) as store:
         numbers = itertools.count()
