@@ -28,12 +28,11 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.de
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """rank: the largest of its modules. modules: by their names in the base model, shapes of A,
-    (rank, in), and B, (out, rank). size: bytes of its weights.
+    (rank, in), and B, (out, rank).
     """
 
     rank: int
     modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    size: int
 
 
 def look(checkpoint: Checkpoint) -> Adapter:
@@ -50,15 +49,14 @@ def look(checkpoint: Checkpoint) -> Adapter:
     config = json_object(checkpoint, CONFIG)
     for fault in _config_faults(config):
         raise ModelError(f"{CONFIG}: {fault}")
-    size = checkpoint.sizes[WEIGHTS]
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, tensor in header(checkpoint, WEIGHTS, size).items():
+    for name, tensor in header(checkpoint, WEIGHTS, checkpoint.sizes[WEIGHTS]).items():
         module, part = _part(name, tensor)
         parts.setdefault(module, {})[part] = tensor.shape
     if not parts:
         raise ModelError(f"{WEIGHTS} has no tensors")
     modules = {module: _pair(module, shapes) for module, shapes in parts.items()}
-    return Adapter(max(a[0] for a, _ in modules.values()), modules, size)
+    return Adapter(max(a[0] for a, _ in modules.values()), modules)
 
 
 def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
@@ -122,7 +120,8 @@ def faults(adapter: Adapter, base: Mapping[str, Tensor], max_rank: int) -> list[
         found.append(
             f"its rank is {adapter.rank} and OPTION_MAX_LORA_RANK={max_rank}; raise the option"
         )
-    prefixes = {name.rpartition(".")[0] for name in base}
+    usual = all(f"{module}.weight" in base for module in adapter.modules)
+    prefixes = adapter.modules.keys() if usual else {name.rpartition(".")[0] for name in base}
     for module, (a, b) in sorted(adapter.modules.items()):
         if base and module not in prefixes:
             found.append(f"it changes {module}, which the model does not have: of another model?")

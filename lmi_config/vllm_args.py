@@ -50,9 +50,9 @@ def options(
     if settings.enable_lora:
         found = {**LORA_DEFAULTS, **found}
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
-    if settings.enable_lora and not machine.gpus:
-        found.setdefault("worker_extension_cls", CPU_LORA)
     if not machine.gpus:
+        if settings.enable_lora:
+            found.setdefault("worker_extension_cls", CPU_LORA)
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)
     return found | {**_TASKS.get(settings.task, {}), **settings.engine, **derived}

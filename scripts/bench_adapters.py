@@ -20,7 +20,7 @@ import httpx
 import psutil
 import tiny_lora
 import tiny_model
-from bench_overhead import PLAIN_PORT, PROMPT, SLIPWAY_PORT, server
+from bench_overhead import PLAIN_PORT, PROMPT, SLIPWAY_PORT, server, spread
 
 from lmi_config import vllm_args
 from serving.prepare import prepare
@@ -39,9 +39,8 @@ def timed(work: Callable[[], httpx.Response]) -> float:
     return time.perf_counter() - began
 
 
-def told(values: list[float], unit: float = 1.0) -> str:
-    low, middle, high = (value * unit for value in statistics.quantiles(values, n=4))
-    return f"{middle:.3g} [{low:.3g} … {high:.3g}]"
+def told_ms(seconds: list[float]) -> str:
+    return spread([1000 * each for each in seconds], ".3g") + " ms"
 
 
 def main() -> None:
@@ -105,7 +104,7 @@ def main() -> None:
             for n in range(options.adapters)
         ]
         grown = psutil.Process(pid).memory_info().rss - memory
-        print(f"registering {options.adapters}: {told(registrations, 1000)} ms each")
+        print(f"registering {options.adapters}: {told_ms(registrations)} each")
         print(f"memory for each that is registered: {grown / options.adapters / 1024:.1f} KiB")
 
         ours, theirs, loads = [], [], []
@@ -117,9 +116,9 @@ def main() -> None:
             theirs.append(loads[-1] + request)
             ours.append(timed(lambda n=n: complete(slipway, f"adapter-{n}")))  # type: ignore[misc]
         ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-        print(f"vLLM's own load: {told(loads, 1000)} ms")
-        print(f"first use: {told(ours, 1000)} ms; vLLM's load and request: {told(theirs, 1000)} ms")
-        print(f"first use / vLLM's load and request: {told(ratios)}")
+        print(f"vLLM's own load: {told_ms(loads)}")
+        print(f"first use: {told_ms(ours)}; vLLM's load and request: {told_ms(theirs)}")
+        print(f"first use / vLLM's load and request: {spread(ratios, '.3g')}")
 
         base = []
         for number in range(ROUNDS):
@@ -128,7 +127,7 @@ def main() -> None:
                 times = [timed(lambda c=client: complete(c)) for _ in range(BASE_REQUESTS)]  # type: ignore[misc]
                 means[client] = statistics.median(times)
             base.append(means[slipway] / means[plain])
-        print(f"a request to the base model, Slipway / vLLM: {told(base)}")
+        print(f"a request to the base model, Slipway / vLLM: {spread(base, '.3g')}")
 
 
 if __name__ == "__main__":

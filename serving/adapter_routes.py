@@ -59,9 +59,7 @@ class AdapterRoutes:
         model = scope["path_params"].get("model")
         if model is not None and model not in front.model_names:
             raise NotFound(f"model {model!r:.140} is not here; it is {front.model_names[0]}")
-        if not front.adapters:
-            raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
-        return front.adapters
+        return front.require_adapters()
 
 
 class _Asked(dict[str, Any]):

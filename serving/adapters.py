@@ -29,7 +29,6 @@ from serving.errors import (
     Conflict,
     NoSlot,
     NotFound,
-    NotReady,
 )
 from serving.threads import in_thread
 
@@ -93,13 +92,14 @@ class Adapters:
 
     def __init__(
         self,
+        engine: LoraEngine,
         roots: tuple[Path, ...],
         base: Mapping[str, Tensor],
         max_rank: int,
         slots: int,
         limit: int,
     ) -> None:
-        self.engine: LoraEngine | None = None
+        self._engine = engine
         self._roots = roots
         self._base = base
         self._max_rank = max_rank
@@ -110,6 +110,8 @@ class Adapters:
         self._freed = asyncio.Condition()
         self._locks: dict[str, asyncio.Lock] = {}
         self._labels: set[str] = set()
+        _REGISTERED.set_function(lambda: len(self._registered))
+        _LOADED.set_function(lambda: len(self._recent))
 
     def __contains__(self, name: object) -> bool:
         return name in self._registered
@@ -150,12 +152,11 @@ class Adapters:
             adapter = known or found
             adapter.src, adapter.folder = found.src, found.folder
             self._registered[name] = adapter
-            _REGISTERED.set(len(self._registered))
             try:
                 await self._apply(adapter, preload or pin, pin)
             except BaseException:
                 if not known:
-                    self._remove(adapter)
+                    del self._registered[name]
                     await self._forget(adapter)
                 raise
 
@@ -185,7 +186,7 @@ class Adapters:
         self.get(name)
         async with self._lock(name):
             adapter = self.get(name)
-            self._remove(adapter)
+            del self._registered[name]
             await self._forget(adapter)
 
     @contextlib.asynccontextmanager
@@ -240,7 +241,7 @@ class Adapters:
             try:
                 await self._load(adapter)
                 if pin and not adapter.pin:
-                    await self._loader().pin_adapter(adapter.inner)
+                    await self._engine.pin_adapter(adapter.inner)
                     adapter.pin = True
             finally:
                 adapter.users -= 1
@@ -265,11 +266,10 @@ class Adapters:
         try:
             with _FAILED.count_exceptions(), _LOADS.time():
                 await in_thread(_check_unchanged, adapter)
-                await self._loader().load_adapter(adapter.inner, adapter.folder)
+                await self._engine.load_adapter(adapter.inner, adapter.folder)
         except BaseException:
             async with self._freed:
                 del self._recent[adapter]
-                _LOADED.set(len(self._recent))
                 self._freed.notify_all()
             raise
 
@@ -288,11 +288,6 @@ class Adapters:
                 else:
                     await self._freed.wait()
             self._recent[adapter] = None
-            _LOADED.set(len(self._recent))
-
-    def _remove(self, adapter: Adapter) -> None:
-        del self._registered[adapter.name]
-        _REGISTERED.set(len(self._registered))
 
     async def _forget(self, adapter: Adapter) -> None:
         async with self._freed:
@@ -303,14 +298,8 @@ class Adapters:
 
     async def _unload(self, adapter: Adapter) -> None:
         del self._recent[adapter]
-        _LOADED.set(len(self._recent))
         adapter.loading = None
-        await self._loader().unload_adapter(adapter.inner)
-
-    def _loader(self) -> LoraEngine:
-        if not self.engine:
-            raise NotReady("the engine is not ready yet")
-        return self.engine
+        await self._engine.unload_adapter(adapter.inner)
 
 
 def _digest(folder: Path) -> str:

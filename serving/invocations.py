@@ -50,6 +50,12 @@ class Front:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def require_adapters(self) -> Adapters:
+        """The registry. Raises BadRequest where there is none."""
+        if not self.adapters:
+            raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
+        return self.adapters
+
     async def openai(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one of the engine's own paths."""
         self.lifecycle.require_ready()
@@ -123,7 +129,7 @@ class Front:
         named = _header(scope, _ADAPTER).decode("latin-1")
         if not self.adapters:
             if named:
-                raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
+                self.require_adapters()
             return None
         try:
             body = _read_names(call.body)

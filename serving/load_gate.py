@@ -10,6 +10,7 @@ A load is worth it when
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -91,8 +92,8 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
 
     def __init__(self) -> None:
         self.seconds_per_chunk = 0.0
-        self._stores: dict[int, Store] = {}
-        self._written: dict[int, Store] = {}
+        self._stores: defaultdict[int, Store] = defaultdict(Store)
+        self._written: defaultdict[int, Store] = defaultdict(Store)
         self._lock = threading.Lock()
         self._loaded = Counter(
             "slipway_kv_chunks_loaded", "Chunks of prompts that came from a store.", ["l2_name"]
@@ -113,14 +114,14 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
     def _begin(self, stores: dict[int, Store], event: Event) -> None:
         task = event.metadata
         with self._lock:
-            store = stores.setdefault(task["adapter_index"], Store())
-            store.begin(task["task_id"], task["total_bytes"], event.timestamp)
+            stores[task["adapter_index"]].begin(
+                task["task_id"], task["total_bytes"], event.timestamp
+            )
 
     def _end(self, stores: dict[int, Store], event: Event) -> None:
         task = event.metadata
         with self._lock:
-            store = stores.setdefault(task["adapter_index"], Store())
-            store.end(task["task_id"], event.timestamp)
+            stores[task["adapter_index"]].end(task["task_id"], event.timestamp)
 
     def plan_load(
         self,
@@ -143,6 +144,8 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
             return STORES.get(kind, kind)
 
         whole = plan = planned(l2_locked_keys)
+        if not whole.l2_planned_keys.items():
+            return whole
         memory = _length(key_groups, planned(MapState()))
         offered, tried = l2_locked_keys.copy(), set[int]()
         while self.seconds_per_chunk and (
@@ -175,14 +178,13 @@ class LoadGate(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[misc]  # 
     def takes_more(self, index: int) -> bool:
         """Whether to store anything there: not while it is too slow, or far behind."""
         with self._lock:
-            slow = self._stores.setdefault(index, Store()).slow_until > monotonic()
-            behind = self._written.setdefault(index, Store()).takes(0)
+            slow = self._stores[index].slow_until > monotonic()
+            behind = self._written[index].takes(0)
         return not slow and behind < BEHIND_S
 
     def _slowest(self, loads: dict[int, int]) -> tuple[int, float]:
         with self._lock:
-            stores = {index: self._stores.setdefault(index, Store()) for index in loads}
-            times = {index: store.takes(loads[index]) for index, store in stores.items()}
+            times = {index: self._stores[index].takes(size) for index, size in loads.items()}
         index = max(times, key=times.__getitem__)
         return index, times[index]
 

@@ -62,13 +62,13 @@ async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
     options = plan.engine(str(folder), None)
     slots = settings.max_cpu_loras or options["max_loras"]
     adapters = Adapters(
+        engine,
         roots=(*(Path(root).resolve() for root in settings.adapter_roots), folder.resolve()),
         base=await in_thread(tensors, Folder(folder)),
         max_rank=options["max_lora_rank"],
         slots=slots,
         limit=settings.max_adapters,
     )
-    adapters.engine = engine
     own = folder / "adapters"
     for path in sorted(own.iterdir()) if own.is_dir() else ():
         if path.is_dir():

@@ -46,9 +46,7 @@ def root(tmp_path):
 
 
 def registry(engine, root, slots=2, limit=100) -> Adapters:
-    found = Adapters((root.resolve(),), BASE, max_rank=16, slots=slots, limit=limit)
-    found.engine = engine
-    return found
+    return Adapters(engine, (root.resolve(),), BASE, max_rank=16, slots=slots, limit=limit)
 
 
 @pytest.fixture
