@@ -55,7 +55,6 @@ class _Request(msgspec.Struct):
     inputs: str | list[str]
     parameters: dict[str, Any] | None = None
     stream: bool | None = None
-    adapters: str | None = None
     model: str | None = None
 
 
@@ -92,8 +91,8 @@ def parse(body: bytes) -> EngineCall:
         call["temperature"] = 0
     if stop := [*_listed(parameters.stop), *_listed(parameters.stop_sequences)]:
         call["stop"] = stop
-    if model := request.adapters or request.model:
-        call["model"] = model
+    if request.model:
+        call["model"] = request.model
     if stream or parameters.details:
         call.setdefault("logprobs", 0)  # of the chosen tokens alone
         call["return_token_ids"] = True
@@ -102,6 +101,22 @@ def parse(body: bytes) -> EngineCall:
     elif parameters.details and parameters.decoder_input_details:
         call.setdefault("prompt_logprobs", 0)
     return EngineCall("/v1/completions", _encode(call), LmiReply(request.inputs, parameters))
+
+
+def split(body: bytes, count: int) -> list[bytes]:
+    """One request for each of the inputs. Raises FormatError where there are not so many."""
+    try:
+        request = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise FormatError(str(error)) from None
+    inputs = request.get("inputs")
+    if not isinstance(inputs, list) or len(inputs) != count:
+        raise FormatError(
+            f"adapters is a list of {count}; inputs should be a list of as many", "adapters"
+        )
+    if request.get("stream"):
+        raise FormatError("a list of inputs cannot be streamed; send one per request", "inputs")
+    return [_encode(request | {"inputs": prompt}) for prompt in inputs]
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

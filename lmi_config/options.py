@@ -402,6 +402,18 @@ class Settings:
         default=("/opt/ml/models", "/opt/ml/model"),
         help="Folders, parted by commas, under which adapters may be, besides the model's own.",
     )
+    adapter_buckets: tuple[str, ...] = _option(
+        words,
+        "OPTION_ADAPTER_BUCKETS",
+        default=(),
+        help="S3 buckets, parted by commas, whose adapters may be registered.",
+    )
+    adapter_disk: int = _option(
+        size,
+        "OPTION_ADAPTER_DISK",
+        default=20 * 10**9,
+        help="Bytes that the files of adapters from S3 and archives may take, like 20g.",
+    )
 
     config_file: str | None = _option(
         text,

@@ -31,7 +31,7 @@ class AdapterRoutes:
             asked = await _asked(request)
             name, src = asked.required("name"), asked.required("src")
             await adapters.register(name, src, asked.flag("preload"), asked.flag("pin"))
-            answer: Any = {"status": f"Adapter {name} registered"}
+            answer: Any = _done(request, name, "registered")
         else:
             answer = _page(adapters.listed(), request)
         await _answer(answer)(scope, receive, send)
@@ -41,7 +41,7 @@ class AdapterRoutes:
         adapters, name = self._of(scope), scope["path_params"]["name"]
         if scope["method"] == "DELETE":
             await adapters.unregister(name)
-            answer: Any = {"status": f"Adapter {name} unregistered"}
+            answer: Any = _done(Request(scope), name, "unregistered")
         else:
             answer = _described(adapters.get(name))
         await _answer(answer)(scope, receive, send)
@@ -49,9 +49,10 @@ class AdapterRoutes:
     async def update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST changes an adapter."""
         adapters, name = self._of(scope), scope["path_params"]["name"]
-        asked = await _asked(Request(scope, receive))
+        request = Request(scope, receive)
+        asked = await _asked(request)
         await adapters.update(name, asked.get("src"), asked.given("preload"), asked.given("pin"))
-        await _answer({"status": f"Adapter {name} updated"})(scope, receive, send)
+        await _answer(_done(request, name, "updated"))(scope, receive, send)
 
     def _of(self, scope: Scope) -> Adapters:
         front = self._front
@@ -126,6 +127,12 @@ def _described(adapter: Adapter) -> dict[str, Any]:
         "preload": adapter.preload,
         "pin": adapter.pin,
     }
+
+
+def _done(request: Request, name: str, what: str) -> dict[str, str]:
+    """SageMaker tells a component's own name in a header; `name` is one that it made up."""
+    shown = request.headers.get("X-Amzn-SageMaker-Adapter-Alias", name)
+    return {"status": f"Adapter {shown} {what}"}
 
 
 def _answer(content: Any) -> Response:

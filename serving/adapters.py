@@ -20,8 +20,8 @@ from typing import Protocol
 from prometheus_client import Counter, Gauge, Histogram
 
 from lmi_config import adapter
-from lmi_config.model import Folder, ModelError, Tensor
-from serving.digests import sampled
+from lmi_config.model import ModelError, Tensor
+from serving.adapter_files import AdapterFiles
 from serving.errors import (
     AdapterFailed,
     AdapterRefused,
@@ -30,13 +30,12 @@ from serving.errors import (
     NoSlot,
     NotFound,
 )
+from serving.sources import SourceError
 from serving.threads import in_thread
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 LABELS = 100
 """Adapters that have a series of their own, the first ones that are used; the others share one."""
-SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
 
 _REGISTERED = Gauge("slipway_adapters_registered", "Adapters that can be used.")
 _LOADED = Gauge("slipway_adapters_loaded", "Adapters that the engine has.")
@@ -66,7 +65,6 @@ class Adapter:
 
     name: str
     src: str
-    folder: Path
     digest: str
     pin: bool = False
     preload: bool = False
@@ -86,21 +84,21 @@ class Adapter:
 class Adapters:
     """The registry.
 
-    roots: folders under which adapters may be. base: the model's tensors. max_rank: of an adapter.
-    slots: how many the engine has room for. limit: how many may be registered.
+    base: the model's tensors. max_rank: of an adapter. slots: how many the engine has room for.
+    limit: how many may be registered.
     """
 
     def __init__(
         self,
         engine: LoraEngine,
-        roots: tuple[Path, ...],
+        files: AdapterFiles,
         base: Mapping[str, Tensor],
         max_rank: int,
         slots: int,
         limit: int,
     ) -> None:
         self._engine = engine
-        self._roots = roots
+        self._files = files
         self._base = base
         self._max_rank = max_rank
         self._slots = slots
@@ -150,7 +148,7 @@ class Adapters:
                     f"{self._limit} adapters are registered; OPTION_MAX_ADAPTERS sets the limit"
                 )
             adapter = known or found
-            adapter.src, adapter.folder = found.src, found.folder
+            adapter.src = found.src
             self._registered[name] = adapter
             try:
                 await self._apply(adapter, preload or pin, pin)
@@ -174,7 +172,7 @@ class Adapters:
                 raise BadRequest("an adapter cannot be unpinned; delete it and register it again")
             found = await self._look(name, src) if src else known
             adapter = known if found.digest == known.digest else found
-            adapter.src, adapter.folder = found.src, found.folder
+            adapter.src = found.src
             pin = known.pin or bool(pin)
             await self._apply(adapter, bool(preload) or pin, pin)
             if adapter is not known:
@@ -212,28 +210,17 @@ class Adapters:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _look(self, name: str, src: str) -> Adapter:
-        if SCHEME.match(src):
-            raise Conflict(f"src={src!r:.500}: only local folders are supported")
         return await in_thread(self._read, name, src)
 
     def _read(self, name: str, src: str) -> Adapter:
-        folder = Path(src).resolve()
-        if not any(folder.is_relative_to(root) for root in self._roots):
-            allowed = ", ".join(map(str, self._roots))
-            raise BadRequest(f"src={src!r:.500}: adapters may be under {allowed}")
         try:
-            checkpoint = Folder(folder)
-            for file in (adapter.CONFIG, adapter.WEIGHTS):
-                target = (folder / file).resolve()
-                if not any(target.is_relative_to(root) for root in self._roots):
-                    raise BadRequest(f"src={src!r:.500}: {file} is a link to elsewhere")
-            facts = adapter.look(checkpoint)
-            faults = adapter.faults(facts, self._base, self._max_rank)
-        except ModelError as error:
+            with self._files.look(src) as (checkpoint, digest):
+                faults = adapter.faults(adapter.look(checkpoint), self._base, self._max_rank)
+        except (ModelError, SourceError, OSError) as error:
             raise AdapterRefused(f"adapter {name} cannot be used: {error}") from None
         if faults:
             raise AdapterRefused(f"adapter {name} cannot be used: {'; '.join(faults)}")
-        return Adapter(name, src, folder, _digest(folder))
+        return Adapter(name, src, digest)
 
     async def _apply(self, adapter: Adapter, load: bool, pin: bool) -> None:
         if load:
@@ -265,13 +252,25 @@ class Adapters:
         await self._take_slot(adapter)
         try:
             with _FAILED.count_exceptions(), _LOADS.time():
-                await in_thread(_check_unchanged, adapter)
-                await self._engine.load_adapter(adapter.inner, adapter.folder)
+                async with self._fetched(adapter) as folder:
+                    await self._engine.load_adapter(adapter.inner, folder)
         except BaseException:
             async with self._freed:
                 del self._recent[adapter]
                 self._freed.notify_all()
             raise
+
+    @contextlib.asynccontextmanager
+    async def _fetched(self, adapter: Adapter) -> AsyncIterator[Path]:
+        fetched = self._files.fetched(adapter.src, adapter.digest)
+        try:
+            folder = await in_thread(fetched.__enter__)
+        except (SourceError, OSError) as error:
+            raise AdapterFailed(f"adapter {adapter.name} cannot be read: {error}") from None
+        try:
+            yield folder
+        finally:
+            fetched.__exit__(None, None, None)
 
     async def _take_slot(self, adapter: Adapter) -> None:
         async with self._freed:
@@ -300,20 +299,3 @@ class Adapters:
         del self._recent[adapter]
         adapter.loading = None
         await self._engine.unload_adapter(adapter.inner)
-
-
-def _digest(folder: Path) -> str:
-    return sampled([folder / adapter.CONFIG, folder / adapter.WEIGHTS])
-
-
-def _check_unchanged(it: Adapter) -> None:
-    """Raise AdapterFailed where the folder has gone, or has other content than was registered."""
-    try:
-        if _digest(it.folder) == it.digest:
-            return
-    except OSError as error:
-        raise AdapterFailed(f"adapter {it.name} cannot be read: {error}") from None
-    raise AdapterFailed(
-        f"adapter {it.name} has changed in {it.src} since it was registered; delete it and "
-        "register it again"
-    )

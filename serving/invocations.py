@@ -60,8 +60,11 @@ class Front:
         """Answer one of the engine's own paths."""
         self.lifecycle.require_ready()
         body = await _read_body(scope, receive, self._settings.max_request_size)
+        asked = self._adapter(body, scope)
+        if isinstance(asked, list):
+            raise BadRequest("adapters should be a string", "adapters")
         call = EngineCall(scope["path"], body)
-        await self._exchange(call, scope, receive, send, SSE)
+        await self._exchange(call, asked, scope, receive, send, SSE)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /v1/models: the engine's models, and adapters by their own names."""
@@ -89,28 +92,71 @@ class Front:
         """Answer /invocations: the body says which format it is."""
         self.lifecycle.require_ready()
         body = await _read_body(scope, receive, self._settings.max_request_size)
+        asked = self._adapter(body, scope)
         try:
+            if isinstance(asked, list):
+                calls = [lmi.parse(part) for part in lmi.split(body, len(asked))]
+                await self._together(calls, asked, scope, receive, send)
+                return
             call = _parse(body)
         except FormatError as error:
             raise BadRequest(str(error), error.parameter) from None
         framing = SSE if b"text/event-stream" in _header(scope, b"accept") else JSON_LINES
-        await self._exchange(call, scope, receive, send, framing)
+        await self._exchange(call, asked, scope, receive, send, framing)
+
+    async def _together(
+        self,
+        calls: list[EngineCall],
+        adapters: list[str],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Answer several calls at once with the list of their answers, or with the first error."""
+        answers = [bytearray() for _ in calls]
+
+        def keep(answer: bytearray) -> Send:
+            async def add(message: Message) -> None:
+                answer.extend(message.get("body", b""))
+
+            return add
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for call, adapter, answer in zip(calls, adapters, answers, strict=True):
+                    exchange = self._exchange(
+                        call, adapter, scope, receive, keep(answer), JSON_LINES
+                    )
+                    tasks.create_task(exchange)
+        except* ServingError as group:
+            failure = group.exceptions[0]
+        else:
+            body = b"[" + b",".join(answers) + b"]"
+            await Response(body, media_type="application/json")(scope, receive, send)
+            return
+        raise failure
 
     async def _exchange(
-        self, call: EngineCall, scope: Scope, receive: Receive, send: Send, framing: "Framing"
+        self,
+        call: EngineCall,
+        asked: str | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        framing: "Framing",
     ) -> None:
+        """asked: as _adapter() has it."""
         self.lifecycle.require_ready()  # again: reading the body took its time
         assert self.engine is not None
-        name = self._adapter(call, scope)
         exchange = Exchange(scope, receive, send, framing)
         with self._admitted(exchange):
-            if name and self.adapters:
-                async with self.adapters.using(name) as adapter:
+            if asked and self.adapters:
+                async with self.adapters.using(asked) as adapter:
                     call = self._salted(call, scope, adapter.inner)
-                    body = with_text(call.body, "model", adapter.inner)
-                    call = dataclasses.replace(call, body=body)
-                    await exchange.run(self.engine, call, adapter)
+                    await exchange.run(self.engine, _for_model(call, adapter.inner), adapter)
             else:
+                if asked == "":
+                    call = _for_model(call, self.model_names[0])
                 await exchange.run(self.engine, self._salted(call, scope, None))
 
     def _salted(self, call: EngineCall, scope: Scope, adapter: str | None) -> EngineCall:
@@ -119,30 +165,33 @@ class Front:
         tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
         return dataclasses.replace(call, body=salted(call.body, tenant, adapter))
 
-    def _adapter(self, call: EngineCall, scope: Scope) -> str | None:
-        """The name of the adapter that a request asks for, or None for the model itself.
+    def _adapter(self, body: bytes, scope: Scope) -> str | list[str] | None:
+        """The adapter that a request asks for: its name, "" for the base model by name, one of
+        these for each of its inputs, or None where it says nothing of adapters.
 
         The header comes before the body's `adapters`, and that before `model`. Raises BadRequest
         for an adapter that is not here, and NotFound for an adapter's inner name: the model is
         never taken in an adapter's place, and no version for another.
         """
-        named = _header(scope, _ADAPTER).decode("latin-1")
-        if not self.adapters:
-            if named:
-                self.require_adapters()
+        named: str | list[str] | None = _header(scope, _ADAPTER).decode("latin-1") or None
+        if not named:
+            try:
+                names = _read_names(body)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                if "$.adapters" in str(error):
+                    raise BadRequest(str(error), "adapters") from None
+                return None  # who reads the whole of it says what is wrong with it
+            named = names.adapters
+            if named is None and names.model and self.adapters:
+                if "@" in names.model:
+                    raise NotFound(f"The model {names.model!r:.140} does not exist.")
+                return names.model if names.model in self.adapters else None
+        if named is None:
             return None
-        try:
-            body = _read_names(call.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None  # the engine says what is wrong with it
-        named = named or body.adapters or ""
-        if not named and body.adapters is None and body.model:
-            if "@" in body.model:
-                raise NotFound(f"The model {body.model!r:.140} does not exist.")
-            return body.model if body.model in self.adapters else None
-        if named and named not in self.adapters:
-            raise BadRequest(f"adapter {named!r:.140} is not registered", "adapters")
-        return named or None
+        for name in named if isinstance(named, list) else [named]:
+            if name and name not in self.require_adapters():
+                raise BadRequest(f"adapter {name!r:.140} is not registered", "adapters")
+        return named
 
     @contextlib.contextmanager
     def _admitted(self, exchange: "Exchange") -> Iterator[None]:
@@ -186,7 +235,7 @@ _ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
 class _Names(msgspec.Struct):
     """What of a body can name an adapter."""
 
-    adapters: str | None = None
+    adapters: str | list[str] | None = None
     model: str | None = None
 
 
@@ -428,6 +477,10 @@ class Exchange:
     async def _send_body(self, body: bytes, more: bool) -> None:
         self._finished = not more
         await self._client_send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _for_model(call: EngineCall, name: str) -> EngineCall:
+    return dataclasses.replace(call, body=with_text(call.body, "model", name))
 
 
 def _with_public_name(message: Message, adapter: Adapter) -> Message:

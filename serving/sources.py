@@ -162,12 +162,16 @@ class _Object:
 
 @dataclasses.dataclass(frozen=True)
 class S3:
-    """Objects below `s3://bucket/prefix`. prefix: empty, or with a slash at its end."""
+    """Objects below `s3://bucket/prefix`. prefix: empty, or with a slash at its end.
+
+    only: the name of the one object below it that is wanted, or empty for all of them.
+    """
 
     uri: str
     bucket: str
     prefix: str
     downloads: Path
+    only: str = ""
 
     @property
     def folder(self) -> Path:
@@ -197,12 +201,21 @@ class S3:
 
         return _Remote(self.uri, {name: item.size for name, item in objects.items()}, read)
 
-    def fetch(self, note: Callable[[str], None]) -> Path:
+    def contents(self) -> tuple[str, int]:
+        """A digest that another content has not, and the bytes of all that fetch() would fetch."""
         objects = self._list(self._client(ANSWER_S, attempts=2))
+        return _version(objects), sum(item.size for item in objects.values())
+
+    def fetch(self, note: Callable[[str], None], version: str | None = None) -> Path:
+        """As Source has it. version: what contents() said; another content is a SourceError."""
+        objects = self._list(self._client(ANSWER_S, attempts=2))
+        if version and version != _version(objects):
+            fix = "delete it and register it again"
+            raise SourceError(self.uri, "it has changed since it was registered", fix)
         folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _alone(self.downloads / f"{folder.name}.lock", note):
+            with alone(self.downloads / f"{folder.name}.lock", note):
                 missing = _tidy(folder, objects)
                 if missing:
                     size = sum(item.size for item in missing.values())
@@ -236,7 +249,7 @@ class S3:
 
         def ask() -> dict[str, _Object]:
             pages = client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=self.prefix
+                Bucket=self.bucket, Prefix=self.prefix + self.only
             )
             return {
                 item["Key"].removeprefix(self.prefix): _Object(
@@ -248,12 +261,15 @@ class S3:
                 for page in pages
                 for item in page.get("Contents", ())
                 if not item["Key"].endswith("/")  # consoles make such objects to show a folder
+                and (not self.only or item["Key"] == self.prefix + self.only)
             }
 
         with _s3_faults(self.uri):
             objects = _within(UNREACHABLE_S, ask)
         if not objects:
-            fix = "check the prefix, below which config.json and the weights should be"
+            if self.only:
+                raise SourceError(self.uri, "there is no such object", "check its name")
+            fix = "check the prefix, below which the configuration and the weights should be"
             raise SourceError(self.uri, "there are no objects below it", fix)
         files = _model_files(self.uri, {name: item.size for name, item in objects.items()})
         return {name: objects[name] for name in files}
@@ -361,6 +377,11 @@ def _s3_faults(uri: str) -> Iterator[None]:
         raise SourceError(uri, reason, fix) from error
 
 
+def _version(objects: Mapping[str, _Object]) -> str:
+    told = sorted((name, item.size, item.etag) for name, item in objects.items())
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
 def _tidy(folder: Path, objects: Mapping[str, _Object]) -> dict[str, _Object]:
     """Remove what is not, or not any more, one of the objects. Returns those that are missing."""
     missing = {name: item for name, item in objects.items() if not item.whole(folder / name)}
@@ -372,7 +393,7 @@ def _tidy(folder: Path, objects: Mapping[str, _Object]) -> dict[str, _Object]:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path, note: Callable[[str], None]) -> Iterator[None]:
+def alone(lock: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Keep other threads and processes out of the block, until its end or that of the process."""
     with lock.open("a") as file:
         try:

@@ -10,12 +10,13 @@ from lmi_config.plan import Plan
 from lmi_config.vllm_args import arguments
 from serving import disk_tier
 from serving import engine as vllm
+from serving.adapter_files import AdapterFiles
 from serving.adapters import Adapters, LoraEngine
 from serving.cache_server import CacheServer, CacheServerError
 from serving.engine import Engine, EngineError, Note
 from serving.errors import ServingError
 from serving.prepare import Prepared
-from serving.sources import Source, SourceError
+from serving.sources import DOWNLOADS, Source, SourceError
 from serving.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,12 @@ async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
     slots = settings.max_cpu_loras or options["max_loras"]
     adapters = Adapters(
         engine,
-        roots=(*(Path(root).resolve() for root in settings.adapter_roots), folder.resolve()),
+        files=AdapterFiles(
+            roots=(*(Path(root).resolve() for root in settings.adapter_roots), folder.resolve()),
+            buckets=settings.adapter_buckets,
+            store=Path(settings.download_dir or DOWNLOADS) / f"adapters-{settings.port}",
+            limit=settings.adapter_disk,
+        ),
         base=await in_thread(tensors, Folder(folder)),
         max_rank=options["max_lora_rank"],
         slots=slots,

@@ -155,3 +155,11 @@ def test_a_hundred_first_uses_are_one_load(served, root):
         answers = {*pool.map(lambda _: ask(served, "crowd")[0], range(100))}
     assert len(answers) == 1
     assert served.log.read_text().count("Loaded new LoRA adapter: name 'crowd@") == before + 1
+
+
+def test_a_list_of_inputs_with_adapters_of_their_own(served, alone):
+    names = ["one", "", "two", "three"]
+    parameters = {"max_new_tokens": 12, "do_sample": False}
+    body = {"inputs": [QUESTION] * 4, "adapters": names, "parameters": parameters}
+    expected = [{"generated_text": alone[name or None]} for name in names]
+    assert served.invoke(body).json() == expected

@@ -1,6 +1,8 @@
 import asyncio
 import json
+import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -78,3 +80,32 @@ async def served(anyio_backend):
     """A server of the test's own."""
     async with running() as it:
         yield it
+
+
+@pytest.fixture(scope="module")
+def watched():
+    from tests.s3_server import Watched  # it takes a second to import
+
+    app = Watched()
+    thread = threading.Thread(target=app.server.serve_forever, args=[0.05])
+    thread.start()
+    yield app
+    app.server.shutdown()
+    thread.join()
+    app.server.server_close()
+
+
+@pytest.fixture
+def aws(watched, monkeypatch, tmp_path):
+    """The S3 server, with nothing in the environment but what leads to it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", watched.url)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    watched.reset()
+    return watched

@@ -1,13 +1,18 @@
 """Adapters over a fake engine: the calls of SageMaker and LMI, bad input, and random lives."""
 
 import asyncio
+import contextlib
+import io
 import json
 import random
+import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from lmi_config.model import Tensor
+from serving.adapter_files import AdapterFiles
 from serving.adapters import Adapters
 from tests.serving.conftest import running
 
@@ -46,7 +51,8 @@ def root(tmp_path):
 
 
 def registry(engine, root, slots=2, limit=100) -> Adapters:
-    return Adapters(engine, (root.resolve(),), BASE, max_rank=16, slots=slots, limit=limit)
+    files = AdapterFiles((root.resolve(),), ("mine",), root.parent / "store", 20_000)
+    return Adapters(engine, files, BASE, max_rank=16, slots=slots, limit=limit)
 
 
 @pytest.fixture
@@ -60,6 +66,41 @@ async def served(root, shared):
     shared.server.front.adapters = registry(engine, root)
     yield shared
     engine.gate.set()
+
+
+async def test_each_of_a_list_of_inputs_may_name_its_own(served, root):
+    for name in ("one", "two"):
+        await register(served, name, write(root / name))
+    body = {"inputs": ["a b", "c d", "e f"], "adapters": ["one", "", "two"], "model": "one"}
+    assert (await served.invoke(body)).json() == [
+        {"generated_text": text} for text in ("b a", "d c", "f e")
+    ]
+    models = {it["prompt"]: it["model"].partition("@")[0] for it in served.engine.bodies}
+    base = served.server.front.model_names[0]
+    assert models == {"a b": "one", "c d": base, "e f": "two"}
+    for wrong, message in (
+        (body | {"adapters": 5}, "Expected `str | array | null`, got `int` - at `$.adapters`"),
+        (body | {"adapters": []}, "a list of 0; inputs should be a list of as many"),
+        (body | {"adapters": ["one", "two"]}, "a list of 2; inputs should be a list of as many"),
+        (body | {"adapters": ["one", "two", "nobody"]}, "'nobody' is not registered"),
+        (body | {"inputs": ["a", "b", "refuse"]}, "not like this"),
+        (body | {"stream": True}, "cannot be streamed"),
+    ):
+        answer = await served.invoke(wrong)
+        assert answer.status_code == 424
+        assert message in answer.json()["error"]
+    answer = await served.post("/v1/completions", {"prompt": ["a"], "adapters": ["one"]})
+    assert answer.status_code == 400
+
+
+async def test_the_components_own_name_is_in_the_messages(served, root):
+    write(root / "one")
+    alias = {"X-Amzn-SageMaker-Adapter-Alias": "french"}
+    parameters = {"name": "x-123", "src": str(root / "one")}
+    answer = await served.client.post("/adapters", params=parameters, headers=alias)
+    assert answer.json() == {"status": "Adapter french registered"}
+    answer = await served.client.delete("/adapters/x-123", headers=alias)
+    assert answer.json() == {"status": "Adapter french unregistered"}
 
 
 async def register(served, name, src, status=200, **more):
@@ -196,11 +237,117 @@ async def test_what_is_in_use_is_never_unloaded(served, root):
 async def test_what_has_changed_in_its_folder_is_not_taken_for_what_it_was(served, root):
     await register(served, "one", write(root / "one"))
     write(root / "one", content=1)
-    assert "has changed in" in (await ask(served, "one", 424))["error"]
+    assert "has changed since" in (await ask(served, "one", 424))["error"]
     (root / "one").rename(root / "elsewhere")
     assert "cannot be read" in (await ask(served, "one", 424))["error"]
     await register(served, "one", write(root / "back"))
     await ask(served, "one")
+
+
+def packed(folder: Path, *more: tarfile.TarInfo, within=".") -> Path:
+    """As SageMaker's tools pack it: the files at the archive's root."""
+    archive = folder.with_suffix(".tar.gz")
+    with tarfile.open(archive, "w:gz") as file:
+        for path in sorted(folder.iterdir()):
+            file.add(path, f"{within}/{path.name}")
+        for member in more:
+            file.addfile(member, io.BytesIO(bytes(member.size)))
+    return archive
+
+
+async def test_an_archive_is_unpacked(served, root):
+    archive = packed(write(root / "one"))
+    shutil.rmtree(root / "one")
+    await register(served, "one", archive)
+    await register(served, "two", f"file://{archive}")
+    assert (await ask(served, "one"))["model"] == "one"
+    shutil.rmtree(root.parent / "store")  # what a cleaner of /tmp does
+    assert (await ask(served, "two"))["model"] == "two"
+
+
+def member(name, size=0, kind=tarfile.REGTYPE, target=""):
+    found = tarfile.TarInfo(name)
+    found.size, found.type, found.linkname = size, kind, target
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "message"),
+    [
+        ([member("../outside")], 424, "is outside the destination"),
+        ([member("model.py", kind=tarfile.SYMTYPE, target="/etc/passwd")], 424, "is a link"),
+        ([member("model.py", kind=tarfile.LNKTYPE, target="/etc/passwd")], 424, "is a link"),
+        ([member("pipe", kind=tarfile.FIFOTYPE)], 424, "is a link, or one too many"),
+        ([member("bomb", 10**6)], 507, "OPTION_ADAPTER_DISK"),
+        ([member(f"{n}") for n in range(1001)], 424, "one too many"),
+        (None, 424, "Compressed file ended"),
+    ],
+)
+async def test_a_bad_archive_harms_nobody(served, root, more, status, message):
+    archive = packed(write(root / "one"), *(more or ()))
+    if more is None:
+        archive.write_bytes(archive.read_bytes()[:-50])
+    told = await register(served, "one", archive, status)
+    assert message in told["message"]
+    assert sum(it.stat().st_size for it in (root.parent / "store").rglob("*")) < 100_000
+    assert not (root.parent / "store" / "outside").exists()
+    deeper = packed(write(root / "deeper"), within="deeper")
+    told = await register(served, "one", deeper, 424)
+    assert "has no adapter_model.safetensors" in told["message"]
+
+
+@pytest.fixture
+def bucket(aws):
+    with contextlib.suppress(aws.client.exceptions.BucketAlreadyOwnedByYou):
+        aws.client.create_bucket(Bucket="mine")
+
+    def put(path: Path, prefix: str) -> str:
+        for file in path.iterdir() if path.is_dir() else [path]:
+            key = f"{prefix}/{file.name}"
+            aws.client.put_object(Bucket="mine", Key=key, Body=file.read_bytes())
+        aws.fetched.clear()
+        return f"s3://mine/{prefix}"
+
+    return put
+
+
+async def test_from_s3_the_weights_come_at_first_use(served, root, bucket, aws):
+    write(root / "one")
+    (root / "one" / "large.txt").write_bytes(bytes(9000))
+    src = bucket(root / "one", "adapters/one")
+    await register(served, "one", src)
+    assert "adapters/one/large.txt" not in aws.fetched
+    assert (await ask(served, "one"))["model"] == "one"
+    assert aws.fetched.count("adapters/one/large.txt") == 1
+    bucket(write(root / "other", content=1), "adapters/one")
+    await served.client.delete("/adapters/one")
+    await register(served, "one", src)
+    await ask(served, "one")
+    assert len({*served.engine.loads}) == 2
+    await register(served, "two", src)
+    bucket(write(root / "third", content=2), "adapters/one")
+    assert "has changed since" in (await ask(served, "two", 424))["error"]
+    told = await register(served, "none", "s3://mine/nothing", 424)
+    assert "there are no objects below it" in told["message"]
+
+
+async def test_an_archive_from_s3(served, root, bucket):
+    archive = packed(write(root / "one"))
+    src = bucket(archive, "archives")
+    await register(served, "one", f"{src}/one.tar.gz")
+    assert (await ask(served, "one"))["model"] == "one"
+    told = await register(served, "two", f"{src}/two.tar.gz", 424)
+    assert "there is no such object" in told["message"]
+
+
+async def test_files_from_s3_make_room_for_others_on_disk(served, root, bucket, aws):
+    for name in ("one", "two", "three"):
+        (write(root / name) / "large.txt").write_bytes(bytes(9000))
+        await register(served, name, bucket(root / name, name))
+    for name in ("one", "two", "three", "one"):
+        await ask(served, name)
+    assert aws.fetched.count("one/large.txt") == 2
+    assert len(list((root.parent / "store").glob("*/*/large.txt"))) == 2
 
 
 async def test_an_update_changes_the_version(served, root):
@@ -231,9 +378,13 @@ async def test_selection(served, root):
     ):
         assert (await served.invoke(body, headers=headers)).status_code == 200
         assert served.engine.bodies[-1]["model"] == inner
-    await served.invoke({"prompt": "a", "adapters": ""})
-    assert "model" not in served.engine.bodies[-1]
-    assert "cache_salt" not in served.engine.bodies[-1]
+    for body in (
+        {"prompt": "a", "adapters": "", "model": "one"},
+        {"inputs": "a", "adapters": "", "model": "one"},
+    ):
+        await served.invoke(body)
+        assert served.engine.bodies[-1]["model"] == served.server.front.model_names[0]
+        assert "cache_salt" not in served.engine.bodies[-1]
     answer = await served.post("/v1/completions", {"prompt": "a", "model": inner})
     assert answer.status_code == 404
     models = (await served.client.get("/v1/models")).json()["data"]
@@ -245,7 +396,11 @@ BAD = [
     ({"name": "one"}, 400, "src is missing"),
     ({"name": "../one", "src": "{root}/one"}, 400, "should be letters"),
     ({"name": "a@b", "src": "{root}/one"}, 400, "should be letters"),
-    ({"name": "one", "src": "s3://bucket/one"}, 409, "only local folders"),
+    (
+        {"name": "one", "src": "s3://bucket/one"},
+        409,
+        "OPTION_ADAPTER_BUCKETS does not name 'bucket'",
+    ),
     ({"name": "one", "src": "/etc"}, 400, "adapters may be under"),
     ({"name": "one", "src": "{root}/../../etc"}, 400, "adapters may be under"),
     ({"name": "one", "src": "{root}/link"}, 400, "adapters may be under"),

@@ -17,15 +17,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
-import boto3
 import huggingface_hub.constants
 import pytest
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
 
 from lmi_config.model import Folder
 from serving import sources
 from serving.sources import SourceError, locate, needed
+from tests.s3_server import Watched
 
 WEIGHTS = bytes(range(256)) * 1000
 MODEL = {"config.json": b'{"model_type": "llama"}', "model.safetensors": WEIGHTS, "empty.txt": b""}
@@ -134,46 +132,6 @@ def test_what_cannot_be_a_model_is_refused_without_asking_anybody(model_id, faul
 # S3
 
 
-class Watched:
-    """moto's server, with a log of what is asked of it and ways to make it difficult.
-
-    answers: bucket → error code and status that it answers everything with. While `gate` is closed,
-    only first parts of objects are answered.
-    """
-
-    def __init__(self) -> None:
-        self.app = DomainDispatcherApplication(create_backend_app)
-        self.server = make_server("127.0.0.1", 0, self, threaded=True)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=self.url,
-            region_name="us-east-1",
-            aws_access_key_id="id",
-            aws_secret_access_key="secret",
-        )
-        self.fetched: list[str] = []
-        self.answers: dict[str, tuple[str, str]] = {}
-        self.gate = threading.Event()
-        self.reset()
-
-    def reset(self) -> None:
-        self.fetched.clear()
-        self.answers.clear()
-        self.gate.set()
-
-    def __call__(self, environ, start_response):
-        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
-        if answer := self.answers.get(bucket):
-            start_response(answer[1], [("Content-Type", "application/xml")])
-            return [f"<Error><Code>{answer[0]}</Code><Message>u:secret</Message></Error>".encode()]
-        if environ["REQUEST_METHOD"] == "GET" and key:
-            if not environ.get("HTTP_RANGE", "bytes=0-").startswith("bytes=0-"):
-                self.gate.wait(20)
-            self.fetched.append(key)
-        return self.app(environ, start_response)
-
-
 class Bucket:
     """A bucket of a test's own."""
 
@@ -199,32 +157,6 @@ class Bucket:
         folder = self.locate().fetch(notes.append)
         asked = {key.removeprefix("models/tiny/") for key in self.server.fetched}
         return contents(folder), asked, notes
-
-
-@pytest.fixture(scope="module")
-def watched():
-    app = Watched()
-    thread = threading.Thread(target=app.server.serve_forever, args=[0.05])
-    thread.start()
-    yield app
-    app.server.shutdown()
-    thread.join()
-    app.server.server_close()
-
-
-@pytest.fixture
-def aws(watched, monkeypatch, tmp_path):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", watched.url)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    watched.reset()
-    return watched
 
 
 @pytest.fixture

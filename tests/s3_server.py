@@ -1,0 +1,47 @@
+"""A real S3 server (moto's), with a log of what is asked of it."""
+
+import threading
+
+import boto3
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+
+class Watched:
+    """moto's server, with a log of what is asked of it and ways to make it difficult.
+
+    answers: bucket → error code and status that it answers everything with. While `gate` is closed,
+    only first parts of objects are answered.
+    """
+
+    def __init__(self) -> None:
+        self.app = DomainDispatcherApplication(create_backend_app)
+        self.server = make_server("127.0.0.1", 0, self, threaded=True)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=self.url,
+            region_name="us-east-1",
+            aws_access_key_id="id",
+            aws_secret_access_key="secret",
+        )
+        self.fetched: list[str] = []
+        self.answers: dict[str, tuple[str, str]] = {}
+        self.gate = threading.Event()
+        self.reset()
+
+    def reset(self) -> None:
+        self.fetched.clear()
+        self.answers.clear()
+        self.gate.set()
+
+    def __call__(self, environ, start_response):
+        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
+        if answer := self.answers.get(bucket):
+            start_response(answer[1], [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{answer[0]}</Code><Message>u:secret</Message></Error>".encode()]
+        if environ["REQUEST_METHOD"] == "GET" and key:
+            if not environ.get("HTTP_RANGE", "bytes=0-").startswith("bytes=0-"):
+                self.gate.wait(20)
+            self.fetched.append(key)
+        return self.app(environ, start_response)
