@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.records import EngineCall, FormatError
+from handlers.records import EngineCall, FormatError, read
 
 DEFAULT_MAX_NEW_TOKENS = 30
 
@@ -59,14 +59,15 @@ class _Request(msgspec.Struct):
 
 
 _read_request = msgspec.json.Decoder(_Request).decode
+_read_object = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.encode
 
 
 def parse(body: bytes) -> EngineCall:
     """Read an LMI request. Raises FormatError when it has a wrong type or asks the impossible."""
+    request = read(_read_request, body)
+    given = request.parameters or {}
     try:
-        request = _read_request(body)
-        given = request.parameters or {}
         parameters = msgspec.convert(given, _Parameters)
     except msgspec.ValidationError as error:
         raise FormatError(str(error)) from None
@@ -105,10 +106,7 @@ def parse(body: bytes) -> EngineCall:
 
 def split(body: bytes, count: int) -> list[bytes]:
     """One request for each of the inputs. Raises FormatError where there are not so many."""
-    try:
-        request = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.ValidationError as error:
-        raise FormatError(str(error)) from None
+    request = read(_read_object, body)
     inputs = request.get("inputs")
     if not isinstance(inputs, list) or len(inputs) != count:
         raise FormatError(

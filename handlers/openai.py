@@ -1,11 +1,12 @@
-"""OpenAI completions and chat: the engine's own formats, so bodies and answers pass untouched."""
+"""OpenAI's formats are the engine's own: bodies and answers pass untouched."""
+
+import functools
+from collections.abc import Callable
 
 from handlers.records import EngineCall
 
 
-def completions(body: bytes) -> EngineCall:
-    return EngineCall("/v1/completions", body)
-
-
-def chat(body: bytes) -> EngineCall:
-    return EngineCall("/v1/chat/completions", body)
+@functools.cache
+def on(path: str) -> Callable[[bytes], EngineCall]:
+    """What reads the bodies of one of the engine's paths."""
+    return functools.partial(EngineCall, path)

@@ -1,7 +1,12 @@
 """What passes between a wire format and the engine."""
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 
 class FormatError(ValueError):
@@ -13,6 +18,18 @@ class FormatError(ValueError):
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+def read(decode: Callable[[bytes], T], body: bytes) -> T:
+    """Decode a body. Raises FormatError for what is not JSON, or not of the decoder's type."""
+    try:
+        return decode(body)
+    except msgspec.ValidationError as error:
+        raise FormatError(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise FormatError("the body is nested too deeply") from None
 
 
 class Reply(Protocol):

@@ -136,6 +136,18 @@ class Settings:
         vllm="served_model_name",
         help="Names that requests may give as `model`. The first stands in answers and metrics.",
     )
+    endpoint_name: str | None = _option(
+        text,
+        "OPTION_ENDPOINT_NAME",
+        otherwise="none",
+        help="One more such name: that of the SageMaker endpoint, which OpenAI clients give there.",
+    )
+    normalize: bool = _option(
+        boolean,
+        "OPTION_NORMALIZE",
+        default=True,
+        help="Scale embeddings that `inputs` asks for to the length 1.",
+    )
     dtype: str = _option(
         dtype,
         "OPTION_DTYPE",
@@ -177,7 +189,8 @@ class Settings:
         entry_point,
         "OPTION_ENTRYPOINT",
         "DJL_ENTRY_POINT",
-        help="LMI's handlers (`djl_python.*`), which are Slipway itself. Others are refused.",
+        help="`model.py`, which is used wherever it is found, or one of LMI's handlers "
+        "(`djl_python.*`), which are Slipway itself. Others are refused.",
     )
 
     port: int = _option(
@@ -219,6 +232,61 @@ class Settings:
         "MODEL_LOADING_TIMEOUT",
         otherwise="none",
         help="Seconds after which a start that is not ready has failed.",
+    )
+
+    default_accept: str = _option(
+        text,
+        "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT",
+        default="application/json",
+        help="What counts as `Accept` on `/invocations` where a client sends none; "
+        "`text/event-stream` makes streams server-sent events.",
+    )
+    allowed_media_domains: tuple[str, ...] = _option(
+        words,
+        "OPTION_ALLOWED_MEDIA_DOMAINS",
+        default=(),
+        vllm="allowed_media_domains",
+        help="Hosts, parted by commas, from which images and other media of chats may be fetched. "
+        "`data:` URLs are always allowed.",
+    )
+    enable_stateful_sessions: bool = _option(
+        boolean,
+        "OPTION_ENABLE_STATEFUL_SESSIONS",
+        "SAGEMAKER_ENABLE_STATEFUL_SESSIONS",
+        default=True,
+        help="Answer SageMaker's session calls, and refuse requests with unknown sessions.",
+    )
+    sessions_path: str = _option(
+        text,
+        "OPTION_SESSIONS_PATH",
+        default="/tmp/slipway/sessions",
+        help="The folder where sessions are kept.",
+    )
+    sessions_expiration: int = _option(
+        integer(low=1),
+        "OPTION_SESSIONS_EXPIRATION",
+        default=1200,
+        help="Seconds that a session lives after its last use.",
+    )
+    max_sessions: int = _option(
+        integer(low=1),
+        "OPTION_MAX_SESSIONS",
+        default=10_000,
+        help="Sessions that may live at once; one more is answered 503.",
+    )
+    formatter_timeout: int = _option(
+        integer(low=1),
+        "OPTION_FORMATTER_TIMEOUT",
+        default=30,
+        help="Seconds that one call of a formatter in a `model.py` may take; "
+        "`OPTION_PREDICT_TIMEOUT` is for custom handlers.",
+    )
+    formatter_memory: int = _option(
+        size,
+        "OPTION_FORMATTER_MEMORY",
+        default=4 * 1024**3,
+        help="Bytes of memory that the process of a `model.py` with formatters may take, like 4G; "
+        "0 sets no limit.",
     )
 
     tensor_parallel_degree: int | Literal["max"] = _option(
@@ -449,13 +517,14 @@ class Settings:
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may give as `model`; the first stands in answers."""
+        endpoint = (self.endpoint_name,) if self.endpoint_name else ()
         if self.served_model_name:
-            return self.served_model_name
+            return (*self.served_model_name, *endpoint)
         if self.model_id.startswith("s3://"):
-            return (self.model_id.rstrip("/").rsplit("/", 1)[1], "lmi")
+            return (self.model_id.rstrip("/").rsplit("/", 1)[1], "lmi", *endpoint)
         local = self.model_id.startswith((".", "/", "~")) or Path(self.model_id).is_dir()
         name = Path(self.model_id).absolute().name if local else self.model_id
-        return (name, "lmi")
+        return (name, "lmi", *endpoint)
 
 
 OPTIONS: Mapping[str, Option] = {

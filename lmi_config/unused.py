@@ -82,12 +82,7 @@ UNUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "OPTION_ENABLE_STATEFUL_SESSIONS",
-            "OPTION_NORMALIZE",
-            "OPTION_SESSIONS_EXPIRATION",
-            "OPTION_SESSIONS_PATH",
             "OPTION_SESSIONS_S3URL",
-            "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT",
             "SAGEMAKER_HEALTH_CHECK_OVERRIDE",
             "SERVING_ALLOW_MULTI_STATUS",
             "SERVING_BAD_REQUEST_HTTP_CODE",

@@ -183,9 +183,8 @@ def mebibytes(value: str) -> int:
 
 
 def entry_point(value: str) -> str:
-    if not value.startswith("djl_python."):
+    if value != "model.py" and not value.startswith("djl_python."):
         raise ValueError(
-            "one of LMI's own handlers, like djl_python.lmi_vllm.vllm_async_service; "
-            "a handler of your own cannot be run yet"
+            "model.py, or one of LMI's own handlers, like djl_python.lmi_vllm.vllm_async_service"
         )
     return value

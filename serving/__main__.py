@@ -51,7 +51,7 @@ def _planned(arguments: list[str], environ: Mapping[str, str]) -> int:
     from serving import logs
     from serving.server import serve
 
-    logs.configure()
+    logs.configure(environ)
     return serve(prepared)
 
 

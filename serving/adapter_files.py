@@ -175,7 +175,7 @@ def _digest(source: Path | S3) -> str:
     if isinstance(source, S3):
         return source.contents()[0]
     if source.is_dir():
-        files = (source / CONFIG, source / WEIGHTS)
+        files = (source / CONFIG, source / WEIGHTS, *sorted(source.glob("*.py")))
         return sampled(file for file in files if file.is_file())
     return sampled([source])
 

@@ -9,18 +9,20 @@ Inside, an adapter is called `name@digest`, so that no cache of the engine's can
 it for another.
 """
 
+import ast
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from handlers.custom import FILE, told
 from lmi_config import adapter
-from lmi_config.model import ModelError, Tensor
+from lmi_config.model import Checkpoint, ModelError, Tensor
 from serving.adapter_files import AdapterFiles
 from serving.errors import (
     AdapterFailed,
@@ -32,6 +34,7 @@ from serving.errors import (
 )
 from serving.sources import SourceError
 from serving.threads import in_thread
+from serving.user_code import UserCode
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 LABELS = 100
@@ -48,6 +51,9 @@ _FAILED = Counter("slipway_adapter_load_failures", "Loads that failed.")
 _EVICTED = Counter("slipway_adapter_evictions", "Adapters that made room for others.")
 _REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
 
+CodeStarter = Callable[[Path], Awaitable[UserCode | None]]
+"""Starts a folder's model.py, where it has one that does something."""
+
 
 class LoraEngine(Protocol):
     """What an engine does with adapters, by their inner names. Raises AdapterFailed."""
@@ -61,7 +67,11 @@ class LoraEngine(Protocol):
 
 @dataclass(eq=False)
 class Adapter:
-    """One version of an adapter. src: as it was registered. users: requests that are under way."""
+    """One version of an adapter.
+
+    src: as it was registered. users: requests that are under way. code: that of its model.py, while
+    it is loaded. kept: what has to be ended when it is unloaded.
+    """
 
     name: str
     src: str
@@ -69,6 +79,8 @@ class Adapter:
     pin: bool = False
     preload: bool = False
     users: int = 0
+    code: UserCode | None = None
+    kept: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack, repr=False)
     loading: "asyncio.Task[None] | None" = field(default=None, repr=False)
 
     @property
@@ -85,7 +97,7 @@ class Adapters:
     """The registry.
 
     base: the model's tensors. max_rank: of an adapter. slots: how many the engine has room for.
-    limit: how many may be registered.
+    limit: how many may be registered. code: starts the model.py of a folder.
     """
 
     def __init__(
@@ -96,6 +108,7 @@ class Adapters:
         max_rank: int,
         slots: int,
         limit: int,
+        code: CodeStarter,
     ) -> None:
         self._engine = engine
         self._files = files
@@ -103,6 +116,7 @@ class Adapters:
         self._max_rank = max_rank
         self._slots = slots
         self._limit = limit
+        self._code = code
         self._registered: dict[str, Adapter] = {}
         self._recent: dict[Adapter, None] = {}  # those in the engine, the one used last at the end
         self._freed = asyncio.Condition()
@@ -216,6 +230,7 @@ class Adapters:
         try:
             with self._files.look(src) as (checkpoint, digest):
                 faults = adapter.faults(adapter.look(checkpoint), self._base, self._max_rank)
+                faults += _faults_of_code(checkpoint)
         except (ModelError, SourceError, OSError) as error:
             raise AdapterRefused(f"adapter {name} cannot be used: {error}") from None
         if faults:
@@ -252,25 +267,28 @@ class Adapters:
         await self._take_slot(adapter)
         try:
             with _FAILED.count_exceptions(), _LOADS.time():
-                async with self._fetched(adapter) as folder:
+                async with contextlib.AsyncExitStack() as kept:
+                    folder = await self._fetched(adapter, kept)
+                    adapter.code = await self._code(folder)
+                    if adapter.code:
+                        kept.push_async_callback(adapter.code.stop)
                     await self._engine.load_adapter(adapter.inner, folder)
+                    if adapter.code:  # which may have to be started again, from the same files
+                        adapter.kept = kept.pop_all()
         except BaseException:
             async with self._freed:
                 del self._recent[adapter]
                 self._freed.notify_all()
             raise
 
-    @contextlib.asynccontextmanager
-    async def _fetched(self, adapter: Adapter) -> AsyncIterator[Path]:
+    async def _fetched(self, adapter: Adapter, kept: contextlib.AsyncExitStack) -> Path:
         fetched = self._files.fetched(adapter.src, adapter.digest)
         try:
             folder = await in_thread(fetched.__enter__)
         except (SourceError, OSError) as error:
             raise AdapterFailed(f"adapter {adapter.name} cannot be read: {error}") from None
-        try:
-            yield folder
-        finally:
-            fetched.__exit__(None, None, None)
+        kept.push(fetched.__exit__)
+        return folder
 
     async def _take_slot(self, adapter: Adapter) -> None:
         async with self._freed:
@@ -299,3 +317,14 @@ class Adapters:
         del self._recent[adapter]
         adapter.loading = None
         await self._engine.unload_adapter(adapter.inner)
+        await adapter.kept.aclose()
+
+
+def _faults_of_code(checkpoint: Checkpoint) -> list[str]:
+    """What can be said against its model.py without running it."""
+    if FILE in checkpoint.sizes:
+        try:
+            ast.parse(checkpoint.head(FILE, checkpoint.sizes[FILE]), FILE)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return [told(error)]
+    return []

@@ -41,6 +41,7 @@ def create_app(front: Front) -> ASGIApp:
         [
             Route("/invocations", _Endpoint(front.invocations, "POST")),
             *(Route(path, _Endpoint(front.openai, method)) for method, path in ENGINE_ROUTES),
+            Route("/execution-parameters", _Endpoint(front.parameters, "GET")),
             Route("/v1/models", _Endpoint(front.models, "GET")),
             *(
                 Route(f"{prefix}/adapters{rest}", _Endpoint(endpoint, *methods))

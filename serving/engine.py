@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from serving.adapters import Adapters
 from serving.errors import AdapterFailed
 from serving.threads import in_thread
+from serving.user_code import UserCode
 
 Note = Callable[[str], None]
 """Told what the start is busy with, for people who wait."""
@@ -33,6 +34,12 @@ class Engine(Protocol):
 
     app: ASGIApp
     adapters: Adapters | None
+    code: UserCode | None
+    """The model's own model.py."""
+    concurrency: int
+    """Requests that it works on at once; more wait in it."""
+    embeds: bool
+    """Whether the model makes embeddings rather than text."""
 
     @property
     def failure(self) -> str | None:
@@ -72,6 +79,9 @@ class VllmEngine:
     def __init__(self, app: Any, client: Any, until_stopped: contextlib.AsyncExitStack) -> None:
         self.app = app
         self.adapters: Adapters | None = None
+        self.code: UserCode | None = None
+        self.concurrency: int = client.vllm_config.scheduler_config.max_num_seqs
+        self.embeds = client.model_config.runner_type == "pooling"
         self._client = client
         self._until_stopped = until_stopped
 

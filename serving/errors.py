@@ -52,6 +52,10 @@ class AdapterFailed(ServingError):
     """The engine could not load an adapter; it may be tried again."""
 
 
+class UserCodeFailed(ServingError):
+    """A user's model.py cannot be loaded, or a function of it raised, hung or returned nonsense."""
+
+
 class NoSlot(ServingError):
     """There is no room for one more adapter."""
 
@@ -91,6 +95,7 @@ _TABLE: Mapping[type[ServingError], _Told] = {
     Conflict: _Told(409, 409, "ConflictError", "IllegalArgumentException"),
     AdapterRefused: _Told(424, 424, "FailedDependencyError", "TranslateException"),
     AdapterFailed: _Told(424, 424, "FailedDependencyError", "TranslateException"),
+    UserCodeFailed: _Told(424, 424, "FailedDependencyError", "TranslateException"),
     NoSlot: _Told(507, 507, "InsufficientStorageError", "OutOfMemoryException"),
     NotReady: _Told(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
     TimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),

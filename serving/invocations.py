@@ -1,39 +1,35 @@
-"""A request's way to the engine and back.
+"""What a request asks for: its session, its adapter, its format; and that it is admitted.
 
-Requests for the engine pass through here and nowhere else: they are admitted, counted, given to the
-engine's ASGI app in this process, and what comes back is rendered. A stream that needs no rendering
-is passed on byte for byte.
+Requests for the engine pass through here and nowhere else. exchange.py has the rest of their way.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import logging
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from handlers import lmi, openai
-from handlers.records import EngineCall, FormatError
+from handlers import embeddings, lmi, openai, payloads
+from handlers.custom import Kind
+from handlers.records import EngineCall, FormatError, read
 from lmi_config.options import Settings
 from serving import errors
 from serving.adapters import Adapter, Adapters
 from serving.cache_salt import salted, with_text
-from serving.errors import (
-    BadRequest,
-    EngineFailed,
-    NotFound,
-    NotReady,
-    ServingError,
-    TimedOut,
-    TooLarge,
-)
+from serving.engine import Engine
+from serving.errors import BadRequest, NotFound, NotReady, ServingError, TimedOut, TooLarge
+from serving.exchange import JSON_LINES, SSE, Exchange, Framing
 from serving.lifecycle import Lifecycle
+from serving.media import inlined
+from serving.sessions import Sessions
+from serving.user_code import UserCode
 
-log = logging.getLogger(__name__)
+Parse = Callable[[bytes], EngineCall]
 
 
 class Front:
@@ -44,17 +40,26 @@ class Front:
         self._settings = settings
         self.model_names = settings.model_names
         self._tenant = (settings.cache_salt_header or "").lower().encode()
-        self.engine: ASGIApp | None = None
-        self.adapters: Adapters | None = None
-        self._under_way: set[Exchange] = set()
+        self.engine: Engine | None = None
+        self._sessions = settings.enable_stateful_sessions and Sessions(
+            Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions
+        )
+        self._under_way: set[_UnderWay] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def ready(self) -> Engine:
+        """The engine. Raises NotReady where there is none, or none any more."""
+        self.lifecycle.require_ready()
+        assert self.engine is not None
+        return self.engine
+
     def require_adapters(self) -> Adapters:
         """The registry. Raises BadRequest where there is none."""
-        if not self.adapters:
+        if not self.ready.adapters:
             raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
-        return self.adapters
+        return self.ready.adapters
 
     async def openai(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one of the engine's own paths."""
@@ -63,107 +68,222 @@ class Front:
         asked = self._adapter(body, scope)
         if isinstance(asked, list):
             raise BadRequest("adapters should be a string", "adapters")
-        call = EngineCall(scope["path"], body)
-        await self._exchange(call, asked, scope, receive, send, SSE)
+        exchange = Exchange(scope, receive, self._in_session(scope, send), SSE)
+        await self._exchange(exchange, scope, body, openai.on(scope["path"]), asked)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /v1/models: the engine's models, and adapters by their own names."""
-        if not self.adapters:
-            await self.openai(scope, receive, send)
-            return
-        self.lifecycle.require_ready()
-        assert self.engine is not None
+        engine = self.ready
         parts: list[bytes] = []
 
         async def keep(message: Message) -> None:
             parts.append(message.get("body", b""))
 
-        await self.engine(scope, receive, keep)
+        await engine.app(scope, receive, keep)
         found = msgspec.json.decode(b"".join(parts))
         base = [model for model in found["data"] if not model.get("parent")]
         found["data"] = base + [
             {**base[0], "id": it.name, "root": it.src, "parent": base[0]["id"]}
-            for it in self.adapters.listed()
+            for it in (engine.adapters.listed() if engine.adapters else ())
         ]
+        response = Response(msgspec.json.encode(found), media_type="application/json")
+        await response(scope, receive, send)
+
+    async def parameters(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer /execution-parameters: how batch transform should send its records.
+
+        SageMaker allows 100 MB for all that is under way together.
+        """
+        transforms = min(self.ready.concurrency, self._settings.job_queue_size, 100)
+        found = {
+            "MaxConcurrentTransforms": transforms,
+            "BatchStrategy": "MULTI_RECORD",
+            "MaxPayloadInMB": min(100 // transforms, self._settings.max_request_size // 10**6) or 1,
+        }
         response = Response(msgspec.json.encode(found), media_type="application/json")
         await response(scope, receive, send)
 
     async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /invocations: the body says which format it is."""
-        self.lifecycle.require_ready()
+        engine = self.ready
         body = await _read_body(scope, receive, self._settings.max_request_size)
+        if self._sessions and b"requestType" in body and (command := _command(body)):
+            await self._session(command, scope)(scope, receive, send)
+            return
+        send = self._in_session(scope, send)
+        if engine.code and "handle" in engine.code.functions:
+            handling = _Handling(engine.code, scope, receive, send)
+            with self._admitted(handling):
+                if await handling.answered(body):
+                    return
+        with _understood():
+            requests = payloads.requests(body, _header(scope, b"content-type").decode("latin-1"))
+        if len(requests) > 1:
+            await self._lines(requests, scope, receive, send)
+            return
+        (body,) = requests
         asked = self._adapter(body, scope)
-        try:
-            if isinstance(asked, list):
-                calls = [lmi.parse(part) for part in lmi.split(body, len(asked))]
-                await self._together(calls, asked, scope, receive, send)
-                return
-            call = _parse(body)
-        except FormatError as error:
-            raise BadRequest(str(error), error.parameter) from None
-        framing = SSE if b"text/event-stream" in _header(scope, b"accept") else JSON_LINES
-        await self._exchange(call, asked, scope, receive, send, framing)
+        if isinstance(asked, list):
+            with _understood():
+                parts = lmi.split(body, len(asked))
+            answers = await self._together(parts, asked, scope, receive)
+            found = b"[" + b",".join(answers) + b"]"
+            await Response(found, media_type="application/json")(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send, self._framing(scope))
+        await self._exchange(exchange, scope, body, self._parse, asked)
+
+    def _framing(self, scope: Scope) -> Framing:
+        accept = _header(scope, b"accept")
+        if accept in (b"", b"*/*"):
+            accept = self._settings.default_accept.encode()
+        return SSE if b"text/event-stream" in accept else JSON_LINES
+
+    async def _lines(
+        self, requests: list[bytes], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer several requests, a line for each in their order; an error is a line too."""
+        gate = asyncio.Semaphore(self.ready.concurrency)
+
+        async def line(request: bytes) -> bytes:
+            async with gate:
+                try:
+                    if _streams(request):
+                        raise BadRequest("one of several lines cannot be streamed", "stream")
+                    asked = self._adapter(request, scope)
+                    if isinstance(asked, list):
+                        raise BadRequest("adapters should be a string", "adapters")
+                    return await self._whole(request, asked, scope, receive)
+                except ServingError as error:
+                    return msgspec.json.encode(errors.body(error, scope["path"]))
+
+        headers = [(b"content-type", JSON_LINES.content_type)]
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(line(request)) for request in requests]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for answer in answers:
+                part = await answer + b"\n"
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
     async def _together(
-        self,
-        calls: list[EngineCall],
-        adapters: list[str],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Answer several calls at once with the list of their answers, or with the first error."""
-        answers = [bytearray() for _ in calls]
-
-        def keep(answer: bytearray) -> Send:
-            async def add(message: Message) -> None:
-                answer.extend(message.get("body", b""))
-
-            return add
-
+        self, requests: list[bytes], adapters: list[str], scope: Scope, receive: Receive
+    ) -> list[bytes]:
+        """The answers to several requests at once. Raises the first error."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for call, adapter, answer in zip(calls, adapters, answers, strict=True):
-                    exchange = self._exchange(
-                        call, adapter, scope, receive, keep(answer), JSON_LINES
-                    )
-                    tasks.create_task(exchange)
+                answers = [
+                    tasks.create_task(self._whole(request, adapter, scope, receive))
+                    for request, adapter in zip(requests, adapters, strict=True)
+                ]
         except* ServingError as group:
             failure = group.exceptions[0]
         else:
-            body = b"[" + b",".join(answers) + b"]"
-            await Response(body, media_type="application/json")(scope, receive, send)
-            return
+            return [answer.result() for answer in answers]
         raise failure
 
+    async def _whole(
+        self, request: bytes, asked: str | None, scope: Scope, receive: Receive
+    ) -> bytes:
+        """The body of the answer to a request that is not streamed."""
+        parts = bytearray()
+
+        async def keep(message: Message) -> None:
+            parts.extend(message.get("body", b""))
+
+        exchange = Exchange(scope, receive, keep, JSON_LINES)
+        await self._exchange(exchange, scope, request, self._parse, asked)
+        return bytes(parts)
+
     async def _exchange(
-        self,
-        call: EngineCall,
-        asked: str | None,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        framing: "Framing",
+        self, exchange: Exchange, scope: Scope, body: bytes, parse: Parse, asked: str | None
     ) -> None:
         """asked: as _adapter() has it."""
-        self.lifecycle.require_ready()  # again: reading the body took its time
-        assert self.engine is not None
-        exchange = Exchange(scope, receive, send, framing)
+        engine = self.ready  # asked again: reading the body took its time
         with self._admitted(exchange):
-            if asked and self.adapters:
-                async with self.adapters.using(asked) as adapter:
-                    call = self._salted(call, scope, adapter.inner)
-                    await exchange.run(self.engine, _for_model(call, adapter.inner), adapter)
-            else:
-                if asked == "":
-                    call = _for_model(call, self.model_names[0])
-                await exchange.run(self.engine, self._salted(call, scope, None))
+            async with self._using(asked) as adapter:
+                code = [it for it in (adapter.code if adapter else None, engine.code) if it]
+                if formatter := _having(code, "input"):
+                    body = await formatter.input(body)
+                with _understood():
+                    call = parse(body)
+                call = await self._prepared(call, scope, asked, adapter)
+                await exchange.run(engine.app, call, adapter, _having(code, "output"))
 
-    def _salted(self, call: EngineCall, scope: Scope, adapter: str | None) -> EngineCall:
+    @contextlib.asynccontextmanager
+    async def _using(self, asked: str | None) -> AsyncIterator[Adapter | None]:
+        if asked:
+            async with self.require_adapters().using(asked) as adapter:
+                yield adapter
+        else:
+            yield None
+
+    async def _prepared(
+        self, call: EngineCall, scope: Scope, asked: str | None, adapter: Adapter | None
+    ) -> EngineCall:
+        """The call with what only the server knows: the adapter's inner name, salts, media."""
+        settings = self._settings
         if not call.body:
             return call
+        allowed = settings.allowed_media_domains
+        body = await inlined(call.body, allowed, settings.max_request_size)
         tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
-        return dataclasses.replace(call, body=salted(call.body, tenant, adapter))
+        body = salted(body, tenant, adapter.inner if adapter else None)
+        if adapter or asked == "":
+            body = with_text(body, "model", adapter.inner if adapter else self.model_names[0])
+        return dataclasses.replace(call, body=body)
+
+    def _parse(self, body: bytes) -> EngineCall:
+        """Read a request of any format. Raises FormatError."""
+        keys = read(_read_keys, body)
+        given = [key for key in payloads.KEYS if bytes(getattr(keys, key)) not in (b"", b"null")]
+        match given[:1]:  # LMI asks for the keys in this order
+            case ["prompt"]:
+                return openai.on("/v1/completions")(body)
+            case ["inputs"] if self.ready.embeds:
+                return embeddings.parse(body, self._settings.normalize)
+            case ["inputs"]:
+                return lmi.parse(body)
+            case ["messages"]:
+                return openai.on("/v1/chat/completions")(body)
+        raise FormatError("the body should have one of the keys prompt, inputs or messages")
+
+    def _session(self, command: str, scope: Scope) -> Response:
+        """Answer SageMaker's calls that begin and end a session."""
+        assert self._sessions
+        if command == "NEW_SESSION":
+            session, told = self._sessions.create()
+            answer, headers = f"Session {session} created", dict.fromkeys(_NEW_SESSION, told)
+        elif command == "CLOSE":
+            session = _header(scope, _SESSION).decode("latin-1")
+            if not session:
+                raise BadRequest("X-Amzn-SageMaker-Session-Id should name the session to close")
+            self._sessions.close(session)
+            answer, headers = f"Session {session} closed", {_CLOSED_SESSION: session}
+        else:
+            raise BadRequest(
+                f"requestType={command!r:.100}; it should be NEW_SESSION or CLOSE", "requestType"
+            )
+        body = msgspec.json.encode({"result": answer})
+        return Response(body, media_type="application/json", headers=headers)
+
+    def _in_session(self, scope: Scope, send: Send) -> Send:
+        """Check the session that a request names. Returns what tells the client of a new one."""
+        named = _header(scope, _SESSION).decode("latin-1")
+        if not named or not self._sessions:
+            return send
+        if named != "NEW_SESSION":
+            self._sessions.use(named)
+            return send
+        _, told = self._sessions.create()
+        more = [(name.lower().encode(), told.encode()) for name in _NEW_SESSION]
+
+        async def telling(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        return telling
 
     def _adapter(self, body: bytes, scope: Scope) -> str | list[str] | None:
         """The adapter that a request asks for: its name, "" for the base model by name, one of
@@ -182,10 +302,11 @@ class Front:
                     raise BadRequest(str(error), "adapters") from None
                 return None  # who reads the whole of it says what is wrong with it
             named = names.adapters
-            if named is None and names.model and self.adapters:
+            adapters = self.ready.adapters
+            if named is None and names.model and adapters:
                 if "@" in names.model:
                     raise NotFound(f"The model {names.model!r:.140} does not exist.")
-                return names.model if names.model in self.adapters else None
+                return names.model if names.model in adapters else None
         if named is None:
             return None
         for name in named if isinstance(named, list) else [named]:
@@ -194,7 +315,7 @@ class Front:
         return named
 
     @contextlib.contextmanager
-    def _admitted(self, exchange: "Exchange") -> Iterator[None]:
+    def _admitted(self, exchange: "_UnderWay") -> Iterator[None]:
         """Count a request as under way. Raises NotReady where too many are."""
         limit = self._settings.job_queue_size
         if len(self._under_way) >= limit:
@@ -230,6 +351,96 @@ class Front:
 
 
 _ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
+_SESSION = b"x-amzn-sagemaker-session-id"
+# LMI and SageMaker's guide have the first name, AWS's library for containers the second.
+_NEW_SESSION = ("X-Amzn-SageMaker-Session-Id", "X-Amzn-SageMaker-New-Session-Id")
+_CLOSED_SESSION = "X-Amzn-SageMaker-Closed-Session-Id"
+
+
+class _UnderWay(Protocol):
+    def abort(self, error: ServingError) -> None: ...
+
+
+class _Handling:
+    """One request's passage through a custom handler."""
+
+    def __init__(self, code: UserCode, scope: Scope, receive: Receive, send: Send) -> None:
+        self._code = code
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._task: asyncio.Task[bool] | None = None
+        self._aborted: ServingError | None = None
+        self._begun = False
+        self._waiting: bytes | None = None  # for the next part: an only one has its length told
+
+    def abort(self, error: ServingError) -> None:
+        self._aborted = error
+        if self._task:
+            self._task.cancel()
+
+    async def answered(self, body: bytes) -> bool:
+        """Have the handler answer; say whether it did, or left the request to the engine.
+
+        Raises ServingError where nothing has been sent yet.
+        """
+        self._task = asyncio.create_task(self._answered(body))
+        leaving = asyncio.create_task(self._client_leaves())
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if not self._task.cancelled():
+                raise
+            if self._aborted:
+                await self._fail(self._aborted)
+            return True
+        except ServingError as error:
+            await self._fail(error)
+            return True
+        finally:
+            leaving.cancel()
+            self._task.cancel()
+
+    async def _client_leaves(self) -> None:
+        await self._receive()
+        if self._task:
+            self._task.cancel()
+
+    async def _answered(self, body: bytes) -> bool:
+        properties = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in self._scope["headers"]
+        }
+        head: Message = {}
+        async with contextlib.aclosing(self._code.handle(properties, body)) as answers:
+            async for kind, data in answers:
+                if kind == Kind.DONE:
+                    if data is None:
+                        return False
+                    break
+                if kind == Kind.HEAD:
+                    status, headers = data
+                    told = [(name.encode(), value.encode()) for name, value in headers.items()]
+                    head = {"type": "http.response.start", "status": status, "headers": told}
+                    continue
+                if self._waiting is not None:
+                    await self._part(head, self._waiting, more=True)
+                self._waiting = data
+        await self._part(head, self._waiting or b"", more=False)
+        return True
+
+    async def _part(self, head: Message, body: bytes, more: bool) -> None:
+        if not self._begun:
+            self._begun = True
+            length = [] if more else [(b"content-length", str(len(body)).encode())]
+            await self._send({**head, "headers": [*head["headers"], *length]})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _fail(self, error: ServingError) -> None:
+        if not self._begun:
+            raise error
+        told = JSON_LINES.frame(msgspec.json.encode(errors.body(error, self._scope["path"])))
+        await self._send({"type": "http.response.body", "body": (self._waiting or b"") + told})
 
 
 class _Names(msgspec.Struct):
@@ -248,251 +459,43 @@ class _Keys(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw()
     inputs: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
+    requestType: msgspec.Raw = msgspec.Raw()  # noqa: N815 - LMI's name
+    stream: msgspec.Raw = msgspec.Raw()
 
 
 _read_keys = msgspec.json.Decoder(_Keys).decode
 
-# LMI asks for the keys in this order.
-_FORMATS: tuple[tuple[str, Callable[[bytes], EngineCall]], ...] = (
-    ("prompt", openai.completions),
-    ("inputs", lmi.parse),
-    ("messages", openai.chat),
-)
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Raise what a format does not allow as a BadRequest."""
+    try:
+        yield
+    except FormatError as error:
+        raise BadRequest(str(error), error.parameter) from None
 
 
-def _parse(body: bytes) -> EngineCall:
+def _command(body: bytes) -> str | None:
+    """The requestType of a body that asks for nothing else."""
     try:
         keys = _read_keys(body)
-        for key, parse in _FORMATS:
-            if bytes(getattr(keys, key)) not in (b"", b"null"):
-                return parse(body)
-    except msgspec.ValidationError:
-        raise FormatError("the body should be a JSON object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise FormatError("the body is nested too deeply") from None
-    raise FormatError("the body should have one of the keys prompt, inputs or messages")
+        if keys.prompt or keys.inputs or keys.messages:
+            return None
+        return msgspec.json.decode(keys.requestType, type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
-class Framing(NamedTuple):
-    """How the JSON objects of a stream are told apart."""
-
-    content_type: bytes
-    before: bytes
-    after: bytes
-
-    def frame(self, data: bytes) -> bytes:
-        return self.before + data + self.after
+def _streams(body: bytes) -> bool:
+    try:
+        return bytes(_read_keys(body).stream) == b"true"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
 
 
-JSON_LINES = Framing(b"application/jsonlines", b"", b"\n")
-SSE = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
-
-
-class Exchange:
-    """One request's passage through the engine.
-
-    framing: how the client wants a stream told.
-    """
-
-    _call: EngineCall
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, framing: Framing) -> None:
-        self._adapter: Adapter | None = None
-        self._scope = scope
-        self._client_receive = receive
-        self._client_send = send
-        self._framing = framing
-        self._untouched = False
-        self._asked = False
-        self._client_gone = False
-        self._aborted: ServingError | None = None
-        self._over: asyncio.Future[None] | None = None
-        self._status = 0
-        self._streaming = False
-        self._finished = False
-        self._parts: list[bytes] = []
-        self._pending = b""
-
-    async def run(self, engine: ASGIApp, call: EngineCall, adapter: Adapter | None = None) -> None:
-        """Have the engine answer. Raises ServingError where nothing has been sent yet.
-
-        adapter: the one the call goes to, whose inner name no client sees.
-        """
-        self._call = call
-        self._adapter = adapter
-        self._untouched = call.reply is None and self._framing is SSE
-        try:
-            await engine(self._engine_scope(), self._receive, self._send)
-        except Exception:
-            # Starlette raises an unforeseen exception once more after it has answered 500 for it.
-            log.exception("the engine raised while it answered a request")
-        if self._client_gone or self._finished:
-            return
-        if self._aborted:
-            await self._fail(self._aborted)
-        elif self._status >= 400:
-            raise self._refusal()
-        elif self._streaming or not self._status:
-            await self._fail(EngineFailed("the engine broke off; the server's log says why"))
-        elif self._call.reply:
-            await self._answer(self._call.reply.whole(b"".join(self._parts)))
-
-    def abort(self, error: ServingError) -> None:
-        """Make the engine believe that the client has gone, which ends its work on the request."""
-        self._aborted = error
-        if self._over and not self._over.done():
-            self._over.set_result(None)
-
-    def _engine_scope(self) -> Scope:
-        scope = self._scope
-        headers = scope["headers"]
-        if self._call.path != scope["path"]:
-            # On /invocations every body is JSON, whatever its content type says; vLLM insists.
-            changed = (b"content-type", b"content-length")
-            headers = [header for header in headers if header[0] not in changed]
-            headers.append((b"content-type", b"application/json"))
-        return {
-            "type": "http",
-            "http_version": scope["http_version"],
-            "method": scope["method"],
-            "scheme": scope["scheme"],
-            "client": scope["client"],
-            "server": scope["server"],
-            "query_string": scope["query_string"],
-            # Below version 2.4 a streaming answer listens for the client's leaving, and abort()
-            # is heard; from there on Starlette would notice only when it sends.
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "path": self._call.path,
-            "raw_path": self._call.path.encode(),
-            "root_path": "",
-            "headers": headers,
-        }
-
-    async def _receive(self) -> Message:
-        if not self._asked:
-            self._asked = True
-            return {"type": "http.request", "body": self._call.body, "more_body": False}
-        # Every request waits here until it has ended. Futures by hand: asyncio.wait() costs more
-        # than all else that is done for a request.
-        loop = asyncio.get_running_loop()
-        self._over = loop.create_future()
-        if self._aborted:
-            self._over.set_result(None)
-        leaving = loop.create_task(self._client_leaves())
-        try:
-            await self._over
-        finally:
-            leaving.cancel()
-        return {"type": "http.disconnect"}
-
-    async def _client_leaves(self) -> None:
-        await self._client_receive()
-        self._client_gone = True
-        if self._over and not self._over.done():
-            self._over.set_result(None)
-
-    async def _send(self, message: Message) -> None:
-        if self._adapter:
-            message = _with_public_name(message, self._adapter)
-        if message["type"] == "http.response.start":
-            await self._start(message)
-        elif self._status >= 400 or self._aborted:
-            self._parts.append(message.get("body", b""))
-        elif self._streaming:
-            await self._stream(message.get("body", b""), message.get("more_body", False))
-        elif self._call.reply is None:
-            self._finished = not message.get("more_body", False)
-            await self._client_send(message)
-        else:
-            self._parts.append(message.get("body", b""))
-
-    async def _start(self, message: Message) -> None:
-        self._status = message["status"]
-        headers = dict(message["headers"])
-        kind = headers.get(b"content-type", b"")
-        self._streaming = self._status < 400 and kind.startswith(b"text/event-stream")
-        if self._streaming:
-            headers[b"content-type"] = self._framing.content_type
-            await self._client_send({**message, "headers": list(headers.items())})
-        elif self._status < 400 and self._call.reply is None and not self._aborted:
-            await self._client_send(message)
-
-    async def _stream(self, body: bytes, more: bool) -> None:
-        if body.startswith(b'data: {"error"'):
-            body = self._in_band(body)
-        elif not self._untouched:
-            body = b"".join(self._render(data) for data in self._events(body))
-        if body or not more:
-            await self._send_body(body, more)
-
-    def _events(self, body: bytes) -> list[bytes]:
-        """The data of the server-sent events in `body`. vLLM sends each as a body of its own."""
-        *whole, self._pending = (self._pending + body).split(b"\n\n")
-        return [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
-
-    def _render(self, data: bytes) -> bytes:
-        if self._call.reply:
-            return b"".join(self._framing.frame(found) for found in self._call.reply.event(data))
-        return b"" if data == b"[DONE]" else self._framing.frame(data)
-
-    def _in_band(self, body: bytes) -> bytes:
-        """An error of the engine's after its first byte, told in the stream."""
-        data = body.removeprefix(b"data: ").partition(b"\n\n")[0]
-        try:
-            status = int(msgspec.json.decode(data)["error"]["code"])
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
-            status = 500
-        error = errors.from_engine(status, data, self._call.body)
-        if isinstance(error, EngineFailed):
-            error = EngineFailed("the engine failed while it generated; the server's log says why")
-        return self._told(error)
-
-    def _told(self, error: ServingError) -> bytes:
-        path = self._scope["path"]
-        return self._framing.frame(msgspec.json.encode(errors.body(error, path)))
-
-    async def _fail(self, error: ServingError) -> None:
-        """Tell an error of our own: in band where the stream has begun, else by raising it."""
-        if not self._streaming:
-            raise error
-        end = b"data: [DONE]\n\n" if self._untouched else b""
-        await self._send_body(self._told(error) + end, more=False)
-
-    def _refusal(self) -> ServingError:
-        error = errors.from_engine(self._status, b"".join(self._parts), self._call.body)
-        if isinstance(error, NotFound) and str(error) == "Not Found":
-            return NotFound(f"the model does not answer {self._call.path}")
-        return error
-
-    async def _answer(self, body: bytes) -> None:
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await self._client_send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send_body(body, more=False)
-
-    async def _send_body(self, body: bytes, more: bool) -> None:
-        self._finished = not more
-        await self._client_send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def _for_model(call: EngineCall, name: str) -> EngineCall:
-    return dataclasses.replace(call, body=with_text(call.body, "model", name))
-
-
-def _with_public_name(message: Message, adapter: Adapter) -> Message:
-    """The engine's message with the adapter's own name in it: a body, or the head of one."""
-    if message["type"] == "http.response.body":
-        inner, name = adapter.inner.encode(), adapter.name.encode()
-        body = message.get("body", b"")
-        if not body.startswith((b'{"error"', b'data: {"error"')):
-            inner, name = b'"model":"%b"' % inner, b'"model":"%b"' % name
-        return {**message, "body": body.replace(inner, name)}
-    headers = [header for header in message["headers"] if header[0] != b"content-length"]
-    return {**message, "headers": headers}
+def _having(code: list[UserCode], function: str) -> UserCode | None:
+    """The first that has the function: an adapter's own comes before the model's."""
+    return next((it for it in code if function in it.functions), None)
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

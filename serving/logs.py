@@ -2,9 +2,16 @@
 
 import json
 import logging
+import re
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
+
+from lmi_config.settings import secret
+
+_SHORTEST = 8  # characters of a secret; shorter ones would make holes into harmless words
+_secrets: re.Pattern[str] | None = None
 
 
 class _JsonFormatter(logging.Formatter):
@@ -32,8 +39,16 @@ class _TextFormatter(logging.Formatter):
         return " ".join([super().format(record), *(f"{key}={facts[key]}" for key in facts)])
 
 
-def configure() -> None:
+def redacted(text: str) -> str:
+    """The text without the values of secret environment variables. For what others wrote."""
+    return _secrets.sub("[secret]", text) if _secrets else text
+
+
+def configure(environ: Mapping[str, str]) -> None:
     """Send our log to standard error, and leave vLLM's, which configures itself, alone."""
+    global _secrets
+    values = {environ[name] for name in environ if secret(name) and len(environ[name]) >= _SHORTEST}
+    _secrets = re.compile("|".join(map(re.escape, sorted(values)))) if values else None
     handler = logging.StreamHandler(sys.stderr)
     if sys.stderr.isatty():
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -138,7 +138,7 @@ class Server:
         except EngineError as error:
             log.error("the engine did not start", exc_info=error.__cause__)
             return self._failed("start", str(error), START_FAILED)
-        self.front.engine, self.front.adapters = engine.app, engine.adapters
+        self.front.engine = engine
         self.lifecycle.enter(Stage.READY)
         log.info("ready", extra={"facts": {"elapsed_s": round(self.lifecycle.elapsed, 1)}})
 

@@ -1,11 +1,14 @@
 """From a plan to a running engine: fetch the model, start the cache server, start vLLM."""
 
 import asyncio
+import functools
 import logging
 from pathlib import Path
 
+from handlers.custom import FILE
 from lmi_config import kv_tiers
 from lmi_config.model import Folder, tensors
+from lmi_config.options import Settings
 from lmi_config.plan import Plan
 from lmi_config.vllm_args import arguments
 from serving import disk_tier
@@ -14,30 +17,45 @@ from serving.adapter_files import AdapterFiles
 from serving.adapters import Adapters, LoraEngine
 from serving.cache_server import CacheServer, CacheServerError
 from serving.engine import Engine, EngineError, Note
-from serving.errors import ServingError
+from serving.errors import ServingError, UserCodeFailed
 from serving.prepare import Prepared
-from serving.sources import DOWNLOADS, Source, SourceError
+from serving.sources import DOWNLOADS, Hub, Source, SourceError
 from serving.threads import in_thread
+from serving.user_code import Limits, UserCode, started
 
 log = logging.getLogger(__name__)
 
+HANDLER_S = 240  # LMI's own limit
+
 
 class _Served:
-    """An engine, and the cache server that is to outlive it."""
+    """An engine, the cache server that is to outlive it, and what serves beside it."""
 
-    def __init__(self, engine: Engine, cache: CacheServer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: CacheServer | None,
+        adapters: Adapters | None,
+        code: UserCode | None,
+    ) -> None:
         self._engine = engine
         self._cache = cache
         self.app = engine.app
-        self.adapters = engine.adapters
+        self.adapters = adapters
+        self.code = code
+        self.concurrency = engine.concurrency
+        self.embeds = engine.embeds
 
     @property
     def failure(self) -> str | None:
         return self._engine.failure
 
     async def stop(self) -> None:
+        if self.code:
+            await self.code.stop()
         await self._engine.stop()
-        await self._cache.stop()
+        if self._cache:
+            await self._cache.stop()
 
 
 async def start(prepared: Prepared, note: Note) -> Engine:
@@ -46,15 +64,40 @@ async def start(prepared: Prepared, note: Note) -> Engine:
     folder = await _fetched(prepared.model, note)
     draft = await _fetched(prepared.draft, note) if prepared.draft else None
     caching = asyncio.create_task(_cache(plan, folder))
-    await vllm.load(note)
+    _, code = await asyncio.gather(vllm.load(note), _code(prepared, folder))
     if not caching.done():
         note("waiting for the cache server")
     cache, name = await caching
     options = plan.engine(str(name), str(draft) if draft else None, tiers=cache is not None)
     engine = await vllm.start(arguments(options), note)
-    if plan.settings.enable_lora:
-        engine.adapters = await _adapters(plan, folder, engine)
-    return _Served(engine, cache) if cache else engine
+    adapters = await _adapters(plan, folder, engine) if plan.settings.enable_lora else None
+    return _Served(engine, cache, adapters, code)
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        settings.formatter_timeout, settings.predict_timeout or HANDLER_S, settings.formatter_memory
+    )
+
+
+async def _code(prepared: Prepared, folder: Path) -> UserCode | None:
+    """The model's model.py: that of the deployment, or that which came with the model.
+
+    What comes from the hub is no part of a deployment, and is not run.
+    """
+    settings = prepared.plan.settings
+    folders = [settings.model_folder] if settings.model_folder else []
+    if not isinstance(prepared.model, Hub):
+        folders.append(folder)
+    for place in folders:
+        if (place / FILE).is_file():
+            try:
+                return await started(place.resolve(), folder, _limits(settings))
+            except UserCodeFailed as error:
+                raise EngineError(str(error)) from None
+    if settings.entry_point == FILE:
+        raise EngineError(f"there is no {FILE} in {' or '.join(map(str, folders))}")
+    return None
 
 
 async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
@@ -74,6 +117,7 @@ async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
         max_rank=options["max_lora_rank"],
         slots=slots,
         limit=settings.max_adapters,
+        code=functools.partial(started, tokenizer=folder, limits=_limits(settings)),
     )
     own = folder / "adapters"
     for path in sorted(own.iterdir()) if own.is_dir() else ():

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from serving.adapters import Adapters
 from serving.errors import AdapterFailed
+from serving.user_code import UserCode
 
 
 def error(status: int, message: str) -> dict[str, object]:
@@ -31,6 +32,9 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.bodies: list[dict[str, object]] = []
         self.adapters: Adapters | None = None
+        self.code: UserCode | None = None
+        self.concurrency = 4
+        self.embeds = False
         self.loaded: list[str] = []
         self.loads: list[str] = []
         self.may_load = asyncio.Event()

@@ -40,7 +40,6 @@ def call(**body):
         ({"parameters": {"decoder_input_details": True}}, {}),
         ({"stream": True}, {"logprobs": 0, "return_token_ids": True, "stream": True}),
         ({"model": "m"}, {"model": "m"}),
-        ({"model": "m"}, {"model": "m"}),
     ],
 )
 def test_a_request_becomes_a_completion(body, expected):

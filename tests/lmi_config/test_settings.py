@@ -183,8 +183,8 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
         ),
         (
             {"OPTION_ENTRYPOINT": "mine.py"},
-            "OPTION_ENTRYPOINT='mine.py': should be one of LMI's own handlers, like "
-            "djl_python.lmi_vllm.vllm_async_service; a handler of your own cannot be run yet",
+            "OPTION_ENTRYPOINT='mine.py': should be model.py, or one of LMI's own handlers, like "
+            "djl_python.lmi_vllm.vllm_async_service",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import random
@@ -14,10 +15,12 @@ import pytest
 from lmi_config.model import Tensor
 from serving.adapter_files import AdapterFiles
 from serving.adapters import Adapters
+from serving.user_code import Limits, started
 from tests.serving.conftest import running
 
 MODULE = "model.layers.0.self_attn.q_proj"
 BASE = {f"{MODULE}.weight": Tensor("BF16", (16, 8))}
+LIMITS = Limits(seconds=2, handler_seconds=2, memory=2**30)
 HEADER = {"X-Amzn-SageMaker-Adapter-Identifier": "one"}
 
 
@@ -52,7 +55,8 @@ def root(tmp_path):
 
 def registry(engine, root, slots=2, limit=100) -> Adapters:
     files = AdapterFiles((root.resolve(),), ("mine",), root.parent / "store", 20_000)
-    return Adapters(engine, files, BASE, max_rank=16, slots=slots, limit=limit)
+    code = functools.partial(started, tokenizer=root, limits=LIMITS)
+    return Adapters(engine, files, BASE, max_rank=16, slots=slots, limit=limit, code=code)
 
 
 @pytest.fixture
@@ -63,8 +67,9 @@ async def served(root, shared):
         kept.clear()
     engine.fails_to_load = False
     engine.gate.clear()
-    shared.server.front.adapters = registry(engine, root)
+    engine.adapters = registry(engine, root)
     yield shared
+    engine.adapters = None
     engine.gate.set()
 
 
@@ -369,7 +374,7 @@ async def test_an_update_changes_the_version(served, root):
 
 async def test_selection(served, root):
     await register(served, "one", write(root / "one"))
-    inner = f"one@{served.server.front.adapters.get('one').digest}"
+    inner = f"one@{served.engine.adapters.get('one').digest}"
     for body, headers in (
         ({"prompt": "a", "adapters": "one"}, {}),
         ({"prompt": "a", "model": "one"}, {}),
@@ -476,7 +481,7 @@ async def test_random_lives(served, root, seed):
             assert len(served.engine.loaded) <= 2
 
     await asyncio.gather(*(live() for _ in range(6)))
-    adapters = served.server.front.adapters
+    adapters = served.engine.adapters
     known = {it.inner for it in adapters.listed()}
     assert {*served.engine.loaded} <= known
     for it in adapters.listed():

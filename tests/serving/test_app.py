@@ -87,7 +87,7 @@ async def test_any_content_type_does_on_invocations(shared):
     [
         (b'{"inputs', "the body is not JSON: Input data was truncated"),
         (b"", "the body is not JSON: Input data was truncated"),
-        (b"[1]", "the body should be a JSON object"),
+        (b"[1]", "Expected `object`, got `array`"),
         (b"{}", "the body should have one of the keys prompt, inputs or messages"),
         (b'{"a":' * 4000 + b"1" + b"}" * 4000, "the body is nested too deeply"),
         (

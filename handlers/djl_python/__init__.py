@@ -1,0 +1,31 @@
+"""What users' model.py files import from LMI's package `djl_python`.
+
+They find it under that name, in a process of their own. Names and signatures are LMI's, as far as a
+file written for LMI's vLLM path uses them. Nothing large is imported before it is needed.
+"""
+
+import importlib
+import sys
+
+from .inputs import Input
+from .outputs import Output
+from .pair_list import PairList
+
+__all__ = ["Input", "Output", "PairList"]
+__version__ = "0.36.0"  # of the package that this one stands in for
+
+# An alias for the package alone would have Python load its modules twice, djl_python.outputs beside
+# handlers.djl_python.outputs, and an Output of the one would not be an Output of the other.
+for _name in (
+    "async_utils",
+    "encode_decode",
+    "input_parser",
+    "inputs",
+    "np_util",
+    "output_formatter",
+    "outputs",
+    "pair_list",
+    "request_io",
+    "response",
+):
+    sys.modules.setdefault(f"djl_python.{_name}", importlib.import_module(f".{_name}", __name__))

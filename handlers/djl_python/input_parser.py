@@ -1,0 +1,7 @@
+"""The decorators' place in LMI's package."""
+
+from handlers.decorators import init_handler, input_formatter, prediction_handler
+
+__all__ = ["init_handler", "input_formatter", "prediction_handler"]
+
+SAGEMAKER_ADAPTER_IDENTIFIER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"

@@ -1,0 +1,2 @@
+async def handle(inputs):
+    raise RuntimeError("not today")
