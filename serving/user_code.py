@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 LOAD_S = 120.0
 """For a file to be loaded: it may import large libraries."""
+GONE_S = 1.0  # after it was killed
 
 
 class Limits(NamedTuple):
@@ -103,6 +104,7 @@ class UserCode:
     async def stop(self) -> None:
         if self._process:
             self._process.kill()
+            await self._process.gone()
 
     async def _formatted(self, what: What, data: bytes) -> bytes:
         process = await self._running()
@@ -221,6 +223,10 @@ class _Process:
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def gone(self) -> None:
+        """Wait until the process has ended, but not for what it may have started itself."""
+        await asyncio.wait(self._tasks, timeout=GONE_S)
 
     async def _read(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):

@@ -44,6 +44,7 @@ class FakeEngine:
             routes=[
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.completions, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
                 Route("/v1/models", self.models),
             ],
             exception_handlers={404: self.not_found},
@@ -74,6 +75,16 @@ class FakeEngine:
             *({"id": it, "parent": "fake"} for it in self.loaded),
         ]
         return JSONResponse({"object": "list", "data": found})
+
+    async def embeddings(self, request: Request) -> Response:
+        """The length of each input; it is for models that embed only."""
+        if not self.embeds:
+            return JSONResponse(error(404, "Not Found"), 404)
+        body = await request.json()
+        self.bodies.append(body)
+        inputs = body["input"] if isinstance(body["input"], list) else [body["input"]]
+        data = [{"index": n, "embedding": [float(len(it))]} for n, it in enumerate(inputs)]
+        return JSONResponse({"data": data[::-1]})
 
     async def completions(self, request: Request) -> Response:
         body = await request.json()

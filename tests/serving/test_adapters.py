@@ -10,6 +10,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lmi_config.model import Tensor
@@ -69,6 +70,8 @@ async def served(root, shared):
     engine.gate.clear()
     engine.adapters = registry(engine, root)
     yield shared
+    for it in engine.adapters.listed():
+        await engine.adapters.unregister(it.name)
     engine.adapters = None
     engine.gate.set()
 
@@ -247,6 +250,66 @@ async def test_what_has_changed_in_its_folder_is_not_taken_for_what_it_was(serve
     assert "cannot be read" in (await ask(served, "one", 424))["error"]
     await register(served, "one", write(root / "back"))
     await ask(served, "one")
+
+
+CODE = """
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import output_formatter
+from helper import NAME
+
+
+@output_formatter
+def mark(answer):
+    answer.processed_by = NAME
+    return answer
+"""
+
+
+def with_code(folder: Path, name: str, content=0) -> Path:
+    write(folder, content)
+    (folder / "model.py").write_text(CODE)
+    (folder / "helper.py").write_text(f"NAME = {name!r}")
+    return folder
+
+
+async def test_each_adapter_has_formatters_of_its_own(served, root, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    text = CODE.replace("from helper import NAME", "NAME = 'base'")
+    text += "\n\n@input_formatter\ndef own(payload):\n    payload['seen'] = 1\n    return payload\n"
+    (base / "model.py").write_text(text)
+    served.engine.code = await started(base, base, LIMITS)
+    try:
+        await register(served, "one", with_code(root / "one", "one"))
+        await register(served, "two.x", with_code(root / "two", "two"))
+        await register(served, "two-x", write(root / "plain", 1))
+        for name, by in (("one", "one"), ("two.x", "two"), ("two-x", "base")):
+            assert (await ask(served, name))["processed_by"] == by
+            assert served.engine.bodies[-1]["seen"] == 1  # the input formatter is the base's
+        answer = await served.invoke({"prompt": "a"})
+        assert answer.json()["processed_by"] == "base"
+        new = with_code(root / "new", "new")
+        await served.client.post("/adapters/one/update", params={"src": str(new)})
+        assert (await ask(served, "one"))["processed_by"] == "new"
+        await served.client.delete("/adapters/two.x")
+        assert (await ask(served, "one"))["processed_by"] == "new"
+        processes = [it for it in psutil.Process().children() if "handlers.custom" in it.cmdline()]
+        assert len(processes) == 2  # the base's and the one adapter's that is loaded
+    finally:
+        await served.engine.code.stop()
+        served.engine.code = None
+
+
+async def test_code_that_cannot_be_loaded_refuses_the_adapter(served, root):
+    (with_code(root / "one", "one") / "model.py").write_text("def broken(:\n")
+    told = await register(served, "one", root / "one", 424)
+    assert "model.py, line 1: invalid syntax" in told["message"]
+    (root / "one" / "model.py").write_text("import no_such_module\n")
+    told = await register(served, "one", root / "one", 424, preload="true")
+    assert "No module named 'no_such_module' (model.py, line 1)" in told["message"]
+    assert served.engine.loads == []
+    await register(served, "one", root / "one")
+    assert "no_such_module" in (await ask(served, "one", 424))["error"]
 
 
 def packed(folder: Path, *more: tarfile.TarInfo, within=".") -> Path:

@@ -10,6 +10,7 @@ from tests.serving.conftest import running
 pytestmark = pytest.mark.anyio
 
 SSE = {"accept": "text/event-stream"}
+JSONL = "application/jsonlines"
 LMI_REFUSAL = {"code": 424, "error": "not like this"}
 
 
@@ -80,6 +81,95 @@ async def test_any_content_type_does_on_invocations(shared):
     for kind in ("text/plain", "application/json; charset=utf-8", ""):
         answer = await shared.invoke({"inputs": "x"}, headers={"content-type": kind})
         assert answer.json() == {"generated_text": "x"}
+
+
+async def test_text_and_csv(shared):
+    answer = await shared.invoke(b"one two", headers={"content-type": "text/plain"})
+    assert answer.json() == {"generated_text": "two one"}
+    answer = await shared.invoke(b"inputs\na b\nc d\n", headers={"content-type": "text/csv"})
+    assert answer.json() == [{"generated_text": "b a"}, {"generated_text": "d c"}]
+
+
+async def test_json_lines_are_answered_a_line_each(shared):
+    records = [
+        {"inputs": "a b"},
+        {"prompt": "c d"},
+        {"inputs": "refuse"},
+        {"inputs": "a", "stream": True},
+        {"inputs": "a", "adapters": "nobody"},
+        {"inputs": 5},
+        {"inputs": "e f"},
+    ]
+    body = "\n".join(map(json.dumps, records)).encode()
+    headers = {"content-type": "application/jsonlines"}
+    answer = await shared.invoke(body, headers=headers)
+    assert answer.headers["content-type"] == "application/jsonlines"
+    first, second, refused, stream, adapter, wrong, last = lines(answer)
+    assert (first, last) == ({"generated_text": "b a"}, {"generated_text": "f e"})
+    assert second["choices"][0]["text"] == "d c"
+    assert refused == LMI_REFUSAL
+    for error, told in ((stream, "streamed"), (adapter, "LoRA"), (wrong, "$.inputs")):
+        assert error["code"] == 424
+        assert told in error["error"]
+    answer = await shared.invoke(json.dumps(records[2]).encode(), headers=headers)
+    assert (answer.status_code, answer.json()) == (424, LMI_REFUSAL)
+
+
+async def test_no_more_lines_at_a_time_than_the_engine_works_on(shared):
+    body = b"\n".join([b'{"inputs": "wait"}'] * 9)
+    headers = {"content-type": "application/jsonlines"}
+    asked = asyncio.create_task(shared.invoke(body, headers=headers))
+    await until(lambda: shared.engine.running == shared.engine.concurrency)
+    await asyncio.sleep(0.1)
+    assert shared.engine.running == shared.engine.concurrency
+    shared.engine.gate.set()
+    assert len(lines(await asked)) == 9
+    shared.engine.gate.clear()
+
+
+async def test_execution_parameters(shared):
+    answer = await shared.client.get("/execution-parameters")
+    assert answer.json() == {
+        "MaxConcurrentTransforms": 4,
+        "BatchStrategy": "MULTI_RECORD",
+        "MaxPayloadInMB": 1,
+    }
+    async with running(max_request_size=64_000_000) as served:
+        served.engine.concurrency = 32
+        found = (await served.client.get("/execution-parameters")).json()
+        assert (found["MaxConcurrentTransforms"], found["MaxPayloadInMB"]) == (32, 3)
+
+
+async def test_the_default_accept():
+    async with running(default_accept="text/event-stream") as served:
+        for headers, kind in (({}, SSE["accept"]), ({"accept": "application/json"}, JSONL)):
+            answer = await served.invoke({"inputs": "a", "stream": True}, headers=headers)
+            assert answer.headers["content-type"].startswith(kind)
+
+
+async def test_embeddings_of_inputs(shared):
+    shared.engine.embeds = True
+    try:
+        for inputs, vectors in (("ab", [[2.0]]), (["ab", "c"], [[2.0], [1.0]])):
+            assert (await shared.invoke({"inputs": inputs})).json() == vectors
+        assert shared.engine.bodies[-1] == {"input": ["ab", "c"], "use_activation": True}
+        answer = await shared.invoke({"inputs": {"a": 1}})
+        assert answer.status_code == 424
+    finally:
+        shared.engine.embeds = False
+
+
+async def test_a_chats_images_come_from_allowed_hosts_only(shared):
+    def chat(url):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        return {"messages": [{"role": "user", "content": [part]}]}
+
+    for path in ("/invocations", "/v1/chat/completions"):
+        answer = await shared.post(path, chat("https://elsewhere.example/a.png?key=secret"))
+        assert answer.status_code == (424 if path == "/invocations" else 400)
+        assert "elsewhere.example" in answer.text
+        assert "OPTION_ALLOWED_MEDIA_DOMAINS" in answer.text
+        assert "secret" not in answer.text
 
 
 @pytest.mark.parametrize(

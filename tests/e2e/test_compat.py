@@ -1,0 +1,114 @@
+"""Users' model.py files, embeddings and batches on the real engine."""
+
+import json
+import shutil
+
+import pytest
+import tiny_lora
+import tiny_model
+
+from tests.e2e.conftest import ROOT, serving
+
+HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+COMPAT = ROOT / "tests" / "compat"
+CHAT = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 4, "temperature": 0}
+
+
+def model_with(folder, name):
+    """The tiny model with a model.py beside it."""
+    shutil.copytree(tiny_model.make(), folder)
+    for file in (COMPAT / name).glob("*.py"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def formatted(tiny_options, tmp_path_factory):
+    """The base model and two of three adapters have formatters."""
+    folder = model_with(tmp_path_factory.mktemp("model") / "base-model", "processed_by")
+    for seed, name in enumerate(("one", "two", "three"), 1):
+        adapter = tiny_lora.write(folder / "adapters" / name, seed)
+        if name != "three":
+            text = (COMPAT / "processed_by" / "model.py").read_text()
+            (adapter / "model.py").write_text(text.replace('"base"', repr(name)))
+    environ = {
+        **tiny_options,
+        "OPTION_MODEL_ID": str(folder),
+        "OPTION_ENABLE_LORA": "true",
+        "OPTION_MAX_LORAS": "2",
+        "OPTION_SESSIONS_PATH": str(folder.parent / "sessions"),
+    }
+    with serving(folder.parent / "log", **environ) as it:
+        it.ready()
+        yield it
+
+
+@pytest.mark.parametrize(
+    ("adapter", "by"), [(None, "base"), ("one", "one"), ("two", "two"), ("three", "base")]
+)
+def test_processed_by_whom(formatted, adapter, by):
+    headers = {HEADER: adapter} if adapter else {}
+    answer = formatted.invoke(CHAT, **headers).json()
+    assert answer["processed_by"] == by
+    assert answer["model"] == (adapter or "base-model")
+    assert answer["prompt_tokens_by_formatter"] == 1  # its tokenizer is the model's
+    lines = formatted.client.post(
+        "/invocations", json=CHAT | {"stream": True}, headers=headers
+    ).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert {event["processed_by"] for event in events} == {by}
+
+
+def test_others_go_on_when_one_is_deleted(formatted):
+    assert formatted.client.delete("/adapters/one").status_code == 200
+    assert formatted.invoke(CHAT, **{HEADER: "two"}).json()["processed_by"] == "two"
+    assert formatted.invoke(CHAT, **{HEADER: "one"}).status_code == 424
+
+
+def test_a_formatter_that_raises_is_told(formatted):
+    answer = formatted.invoke(CHAT | {"fail": True})
+    assert answer.status_code == 424
+    assert "Custom formatter failed: KeyError: 'asked to fail'" in answer.json()["error"]
+
+
+def test_json_lines_with_sessions(formatted):
+    new = formatted.invoke({"requestType": "NEW_SESSION"})
+    session = new.headers["X-Amzn-SageMaker-Session-Id"].partition(";")[0]
+    headers = {
+        "content-type": "application/jsonlines",
+        "X-Amzn-SageMaker-Session-Id": session,
+    }
+    body = "\n".join(json.dumps(CHAT) for _ in range(3))
+    answer = formatted.client.post("/invocations", content=body, headers=headers)
+    found = [json.loads(line) for line in answer.text.splitlines()]
+    assert [it["processed_by"] for it in found] == ["base"] * 3
+    parameters = formatted.client.get("/execution-parameters").json()
+    assert parameters["MaxConcurrentTransforms"] > 1
+
+
+def test_embeddings(tiny_options, tmp_path):
+    environ = {**tiny_options, "OPTION_TASK": "text-embedding"}
+    with serving(tmp_path / "log", **environ) as it:
+        it.ready()
+        (one,) = it.invoke({"inputs": "import"}).json()
+        assert sum(value**2 for value in one) == pytest.approx(1, abs=0.01)
+        many = it.invoke({"inputs": ["import"] * 8}).json()
+        assert len(many) == 8
+        theirs = it.openai.embeddings.create(model="lmi", input="import", encoding_format="float")
+        assert theirs.data[0].embedding == pytest.approx(one, abs=0.01)
+        assert it.invoke({"prompt": "a"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("syntax_error", "model.py, line 1: expected ':': 'def helper()'"),
+        ("import_error", "No module named 'no_such_module' (model.py, line 1)"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_stops_the_start(tiny_options, tmp_path, name, told):
+    environ = {**tiny_options, "OPTION_MODEL_ID": str(model_with(tmp_path / "model", name))}
+    with serving(tmp_path / "log", **environ) as it:
+        assert it.process.wait(60) == 3
+    last = json.loads(it.log.read_text().splitlines()[-1])
+    assert told in last["reason"]

@@ -1,0 +1,125 @@
+"""Stateful sessions, through the server and by themselves."""
+
+import re
+import stat
+
+import pytest
+
+from serving.errors import BadRequest, NotReady
+from serving.sessions import Sessions
+from tests.serving.conftest import running
+
+pytestmark = pytest.mark.anyio
+
+NAME = "X-Amzn-SageMaker-Session-Id"
+NEW = {"requestType": "NEW_SESSION"}
+ID = r"[0-9a-f-]{36}"
+
+
+@pytest.fixture(scope="module")
+async def kept(anyio_backend, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sessions") / "own"
+    async with running(sessions_path=str(folder)) as it:
+        yield it
+
+
+async def create(served):
+    answer = await served.invoke(NEW, headers={NAME: "NEW_SESSION"})
+    (session,) = re.fullmatch(rf"Session ({ID}) created", answer.json()["result"]).groups()
+    return session, answer
+
+
+async def test_begun_used_and_closed(kept):
+    session, answer = await create(kept)
+    for name in (NAME, "X-Amzn-SageMaker-New-Session-Id"):
+        pattern = rf"{session}; Expires=\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+        assert re.fullmatch(pattern, answer.headers[name])
+    answer = await kept.invoke({"inputs": "a"}, headers={NAME: session})
+    assert (answer.status_code, NAME in answer.headers) == (200, False)
+    answer = await kept.invoke({"requestType": "CLOSE"}, headers={NAME: session})
+    assert answer.json() == {"result": f"Session {session} closed"}
+    assert answer.headers["X-Amzn-SageMaker-Closed-Session-Id"] == session
+    for path in ("/invocations", "/v1/completions"):
+        answer = await kept.post(path, {"prompt": "a"}, headers={NAME: session})
+        assert answer.status_code == (424 if path == "/invocations" else 400)
+        assert f"session not found: '{session}'" in answer.text
+
+
+async def test_a_request_may_begin_one(kept):
+    answer = await kept.invoke({"inputs": "a b"}, headers={NAME: "NEW_SESSION"})
+    assert answer.json() == {"generated_text": "b a"}
+    session = answer.headers[NAME].partition(";")[0]
+    assert (await kept.invoke({"inputs": "a"}, headers={NAME: session})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "told"),
+    [
+        ({"requestType": "CLOSE"}, {}, "should name the session to close"),
+        ({"requestType": "OPEN"}, {}, "it should be NEW_SESSION or CLOSE"),
+        ({"requestType": "CLOSE"}, {NAME: "../../etc"}, "session not found: '../../etc'"),
+        ({"inputs": "a"}, {NAME: "0" * 36}, "session not found"),
+    ],
+)
+async def test_bad_ones(kept, body, headers, told):
+    answer = await kept.invoke(body, headers=headers)
+    assert answer.status_code == 424
+    assert told in answer.json()["error"]
+
+
+async def test_switched_off_nothing_is_asked_of_them():
+    async with running(enable_stateful_sessions=False) as served:
+        assert (await served.invoke({"inputs": "a"}, headers={NAME: "x"})).status_code == 200
+        assert (await served.invoke(NEW)).status_code == 424
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 1_000_000.0
+
+        def __call__(self):
+            return self.now
+
+    return Clock()
+
+
+def test_each_use_moves_the_expiry_and_a_restart_forgets_nothing(tmp_path, clock):
+    folder = tmp_path / "sessions"
+    sessions = Sessions(folder, 100, 10, clock)
+    session, told = sessions.create()
+    assert told == f"{session}; Expires=1970-01-12T13:48:20Z"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    clock.now += 90
+    sessions.use(session)
+    clock.now += 90
+    (folder / "nonsense.json").write_text("{")
+    again = Sessions(folder, 100, 10, clock)
+    again.use(session)
+    clock.now += 101
+    with pytest.raises(BadRequest, match=f"session expired: {session}"):
+        again.use(session)
+    clock.now += 100
+    again.create()
+    with pytest.raises(BadRequest, match="session not found"):
+        again.use(session)
+    assert not (folder / f"{session}.json").exists()
+
+
+def test_there_are_only_so_many(tmp_path, clock):
+    sessions = Sessions(tmp_path / "sessions", 100, 2, clock)
+    first, _ = sessions.create()
+    sessions.create()
+    with pytest.raises(NotReady, match="OPTION_MAX_SESSIONS"):
+        sessions.create()
+    sessions.close(first)
+    sessions.create()
+    clock.now += 101
+    sessions.create()
+
+
+def test_a_full_disk_costs_only_the_memory_of_it(tmp_path, clock, caplog):
+    sessions = Sessions(tmp_path / "sessions", 100, 2, clock)
+    (tmp_path / "sessions").chmod(0o500)
+    session, _ = sessions.create()
+    sessions.use(session)
