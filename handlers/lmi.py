@@ -101,7 +101,8 @@ def parse(body: bytes) -> EngineCall:
         call["stream"] = True
     elif parameters.details and parameters.decoder_input_details:
         call.setdefault("prompt_logprobs", 0)
-    return EngineCall("/v1/completions", _encode(call), LmiReply(request.inputs, parameters))
+    reply = LmiReply(request.inputs, parameters)
+    return EngineCall("/v1/completions", _encode(call), reply, lean=stream)
 
 
 def split(body: bytes, count: int) -> list[bytes]:

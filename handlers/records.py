@@ -8,6 +8,9 @@ import msgspec
 
 T = TypeVar("T")
 
+LEAN = b"x-slipway-lean"
+"""The header that asks the engine to leave out of a stream what the reply does not read."""
+
 
 class FormatError(ValueError):
     """A request that its format does not allow. The message is meant for the client.
@@ -44,8 +47,13 @@ class Reply(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
-    """A request as the engine takes it. reply: None where the engine's answer is the format's."""
+    """A request as the engine takes it.
+
+    reply: None where the engine's answer is the format's. lean: the reply reads nothing of a stream
+    but texts, tokens, their log probabilities and why it ended.
+    """
 
     path: str
     body: bytes
     reply: Reply | None = None
+    lean: bool = False

@@ -246,6 +246,10 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await in_thread(attach)
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
+    if app.state.openai_serving_completion:
+        from serving.lean_stream import Completions
+
+        app.state.openai_serving_completion.__class__ = Completions
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))
     return VllmEngine(app, client, until_stopped)

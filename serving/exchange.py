@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from handlers.records import EngineCall
+from handlers.records import LEAN, EngineCall
 from serving import errors
 from serving.adapters import Adapter
 from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
@@ -111,12 +111,13 @@ class Exchange:
 
     def _engine_scope(self) -> Scope:
         scope = self._scope
-        headers = scope["headers"]
+        changed = [LEAN]
+        added = [(LEAN, b"1")] if self._call.reply and self._call.lean else []
         if self._call.path != scope["path"]:
             # On /invocations every body is JSON, whatever its content type says; vLLM insists.
-            changed = (b"content-type", b"content-length")
-            headers = [header for header in headers if header[0] not in changed]
-            headers.append((b"content-type", b"application/json"))
+            changed += [b"content-type", b"content-length"]
+            added.append((b"content-type", b"application/json"))
+        headers = [header for header in scope["headers"] if header[0] not in changed] + added
         return {
             "type": "http",
             "http_version": scope["http_version"],

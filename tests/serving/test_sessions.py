@@ -25,7 +25,7 @@ async def kept(anyio_backend, tmp_path_factory):
 
 async def create(served):
     answer = await served.invoke(NEW, headers={NAME: "NEW_SESSION"})
-    (session,) = re.fullmatch(rf"Session ({ID}) created", answer.json()["result"]).groups()
+    (session,) = re.findall(rf"^Session ({ID}) created$", answer.json()["result"])
     return session, answer
 
 
