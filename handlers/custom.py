@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import resource
 import socket
 import struct
@@ -37,6 +38,7 @@ from handlers.djl_python.response import Response
 FILE = "model.py"
 THREADS = 32  # calls of sync functions at a time
 LENGTH = struct.Struct("<I")
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\xa0-\xff]*")
 
 
 class What(StrEnum):
@@ -46,6 +48,7 @@ class What(StrEnum):
     WHOLE = "whole"  # data: the engine's JSON answer → the formatted answer
     CHUNK = "chunk"  # data: an event of its stream → the formatted one
     HANDLE = "handle"  # data: (properties, body) → a custom handler's answer
+    CANCEL = "cancel"  # nobody waits for the call any more; it has no answer
 
 
 class Kind(StrEnum):
@@ -186,12 +189,13 @@ def _encoded(what: str, result: Any) -> bytes:
 def _piece(result: Any) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and content of what a handler answers, or of a part of it."""
     if isinstance(result, Output):
-        return result.code, {"content-type": "application/json", **_lower(result)}, result.body
+        headers = {"content-type": "application/json"}
+        for name, value in result.properties.items():
+            if not _HEADER.fullmatch(f"{name}:{value}"):
+                raise Fault(f"the handler set a header that cannot be sent: {name!r:.100}")
+            headers[name.lower()] = value
+        return int(result.code), headers, result.body
     return 200, {"content-type": "application/json"}, _encoded("the handler", result)
-
-
-def _lower(result: Output) -> dict[str, str]:
-    return {name.lower(): value for name, value in result.properties.items()}
 
 
 async def _once(result: Any) -> AsyncIterator[Any]:
@@ -236,7 +240,7 @@ def load(folder: Path, tokenizer: Lazy) -> Code:
 async def serve(connection: socket.socket, code: Code) -> None:
     """Answer calls until the server has gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: dict[int, asyncio.Task[None]] = {}
 
     def send(call: int, kind: Kind, data: Any) -> None:
         writer.write(framed((call, kind, data)))
@@ -250,13 +254,17 @@ async def serve(connection: socket.socket, code: Code) -> None:
             send(call, Kind.FAILED, str(fault))
         except Exception as error:
             send(call, Kind.FAILED, told(error, Path(__file__).parent))
+        finally:
+            del tasks[call]
 
     send(0, Kind.LOADED, [*code.functions])
     while True:
         call, what, data = await frame(reader)
-        task = asyncio.create_task(answer(call, what, data))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        if what == What.CANCEL:
+            if call in tasks:
+                tasks[call].cancel()
+            continue
+        tasks[call] = asyncio.create_task(answer(call, what, data))
 
 
 def framed(content: Any) -> bytes:

@@ -6,13 +6,15 @@ round's figure is set against plain vLLM's of the same round. Printed are the me
 rounds and, in brackets, the quartiles. Neither server writes an access log.
 
 LMI's streams report every token's id and log probability, which a plain stream does not. What vLLM
-itself takes for those shows in the arm "plain vLLM, logprobs".
+itself takes for those shows in the arm "plain vLLM, logprobs". The formatter's arm is a server with
+a model.py whose output formatter parses each event and writes it anew.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +33,8 @@ from lmi_config import vllm_args
 from serving.prepare import prepare
 
 PROMPT = "The import statement is"
-PLAIN_PORT, SLIPWAY_PORT = 18100, 18101
+PLAIN_PORT, SLIPWAY_PORT, FORMATTER_PORT = 18100, 18101, 18102
+FORMATTER = Path(__file__).parent.parent / "tests" / "compat" / "stream_edit" / "model.py"
 STREAM_TOKENS = 128
 STREAM_CONCURRENCY = 8
 
@@ -53,6 +56,11 @@ def lmi_body(stream: bool) -> dict[str, Any]:
     return body | {"stream": True} if stream else body
 
 
+def details_body(stream: bool) -> dict[str, Any]:
+    body = lmi_body(stream)
+    return body | {"parameters": body["parameters"] | {"details": True}}
+
+
 class Arm(NamedTuple):
     name: str
     port: int
@@ -66,12 +74,14 @@ ARMS = (
     Arm("/v1/completions", SLIPWAY_PORT, "/v1/completions", openai_body),
     Arm("/invocations, OpenAI body", SLIPWAY_PORT, "/invocations", openai_body),
     Arm("/invocations, LMI body", SLIPWAY_PORT, "/invocations", lmi_body),
+    Arm("/invocations, LMI, details", SLIPWAY_PORT, "/invocations", details_body),
+    Arm("/invocations, formatter", FORMATTER_PORT, "/invocations", openai_body),
 )
 
 
 class Round(NamedTuple):
     """One round of one arm. rate: requests/s, or tokens/s of streams; cpu: seconds of the server
-    process (the engine's own processes left out) for each request.
+    process and a model.py's (the engine's own left out) for each request, or token of a stream.
     """
 
     rate: float
@@ -123,20 +133,27 @@ async def load(arm: Arm, stream: bool, concurrency: int, requests: int, pid: int
                 async with client.post(arm.path, data=body, headers=headers) as answer:
                     content = await answer.read()
                 if answer.status != 200 or not (
-                    b'"finish_reason":"length"' in content or b'"generated_text":"' in content
+                    b'"length"' in content or b'"generated_text":"' in content
                 ):
                     sys.exit(f"{arm.name}: a request failed: {answer.status} {content[:300]!r}")
                 times.append(time.perf_counter() - began)
 
-        process = psutil.Process(pid)
-        cpu = sum(process.cpu_times()[:2])
+        processes = [psutil.Process(pid)]
+        processes += [
+            it for it in processes[0].children() if "handlers.custom" in " ".join(it.cmdline())
+        ]
+        cpu = spent(processes)
         began = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(concurrency)))
         elapsed = time.perf_counter() - began
-        cpu = sum(process.cpu_times()[:2]) - cpu
-    rate = requests * (STREAM_TOKENS if stream else 1) / elapsed
+        cpu = spent(processes) - cpu
+    count = requests * (STREAM_TOKENS if stream else 1)
     cuts = statistics.quantiles(times, n=100)
-    return Round(rate, cuts[49], cuts[98], cpu / requests)
+    return Round(count / elapsed, cuts[49], cuts[98], cpu / count)
+
+
+def spent(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def spread(values: list[float], form: str) -> str:
@@ -146,7 +163,8 @@ def spread(values: list[float], form: str) -> str:
 
 def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
     print(f"\n{title}")
-    columns = (unit, "ratio", "added p50 ms", "added p99 ms", "server CPU ms", "CPU ratio")
+    per = unit.rstrip("s/")
+    columns = (unit, "ratio", "added p50 ms", "added p99 ms", f"CPU µs/{per}", "CPU ratio")
     print(f"{'':27}" + "".join(f"{column:>28}" for column in columns))
     plain = rounds[ARMS[0].name]
     for name, measured in rounds.items():
@@ -156,7 +174,7 @@ def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
             spread([it.rate / base.rate for it, base in pairs], ".3f"),
             spread([1e3 * (it.p50 - base.p50) for it, base in pairs], ".2f"),
             spread([1e3 * (it.p99 - base.p99) for it, base in pairs], ".2f"),
-            spread([1e3 * it.cpu for it in measured], ".2f"),
+            spread([1e6 * it.cpu for it in measured], ".0f"),
             spread([it.cpu / base.cpu for it, base in pairs], ".3f"),
         ]
         print(f"{name:27}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
@@ -182,21 +200,25 @@ def main() -> None:
     environ, here = dict(plan.environment), plan.machine
     plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     print(
-        f"starting plain vLLM and Slipway; {len(here.cpus)} CPUs, {len(here.gpus)} GPUs", flush=True
+        f"starting plain vLLM and Slipway twice; {len(here.cpus)} CPUs, {len(here.gpus)} GPUs",
+        flush=True,
     )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        formatted = Path(folder, "model")
+        shutil.copytree(asked["OPTION_MODEL_ID"], formatted)
+        shutil.copy(FORMATTER, formatted)
+
+        def slipway(port: int, **environ: str) -> int:
+            command = [sys.executable, "-m", "serving", "serve"]
+            environ = asked | {"OPTION_PORT": str(port)} | environ
+            return stack.enter_context(server(command, environ, port, Path(folder, str(port))))
+
         pids = {
             PLAIN_PORT: stack.enter_context(
                 server([*plain, f"--port={PLAIN_PORT}"], environ, PLAIN_PORT, Path(folder, "plain"))
             ),
-            SLIPWAY_PORT: stack.enter_context(
-                server(
-                    [sys.executable, "-m", "serving", "serve"],
-                    asked | {"OPTION_PORT": str(SLIPWAY_PORT)},
-                    SLIPWAY_PORT,
-                    Path(folder, "slipway"),
-                )
-            ),
+            SLIPWAY_PORT: slipway(SLIPWAY_PORT),
+            FORMATTER_PORT: slipway(FORMATTER_PORT, OPTION_MODEL_ID=str(formatted)),
         }
         loads = [
             (f"1-token completions, concurrency {concurrency}", "requests/s", False, concurrency, n)

@@ -195,20 +195,22 @@ class _Process:
         """Call a function; yields what comes back of it, DONE as the last."""
         number = next(self._numbers)
         answers = self._calls[number] = asyncio.Queue()
+        done = False
         try:
             if self.ended:
                 answers.put_nowait((Kind.FAILED, _DIED))
             else:
                 self._writer.write(framed((number, what, data)))
-            while True:
+            while not done:
                 kind, found = await answers.get()
+                done = kind in (Kind.DONE, Kind.FAILED)
                 if kind == Kind.FAILED:
                     raise _failed(what, redacted(found))
                 yield kind, found
-                if kind == Kind.DONE:
-                    return
         finally:
             del self._calls[number]
+            if not done:
+                self._writer.write(framed((number, What.CANCEL, None)))
             if self._retired and not self._calls:
                 self.kill()
 

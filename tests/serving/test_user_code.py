@@ -106,8 +106,29 @@ async def test_a_custom_handler_that_streams(formatted):
     assert len(pieces) == 3
     assert (
         error["error"]
-        == "Custom handler failed: RuntimeError: three is too many (model.py, line 10)"
+        == "Custom handler failed: RuntimeError: three is too many (model.py, line 15)"
     )
+
+
+@with_code("handler_stream")
+async def test_a_handler_without_a_word_and_one_whose_client_leaves(formatted):
+    answer = await formatted.invoke({"count": 0})
+    assert (answer.status_code, answer.content) == (200, b"")
+    request = asyncio.create_task(formatted.invoke({"count": 2, "wait": str(COMPAT)}))
+    await asyncio.sleep(0.3)
+    request.cancel()
+    assert await formatted.server.front.drained(1)
+    answer = await formatted.invoke({"count": 1, "wait": ""})
+    assert lines(answer) == [{"number": 0}, {"left": 1}]
+
+
+@with_code("handler")
+async def test_headers_that_cannot_be_sent(formatted):
+    answer = await formatted.invoke({"custom": 1, "header": "a\r\nb: c"})
+    assert answer.status_code == 424
+    assert "a header that cannot be sent: 'x-more'" in answer.json()["error"]
+    answer = await formatted.invoke({"custom": 1, "header": "ü"})
+    assert answer.headers["x-more"] == "ü"
 
 
 @with_code("handler_raises")

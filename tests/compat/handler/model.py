@@ -12,5 +12,7 @@ async def handle(inputs: Input):
         return None
     output = Output()
     output.add_property("x-made-by", "handle")
+    if "header" in request:
+        output.add_property("x-more", request["header"])
     output.add_as_json({"custom_handler_used": True, "echo": request["custom"]})
     return output
