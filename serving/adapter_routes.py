@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.adapters import Adapter, Adapters
-from serving.errors import BadRequest, NotFound
+from serving.errors import BadRequest
 from serving.invocations import Front
 
 LIMIT = 100
@@ -57,9 +57,7 @@ class AdapterRoutes:
     def _of(self, scope: Scope) -> Adapters:
         front = self._front
         front.lifecycle.require_ready()
-        model = scope["path_params"].get("model")
-        if model is not None and model not in front.model_names:
-            raise NotFound(f"model {model!r:.140} is not here; it is {front.model_names[0]}")
+        front.require_model(scope)
         return front.require_adapters()
 
 

@@ -39,7 +39,7 @@ def create_app(front: Front) -> ASGIApp:
     metrics = make_asgi_app(REGISTRY)
     return Router(
         [
-            Route("/invocations", _Endpoint(front.invocations, "POST")),
+            *(Route(path, _Endpoint(front.invocations, "POST")) for path in errors.INVOCATIONS),
             *(Route(path, _Endpoint(front.openai, method)) for method, path in ENGINE_ROUTES),
             Route("/execution-parameters", _Endpoint(front.parameters, "GET")),
             Route("/v1/models", _Endpoint(front.models, "GET")),

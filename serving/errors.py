@@ -155,17 +155,24 @@ def _repeats(message: str, request: bytes) -> bool:
     )
 
 
+INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")
+"""The paths of LMI's that are one: the last two are those of its server and of SageMaker's
+multi-model endpoints.
+"""
+_INVOCATIONS = re.compile(r"/invocations|/predictions/[^/]+|/models/[^/]+/invoke")
+
+
 def status(error: ServingError, path: str) -> int:
     """The HTTP status that tells this error on this path."""
     told = _TABLE[type(error)]
-    return told.status_on_invocations if path == "/invocations" else told.status
+    return told.status_on_invocations if _INVOCATIONS.fullmatch(path) else told.status
 
 
 def body(error: ServingError, path: str) -> dict[str, Any]:
     """The JSON body that tells this error on this path, in the shape of the path's API."""
     code, message = status(error, path), str(error)
     told = _TABLE[type(error)]
-    if path == "/invocations":
+    if _INVOCATIONS.fullmatch(path):
         return {"code": code, "error": message}
     if path.startswith("/v1/"):
         parameter = getattr(error, "parameter", None)

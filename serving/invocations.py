@@ -61,6 +61,12 @@ class Front:
             raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
         return self.ready.adapters
 
+    def require_model(self, scope: Scope) -> None:
+        """Raise NotFound where the path names a model, and it is another one."""
+        model = scope["path_params"].get("model", self.model_names[0])
+        if model not in self.model_names:
+            raise NotFound(f"model {model!r:.140} is not here; it is {self.model_names[0]}")
+
     async def openai(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one of the engine's own paths."""
         self.lifecycle.require_ready()
@@ -106,6 +112,7 @@ class Front:
     async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /invocations: the body says which format it is."""
         engine = self.ready
+        self.require_model(scope)
         body = await _read_body(scope, receive, self._settings.max_request_size)
         if self._sessions and b"requestType" in body and (command := _command(body)):
             await self._session(command, scope)(scope, receive, send)

@@ -71,6 +71,15 @@ def test_a_formatter_that_raises_is_told(formatted):
     assert "Custom formatter failed: KeyError: 'asked to fail'" in answer.json()["error"]
 
 
+def test_bearer_tokens_are_in_no_log(formatted):
+    token = "sagemaker-api-key-c2VjcmV0"
+    headers = {"authorization": f"Bearer {token}"}
+    for body, status in ((CHAT | {"model": ""}, 200), (CHAT | {"temperature": -1}, 400)):
+        answer = formatted.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == status
+    assert token not in formatted.log.read_text()
+
+
 def test_json_lines_with_sessions(formatted):
     new = formatted.invoke({"requestType": "NEW_SESSION"})
     session = new.headers["X-Amzn-SageMaker-Session-Id"].partition(";")[0]

@@ -42,6 +42,11 @@ from lmi_config.unused import REFUSED, UNUSED
         ({"OPTION_SERVED_MODEL_NAME": "a, b"}, "model_names", ("a", "b")),
         ({"OPTION_SERVED_MODEL_NAME": '["a", "b"]'}, "model_names", ("a", "b")),
         ({"OPTION_MODEL_ID": "org/name"}, "model_names", ("org/name", "lmi")),
+        (
+            {"OPTION_MODEL_ID": "org/name", "OPTION_ENDPOINT_NAME": "mine"},
+            "model_names",
+            ("org/name", "lmi", "mine"),
+        ),
         ({"OPTION_MODEL_ID": "/models/name/"}, "model_names", ("name", "lmi")),
         ({"OPTION_MAX_NUM_BATCHED_TOKENS": "4k"}, "max_rolling_batch_prefill_tokens", 4000),
         ({"OPTION_SEED": "7"}, "engine", {"seed": 7}),

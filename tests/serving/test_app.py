@@ -83,6 +83,17 @@ async def test_any_content_type_does_on_invocations(shared):
         assert answer.json() == {"generated_text": "x"}
 
 
+async def test_lmis_other_paths_are_the_same(shared):
+    name = shared.server.front.model_names[1]
+    for path in (f"/predictions/{name}", f"/models/{name}/invoke"):
+        answer = await shared.post(path, {"inputs": "one two"})
+        assert answer.json() == {"generated_text": "two one"}
+        answer = await shared.post(path, {"inputs": "refuse"})
+        assert (answer.status_code, answer.json()) == (424, LMI_REFUSAL)
+        answer = await shared.post(path.replace(name, "other"), {"inputs": "a"})
+        assert answer.status_code == 404
+
+
 async def test_text_and_csv(shared):
     answer = await shared.invoke(b"one two", headers={"content-type": "text/plain"})
     assert answer.json() == {"generated_text": "two one"}
