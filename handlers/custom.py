@@ -10,12 +10,14 @@ kind is one of Kind.
 
 import asyncio
 import contextlib
+import ctypes
 import importlib.util
 import inspect
 import json
 import os
 import re
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -279,6 +281,9 @@ async def frame(reader: asyncio.StreamReader) -> Any:
 
 
 def main(socket_number: str, folder: str, tokenizer: str, memory: str) -> None:
+    # The end of the connection tells that the server has gone, but blocked code would not hear it.
+    pr_set_pdeathsig = 1  # prctl(2)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     connection = socket.socket(fileno=int(socket_number))
     limit = int(memory)
     if limit:

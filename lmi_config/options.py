@@ -515,6 +515,16 @@ class Settings:
     """What the operator should know of the options given: a sentence each."""
 
     @property
+    def properties(self) -> Mapping[str, str]:
+        """The options as LMI tells its handlers of them, by their names in `serving.properties`."""
+        values = {name: getattr(self, name) for name in OPTIONS} | dict(self.engine)
+        return {
+            name: value if isinstance(value, str) else json.dumps(value, default=list)
+            for name, value in values.items()
+            if value is not None
+        }
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may give as `model`; the first stands in answers."""
         endpoint = (self.endpoint_name,) if self.endpoint_name else ()

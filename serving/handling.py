@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -14,8 +15,18 @@ from serving.user_code import UserCode
 
 
 class Handling:
-    def __init__(self, code: UserCode, scope: Scope, receive: Receive, send: Send) -> None:
+    """properties: the model's, which the handler finds beside the request's headers."""
+
+    def __init__(
+        self,
+        code: UserCode,
+        properties: Mapping[str, str],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         self._code = code
+        self._properties = properties
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -57,10 +68,11 @@ class Handling:
             self._task.cancel()
 
     async def _answered(self, body: bytes) -> bool:
-        properties = {
+        headers = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in self._scope["headers"]
         }
+        properties = {**self._properties, **headers}
         head: Message = {"type": "http.response.start", "status": 200, "headers": []}
         async with contextlib.aclosing(self._code.handle(properties, body)) as answers:
             async for kind, data in answers:

@@ -44,6 +44,7 @@ class Front:
         self._sessions = settings.enable_stateful_sessions and Sessions(
             Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions
         )
+        self._properties = settings.properties
         self._under_way: set[_UnderWay] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -119,7 +120,7 @@ class Front:
             return
         send = self._in_session(scope, send)
         if engine.code and "handle" in engine.code.functions:
-            handling = Handling(engine.code, scope, receive, send)
+            handling = Handling(engine.code, self._properties, scope, receive, send)
             with self._admitted(handling):
                 if await handling.answered(body):
                     return

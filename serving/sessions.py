@@ -41,8 +41,6 @@ class Sessions:
         self._limit = limit
         self._clock = clock
         self._expires: dict[str, float] = {}
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
         for file in folder.glob("*.json"):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 stored = msgspec.json.decode(file.read_bytes(), type=_Stored)
@@ -80,13 +78,16 @@ class Sessions:
     def _store(self, session: str) -> None:
         self._expires[session] = expires = self._clock() + self._seconds
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.chmod(0o700)  # which fails where the folder is another user's
             self._file(session).write_bytes(msgspec.json.encode(_Stored(expires)))
         except OSError as error:
             log.warning("a session will not outlive a restart: %s", error)
 
     def _remove(self, session: str) -> None:
         del self._expires[session]
-        self._file(session).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._file(session).unlink(missing_ok=True)
 
     def _file(self, session: str) -> Path:
         return self._folder / f"{session}.json"

@@ -140,7 +140,7 @@ def sound(answer, path):
     kind = answer.headers["content-type"].partition(";")[0]
     text = answer.text
     if kind == "application/jsonlines":
-        told = [json.loads(line) for line in text.splitlines()]
+        told = [json.loads(line) for line in text.removesuffix("\n").split("\n") if text]
     elif kind == "text/event-stream":
         events = [it.removeprefix("data: ") for it in text.split("\n\n") if it]
         told = [json.loads(it) for it in events if it != "[DONE]"]
@@ -504,7 +504,7 @@ async def test_each_line_has_a_line(fuzzed):
     def check(requests):
         kind = [("content-type", "application/jsonlines")]
         answer = fuzzed.invoke(b"\n".join(requests), kind)
-        assert len(answer.text.splitlines()) == len(requests)
+        assert answer.content.count(b"\n") == len(requests)
 
     await run(check, fuzzed)
 
@@ -638,7 +638,7 @@ async def test_an_error_among_events_is_the_last_line(odd):
         odd.engine.events = [*events, error(status, f"not so: {SECRET}")]
         body = json.dumps({"inputs": SECRET, "stream": True}).encode()
         answer = odd.invoke(body, [("accept", "text/event-stream" if sse else "*/*")])
-        told = [it for it in answer.text.splitlines() if it]
+        told = [it for it in answer.text.split("\n") if it]
         assert "code" in json.loads(told[-1].removeprefix("data: "))
 
     await asyncio.to_thread(check)

@@ -118,8 +118,9 @@ def test_there_are_only_so_many(tmp_path, clock):
     sessions.create()
 
 
-def test_a_full_disk_costs_only_the_memory_of_it(tmp_path, clock, caplog):
-    sessions = Sessions(tmp_path / "sessions", 100, 2, clock)
-    (tmp_path / "sessions").chmod(0o500)
+def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(tmp_path, clock):
+    (tmp_path / "file").write_text("")
+    sessions = Sessions(tmp_path / "file" / "sessions", 100, 2, clock)
     session, _ = sessions.create()
     sessions.use(session)
+    sessions.close(session)

@@ -90,7 +90,8 @@ async def test_attributes_that_are_set_are_sent(formatted):
 @with_code("handler")
 async def test_a_custom_handler(formatted):
     answer = await formatted.invoke({"custom": "x"}, headers={"content-type": "application/json"})
-    assert answer.json() == {"custom_handler_used": True, "echo": "x"}
+    model = "/opt/ml/model"
+    assert answer.json() == {"custom_handler_used": True, "echo": "x", "model": model}
     assert answer.headers["x-made-by"] == "handle"
     assert answer.headers["content-length"] == str(len(answer.content))
     answer = await formatted.invoke({"inputs": "a b"})

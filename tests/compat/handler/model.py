@@ -14,5 +14,5 @@ async def handle(inputs: Input):
     output.add_property("x-made-by", "handle")
     if "header" in request:
         output.add_property("x-more", request["header"])
-    output.add_as_json({"custom_handler_used": True, "echo": request["custom"]})
+    output.add_as_json({"custom_handler_used": True, "echo": request["custom"], "model": inputs.get_properties().get("model_id")})
     return output
