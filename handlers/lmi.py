@@ -30,6 +30,7 @@ _NOT_PASSED = {
     "return_full_text",
     "stop",
     "stop_sequences",
+    "stream",  # it stands beside the parameters
     "top_n_tokens",
     "typical_p",
     "watermark",

@@ -160,7 +160,10 @@ class AdapterFiles:
             return S3(src, bucket, folder and f"{folder}/", self._store, name)
         if scheme and scheme[1] != "file":
             raise Conflict(f"src={src!r:.500}: adapters come from folders and s3:// only")
-        path = Path(src.removeprefix("file://")).resolve()
+        try:
+            path = Path(src.removeprefix("file://")).resolve()
+        except (ValueError, OSError, RuntimeError):  # a zero byte, a ring of links
+            raise BadRequest(f"src={src!r:.500} is no path") from None
         if not self._allowed(path):
             allowed = ", ".join(map(str, self._roots))
             raise BadRequest(f"src={src!r:.500}: adapters may be under {allowed}")

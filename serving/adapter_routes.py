@@ -4,6 +4,7 @@ SageMaker sends parameters in the query string, with an empty body; others send 
 are read, the query first.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -51,7 +52,8 @@ class AdapterRoutes:
         adapters, name = self._of(scope), scope["path_params"]["name"]
         request = Request(scope, receive)
         asked = await _asked(request)
-        await adapters.update(name, asked.get("src"), asked.given("preload"), asked.given("pin"))
+        src = asked.required("src") if "src" in asked else None
+        await adapters.update(name, src, asked.given("preload"), asked.given("pin"))
         await _answer(_done(request, name, "updated"))(scope, receive, send)
 
     def _of(self, scope: Scope) -> Adapters:
@@ -111,7 +113,7 @@ def _page(adapters: list[Adapter], request: Request) -> dict[str, Any]:
 
 def _whole(request: Request, name: str, otherwise: int, low: int, high: int | None) -> int:
     value = request.query_params.get(name, str(otherwise))
-    if not value.isascii() or not value.isdigit() or int(value) < low:
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < low:
         raise BadRequest(f"{name}={value!r:.100} should be a whole number, at least {low}", name)
     if high is not None and int(value) > high:
         raise BadRequest(f"{name}={value} should be at most {high}", name)

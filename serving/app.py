@@ -36,7 +36,13 @@ def create_app(front: Front) -> ASGIApp:
 
     adapters = AdapterRoutes(front)
     # vLLM registers its series with the process's default registry.
-    metrics = make_asgi_app(REGISTRY)
+    prometheus = make_asgi_app(REGISTRY)
+
+    async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+        # It reads headers as UTF-8, and fails over others.
+        headers = [header for header in scope["headers"] if header[1].isascii()]
+        await prometheus({**scope, "headers": headers}, receive, send)
+
     return Router(
         [
             *(Route(path, _Endpoint(front.invocations, "POST")) for path in errors.INVOCATIONS),

@@ -9,6 +9,8 @@ import hashlib
 
 import msgspec
 
+from serving.errors import BadRequest
+
 
 class _Salt(msgspec.Struct):
     cache_salt: msgspec.Raw = msgspec.Raw(b"null")
@@ -21,15 +23,15 @@ def salted(body: bytes, tenant: str | None, adapter: str | None = None) -> bytes
     """The JSON body with its cache_salt replaced by a digest of it, the tenant and the adapter.
 
     tenant: None where tenants are not told apart. adapter: as the engine calls it, which differs
-    for each version, or None for the base model: LMCache's keys know no adapters. A body that the
-    engine will refuse stays as it is.
+    for each version, or None for the base model: LMCache's keys know no adapters. A body with an
+    empty salt stays as it is; the engine refuses it. Raises BadRequest for a salt that is no text.
     """
     salt = None
-    if b"cache_salt" in body:
+    if b"cache_salt" in body or b"\\u00" in body:  # the key may be written with escapes
         try:
             salt = msgspec.json.decode(_read(body).cache_salt, type=str | None)
-        except msgspec.MsgspecError:
-            return body
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            raise BadRequest("cache_salt should be a text", "cache_salt") from None
         if salt == "":
             return body
     if salt is None and tenant is None and adapter is None:

@@ -131,28 +131,41 @@ _PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not 
 
 def _repeats(message: str, request: bytes) -> bool:
     """Whether a message has a text of the request's prompt in it, or the beginning of one."""
-
-    def texts(value: Any) -> Iterator[str]:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            for item in value:
-                yield from texts(item)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                if key not in _PROTOCOL_KEYS:
-                    yield from texts(item)
-
     try:
-        body = msgspec.json.decode(request)
-    except (msgspec.DecodeError, RecursionError):
+        body = msgspec.json.decode(request, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     prompts = [body.get(key) for key in ("prompt", "input", "messages", "suffix")]
+    shown = (message, _ESCAPE.sub(_unescaped, message))
     return any(
-        re.search(rf"(?<!\w){re.escape(beginning)}", message)
-        for text in texts(prompts)
+        beginning in it and re.search(rf"(?<!\w){re.escape(beginning)}", it)
+        for text in _texts(prompts)
         if (beginning := text.strip()[:24])
+        for it in shown
     )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    left = [value]  # no recursion: what the decoder bears is nested too deeply for it
+    while left:
+        it = left.pop()
+        if isinstance(it, str):
+            yield it
+        elif isinstance(it, list):
+            left.extend(it)
+        elif isinstance(it, dict):
+            left.extend(item for key, item in it.items() if key not in _PROTOCOL_KEYS)
+
+
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """What a message that shows a text as Python or JSON writes it means."""
+    code = escape[1]
+    if len(code) > 1:
+        return chr(int(code[1:], 16))
+    return {"n": "\n", "r": "\r", "t": "\t"}.get(code, code)
 
 
 INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")

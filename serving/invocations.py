@@ -6,6 +6,8 @@ Requests for the engine pass through here and nowhere else. exchange.py has the 
 import asyncio
 import contextlib
 import dataclasses
+import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -21,13 +23,23 @@ from serving import errors
 from serving.adapters import Adapter, Adapters
 from serving.cache_salt import salted, with_text
 from serving.engine import Engine
-from serving.errors import BadRequest, NotFound, NotReady, ServingError, TimedOut, TooLarge
+from serving.errors import (
+    BadRequest,
+    EngineFailed,
+    NotFound,
+    NotReady,
+    ServingError,
+    TimedOut,
+    TooLarge,
+)
 from serving.exchange import JSON_LINES, SSE, Exchange, Framing
 from serving.handling import Handling
 from serving.lifecycle import Lifecycle
 from serving.media import inlined
 from serving.sessions import Sessions
 from serving.user_code import UserCode
+
+log = logging.getLogger(__name__)
 
 Parse = Callable[[bytes], EngineCall]
 
@@ -151,28 +163,37 @@ class Front:
         self, requests: list[bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer several requests, a line for each in their order; an error is a line too."""
-        gate = asyncio.Semaphore(self.ready.concurrency)
-
-        async def line(request: bytes) -> bytes:
-            async with gate:
-                try:
-                    if _streams(request):
-                        raise BadRequest("one of several lines cannot be streamed", "stream")
-                    asked = self._adapter(request, scope)
-                    if isinstance(asked, list):
-                        raise BadRequest("adapters should be a string", "adapters")
-                    return await self._whole(request, asked, scope, receive)
-                except ServingError as error:
-                    return msgspec.json.encode(errors.body(error, scope["path"]))
-
         headers = [(b"content-type", JSON_LINES.content_type)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        answers: deque[asyncio.Task[bytes]] = deque()
+
+        async def tell_first() -> None:
+            part = await answers.popleft() + b"\n"
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
         async with asyncio.TaskGroup() as tasks:
-            answers = [tasks.create_task(line(request)) for request in requests]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for answer in answers:
-                part = await answer + b"\n"
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+            for request in requests:
+                answers.append(tasks.create_task(self._line(request, scope, receive)))
+                if len(answers) >= self.ready.concurrency:
+                    await tell_first()
+            while answers:
+                await tell_first()
         await send({"type": "http.response.body", "body": b""})
+
+    async def _line(self, request: bytes, scope: Scope, receive: Receive) -> bytes:
+        try:
+            if _streams(request):
+                raise BadRequest("one of several lines cannot be streamed", "stream")
+            asked = self._adapter(request, scope)
+            if isinstance(asked, list):
+                raise BadRequest("adapters should be a string", "adapters")
+            return await self._whole(request, asked, scope, receive)
+        except ServingError as error:
+            failure = error
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            failure = EngineFailed("the server failed on this request; its log says why")
+        return msgspec.json.encode(errors.body(failure, scope["path"]))
 
     async def _together(
         self, requests: list[bytes], adapters: list[str], scope: Scope, receive: Receive
@@ -302,13 +323,11 @@ class Front:
         never taken in an adapter's place, and no version for another.
         """
         named: str | list[str] | None = _header(scope, _ADAPTER).decode("latin-1") or None
+        # vLLM reads bodies with Python's json, which takes more for JSON than JSON is. What this
+        # reader refuses goes no further, or the engine would see names and salts that we did not.
+        with _understood():
+            names = read(_read_names, body)
         if not named:
-            try:
-                names = _read_names(body)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                if "$.adapters" in str(error):
-                    raise BadRequest(str(error), "adapters") from None
-                return None  # who reads the whole of it says what is wrong with it
             named = names.adapters
             adapters = self.ready.adapters
             if named is None and names.model and adapters:
@@ -414,7 +433,7 @@ def _command(body: bytes) -> str | None:
 
 def _streams(body: bytes) -> bool:
     try:
-        return bytes(_read_keys(body).stream) == b"true"
+        return bytes(_read_keys(body).stream) not in (b"", b"null", b"false")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
 

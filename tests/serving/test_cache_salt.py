@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.cache_salt import salted
+from serving.errors import BadRequest
 
 PLAIN = b'{"prompt": "a"}'
 
@@ -38,12 +39,15 @@ def test_the_engine_gets_a_digest():
     assert len(salt(body("../../etc"))) == 32
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [b"", b"[]", b"nonsense cache_salt", b'{"cache_salt": ""}', b'{"cache_salt": 3}', b"\xff}"],
-)
-def test_what_the_engine_refuses_it_gets_as_it_is(refused):
-    assert salted(refused, None) == refused
+@pytest.mark.parametrize("untouched", [b"", b"[]", b'{"cache_salt": ""}', b"\xff}"])
+def test_what_has_no_salt_stays_as_it_is(untouched):
+    assert salted(untouched, None) == untouched
+
+
+@pytest.mark.parametrize("refused", [b"nonsense cache_salt", b'{"cache_salt": 3}'])
+def test_a_salt_that_is_no_text_is_refused(refused):
+    with pytest.raises(BadRequest, match="cache_salt should be a text"):
+        salted(refused, None)
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text()), st.text())
@@ -53,6 +57,7 @@ def test_nothing_else_changes(found, tenant):
     assert json.loads(salted(whole, tenant)) == {**found, "cache_salt": salt(whole, tenant)}
 
 
-def test_the_last_word_is_ours():
-    hidden = b'{"prompt": "a", "cache\\u005fsalt": "of another tenant"}'
-    assert salt(hidden, "mine") == salt(PLAIN, "mine")
+def test_escapes_hide_no_salt():
+    hidden = b'{"prompt": "a", "cache\\u005fsalt": "b"}'
+    for tenant in ("mine", None):
+        assert json.loads(salted(hidden, tenant))["cache_salt"] == salt(body("b"), tenant)
