@@ -157,7 +157,9 @@ def _texts(value: Any) -> Iterator[str]:
             left.extend(item for key, item in it.items() if key not in _PROTOCOL_KEYS)
 
 
-_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|.)", re.DOTALL
+)
 
 
 def _unescaped(escape: re.Match[str]) -> str:
@@ -165,7 +167,7 @@ def _unescaped(escape: re.Match[str]) -> str:
     code = escape[1]
     if len(code) > 1:
         return chr(int(code[1:], 16))
-    return {"n": "\n", "r": "\r", "t": "\t"}.get(code, code)
+    return {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}.get(code, code)
 
 
 INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")
