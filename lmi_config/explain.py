@@ -70,7 +70,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     about = [settings.model_id, *model.architectures[:1], model.dtype, model.quantization]
     yield "model", told(model.weight_bytes), ", ".join(part for part in about if part)
     if each:
-        yield "KV per token", f"{each / 1024:g} KiB", f"{model.layers or '?'} layers"
+        drafted = " and the draft's" if plan.draft and plan.draft.facts.kv else ""
+        yield "KV per token", f"{each / 1024:g} KiB", f"{model.layers or '?'} layers{drafted}"
     longest = settings.max_model_len or model.max_length
     if longest:
         origin = settings.origins.get("max_model_len", "the model's own")
@@ -79,6 +80,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         method = (settings.speculative_config or {}).get("method") or plan.draft.method
         size = told(plan.draft.facts.weight_bytes)
         yield "draft", size, f"{draft_id(settings)}, {method}"
+    if settings.model_folder and (settings.model_folder / "model.py").is_file():
+        yield "model.py", "", f"{settings.model_folder}, run in a process of its own"
     yield from _devices(plan)
     kind = "the container's limit" if machine.limited else "the host's"
     yield "memory", told(machine.memory), f"{kind}; {told(machine.memory_free)} free"

@@ -109,6 +109,15 @@ class KvShape:
         numbers = self.full * tokens + self.windowed * min(tokens, self.window)
         return numbers * _width(cache_dtype, model_dtype)
 
+    def plus(self, draft: "KvShape") -> "KvShape":
+        """What is kept of each token for a model and its draft."""
+        return KvShape(
+            heads=min(self.heads, draft.heads),
+            full=self.full + draft.full,
+            windowed=self.windowed + draft.windowed,
+            window=max(self.window, draft.window),
+        )
+
     def copies(self, ranks: int) -> int:
         """How many times tensor-parallel ranks store each token's KV, all together.
 

@@ -90,6 +90,9 @@ def make(
             ]
         )
     draft_facts = drafted.facts if drafted else None
+    if draft_facts and draft_facts.kv and model.kv:
+        # A draft keeps KV of its own for every token, in the engine's memory and in all tiers.
+        model = dataclasses.replace(model, kv=model.kv.plus(draft_facts.kv))
     memory = budget.memory(settings, machine, model, draft_facts, cached)
     gpu = budget.gpu(settings, machine, model, draft_facts)
     tiers = None

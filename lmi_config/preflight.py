@@ -44,8 +44,6 @@ def findings(
             f"max_model_len={length} is more than the model's {model.max_length}; vLLM will refuse "
             "it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"
         )
-    if settings.model_folder and (settings.model_folder / "model.py").is_file():
-        yield f"{settings.model_folder}/model.py is there; Slipway does not run it yet"
     if settings.lmcache and not tiers:
         names = ", ".join(sorted(settings.lmcache)[:3])
         yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"

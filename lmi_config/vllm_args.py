@@ -97,21 +97,36 @@ def tensor_parallel(settings: Settings, machine: Machine) -> int:
 
     Raises SettingsError where that is more than there are.
     """
-    pipeline = settings.pipeline_parallel_degree
-    if settings.tensor_parallel_degree == "max":
-        return max(len(machine.gpus) // pipeline, 1)
-    degree = settings.tensor_parallel_degree
+    asked = settings.tensor_parallel_degree
+    stages = settings.pipeline_parallel_degree * _copies(settings)
     devices, kind = (len(machine.gpus), "GPU") if machine.gpus else (len(machine.cpus), "CPU")
-    # With several nodes the other devices are elsewhere, and vLLM counts them itself.
-    if settings.engine.get("nnodes", 1) == 1 and degree * pipeline > devices:
-        name = settings.origins.get("tensor_parallel_degree", "OPTION_TENSOR_PARALLEL_DEGREE")
-        raise SettingsError(
-            [
-                f"{name}={degree}: needs {degree * pipeline} {kind}s, but "
-                f"this machine shows {devices}; use at most {max(devices // pipeline, 1)}, or max"
-            ]
-        )
-    return degree
+    degree = max(len(machine.gpus) // stages, 1) if asked == "max" else asked
+    if degree * stages <= devices or _elsewhere(settings):
+        return degree
+    if asked == "max":
+        field, value, fix = "pipeline_parallel_degree", settings.pipeline_parallel_degree, ""
+        if _copies(settings) > 1:
+            field, value = "data_parallel_size", _copies(settings)
+    else:
+        field, value = "tensor_parallel_degree", degree
+        fix = f"; use at most {max(devices // stages, 1)}, or max"
+    name = settings.origins.get(field, f"OPTION_{field.upper()}")
+    raise SettingsError(
+        [f"{name}={value}: needs {degree * stages} {kind}s, but this machine shows {devices}{fix}"]
+    )
+
+
+def _copies(settings: Settings) -> int:
+    """Copies of the model on this machine, each with ranks of its own (data parallel)."""
+    engine = settings.engine
+    copies: int = engine.get("data_parallel_size_local") or engine.get("data_parallel_size") or 1
+    return copies
+
+
+def _elsewhere(settings: Settings) -> bool:
+    """Whether devices of other machines take part, which vLLM or Ray counts."""
+    engine = settings.engine
+    return engine.get("nnodes", 1) > 1 or engine.get("distributed_executor_backend") == "ray"
 
 
 def ranks(settings: Settings, machine: Machine) -> int:

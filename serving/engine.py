@@ -246,7 +246,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await in_thread(attach)
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
-    if app.state.openai_serving_completion:
+    if "generate" in tasks:
         from serving.lean_stream import Completions
 
         app.state.openai_serving_completion.__class__ = Completions

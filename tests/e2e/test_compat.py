@@ -95,7 +95,7 @@ def test_json_lines_with_sessions(formatted):
     assert parameters["MaxConcurrentTransforms"] > 1
 
 
-def test_embeddings(tiny_options, tmp_path):
+def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
     environ = {**tiny_options, "OPTION_TASK": "text-embedding"}
     with serving(tmp_path / "log", **environ) as it:
         it.ready()

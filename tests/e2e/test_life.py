@@ -161,16 +161,6 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tiny_optio
     assert "100000" in last["reason"]
 
 
-def test_an_embedding_model_embeds_and_nothing_else(tiny_options, tmp_path):
-    with serving(tmp_path / "log", **tiny_options, OPTION_RUNNER="pooling") as it:
-        it.ready()
-        answer = it.openai.embeddings.create(model="lmi", input=["one", "two", "three"])
-        assert [len(row.embedding) for row in answer.data] == [256] * 3
-        refused = it.invoke({"inputs": "x"})
-        told = {"code": 404, "error": "the model does not answer /v1/completions"}
-        assert (refused.status_code, refused.json()) == (404, told)
-
-
 def test_sigterm_while_the_engine_loads_leaves_nothing_behind(tiny_options, tmp_path):
     with serving(tmp_path / "log", **tiny_options) as it:
         deadline = time.monotonic() + 120

@@ -204,6 +204,20 @@ def test_how_to_speculate_is_read_from_the_draft(environ, config):
     assert found.engine("m", "/there")["speculative_config"] == config
 
 
+def test_a_drafts_kv_and_weights_are_part_of_the_budget():
+    assert DRAFTED.facts.kv
+    facts = target()
+    with_draft = planned({"OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft"}, None, facts, DRAFTED)
+    alone = planned({}, None, facts)
+    (before, after) = (
+        next(share.size for share in it.memory.shares if share.name == "weights")
+        for it in (alone, with_draft)
+    )
+    assert after - before == DRAFTED.facts.weight_bytes
+    assert with_draft.model.kv.full == alone.model.kv.full + DRAFTED.facts.kv.full
+    assert "layers and the draft's" in explain.as_text(with_draft)
+
+
 def test_without_a_draft_the_operators_word_is_passed_on():
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     environ = {"OPTION_SPECULATIVE_CONFIG": json.dumps(config)}

@@ -75,15 +75,63 @@ def test_max_is_every_gpu_or_one_without(count):
 
 
 @pytest.mark.parametrize(
-    ("degree", "here", "fault"),
+    ("environ", "size"),
     [
-        ("5", CPU, "needs 5 CPUs, but this machine shows 4; use at most 4, or max"),
-        ("8", GPU, "needs 8 GPUs, but this machine shows 4; use at most 4, or max"),
+        ({"OPTION_PIPELINE_PARALLEL_DEGREE": "2"}, 2),
+        ({"OPTION_DATA_PARALLEL_SIZE": "4"}, 1),
+        ({"OPTION_DATA_PARALLEL_SIZE": "8", "OPTION_DATA_PARALLEL_SIZE_LOCAL": "2"}, 2),
+        ({"OPTION_TENSOR_PARALLEL_DEGREE": "16", "OPTION_NNODES": "4"}, 16),
+        (
+            {
+                "OPTION_TENSOR_PARALLEL_DEGREE": "8",
+                "OPTION_PIPELINE_PARALLEL_DEGREE": "2",
+                "OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "ray",
+            },
+            8,
+        ),
     ],
 )
-def test_more_ranks_than_devices_are_refused(degree, here, fault):
-    with pytest.raises(SettingsError, match=fault):
-        command({"OPTION_TENSOR_PARALLEL_DEGREE": degree}, here)
+def test_tensor_parallel_goes_with_the_other_kinds(environ, size):
+    assert f"--tensor-parallel-size={size}" in command(environ, machine(gpus=4))
+
+
+@pytest.mark.parametrize(
+    ("environ", "here", "fault"),
+    [
+        (
+            {"OPTION_TENSOR_PARALLEL_DEGREE": "5"},
+            CPU,
+            "OPTION_TENSOR_PARALLEL_DEGREE=5: needs 5 CPUs, but this machine shows 4; use at most "
+            "4, or max",
+        ),
+        (
+            {"TENSOR_PARALLEL_DEGREE": "8"},
+            GPU,
+            "TENSOR_PARALLEL_DEGREE=8: needs 8 GPUs, but this machine shows 4; use at most 4, or "
+            "max",
+        ),
+        (
+            {"OPTION_TENSOR_PARALLEL_DEGREE": "4", "OPTION_DATA_PARALLEL_SIZE": "2"},
+            GPU,
+            "OPTION_TENSOR_PARALLEL_DEGREE=4: needs 8 GPUs, but this machine shows 4; use at most "
+            "2, or max",
+        ),
+        (
+            {"OPTION_PIPELINE_PARALLEL_DEGREE": "8"},
+            GPU,
+            "OPTION_PIPELINE_PARALLEL_DEGREE=8: needs 8 GPUs, but this machine shows 4",
+        ),
+        (
+            {"OPTION_DATA_PARALLEL_SIZE": "5"},
+            GPU,
+            "OPTION_DATA_PARALLEL_SIZE=5: needs 5 GPUs, but this machine shows 4",
+        ),
+    ],
+)
+def test_more_ranks_than_devices_are_refused(environ, here, fault):
+    with pytest.raises(SettingsError) as error:
+        command(environ, here)
+    assert str(error.value).endswith(fault)
 
 
 @pytest.mark.parametrize(
