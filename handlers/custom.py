@@ -97,7 +97,6 @@ class Code:
     def __init__(self, module: ModuleType, folder: Path, tokenizer: Lazy) -> None:
         self._folder = folder
         self._threads = ThreadPoolExecutor(THREADS)
-        self._tokenizer = tokenizer
         handle = getattr(module, "handle", None)
         self.functions: dict[str, Callable[..., Any]] = {
             name: function
@@ -108,6 +107,7 @@ class Code:
             )
             if function
         }
+        self._extras = _extras(self.functions.get("input"), tokenizer)
 
     async def answer(self, what: str, data: Any) -> AsyncIterator[tuple[Kind, Any]]:
         """Call a function. Raises Fault."""
@@ -116,19 +116,13 @@ class Code:
                 yield kind, part
             return
         if what == What.INPUT:
-            result = await self._called("input", _payload(data), **self._extras())
+            result = await self._called("input", _payload(data), **self._extras)
             if not isinstance(result, dict):
                 raise Fault(_returned("input_formatter", result, "a dict"))
         else:
             given = Response(json.loads(data)) if what == What.WHOLE else data.decode()
             result = await self._called("output", given)
         yield Kind.DONE, _encoded("the formatter", result)
-
-    def _extras(self) -> dict[str, Any]:
-        """What of our keyword arguments the input formatter takes."""
-        parameters = inspect.signature(self.functions["input"]).parameters
-        takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
-        return {"tokenizer": self._tokenizer} if takes_any or "tokenizer" in parameters else {}
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         function = self.functions[name]
@@ -164,6 +158,15 @@ class Code:
         except BaseException as error:
             raise Fault(told(error, self._folder)) from None
         yield Kind.DONE, b""
+
+
+def _extras(formatter: Callable[..., Any] | None, tokenizer: Lazy) -> dict[str, Any]:
+    """What of our keyword arguments the input formatter takes."""
+    if not formatter:
+        return {}
+    parameters = inspect.signature(formatter).parameters
+    takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+    return {"tokenizer": tokenizer} if takes_any or "tokenizer" in parameters else {}
 
 
 def _payload(body: bytes) -> dict[str, Any]:

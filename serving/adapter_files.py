@@ -18,7 +18,7 @@ from lmi_config.adapter import CONFIG, WEIGHTS
 from lmi_config.model import Checkpoint, Folder
 from serving.digests import sampled
 from serving.errors import BadRequest, Conflict, NoSlot
-from serving.sources import S3, SourceError, alone
+from serving.sources import CHANGED, S3, SourceError, alone
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ class AdapterFiles:
         """A folder with the content to which look() gave this digest, which stays for so long."""
         source = self._locate(src)
         if isinstance(source, Path) and _digest(source) != digest:
-            fix = "delete it and register it again"
-            raise SourceError(src, "it has changed since it was registered", fix)
+            raise SourceError(src, *CHANGED)
         if isinstance(source, Path) and not src.endswith(_PACKED):
             yield source
             return

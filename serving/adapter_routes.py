@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.adapters import Adapter, Adapters
@@ -35,7 +35,7 @@ class AdapterRoutes:
             answer: Any = _done(request, name, "registered")
         else:
             answer = _page(adapters.listed(), request)
-        await _answer(answer)(scope, receive, send)
+        await JSONResponse(answer)(scope, receive, send)
 
     async def one(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET describes an adapter, DELETE takes it away."""
@@ -45,7 +45,7 @@ class AdapterRoutes:
             answer: Any = _done(Request(scope), name, "unregistered")
         else:
             answer = _described(adapters.get(name))
-        await _answer(answer)(scope, receive, send)
+        await JSONResponse(answer)(scope, receive, send)
 
     async def update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST changes an adapter."""
@@ -54,7 +54,7 @@ class AdapterRoutes:
         asked = await _asked(request)
         src = asked.required("src") if "src" in asked else None
         await adapters.update(name, src, asked.given("preload"), asked.given("pin"))
-        await _answer(_done(request, name, "updated"))(scope, receive, send)
+        await JSONResponse(_done(request, name, "updated"))(scope, receive, send)
 
     def _of(self, scope: Scope) -> Adapters:
         front = self._front
@@ -133,7 +133,3 @@ def _done(request: Request, name: str, what: str) -> dict[str, str]:
     """SageMaker tells a component's own name in a header; `name` is one that it made up."""
     shown = request.headers.get("X-Amzn-SageMaker-Adapter-Alias", name)
     return {"status": f"Adapter {shown} {what}"}
-
-
-def _answer(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,19 +1,14 @@
 """The HTTP app: its routes as a list, and the one place where exceptions become answers."""
 
-import logging
-
-import msgspec
 from prometheus_client import REGISTRY, make_asgi_app
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving import errors
 from serving.adapter_routes import AdapterRoutes
-from serving.errors import EngineFailed, MethodNotAllowed, NotFound, ServingError
+from serving.errors import MethodNotAllowed, NotFound, ServingError
 from serving.invocations import Front
-
-log = logging.getLogger(__name__)
 
 ENGINE_ROUTES = (
     ("POST", "/v1/chat/completions"),
@@ -28,8 +23,7 @@ def create_app(front: Front) -> ASGIApp:
 
     async def ping(scope: Scope, receive: Receive, send: Send) -> None:
         status, answer = front.lifecycle.ping()
-        response = Response(msgspec.json.encode(answer), status, media_type="application/json")
-        await response(scope, receive, send)
+        await JSONResponse(answer, status)(scope, receive, send)
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
         raise NotFound(f"there is nothing at {scope['path']}")
@@ -87,6 +81,4 @@ class _Endpoint:
         except ServingError as error:
             await errors.response(error, scope["path"])(scope, receive, send)
         except Exception:
-            log.exception("a request failed unexpectedly")
-            failure = EngineFailed("the server failed on this request; its log says why")
-            await errors.response(failure, scope["path"])(scope, receive, send)
+            await errors.response(errors.unforeseen(), scope["path"])(scope, receive, send)

@@ -1,11 +1,14 @@
 """What can go wrong with a request, and how each path tells it: one table, three body shapes."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
+
+log = logging.getLogger(__name__)
 
 
 class ServingError(Exception):
@@ -183,24 +186,33 @@ def status(error: ServingError, path: str) -> int:
     return told.status_on_invocations if _INVOCATIONS.fullmatch(path) else told.status
 
 
-def body(error: ServingError, path: str) -> dict[str, Any]:
+def body(error: ServingError, path: str) -> bytes:
     """The JSON body that tells this error on this path, in the shape of the path's API."""
     code, message = status(error, path), str(error)
     told = _TABLE[type(error)]
+    shape: dict[str, Any]
     if _INVOCATIONS.fullmatch(path):
-        return {"code": code, "error": message}
-    if path.startswith("/v1/"):
+        shape = {"code": code, "error": message}
+    elif path.startswith("/v1/"):
         parameter = getattr(error, "parameter", None)
-        shape = {"message": message, "type": told.openai_type, "param": parameter, "code": code}
-        return {"error": shape}
-    return {"code": code, "type": told.lmi_type, "message": message}
+        parts = {"message": message, "type": told.openai_type, "param": parameter, "code": code}
+        shape = {"error": parts}
+    else:
+        shape = {"code": code, "type": told.lmi_type, "message": message}
+    return msgspec.json.encode(shape)
+
+
+def unforeseen() -> ServingError:
+    """What an exception that nobody foresaw is told as. To be called while it is handled."""
+    log.exception("a request failed unexpectedly")
+    return EngineFailed("the server failed on this request; its log says why")
 
 
 def response(error: ServingError, path: str) -> Response:
     """The whole answer that tells this error on this path."""
     code = status(error, path)
     return Response(
-        msgspec.json.encode(body(error, path)),
+        body(error, path),
         status_code=code,
         headers=_RETRY_AFTER if code == 503 else None,
         media_type="application/json",

@@ -233,8 +233,7 @@ class Exchange:
         return error
 
     def _told(self, error: ServingError) -> bytes:
-        path = self._scope["path"]
-        return self._framing.frame(msgspec.json.encode(errors.body(error, path)))
+        return self._framing.frame(errors.body(error, self._scope["path"]))
 
     async def _fail(self, error: ServingError) -> None:
         """Tell an error of our own: in band where the stream has begun, else by raising it."""

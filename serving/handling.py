@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from handlers.custom import Kind
@@ -105,5 +104,5 @@ class Handling:
     async def _fail(self, error: ServingError) -> None:
         if not self._begun:
             raise error
-        told = JSON_LINES.frame(msgspec.json.encode(errors.body(error, self._scope["path"])))
+        told = JSON_LINES.frame(errors.body(error, self._scope["path"]))
         await self._send({"type": "http.response.body", "body": (self._waiting or b"") + told})

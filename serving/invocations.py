@@ -6,14 +6,13 @@ Requests for the engine pass through here and nowhere else. exchange.py has the 
 import asyncio
 import contextlib
 import dataclasses
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from handlers import embeddings, lmi, openai, payloads
@@ -25,7 +24,6 @@ from serving.cache_salt import salted, with_text
 from serving.engine import Engine
 from serving.errors import (
     BadRequest,
-    EngineFailed,
     NotFound,
     NotReady,
     ServingError,
@@ -38,8 +36,6 @@ from serving.lifecycle import Lifecycle
 from serving.media import inlined
 from serving.sessions import Sessions
 from serving.user_code import UserCode
-
-log = logging.getLogger(__name__)
 
 Parse = Callable[[bytes], EngineCall]
 
@@ -84,9 +80,7 @@ class Front:
         """Answer one of the engine's own paths."""
         self.lifecycle.require_ready()
         body = await _read_body(scope, receive, self._settings.max_request_size)
-        asked = self._adapter(body, scope)
-        if isinstance(asked, list):
-            raise BadRequest("adapters should be a string", "adapters")
+        asked = self._one_adapter(body, scope)
         exchange = Exchange(scope, receive, self._in_session(scope, send), SSE)
         await self._exchange(exchange, scope, body, openai.on(scope["path"]), asked)
 
@@ -105,8 +99,7 @@ class Front:
             {**base[0], "id": it.name, "root": it.src, "parent": base[0]["id"]}
             for it in (engine.adapters.listed() if engine.adapters else ())
         ]
-        response = Response(msgspec.json.encode(found), media_type="application/json")
-        await response(scope, receive, send)
+        await JSONResponse(found)(scope, receive, send)
 
     async def parameters(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /execution-parameters: how batch transform should send its records.
@@ -119,8 +112,7 @@ class Front:
             "BatchStrategy": "MULTI_RECORD",
             "MaxPayloadInMB": min(100 // transforms, self._settings.max_request_size // 10**6) or 1,
         }
-        response = Response(msgspec.json.encode(found), media_type="application/json")
-        await response(scope, receive, send)
+        await JSONResponse(found)(scope, receive, send)
 
     async def invocations(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /invocations: the body says which format it is."""
@@ -182,18 +174,17 @@ class Front:
 
     async def _line(self, request: bytes, scope: Scope, receive: Receive) -> bytes:
         try:
-            if _streams(request):
+            with _understood():
+                keys = read(_read_keys, request)
+            if bytes(keys.stream) not in (b"", b"null", b"false"):
                 raise BadRequest("one of several lines cannot be streamed", "stream")
-            asked = self._adapter(request, scope)
-            if isinstance(asked, list):
-                raise BadRequest("adapters should be a string", "adapters")
+            asked = self._one_adapter(request, scope)
             return await self._whole(request, asked, scope, receive)
         except ServingError as error:
             failure = error
         except Exception:
-            log.exception("a request failed unexpectedly")
-            failure = EngineFailed("the server failed on this request; its log says why")
-        return msgspec.json.encode(errors.body(failure, scope["path"]))
+            failure = errors.unforeseen()
+        return errors.body(failure, scope["path"])
 
     async def _together(
         self, requests: list[bytes], adapters: list[str], scope: Scope, receive: Receive
@@ -252,8 +243,6 @@ class Front:
     ) -> EngineCall:
         """The call with what only the server knows: the adapter's inner name, salts, media."""
         settings = self._settings
-        if not call.body:
-            return call
         allowed = settings.allowed_media_domains
         body = await inlined(call.body, allowed, settings.max_request_size)
         tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
@@ -293,8 +282,7 @@ class Front:
             raise BadRequest(
                 f"requestType={command!r:.100}; it should be NEW_SESSION or CLOSE", "requestType"
             )
-        body = msgspec.json.encode({"result": answer})
-        return Response(body, media_type="application/json", headers=headers)
+        return JSONResponse({"result": answer}, headers=headers)
 
     def _in_session(self, scope: Scope, send: Send) -> Send:
         """Check the session that a request names. Returns what tells the client of a new one."""
@@ -340,6 +328,13 @@ class Front:
             if name and name not in self.require_adapters():
                 raise BadRequest(f"adapter {name!r:.140} is not registered", "adapters")
         return named
+
+    def _one_adapter(self, body: bytes, scope: Scope) -> str | None:
+        """As _adapter() has it, for a request with one answer. Raises BadRequest for a list."""
+        asked = self._adapter(body, scope)
+        if isinstance(asked, list):
+            raise BadRequest("adapters should be a string", "adapters")
+        return asked
 
     @contextlib.contextmanager
     def _admitted(self, exchange: "_UnderWay") -> Iterator[None]:
@@ -429,13 +424,6 @@ def _command(body: bytes) -> str | None:
         return msgspec.json.decode(keys.requestType, type=str)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _streams(body: bytes) -> bool:
-    try:
-        return bytes(_read_keys(body).stream) not in (b"", b"null", b"false")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
 
 
 def _having(code: list[UserCode], function: str) -> UserCode | None:

@@ -210,8 +210,7 @@ class S3:
         """As Source has it. version: what contents() said; another content is a SourceError."""
         objects = self._list(self._client(ANSWER_S, attempts=2))
         if version and version != _version(objects):
-            fix = "delete it and register it again"
-            raise SourceError(self.uri, "it has changed since it was registered", fix)
+            raise SourceError(self.uri, *CHANGED)
         folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -324,6 +323,8 @@ class S3:
         progress.end()
 
 
+CHANGED = ("it has changed since it was registered", "delete it and register it again")
+"""Of an adapter, whose content is fixed when it is registered."""
 _CREDENTIALS = (
     "give the container a role, or AWS_* variables; on SageMaker with network isolation let the "
     "platform fetch the model (ModelDataSource) instead"
