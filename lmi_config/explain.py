@@ -93,6 +93,9 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "  left", told(left), ""
     yield from _tiers(plan, each)
     yield "port", str(settings.port), settings.origins.get("port", "default")
+    if settings.kv_events:
+        events, log = vllm_args.kv_event_ports(settings)
+        yield "KV events", f"ports {events}, {log}", "events and their log; prompts are in them"
 
 
 def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -209,6 +212,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "reasons": dict(tiers.reasons),
             }
             if tiers
+            else None
+        ),
+        "kv_events": (
+            dict(zip(("port", "log_port"), vllm_args.kv_event_ports(plan.settings), strict=True))
+            if plan.settings.kv_events
             else None
         ),
         "options": [

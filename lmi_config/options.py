@@ -30,6 +30,7 @@ from lmi_config.values import (
     model_len,
     number,
     one_of,
+    replicas,
     size,
     text,
     words,
@@ -481,6 +482,62 @@ class Settings:
         "OPTION_ADAPTER_DISK",
         default=20 * 10**9,
         help="Bytes that the files of adapters from S3 and archives may take, like 20g.",
+    )
+
+    router_replicas: str | None = _option(
+        replicas,
+        "OPTION_ROUTER_REPLICAS",
+        heading="Router",
+        help="The servers that `route` stands before: URLs parted by commas, `file:///path` with "
+        "one in each line, or `kubernetes://NAMESPACE/LABELS?port=PORT`, labels of EndpointSlices.",
+    )
+    routing_strategy: str = _option(
+        choice("prefixaware", "kvaware", "session", "roundrobin"),
+        "OPTION_ROUTING_STRATEGY",
+        default="prefixaware",
+        help="How `route` chooses a server for a request. `kvaware` needs OPTION_KV_EVENTS=true on "
+        "the servers, and OPTION_MODEL_ID here, for the tokenizer.",
+    )
+    session_key: str | None = _option(
+        text,
+        "OPTION_SESSION_KEY",
+        "SESSION_KEY",
+        otherwise="the header X-Session-Id, or `session_id`, `user_id`, `user` in the body",
+        help="The header, or key of a JSON body, that names a session for the `session` strategy. "
+        "X-Amzn-SageMaker-Session-Id always does.",
+    )
+    router_processes: int = _option(
+        integer(1, 64),
+        "OPTION_ROUTER_PROCESSES",
+        default=1,
+        help="Processes of `route` on its port, which tell each other what they do.",
+    )
+    router_first_byte_timeout: int = _option(
+        integer(low=1),
+        "OPTION_ROUTER_FIRST_BYTE_TIMEOUT",
+        default=600,
+        help="Seconds that a server may take until its answer begins, for which answers that are "
+        "not streamed have to be whole.",
+    )
+    router_idle_timeout: int = _option(
+        integer(low=1),
+        "OPTION_ROUTER_IDLE_TIMEOUT",
+        default=300,
+        help="Seconds that an answer may stand still.",
+    )
+    kv_events: bool = _option(
+        boolean,
+        "OPTION_KV_EVENTS",
+        default=False,
+        help="Publish what enters and leaves the engine's KV cache, for a router's `kvaware` "
+        "strategy. Whoever reaches the ports can read prompts: keep them inside the cluster.",
+    )
+    kv_events_port: int = _option(
+        integer(1, 65534),
+        "OPTION_KV_EVENTS_PORT",
+        default=5557,
+        help="The port of these events; their log is on the next one. Each data parallel rank has "
+        "two ports of its own: all ranks' events come first, then all logs.",
     )
 
     config_file: str | None = _option(

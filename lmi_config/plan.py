@@ -48,6 +48,8 @@ class Plan:
             derived["kv_cache_memory_bytes"] = self.memory.kv
         if tiers and self.tiers and self.tiers.l1:
             derived["kv_transfer_config"] = kv_tiers.connector(self.tiers, self.machine)
+        if self.settings.kv_events:
+            derived["kv_events_config"] = vllm_args.kv_events(self.settings)
         if speculation := _speculation(self.settings, self.draft, draft):
             derived["speculative_config"] = speculation
         return vllm_args.options(self.settings, self.machine, model, derived)
@@ -78,7 +80,11 @@ def make(
     Raises SettingsError where it cannot work.
     """
     count = vllm_args.ranks(settings, machine)
-    faults = kv_tiers.faults(settings) + _speculation_faults(settings, model, drafted)
+    faults = (
+        kv_tiers.faults(settings)
+        + vllm_args.kv_events_faults(settings)
+        + _speculation_faults(settings, model, drafted)
+    )
     if faults:
         raise SettingsError(faults)
     cached = kv_tiers.wanted(settings)

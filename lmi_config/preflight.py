@@ -47,6 +47,11 @@ def findings(
     if settings.lmcache and not tiers:
         names = ", ".join(sorted(settings.lmcache)[:3])
         yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"
+    if settings.kv_events and settings.engine.get("enable_prefix_caching") is False:
+        yield (
+            "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave "
+            "OPTION_ENABLE_PREFIX_CACHING out"
+        )
     if tiers:
         yield from tiers.notes
 

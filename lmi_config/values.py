@@ -1,10 +1,12 @@
 """Readers of option values: text in, value out, or ValueError saying what it should be."""
 
+import ipaddress
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 Reader = Callable[[str], Any]
 """Turns an option's text into its value, or raises ValueError saying what it should be."""
@@ -187,4 +189,66 @@ def entry_point(value: str) -> str:
         raise ValueError(
             "model.py, or one of LMI's own handlers, like djl_python.lmi_vllm.vllm_async_service"
         )
+    return value
+
+
+class Endpoints(NamedTuple):
+    """The EndpointSlices of Kubernetes to read. namespace: empty for the pod's own.
+
+    port: the name or the number of the pods' port, or None for the usual one.
+    """
+
+    namespace: str
+    selector: str
+    port: str | int | None
+
+
+_REPLICA = re.compile(r"(?:http://)?(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
+_ENDPOINTS = re.compile(r"([a-z0-9-]*)/([\w./=!,() -]+)(?:\?port=([a-z0-9-]+))?", re.ASCII)
+
+
+def replica(value: str) -> str:
+    """Read the address of one server into its base URL, with a port and without a slash."""
+    match = _REPLICA.fullmatch(value)
+    try:
+        if not match:
+            raise ValueError
+        host, port = match.groups(default="80")
+        number = integer(1, 65535)(port)
+        if host.startswith("["):
+            host = f"[{ipaddress.IPv6Address(host[1:-1])}]"
+    except ValueError:
+        raise ValueError(
+            "like http://10.0.0.5:8080: no user, path or query, and no https, since TLS to "
+            "replicas is not supported"
+        ) from None
+    return f"http://{host.lower()}:{number}"
+
+
+def replica_source(value: str) -> frozenset[str] | Path | Endpoints:
+    """Read where the replicas are told: base URLs, a file that lists them, or Kubernetes."""
+    scheme, _, rest = value.partition("://")
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise ValueError("an absolute path after file://, like file:///etc/slipway/replicas")
+        return Path(rest)
+    if scheme == "kubernetes":
+        match = _ENDPOINTS.fullmatch(rest)
+        if not match:
+            raise ValueError(
+                "kubernetes://NAMESPACE/LABELS?port=PORT, like "
+                "kubernetes://default/kubernetes.io/service-name=slipway?port=http"
+            )
+        namespace, selector, port = match.groups()
+        number = port and port.isdecimal()
+        return Endpoints(namespace, selector, integer(1, 65535)(port) if number else port)
+    addresses = value.replace(",", " ").split()
+    if not addresses:
+        raise ValueError("URLs like http://10.0.0.5:8080, a file:// or a kubernetes:// URL")
+    return frozenset(map(replica, addresses))
+
+
+def replicas(value: str) -> str:
+    """Check where the replicas are told; the router reads it itself."""
+    replica_source(value)
     return value

@@ -116,6 +116,45 @@ def tensor_parallel(settings: Settings, machine: Machine) -> int:
     )
 
 
+def kv_event_ports(settings: Settings) -> tuple[int, int]:
+    """The first port of KV events and the first of their logs; vLLM adds each copy's rank."""
+    return settings.kv_events_port, settings.kv_events_port + _ranks(settings)
+
+
+def kv_events(settings: Settings) -> dict[str, Any]:
+    """vLLM's kv_events_config."""
+    events, log = kv_event_ports(settings)
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",  # vLLM listens where there is a wildcard, and calls else
+        "replay_endpoint": f"tcp://*:{log}",
+    }
+
+
+def kv_events_faults(settings: Settings) -> list[str]:
+    """Why KV events cannot be published as asked: a sentence each."""
+    if not settings.kv_events:
+        return []
+    found = []
+    if "kv_events_config" in settings.engine:
+        name = settings.origins.get("kv_events_config", "OPTION_KV_EVENTS_CONFIG")
+        found.append(f"OPTION_KV_EVENTS=true and {name} both say where events go; keep one")
+    first, last = settings.kv_events_port, settings.kv_events_port + 2 * _ranks(settings) - 1
+    told = f"OPTION_KV_EVENTS_PORT={first}: events and their logs take the ports to {last}"
+    if last > 65535:
+        found.append(f"{told}; choose a lower one")
+    if first <= settings.port <= last:
+        found.append(f"{told}, and requests come in at {settings.port}; choose another")
+    return found
+
+
+def _ranks(settings: Settings) -> int:
+    """Copies of the model on all machines."""
+    count: int = settings.engine.get("data_parallel_size") or 1
+    return count
+
+
 def _copies(settings: Settings) -> int:
     """Copies of the model on this machine, each with ranks of its own (data parallel)."""
     engine = settings.engine

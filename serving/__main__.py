@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 
 USAGE = """usage: python -m serving [serve | plan [--json] | route]
 
   serve   serve a model (the default)
   plan    print what serve would do here, and why; starts nothing
-  route   route requests to several servers; not yet
+  route   route requests to several servers
 
 Options are environment variables and files; docs/options.md lists them.
 """
@@ -23,7 +24,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
         case ["serve"] | ["plan"] | ["plan", "--json"]:
             return _planned(arguments, environ)
         case ["route"]:
-            print("route is not there yet", file=sys.stderr)
+            return _routed(environ)
         case _:
             print(USAGE, file=sys.stderr)
     return USAGE_ERROR
@@ -53,6 +54,30 @@ def _planned(arguments: list[str], environ: Mapping[str, str]) -> int:
 
     logs.configure(environ)
     return serve(prepared)
+
+
+def _routed(environ: Mapping[str, str]) -> int:
+    from lmi_config import settings
+    from serving import logs
+
+    try:
+        asked = settings.read(environ)
+        if not asked.router_replicas:
+            raise settings.SettingsError(
+                [
+                    "OPTION_ROUTER_REPLICAS is not set: it names the servers, as http://a:8080,http://b:8080"
+                ]
+            )
+    except settings.SettingsError as error:
+        print(error, file=sys.stderr)
+        return USAGE_ERROR
+    logs.configure(environ)
+    with tempfile.TemporaryDirectory(prefix="slipway-") as counters:
+        if asked.router_processes > 1:  # Prometheus' client reads it when it is imported
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = counters
+        from serving.router.server import route
+
+        return route(asked, environ)
 
 
 # vLLM's processes are spawned and import this module again.

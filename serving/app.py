@@ -43,6 +43,7 @@ def create_app(front: Front) -> ASGIApp:
             *(Route(path, _Endpoint(front.openai, method)) for method, path in ENGINE_ROUTES),
             Route("/execution-parameters", _Endpoint(front.parameters, "GET")),
             Route("/v1/models", _Endpoint(front.models, "GET")),
+            Route("/kv_event_sources", _Endpoint(front.kv_event_sources, "GET")),
             *(
                 Route(f"{prefix}/adapters{rest}", _Endpoint(endpoint, *methods))
                 for prefix in ("", "/models/{model}")

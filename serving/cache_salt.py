@@ -34,11 +34,16 @@ def salted(body: bytes, tenant: str | None, adapter: str | None = None) -> bytes
             raise BadRequest("cache_salt should be a text", "cache_salt") from None
         if salt == "":
             return body
+    found = digest(tenant, salt, adapter)
+    return with_text(body, "cache_salt", found) if found else body
+
+
+def digest(tenant: str | None, salt: str | None, adapter: str | None) -> str | None:
+    """What the engine gets as the salt, or None where it gets none. adapter: as it calls it."""
     if salt is None and tenant is None and adapter is None:
-        return body
+        return None
     names = (tenant, salt) if adapter is None else (tenant, salt, adapter)
-    digest = hashlib.sha256(msgspec.json.encode(names)).hexdigest()[:32]
-    return with_text(body, "cache_salt", digest)
+    return hashlib.sha256(msgspec.json.encode(names)).hexdigest()[:32]
 
 
 def with_text(body: bytes, key: str, value: str) -> bytes:

@@ -227,6 +227,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     from vllm.entrypoints.launchers.utils.server_utils import lifespan
     from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
     from vllm.entrypoints.pooling.factories import register_pooling_api_routers
+    from vllm.entrypoints.serve.instrumentator.basic import kv_event_sources
     from vllm.entrypoints.serve.instrumentator.metrics import attach_router as attach_metrics
     from vllm.tasks import POOLING_TASKS
 
@@ -237,6 +238,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     def attach() -> None:
         attach_metrics(app)
         attach_models(app)
+        app.add_api_route("/kv_event_sources", kv_event_sources)
         if "generate" in tasks:
             register_generate_api_routers(app)
         if any(task in POOLING_TASKS for task in tasks):

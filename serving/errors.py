@@ -76,6 +76,18 @@ class TimedOut(ServingError):
         )
 
 
+class HeadTooLarge(ServingError):
+    """The request's line and headers are longer than the router takes."""
+
+
+class ReplicaFailed(ServingError):
+    """A replica broke off, or did not speak HTTP, before its answer began."""
+
+
+class ReplicaTimedOut(ServingError):
+    """A replica did not begin its answer in time."""
+
+
 class EngineFailed(ServingError):
     """The engine broke while it served the request; its log has the cause."""
 
@@ -102,6 +114,9 @@ _TABLE: Mapping[type[ServingError], _Told] = {
     NoSlot: _Told(507, 507, "InsufficientStorageError", "OutOfMemoryException"),
     NotReady: _Told(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
     TimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
+    HeadTooLarge: _Told(431, 431, "BadRequestError", "BadRequestException"),
+    ReplicaFailed: _Told(502, 502, "BadGatewayError", "BadGatewayException"),
+    ReplicaTimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
     EngineFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
 }
 
@@ -177,7 +192,9 @@ INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")
 """The paths of LMI's that are one: the last two are those of its server and of SageMaker's
 multi-model endpoints.
 """
-_INVOCATIONS = re.compile(r"/invocations|/predictions/[^/]+|/models/[^/]+/invoke")
+INVOCATIONS_PATH = r"(?:/invocations|/predictions/[^/]+|/models/[^/]+/invoke)"
+"""The same as a regular expression."""
+_INVOCATIONS = re.compile(INVOCATIONS_PATH)
 
 
 def status(error: ServingError, path: str) -> int:

@@ -101,6 +101,10 @@ class Front:
         ]
         await JSONResponse(found)(scope, receive, send)
 
+    async def kv_event_sources(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer /kv_event_sources as the engine does: where each rank's KV events are."""
+        await self.ready.app(scope, receive, send)
+
     async def parameters(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /execution-parameters: how batch transform should send its records.
 

@@ -46,6 +46,7 @@ class FakeEngine:
                 Route("/v1/chat/completions", self.completions, methods=["POST"]),
                 Route("/v1/embeddings", self.embeddings, methods=["POST"]),
                 Route("/v1/models", self.models),
+                Route("/kv_event_sources", self.kv_event_sources),
             ],
             exception_handlers={404: self.not_found},
         )
@@ -75,6 +76,9 @@ class FakeEngine:
             *({"id": it, "parent": "fake"} for it in self.loaded),
         ]
         return JSONResponse({"object": "list", "data": found})
+
+    async def kv_event_sources(self, request: Request) -> Response:
+        return JSONResponse({"0": {"endpoint": "tcp://*:5557"}})
 
     async def embeddings(self, request: Request) -> Response:
         """The length of each input; it is for models that embed only."""

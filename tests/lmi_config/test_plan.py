@@ -153,6 +153,12 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             "max_model_len=200000 is more than the model's 131072; vLLM will refuse it unless",
         ),
         ({"OPTION_ROLLING_BATCH": "vllm"}, None, None, "accepted, but does nothing here: OPTION_"),
+        (
+            {"OPTION_KV_EVENTS": "true", "OPTION_ENABLE_PREFIX_CACHING": "false"},
+            None,
+            None,
+            "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave",
+        ),
     ],
 )
 def test_what_is_likely_to_go_wrong_is_told(environ, here, facts, finding):
@@ -272,6 +278,45 @@ def test_speculation_that_cannot_work_is_refused(environ, facts, fault):
     drafted = DRAFTED if plan.draft_id(read(environ)) else None
     with pytest.raises(SettingsError) as refused:
         planned(environ, machine(gpus=1), facts or TARGET, drafted)
+    assert fault in " ".join(refused.value.faults)
+
+
+@pytest.mark.parametrize(
+    ("environ", "ports"),
+    [({}, (5557, 5558)), ({"OPTION_DATA_PARALLEL_SIZE": "3"}, (5557, 5560))],
+)
+def test_kv_events_and_their_log_have_ports_of_their_own(environ, ports):
+    found = planned({"OPTION_KV_EVENTS": "true", **environ}, machine(gpus=4))
+    assert found.engine("m", None)["kv_events_config"] == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{ports[0]}",
+        "replay_endpoint": f"tcp://*:{ports[1]}",
+    }
+    assert f"ports {ports[0]}, {ports[1]}" in explain.as_text(found)
+    assert explain.as_json(found)["kv_events"] == {"port": ports[0], "log_port": ports[1]}
+
+
+def test_without_being_asked_for_there_are_no_kv_events():
+    found = planned({})
+    assert "kv_events_config" not in found.engine("m", None)
+    assert explain.as_json(found)["kv_events"] is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "fault"),
+    [
+        ({"OPTION_KV_EVENTS_CONFIG": "{}"}, "and OPTION_KV_EVENTS_CONFIG both say where events go"),
+        ({"OPTION_KV_EVENTS_PORT": "8079"}, "ports to 8080, and requests come in at 8080"),
+        (
+            {"OPTION_KV_EVENTS_PORT": "65534", "OPTION_DATA_PARALLEL_SIZE": "2"},
+            "ports to 65537; choose a lower one",
+        ),
+    ],
+)
+def test_kv_events_that_cannot_be_published_are_refused(environ, fault):
+    with pytest.raises(SettingsError) as refused:
+        planned({"OPTION_KV_EVENTS": "true", **environ}, machine(gpus=2))
     assert fault in " ".join(refused.value.faults)
 
 

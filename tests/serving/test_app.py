@@ -70,6 +70,15 @@ async def test_openai_paths_pass_through(shared):
     assert len(events(streamed)) == 3
 
 
+async def test_kv_event_sources_are_the_engines(shared):
+    answer = await shared.client.get("/kv_event_sources")
+    assert answer.json() == {"0": {"endpoint": "tcp://*:5557"}}
+    async with running(wait=False) as starting:
+        starting.may_start.clear()
+        assert (await starting.client.get("/kv_event_sources")).status_code == 503
+        starting.may_start.set()
+
+
 async def test_the_keys_decide_in_lmis_order(shared):
     await shared.invoke({"messages": [], "inputs": "lmi", "prompt": "openai"})
     assert shared.engine.bodies[-1]["prompt"] == "openai"

@@ -71,6 +71,7 @@ class Engine:
         self.bodies = []
         self.plain()
         routes = [Route(path, self.post, methods=["POST"]) for path in OPENAI]
+        routes.append(Route("/kv_event_sources", self.kv_event_sources))
         self.app = Starlette(routes=[*routes, Route("/v1/models", self.models)])
 
     def plain(self):
@@ -79,6 +80,9 @@ class Engine:
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "fake"}]})
+
+    async def kv_event_sources(self, request: Request) -> Response:
+        return JSONResponse({"0": {"endpoint": "tcp://*:5557", "replay_endpoint": None}})
 
     async def post(self, request: Request) -> Response:
         try:

@@ -1,0 +1,306 @@
+"""One request's way: to a replica, to another where that helps, and its answer to the client."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from serving.errors import NotReady, ReplicaFailed, ReplicaTimedOut, ServingError
+from serving.router import metrics
+from serving.router.kvaware import KvAwareness
+from serving.router.policies import Asked, Choice
+from serving.router.replicas import Replica
+from serving.router.request import Request
+from serving.router.upstream import HOP_BY_HOP, Upstream
+
+if TYPE_CHECKING:
+    from serving.router.client import Client
+    from serving.router.server import Router
+
+CONNECT_S = 3.0
+RETRIED = frozenset((429, 502, 503, 504))
+"""What another replica may answer otherwise. Other statuses are about the request."""
+TRIES = 4
+"""Replicas that one request is sent to, at most."""
+
+
+class RetryBudget:
+    """What keeps retries from being a load of their own: a tenth of the requests, and 100 in a row
+    for when a replica dies with all that it had.
+    """
+
+    SHARE = 0.1
+    RESERVE = 100.0
+
+    def __init__(self) -> None:
+        self._left = self.RESERVE
+
+    def earn(self) -> None:
+        """One more request has come."""
+        self._left = min(self._left + self.SHARE, self.RESERVE)
+
+    def spend(self) -> bool:
+        """Take one retry, if there is one."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class Exchange:
+    """A request that is being answered. It is the Listener of one Upstream after another.
+
+    begun: whether its answer has. touched: when it last came on.
+    """
+
+    def __init__(self, router: "Router", client: "Client", request: Request) -> None:
+        self._router = router
+        self._client = client
+        self.request = request
+        self.begun = False
+        self.touched = time.monotonic()
+        self.replica: Replica | None = None
+        self._began = self.touched
+        self._asked = Asked()
+        self._uncached = 0
+        self._tried: list[Replica] = []
+        self._upstream: Upstream | None = None
+        self._pending: asyncio.Task[None] | None = None
+        self._held = False  # the client reads too slowly
+        self._over = False
+
+    def start(self) -> None:
+        """Find a replica and ask it."""
+        router, request = self._router, self.request
+        router.exchanges.add(self)
+        router.budget.earn()
+        if not request.inference:
+            self._choose()
+            return
+        body = bytes(request.body)
+        self._asked = router.read(request.named, body)
+        if router.kvaware:
+            self._pending = asyncio.create_task(self._tokenised(router.kvaware, body))
+        else:
+            self._choose()
+
+    async def _tokenised(self, kvaware: KvAwareness, body: bytes) -> None:
+        try:
+            await kvaware.tokenise(self._asked, self.request, body)
+            self._pending = None
+            self._choose()
+        except Exception:
+            self._client.broken()
+
+    def _choose(self, failure: ServingError | None = None) -> None:
+        """Ask the best replica that was not tried. failure: what happened to the one before."""
+        router = self._router
+        now = time.monotonic()
+        able = router.fleet.able(self._asked.adapter, self._tried, now)
+        if not able:
+            self._fail(failure or NotReady(router.fleet.trouble()))
+            return
+        began = time.perf_counter()
+        bound = router.sessions.replica(self._asked.session) if self._asked.session else None
+        if held := [it for it in able if it.name == bound]:
+            choice = Choice(held[0], 0)
+        else:
+            policy = router.policy if self.request.inference else router.others
+            choice = policy.choose(self._asked, able, now)
+        replica = choice.replica
+        assert isinstance(replica, Replica)
+        self.replica = replica
+        self._tried.append(replica)
+        self._uncached = self._asked.tokens - choice.cached
+        replica.in_flight += 1
+        replica.queued += self._uncached
+        if self.request.inference:
+            router.policy.learn(self._asked, replica.name, now)
+            router.siblings.tell(self._asked, replica.name, self._uncached)
+            metrics.DECISION.observe(time.perf_counter() - began)
+            metrics.PROMPT_TOKENS.inc(self._asked.tokens)
+            metrics.CACHED_TOKENS.inc(choice.cached)
+        self._connect(replica, reuse=True)
+
+    def _connect(self, replica: Replica, reuse: bool) -> None:
+        self.touched = time.monotonic()
+        if reuse and replica.idle and not self.request.http10:
+            self._ask(replica, replica.idle.pop())
+        else:
+            self._pending = asyncio.create_task(self._connected(replica))
+
+    async def _connected(self, replica: Replica) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            _, upstream = await asyncio.wait_for(
+                loop.create_connection(
+                    lambda: Upstream(replica.idle, decoding=self.request.http10),
+                    replica.host,
+                    replica.port,
+                ),
+                CONNECT_S,
+            )
+        except (OSError, TimeoutError) as error:
+            self._pending = None
+            reason = str(error) or "it takes no connections"
+            replica.breaker.unreachable(time.monotonic())
+            self._again("connect", ReplicaFailed(f"the replica cannot be reached: {reason}"))
+        except Exception:
+            self._client.broken()
+        else:
+            self._pending = None
+            self._ask(replica, upstream)
+
+    def _ask(self, replica: Replica, upstream: Upstream) -> None:
+        self._upstream = upstream
+        request = self.request
+        head_only = request.method == b"HEAD"
+        upstream.ask(self, (request.head(replica.authority), request.framed()), head_only)
+        if request.streamed:
+            self._client.hold(False)
+
+    def _again(self, why: str, failure: ServingError) -> None:
+        """Ask another replica, if the request can be sent again, else tell the failure."""
+        if not self.replica:
+            return
+        self._left()
+        if not self._may_again(why):
+            self._fail(failure)
+            return
+        metrics.RETRIES.labels(why).inc()
+        self._choose(failure)
+
+    def _may_again(self, why: str) -> bool:
+        whole = self.request.kept or (why == "connect" and not self.request.streamed)
+        return (
+            not self._over
+            and whole
+            and len(self._tried) < TRIES
+            and bool(self._router.fleet.able(self._asked.adapter, self._tried, time.monotonic()))
+            and self._router.budget.spend()
+        )
+
+    def _left(self) -> None:
+        """The replica has no more to do with this."""
+        replica, self.replica = self.replica, None
+        if replica:
+            replica.in_flight -= 1
+            if not self.begun:
+                replica.queued -= self._uncached
+        if self._upstream:
+            self._upstream.drop()
+            self._upstream = None
+
+    # the client's side
+
+    def sent_more(self) -> None:
+        """The client has sent more of a body that is streamed."""
+        if self._upstream:
+            self._upstream.send(self.request.framed())
+            if self._upstream.full:
+                self._client.hold(True)
+        else:
+            self._client.hold(True)
+
+    def hold(self, hold: bool) -> None:
+        """The client reads too slowly, or keeps up again."""
+        self._held = hold
+        self.touched = time.monotonic()
+        if self._upstream:
+            self._upstream.hold(hold)
+
+    def cancel(self) -> None:
+        """The client is gone."""
+        self._end("cancelled")
+
+    # the replica's side: Listener
+
+    def answered(self, status: int, head: bytes, headers: dict[bytes, bytes]) -> bool:
+        replica = self.replica
+        assert replica
+        now = time.monotonic()
+        replica.breaker.answered(status, now)
+        if status in RETRIED and self._may_again("status"):
+            self._upstream = None  # it looks after itself
+            self._left()
+            metrics.RETRIES.labels(str(status)).inc()
+            self._choose()
+            return False
+        self.begun = True
+        self.touched = now
+        replica.queued -= self._uncached
+        replica.answers(status)
+        metrics.FIRST_BYTE.observe(now - self._began)
+        if session := self._router.sessions.learn(headers, replica.name):
+            self._router.siblings.tell_bound(session, replica.name)
+        request = self.request
+        framed = b"content-length" in headers or b"transfer-encoding" in headers
+        dropped = HOP_BY_HOP if request.http10 else HOP_BY_HOP - {b"transfer-encoding"}
+        lines = head.split(b"\r\n")
+        if any(name in dropped for name in headers):
+            named = {it.strip().lower() for it in headers.get(b"connection", b"").split(b",")}
+            dropped = dropped | named
+            lines = [it for it in lines if it.partition(b":")[0].strip().lower() not in dropped]
+        keep = request.complete and (framed or status in (204, 304) or request.method == b"HEAD")
+        self._client.begin(lines, keep)
+        return True
+
+    def more(self, data: bytes) -> None:
+        self.touched = time.monotonic()
+        self._client.transport.write(data)
+
+    def finished(self, keep: bool) -> None:
+        self._upstream = None
+        self._end("finished")
+        self._client.done(keep)
+
+    def lost(self, reason: str) -> None:
+        upstream, self._upstream = self._upstream, None
+        replica = self.replica
+        if self.begun:
+            self._end("cut")
+            self._client.transport.abort()
+            return
+        if upstream and upstream.used and replica and self.request.kept:
+            # It was idle for so long that the replica closed it just as it was used again.
+            self._connect(replica, reuse=False)
+            return
+        if replica:
+            replica.breaker.unreachable(time.monotonic())
+        self._again("lost", ReplicaFailed(reason))
+
+    def drained(self) -> None:
+        self._client.hold(False)
+
+    # the router's side
+
+    def overdue(self, now: float) -> None:
+        """End it if it has waited for too long."""
+        waited = now - self.touched
+        limits = self._router.limits
+        if not self.begun and waited > limits.first_byte and self.request.complete:
+            self._left()
+            self._fail(ReplicaTimedOut(f"a replica did not answer within {limits.first_byte} s"))
+        elif self.begun and waited > limits.idle:
+            self._end("cut")
+            self._client.transport.abort()
+
+    def abandon(self) -> None:
+        """The replica is down. What it has not begun to answer goes to another."""
+        if not self.begun and self.replica:
+            self._again("down", ReplicaFailed("the replica does not answer any more"))
+
+    def _fail(self, error: ServingError) -> None:
+        self._end("failed")
+        self._client.fail(error)
+
+    def _end(self, how: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._pending:
+            self._pending.cancel()
+        name = self.replica.name if self.replica else ""
+        self._left()
+        self._router.exchanges.discard(self)
+        metrics.REQUESTS.labels(name, how).inc()
+        self._router.finished()

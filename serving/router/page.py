@@ -1,0 +1,73 @@
+"""What the router answers itself: /ping, /metrics, and /replicas for people."""
+
+import html
+import os
+import time
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from serving.router.replicas import Fleet, Replica, State
+
+_JSON = b"application/json"
+
+
+def ping(fleet: Fleet, draining: bool) -> tuple[bytes, bytes]:
+    """The kind and body of an answer to /ping."""
+    ready = sum(it.state is State.READY for it in fleet.replicas)
+    status = "draining" if draining else "ready" if ready else "starting"
+    return _JSON, msgspec.json.encode({"status": status, "detail": f"{ready} replicas are ready"})
+
+
+def metrics() -> tuple[bytes, bytes]:
+    """All processes' series."""
+    registry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return CONTENT_TYPE_LATEST.encode(), generate_latest(registry)
+
+
+def replicas(fleet: Fleet, accept: bytes) -> tuple[bytes, bytes]:
+    """The replicas: a table for browsers, JSON for others."""
+    rows = [_row(replica) for replica in fleet.replicas]
+    if b"text/html" not in accept:
+        return _JSON, msgspec.json.encode({"replicas": rows})
+    shown = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(_cell(value))}</td>' for value in row.values())}</tr>"
+        for row in rows
+    )
+    titles = "".join(f"<th>{title.replace('_', ' ')}</th>" for title in _row(Replica("http://x")))
+    return b"text/html; charset=utf-8", _PAGE.format(titles=titles, rows=shown).encode()
+
+
+def _row(replica: Replica) -> dict[str, Any]:
+    return {
+        "replica": replica.name,
+        "state": replica.state,
+        "detail": replica.detail,
+        "requests_under_way": replica.in_flight,
+        "prompt_tokens_queued": replica.queued,
+        "kept_from_requests": replica.breaker.open(time.monotonic()),
+        "models": sorted(replica.models - replica.adapters),
+        "adapters": len(replica.adapters),
+        "kv_cache_tokens": replica.tokens,
+    }
+
+
+def _cell(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
+<title>Replicas</title>
+<style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em }}
+table {{ border-collapse: collapse }}
+th, td {{ padding: .4em .8em; text-align: left; border-bottom: 1px solid #ccc }}
+</style></head>
+<body><h1>Replicas</h1><table><tr>{titles}</tr>{rows}</table></body></html>
+"""

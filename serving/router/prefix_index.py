@@ -1,0 +1,75 @@
+"""What each replica was sent before: hashes of prompts, about as many as its KV cache holds."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+CHUNK = 512
+"""Bytes of a prompt in one link of a chain, some 128 tokens."""
+BYTES_PER_TOKEN = 4
+"""Of text and its JSON, roughly, for tokenizers of present models."""
+TTL_S = 1800.0
+"""A prompt that has not come for so long is taken for evicted."""
+DEFAULT_TOKENS = 500_000
+"""What a replica is taken to keep in its KV cache where it does not tell."""
+
+
+def chain(prompt: bytes, seed: object) -> list[int]:
+    """A hash for each whole chunk of the prompt, which covers all before it, and the seed.
+
+    Python's own hash: it is fast, and what is hashed never leaves the router's processes, which
+    are forked from one and so hash alike.
+    """
+    link = hash(seed)
+    links = []
+    for start in range(0, len(prompt) - CHUNK + 1, CHUNK):
+        link = hash((link, prompt[start : start + CHUNK]))
+        links.append(link)
+    return links
+
+
+class PrefixIndex:
+    """Which leading part of a prompt each replica was sent, and most likely still has.
+
+    For each replica the links of at most as many tokens as its KV cache holds; the least recently
+    used make room.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[str, OrderedDict[int, float]] = {}
+        self._capacity: dict[str, int] = {}
+
+    def matched(self, replica: str, chain: Sequence[int], now: float) -> int:
+        """How many of the chain's first links the replica was sent."""
+        links = self._links.get(replica)
+        if not links:
+            return 0
+        # A link's predecessors are always used no earlier than itself, so that whatever is there
+        # is there with all before it, and halving finds the end.
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if links.get(chain[middle - 1], 0.0) > now:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def insert(self, replica: str, chain: Sequence[int], now: float) -> None:
+        """The replica is sent a prompt with this chain now (seconds of any one clock)."""
+        links = self._links.setdefault(replica, OrderedDict())
+        until = now + TTL_S
+        for link in reversed(chain):
+            links[link] = until
+            links.move_to_end(link)
+        capacity = self._capacity.get(replica, DEFAULT_TOKENS) * BYTES_PER_TOKEN // CHUNK
+        while len(links) > capacity:
+            links.popitem(last=False)
+
+    def resize(self, replica: str, tokens: int) -> None:
+        """The replica's KV cache holds so many tokens."""
+        self._capacity[replica] = tokens
+
+    def forget(self, replica: str) -> None:
+        """The replica has started anew, or is gone."""
+        self._links.pop(replica, None)
+        self._capacity.pop(replica, None)

@@ -1,0 +1,118 @@
+"""A client's request as it is read, and as it is sent on."""
+
+import re
+import uuid
+
+from serving.errors import INVOCATIONS_PATH
+from serving.router.upstream import HOP_BY_HOP
+
+# What else is not passed on: the framing is ours, and 100-continue was dealt with.
+_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+
+_INFERENCE = re.compile(INVOCATIONS_PATH + r"|/v1/(chat/completions|completions|embeddings)")
+_OTHER = re.compile(r"/v1/models|/execution-parameters|(/models/[^/]+)?/adapters(/[^/]+)?")
+_CHANGES = re.compile(r"(/models/[^/]+)?/adapters(/[^/]+(/update)?)?")
+
+REQUEST_ID = b"x-request-id"
+
+
+class Request:
+    """size: bytes of the body that have come. counted: those of them that count as held.
+    complete: whether all of its body has come. streamed: whether what has come of the body was
+    sent on before the rest was here; there is no sending it again then.
+    """
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.target = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.named: dict[bytes, bytes] = {}
+        self.http10 = False
+        self.keep_alive = False
+        self.body = bytearray()
+        self.size = 0
+        self.counted = 0
+        self.complete = False
+        self.streamed = False
+        self._head = b""
+
+    def heads_in(self, method: bytes, version: str, keep_alive: bool) -> None:
+        """Its head is whole."""
+        self.method = method
+        self.http10 = version == "1.0"
+        self.keep_alive = keep_alive and not self.http10
+        self.named = dict(self.headers)
+        if REQUEST_ID not in self.named:
+            self.headers.append((REQUEST_ID, uuid.uuid4().hex.encode()))
+        path = self.target.partition(b"?")[0]
+        if path.startswith(b"http://"):  # as to a forward proxy
+            path = b"/" + path[7:].partition(b"/")[2]
+            self.target = b"/" + self.target[7:].partition(b"/")[2]
+        self.path = path.decode("latin-1")
+
+    @property
+    def id(self) -> bytes:
+        return self.named.get(REQUEST_ID) or self.headers[-1][1]
+
+    @property
+    def length(self) -> int | None:
+        """Bytes that the body will have, or None where the client does not tell."""
+        given = self.named.get(b"content-length", b"")
+        return int(given) if given.isdigit() else None
+
+    @property
+    def inference(self) -> bool:
+        """Whether strategies choose its replica."""
+        return self.method == b"POST" and bool(_INFERENCE.fullmatch(self.path))
+
+    @property
+    def passes(self) -> bool:
+        """Whether one replica answers it."""
+        reads = self.method in (b"GET", b"HEAD") and _OTHER.fullmatch(self.path)
+        return self.inference or bool(reads)
+
+    @property
+    def for_all(self) -> bool:
+        """Whether it changes what all replicas have."""
+        return self.method in (b"POST", b"DELETE") and bool(_CHANGES.fullmatch(self.path))
+
+    @property
+    def known(self) -> bool:
+        """Whether its path is there, for whatever method."""
+        return any(it.fullmatch(self.path) for it in (_INFERENCE, _OTHER, _CHANGES))
+
+    @property
+    def kept(self) -> bool:
+        """Whether it can be sent once more."""
+        return self.complete and not self.streamed
+
+    def head(self, authority: bytes) -> bytes:
+        """Its head for a replica, whose host and port are the authority."""
+        if not self._head:
+            named = {it.strip().lower() for it in self.named.get(b"connection", b"").split(b",")}
+            lines = [
+                b"%b: %b\r\n" % header
+                for header in self.headers
+                if header[0] not in _DROPPED and header[0] not in named
+            ]
+            if not self.streamed:
+                if self.body or self.method == b"POST":
+                    lines.append(b"content-length: %d\r\n" % len(self.body))
+            elif self.length is None:
+                lines.append(b"transfer-encoding: chunked\r\n")
+            else:
+                lines.append(b"content-length: %d\r\n" % self.length)
+            self._head = b"".join(lines) + b"\r\n"
+        line = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority)
+        return line + self._head
+
+    def framed(self) -> bytes:
+        """The body, or what has come of it since the last call where it is streamed."""
+        body = bytes(self.body)
+        if not self.streamed:
+            return body
+        self.body.clear()
+        if self.length is not None:
+            return body
+        chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        return chunk + b"0\r\n\r\n" if self.complete else chunk

@@ -1,0 +1,159 @@
+"""What router processes on one port tell each other: which request went where.
+
+Each process tells the others of every choice, at once, and several times a second how many requests
+it has under way, so that what a lost message or a dead process has left is put right. Messages are
+datagrams in memory; one that finds no room is dropped.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from serving.router.policies import Asked
+
+if TYPE_CHECKING:
+    from serving.router.replicas import Replica
+
+TELL_S = 0.2
+FORGET_S = 2.0
+"""A process that has told nothing for so long has ended."""
+
+
+class _Chosen(msgspec.Struct, tag=1, array_like=True):
+    process: int
+    replica: str
+    uncached: int
+    adapter: str
+    chain: list[int]
+    blocks: list[int] | None
+
+
+class _Bound(msgspec.Struct, tag=2, array_like=True):
+    session: str
+    replica: str
+
+
+class _State(msgspec.Struct, tag=3, array_like=True):
+    process: int
+    loads: dict[str, tuple[int, int]]
+
+
+class Link:
+    """The sockets of all processes, made before they are forked."""
+
+    def __init__(self, processes: int) -> None:
+        self._pairs = [
+            socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(processes)
+        ]
+        for pair in self._pairs:
+            for end in pair:
+                end.setblocking(False)
+
+    def of(self, number: int) -> tuple[socket.socket, list[socket.socket]]:
+        """Where process `number` listens, and where it tells the others."""
+        others = [pair[1] for n, pair in enumerate(self._pairs) if n != number]
+        return self._pairs[number][0], others
+
+
+class Siblings:
+    """The other processes. Without a link there are none."""
+
+    def __init__(
+        self,
+        replicas: Callable[[], Sequence["Replica"]],
+        learn: Callable[[Asked, str], None],
+        bind: Callable[[str, str], None],
+        own: tuple[socket.socket, list[socket.socket]] | None = None,
+    ) -> None:
+        self._replicas = replicas
+        self._learn = learn
+        self._bind = bind
+        self._socket: socket.socket | None
+        self._socket, self._others = own or (None, [])
+        self._process = os.getpid()
+        self._known: dict[int, tuple[float, dict[str, tuple[int, int]]]] = {}
+        self._told: dict[str, tuple[int, int]] = {}
+        self._decode = msgspec.msgpack.Decoder(_Chosen | _Bound | _State).decode
+
+    async def run(self) -> None:
+        """Listen and tell until cancelled."""
+        if not self._socket:
+            await asyncio.Event().wait()
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket, self._read)
+        try:
+            while True:
+                self._state()
+                self._forget(loop.time())
+                await asyncio.sleep(TELL_S)
+        finally:
+            loop.remove_reader(self._socket)
+
+    def tell(self, asked: Asked, replica: str, uncached: int) -> None:
+        """A request goes to the replica."""
+        if self._others:
+            blocks = None if asked.blocks is None else list(asked.blocks)
+            chain = list(asked.chain)
+            self._send(_Chosen(self._process, replica, uncached, asked.adapter, chain, blocks))
+
+    def tell_bound(self, session: str, replica: str) -> None:
+        """The replica has a session."""
+        self._send(_Bound(session, replica))
+
+    def _state(self) -> None:
+        loads = {
+            it.name: (it.in_flight - it.others[0], it.queued - it.others[1])
+            for it in self._replicas()
+        }
+        self._send(_State(self._process, {name: load for name, load in loads.items() if any(load)}))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        data = msgspec.msgpack.encode(message) if self._others else b""
+        for other in self._others:
+            with contextlib.suppress(OSError):  # no room, or nobody there
+                other.send(data)
+
+    def _read(self) -> None:
+        assert self._socket
+        now = asyncio.get_running_loop().time()
+        for _ in range(100):  # the rest in the loop's next turn
+            try:
+                message = self._decode(self._socket.recv(1 << 18))
+            except BlockingIOError:
+                return
+            match message:
+                case _Chosen():
+                    _, loads = self._known.setdefault(message.process, (now, {}))
+                    flying, queued = loads.get(message.replica, (0, 0))
+                    loads[message.replica] = (flying + 1, queued + message.uncached)
+                    self._add_up()
+                    asked = Asked(
+                        adapter=message.adapter, chain=message.chain, blocks=message.blocks
+                    )
+                    self._learn(asked, message.replica)
+                case _Bound():
+                    self._bind(message.session, message.replica)
+                case _State():
+                    self._known[message.process] = (now, message.loads)
+                    self._add_up()
+
+    def _add_up(self) -> None:
+        for replica in self._replicas():
+            had = replica.others
+            told = [loads.get(replica.name, (0, 0)) for _, loads in self._known.values()]
+            replica.others = sum(it[0] for it in told), sum(it[1] for it in told)
+            replica.in_flight += replica.others[0] - had[0]
+            replica.queued += replica.others[1] - had[1]
+
+    def _forget(self, now: float) -> None:
+        ended = [process for process, (told, _) in self._known.items() if now - told > FORGET_S]
+        for process in ended:
+            del self._known[process]
+        if ended:
+            self._add_up()

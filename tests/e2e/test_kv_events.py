@@ -1,0 +1,167 @@
+"""The router's index follows a real engine: what a request leaves in its cache is what is looked
+up for the next.
+"""
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+import tiny_lora
+import tiny_model
+
+from serving.router import kv_events, tokens
+from serving.router.kv_events import Follower
+from serving.router.kv_index import KvIndex, chain, request_seed
+from tests.e2e.conftest import serving
+
+TEXT = "".join(f"import statement {n}. " for n in range(120))  # several blocks
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend():
+    return "asyncio"
+
+
+def free_ports():
+    """Two in a row."""
+    while True:
+        with socket.create_server(("", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                with socket.create_server(("", port + 1)):
+                    return port
+            except OSError:
+                continue
+
+
+@pytest.fixture(scope="module")
+def served(tiny_options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kv_events")
+    tiny_lora.write(folder / "one", 1)
+    environ = {
+        **tiny_options,
+        "OPTION_KV_CACHE_MEMORY_BYTES": "8M",  # some 30 blocks
+        "OPTION_MAX_MODEL_LEN": "2048",
+        "OPTION_KV_EVENTS": "true",
+        "OPTION_KV_EVENTS_PORT": str(free_ports()),
+        "OPTION_ENABLE_LORA": "true",
+        "OPTION_ADAPTER_ROOTS": str(folder),
+    }
+    with serving(folder / "log", **environ) as it:
+        it.ready()
+        adapter = {"name": "one", "src": str(folder / "one")}
+        assert it.client.post("/adapters", params=adapter).status_code == 200
+        yield it
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    found = tokens.load(str(tiny_model.make()), {})
+    yield found
+    found.close()
+
+
+class Followed:
+    def __init__(self, served, tokenizer):
+        self.served = served
+        self.tokenizer = tokenizer
+        self.index = KvIndex()
+        answer = served.client.get("/kv_event_sources").content
+        sources = kv_events.sources(answer, "127.0.0.1")
+        assert sources.keys() == {0}
+        self.task = asyncio.create_task(Follower(self.index, "a", sources).run())
+
+    async def until(self, reached):
+        deadline = time.monotonic() + 20
+        while not reached():
+            assert time.monotonic() < deadline
+            assert not self.task.done()
+            await asyncio.sleep(0.02)
+
+    async def ask(self, path, body, adapter=None):
+        headers = {"X-Amzn-SageMaker-Adapter-Identifier": adapter} if adapter else {}
+        answer = await asyncio.to_thread(self.served.client.post, path, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+
+    async def chain(self, path, body, adapter=None, salt=None):
+        assert self.index.block_size
+        found = await self.tokenizer.tokens(path, json.dumps(body).encode())
+        inner = self.index.inner(adapter) if adapter else None
+        return chain(found, self.index.block_size, request_seed(inner, None, salt))
+
+    def matched(self, keys):
+        return self.index.matched("a", keys, time.monotonic())
+
+
+@pytest.fixture
+async def followed(served, tokenizer, anyio_backend):
+    it = Followed(served, tokenizer)
+    yield it
+    it.task.cancel()
+    await asyncio.gather(it.task, return_exceptions=True)
+
+
+SHORT = {"max_tokens": 2, "temperature": 0}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "body", "adapter"),
+    [
+        (COMPLETIONS, {"prompt": f"one {TEXT}", **SHORT}, None),
+        (COMPLETIONS, {"prompt": f"salted {TEXT}", "cache_salt": "s", **SHORT}, None),
+        (COMPLETIONS, {"prompt": f"adapter {TEXT}", **SHORT}, "one"),
+        (COMPLETIONS, {"prompt": f"both {TEXT}", "cache_salt": "s", **SHORT}, "one"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "system", "content": f"two {TEXT}"},
+                    {"role": "user", "content": [{"type": "text", "text": "x"}]},
+                ],
+                **SHORT,
+            },
+            None,
+        ),
+        ("/invocations", {"inputs": f"three {TEXT}", "parameters": {"max_new_tokens": 2}}, None),
+    ],
+)
+async def test_what_a_request_leaves_is_found(followed, path, body, adapter):
+    await followed.ask(path, body, adapter)
+    await followed.until(lambda: followed.index.block_size)
+    if adapter:
+        await followed.until(lambda: followed.index.inner(adapter) != adapter)
+    own = (adapter, body.get("cache_salt"))
+    keys = await followed.chain(path, body, *own)
+    assert len(keys) > 3
+    await followed.until(lambda: followed.matched(keys) == len(keys))
+    for other in {(None, None), (None, "s"), (None, "t"), ("one", None), ("one", "s")} - {own}:
+        assert followed.matched(await followed.chain(path, body, *other)) == 0
+
+
+@pytest.mark.anyio
+async def test_what_the_engine_evicts_is_gone(followed):
+    first = {"prompt": f"first {TEXT}", **SHORT}
+    await followed.ask(COMPLETIONS, first)
+    await followed.until(lambda: followed.index.block_size)
+    keys = await followed.chain(COMPLETIONS, first)
+    await followed.until(lambda: followed.matched(keys) == len(keys))
+    for n in range(8):
+        await followed.ask(COMPLETIONS, {"prompt": f"other {n} {TEXT}", **SHORT})
+    await followed.until(lambda: followed.matched(keys) == 0)
+
+
+@pytest.mark.anyio
+async def test_one_who_comes_late_reads_the_log(followed, served, tokenizer):
+    body = {"prompt": f"early {TEXT}", **SHORT}
+    await followed.ask(COMPLETIONS, body)
+    late = Followed(served, tokenizer)
+    await late.until(lambda: late.index.follows("a"))
+    keys = await late.chain(COMPLETIONS, body)
+    assert late.matched(keys) == len(keys)
+    late.task.cancel()
+    await asyncio.gather(late.task, return_exceptions=True)

@@ -1,0 +1,209 @@
+"""Replicas that do what a test wants, and a router in front of them, all on real sockets."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from lmi_config.options import Settings
+from serving.router import replicas
+from serving.router.server import Router
+
+Answer = Callable[["FakeReplica", "Asked", asyncio.StreamWriter], Awaitable[None]]
+
+
+class Asked(NamedTuple):
+    """A request as a replica got it."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def whole(status: int, body: bytes, *lines: str) -> bytes:
+    """An answer with a length."""
+    head = [f"HTTP/1.1 {status} Something", f"content-length: {len(body)}", *lines]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+class FakeReplica:
+    """A server at the seam where replicas are: HTTP. It answers with its name, and misbehaves when
+    told to, by `answer`.
+    """
+
+    def __init__(self) -> None:
+        self.ping: tuple[int, dict[str, object]] = (200, {"status": "ready"})
+        self.models: list[dict[str, object]] = [{"id": "base"}]
+        self.born = 1.0
+        self.tokens = 100_000
+        self.asked: list[Asked] = []
+        self.answer: Answer | None = None
+        self.connections: set[asyncio.StreamWriter] = set()
+        self.gone = 0  # clients that left before they were answered
+        self.port = 0
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Die: take no connections, and break off those that are."""
+        if self._server:
+            self._server.close()
+            for writer in [*self.connections]:
+                writer.transport.abort()
+            await asyncio.sleep(0.01)
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections.add(writer)
+        try:
+            while asked := await _read(reader):
+                await self._answer(asked, reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self.connections.discard(writer)
+            writer.close()
+
+    async def _answer(
+        self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        match asked.target:
+            case "/ping":
+                writer.write(whole(self.ping[0], json.dumps(self.ping[1]).encode()))
+            case "/metrics":
+                cache = f'block_size="100",num_gpu_blocks="{self.tokens // 100}"'
+                info = f"vllm:cache_config_info{{{cache}}} 1"
+                born = f"process_start_time_seconds {self.born}"
+                writer.write(whole(200, f"{born}\n{info}\n".encode()))
+            case "/v1/models":
+                writer.write(whole(200, json.dumps({"data": self.models}).encode()))
+            case _:
+                self.asked.append(asked)
+                if self.answer:
+                    work = asyncio.ensure_future(self.answer(self, asked, writer))
+                    left = asyncio.ensure_future(reader.read(1))
+                    await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
+                    if not work.done():
+                        work.cancel()
+                        self.gone += 1
+                        raise ConnectionError
+                    left.cancel()
+                    await asyncio.wait([left])
+                    await work
+                else:
+                    body = json.dumps({"replica": self.url, "size": len(asked.body)}).encode()
+                    writer.write(whole(200, body, "content-type: application/json"))
+        await writer.drain()
+
+
+async def _read(reader: asyncio.StreamReader) -> Asked | None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").rstrip().split("\r\n")
+    method, target, _ = first.split(" ")
+    headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    body = b""
+    if headers.get("transfer-encoding") == "chunked":
+        while size := int(await reader.readline(), 16):
+            body += await reader.readexactly(size)
+            await reader.readline()
+        await reader.readline()
+    else:
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+    return Asked(method, target, headers, body)
+
+
+class Routed:
+    """A router, its replicas, and a client of it."""
+
+    def __init__(self, fleet: list[FakeReplica], settings: dict[str, Any]) -> None:
+        self.fleet = fleet
+        listener = socket.create_server(("127.0.0.1", 0))
+        # Asyncio does so only for sockets made with TCP's number; else each body waits for 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        urls = ",".join(it.url for it in fleet)
+        self.router = Router(Settings(**{"router_replicas": urls} | settings), {})
+        self.task = asyncio.create_task(self.router.run(listener))
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
+
+    async def ready(self, count: int | None = None) -> None:
+        """Wait until so many replicas are ready, or all."""
+        count = len(self.fleet) if count is None else count
+        await until(lambda: sum(it.state == "ready" for it in self.router.fleet.replicas) == count)
+
+    async def post(
+        self, body: object, path: str = "/v1/completions", **more: Any
+    ) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.client.post(path, content=content, **more)
+
+    async def raw(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which this was sent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        return reader, writer
+
+    async def answer(self, data: bytes) -> bytes:
+        """All that comes back until the router closes the connection."""
+        reader, writer = await self.raw(data)
+        found = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return found
+
+
+async def until(holds: Callable[[], bool], deadline: float = 5.0) -> None:
+    async with asyncio.timeout(deadline):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def routing(count: int = 2, wait: bool = True, **settings: Any) -> AsyncIterator[Routed]:
+    """A router in front of so many replicas."""
+    fleet = [FakeReplica() for _ in range(count)]
+    for it in fleet:
+        await it.start()
+    routed = Routed(fleet, settings)
+    try:
+        if wait:
+            await routed.ready()
+        yield routed
+    finally:
+        await routed.client.aclose()
+        if not routed.task.done():
+            routed.router.stop()
+            routed.router.stop()
+        await asyncio.wait_for(routed.task, 10)
+        for it in fleet:
+            await it.stop()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Looks at replicas often."""
+    monkeypatch.setattr(replicas, "PING_S", 0.02)
