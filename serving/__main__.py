@@ -64,9 +64,7 @@ def _routed(environ: Mapping[str, str]) -> int:
         asked = settings.read(environ)
         if not asked.router_replicas:
             raise settings.SettingsError(
-                [
-                    "OPTION_ROUTER_REPLICAS is not set: it names the servers, as http://a:8080,http://b:8080"
-                ]
+                ["OPTION_ROUTER_REPLICAS is not set: it names the servers, as http://a:8080"]
             )
     except settings.SettingsError as error:
         print(error, file=sys.stderr)

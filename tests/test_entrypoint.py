@@ -33,9 +33,17 @@ def test_serve_is_the_default_and_wrong_options_end_it_at_once(arguments):
     )
 
 
-def test_the_verb_to_come_says_so():
-    ended = run("route")
-    assert (ended.returncode, ended.stderr) == (2, "route is not there yet\n")
+@pytest.mark.parametrize(
+    ("replicas", "fault"),
+    [
+        ("", "OPTION_ROUTER_REPLICAS is not set: it names the servers"),
+        ("https://a", "OPTION_ROUTER_REPLICAS='https://a': should be like http://10.0.0.5:8080"),
+    ],
+)
+def test_a_router_wants_to_know_its_replicas(replicas, fault):
+    ended = run("route", OPTION_ROUTER_REPLICAS=replicas)
+    assert ended.returncode == 2
+    assert fault in ended.stderr
 
 
 def test_anything_else_runs_as_given():

@@ -195,5 +195,9 @@ def _socket(kind: int, url: str) -> zmq.asyncio.Socket:
     socket.ipv6 = True
     # What is lost is asked for again: better than as much memory as a follower is behind.
     socket.rcvhwm = 0 if kind == zmq.DEALER else 10_000
-    socket.connect(url)
+    try:
+        socket.connect(url)
+    except zmq.ZMQError:
+        socket.close()
+        raise
     return socket

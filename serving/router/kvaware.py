@@ -18,7 +18,6 @@ from serving.router.policies import Asked
 from serving.router.replicas import Replica
 from serving.router.request import Request
 from serving.router.tokens import Tokenizer, load
-from serving.sources import SourceError
 from serving.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -32,6 +31,7 @@ class KvAwareness:
         self._settings = settings
         self._environ = environ
         self._tokenizer: Tokenizer | None = None
+        self._looked = asyncio.Event()  # for a tokenizer
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._told: set[str] = set()
         self._tenant = (settings.cache_salt_header or "").lower().encode()
@@ -40,8 +40,9 @@ class KvAwareness:
         """Load the tokenizer, and stay until cancelled."""
         try:
             self._tokenizer = await in_thread(self._load)
-        except (SourceError, OSError, ValueError) as error:
+        except Exception as error:  # of transformers, or of code that came with the model
             self._missing("tokenizer", f"OPTION_MODEL_ID: the tokenizer cannot be had: {error}")
+        self._looked.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -89,7 +90,14 @@ class KvAwareness:
         if task := self._followers.pop(replica.name, None):
             task.cancel()
 
+    def follows(self, replica: Replica) -> bool:
+        """Whether the replica's cache is known."""
+        return self._index.follows(replica.name)
+
     async def _follow(self, replica: Replica) -> None:
+        await self._looked.wait()
+        if not self._tokenizer:
+            return
         try:
             async with aiohttp.ClientSession() as session:
                 url = replica.name + "/kv_event_sources"

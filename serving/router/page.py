@@ -9,6 +9,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from serving.router.kvaware import KvAwareness
 from serving.router.replicas import Fleet, Replica, State
 
 _JSON = b"application/json"
@@ -30,21 +31,21 @@ def metrics() -> tuple[bytes, bytes]:
     return CONTENT_TYPE_LATEST.encode(), generate_latest(registry)
 
 
-def replicas(fleet: Fleet, accept: bytes) -> tuple[bytes, bytes]:
+def replicas(fleet: Fleet, kvaware: KvAwareness | None, accept: bytes) -> tuple[bytes, bytes]:
     """The replicas: a table for browsers, JSON for others."""
-    rows = [_row(replica) for replica in fleet.replicas]
+    rows = [_row(replica, kvaware) for replica in fleet.replicas]
     if b"text/html" not in accept:
         return _JSON, msgspec.json.encode({"replicas": rows})
     shown = "".join(
         f"<tr>{''.join(f'<td>{html.escape(_cell(value))}</td>' for value in row.values())}</tr>"
         for row in rows
     )
-    titles = "".join(f"<th>{title.replace('_', ' ')}</th>" for title in _row(Replica("http://x")))
+    titles = "".join(f"<th>{title.replace('_', ' ')}</th>" for title in rows[0]) if rows else ""
     return b"text/html; charset=utf-8", _PAGE.format(titles=titles, rows=shown).encode()
 
 
-def _row(replica: Replica) -> dict[str, Any]:
-    return {
+def _row(replica: Replica, kvaware: KvAwareness | None) -> dict[str, Any]:
+    row = {
         "replica": replica.name,
         "state": replica.state,
         "detail": replica.detail,
@@ -55,6 +56,7 @@ def _row(replica: Replica) -> dict[str, Any]:
         "adapters": len(replica.adapters),
         "kv_cache_tokens": replica.tokens,
     }
+    return row | {"kv_cache_known": kvaware.follows(replica)} if kvaware else row
 
 
 def _cell(value: Any) -> str:

@@ -270,7 +270,9 @@ class Router:
             case "/metrics" if reads:
                 client.whole(200, *page.metrics())
             case "/replicas" if reads:
-                client.whole(200, *page.replicas(self.fleet, request.named.get(b"accept", b"")))
+                client.whole(
+                    200, *page.replicas(self.fleet, self.kvaware, request.named.get(b"accept", b""))
+                )
             case "/ping" | "/metrics" | "/replicas":
                 raise MethodNotAllowed(f"{request.path} does not answer {request.method.decode()}")
             case _ if request.for_all:

@@ -112,9 +112,9 @@ def load(
     Fetches no weights. Raises SourceError or ModelError where the model cannot be had, and what
     transformers raises where it has no tokenizer.
     """
-    from transformers import AutoTokenizer
-
     checkpoint = locate(model_id, environ, revision=revision, downloads=downloads).checkpoint()
+    from transformers import AutoTokenizer  # takes seconds
+
     with tempfile.TemporaryDirectory() as folder:
         _copy(checkpoint, Path(folder), (*_SUFFIXES, ".py") if trust_remote_code else _SUFFIXES)
         found = AutoTokenizer.from_pretrained(

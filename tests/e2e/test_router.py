@@ -1,0 +1,175 @@
+"""The router in front of two real engines: everything a client does with one server, and what only
+several can do.
+"""
+
+import signal
+import threading
+import time
+
+import pytest
+import tiny_lora
+import tiny_model
+
+from tests.e2e.conftest import Served, serving
+from tests.e2e.test_kv_events import free_ports
+
+WORDS = "".join(f"import statement {n}. " for n in range(120))  # several blocks
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("router")
+    tiny_lora.write(folder / "one", 1)
+    started = []
+    for n in range(2):
+        environ = {
+            **tiny_options,
+            "OPTION_KV_EVENTS": "true",
+            "OPTION_KV_EVENTS_PORT": str(free_ports()),
+            "OPTION_ENABLE_LORA": "true",
+            "OPTION_ADAPTER_ROOTS": str(folder),
+        }
+        started.append(serving(folder / f"log-{n}", **environ))
+    running = [it.__enter__() for it in started]
+    for it in running:
+        it.ready()
+        it.adapter = str(folder / "one")
+    yield running
+    for it in started:
+        it.__exit__(None, None, None)
+
+
+@pytest.fixture
+def routed(engines, tmp_path, request):
+    """A router with the strategy that the test asks for."""
+    strategy = getattr(request, "param", "kvaware")
+    with routing(engines, tmp_path / "log", strategy) as it:
+        yield it
+
+
+def routing(engines: list[Served], log, strategy: str, **environ: str):
+    options = {
+        "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in engines),
+        "OPTION_ROUTING_STRATEGY": strategy,
+        "OPTION_MODEL_ID": str(tiny_model.make()),
+    }
+    return serving(log, "./entrypoint.sh", "route", **options, **environ)
+
+
+def ready(routed: Served) -> None:
+    routed.ready()
+    until(lambda: all(it["state"] == "ready" for it in replicas(routed)))
+
+
+def replicas(routed: Served):
+    return routed.client.get("/replicas").json()["replicas"]
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def hits(engines: list[Served]) -> list[float]:
+    return [it.metric("vllm:prefix_cache_hits_total") for it in engines]
+
+
+@pytest.mark.parametrize("routed", ["prefixaware", "session", "roundrobin"], indirect=True)
+def test_the_apis_are_those_of_one_server(routed):
+    ready(routed)
+    assert routed.invoke({"inputs": "Hi", "parameters": {"max_new_tokens": 3}}).json()
+    lines = routed.lines({"inputs": "Hi", "parameters": {"max_new_tokens": 3}, "stream": True})
+    assert len(lines) == 3
+    models = [it.id for it in routed.openai.models.list()]
+    assert models[0] == "tiny-llama-1"
+    message = {"role": "user", "content": "Hi"}
+    chunks = routed.openai.chat.completions.create(
+        model="lmi", messages=[message], max_tokens=4, stream=True
+    )
+    assert list(chunks)[-1].choices[0].finish_reason == "length"
+    assert routed.invoke({"inputs": 5}).status_code == 424
+
+
+def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path):
+    """Prompts sent past the router, in every format, which then come through it."""
+    texts = [f"{n} {WORDS}" for n in range(8)]
+
+    def asks(client, text):
+        message = {"role": "user", "content": text}
+        before = sum(hits(engines))
+        for path, body in (
+            ("/v1/completions", {"prompt": "a " + text, "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [message], "max_tokens": 1}),
+            ("/invocations", {"inputs": "b " + text, "parameters": {"max_new_tokens": 1}}),
+        ):
+            assert client.post(path, json=body).status_code == 200
+        return sum(hits(engines)) - before
+
+    for n, text in enumerate(texts):
+        asks(engines[n % 2].client, text)
+    all_of_it = sum(asks(engines[n % 2].client, text) for n, text in enumerate(texts))
+    assert all_of_it > 8 * 3 * 128
+    for attempt in ("first", "again"):
+        with routing(engines, tmp_path / attempt, "kvaware") as routed:
+            ready(routed)
+            until(lambda it=routed: all(row["kv_cache_known"] for row in replicas(it)))
+            assert sum(asks(routed.client, text) for text in texts) == all_of_it
+            assert "knows no more" not in routed.log.read_text()
+
+
+def test_adapters_are_registered_everywhere(engines, routed):
+    ready(routed)
+    source = {"name": "one", "src": engines[0].adapter}
+    assert routed.client.post("/adapters", params=source).status_code == 200
+    for it in engines:
+        assert it.client.get("/adapters/one").status_code == 200
+    body = {"inputs": "Hi", "adapters": "one", "parameters": {"max_new_tokens": 2}}
+    assert all(routed.invoke(body).status_code == 200 for _ in range(6))
+    assert routed.client.delete("/adapters/one").status_code == 200
+    for it in engines:
+        assert it.client.get("/adapters/one").status_code == 404
+
+
+def test_a_session_goes_where_it_began(engines, routed):
+    ready(routed)
+    for _ in range(4):
+        answer = routed.client.post("/invocations", json={"requestType": "NEW_SESSION"})
+        session = answer.headers["x-amzn-sagemaker-new-session-id"].partition(";")[0]
+        header = {"X-Amzn-SageMaker-Session-Id": session}
+        body = {"inputs": "Hi", "parameters": {"max_new_tokens": 1}}
+        for _ in range(5):
+            assert routed.client.post("/invocations", json=body, headers=header).status_code == 200
+
+
+def test_an_engine_that_stops_or_dies_costs_no_answer(engines, routed):
+    """Last: it takes the engines down."""
+    ready(routed)
+    body = {"inputs": "Hi", "parameters": {"max_new_tokens": 30, "ignore_eos_token": True}}
+    failures, answers, stop = [], [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            answer = routed.invoke(body)
+            (answers if answer.status_code == 200 else failures).append(answer)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(answers) > 20)
+    engines[0].process.send_signal(signal.SIGTERM)
+    until(lambda: engines[0].process.poll() is not None)
+    count = len(answers)
+    until(lambda: len(answers) > count + 20)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0].text
+    states = {it["replica"]: it["state"] for it in replicas(routed)}
+    assert states == {engines[0].url: "down", engines[1].url: "ready"}
+    engines[1].process.kill()
+    until(lambda: routed.client.get("/ping").status_code == 503)
+    refused = routed.invoke(body)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
