@@ -29,9 +29,12 @@ BUFFERED = 512 * 1024**2
 """Bytes of bodies that are kept at once, for all clients; beyond, all are streamed."""
 PIPELINE = 16
 """Requests that a client may send ahead of their answers; then it is read no further."""
+AHEAD = 1_000
+"""What one packet may bring of them beyond that."""
 LINGER_S = 2.0
 """A client that is still sending when it is refused gets so long to read why."""
 
+_NOT_HTTP = "the request is not HTTP/1.1"
 _HEAD_TOO_LARGE = f"the request's line and headers are longer than {MAX_HEAD} bytes"
 
 # Clients offer HTTP/2 with a request (RFC 7540, 3.2), and mean it to be answered if nobody takes
@@ -48,13 +51,13 @@ class Client(asyncio.Protocol):
         self._router = router
         self._parser = httptools.HttpRequestParser(self)
         self._head = b""  # between two requests: what has come of the next one's head
-        self._unfinished_head = 0
+        self._stuck = 0  # bytes since the head that is being read began, or its body last came on
         self._reading: Request | None = None
         self._waiting: deque[Request] = deque()
         self._exchange: Exchange | None = None
         self._request: Request | None = None  # that is being answered
-        self._refusal: ServingError | None = None
         self._deaf = False  # what it sends is not read any more
+        self._full = False  # it does not read what it is sent
         self._closing = False
         self._keep = True
         self.touched = time.monotonic()
@@ -81,32 +84,40 @@ class Client(asyncio.Protocol):
             self._head = b""
             if b"pgrade" in head or b"PGRADE" in head:
                 data = _UPGRADE.sub(b"\r\nx-not-taken:", head) + data[len(head) :]
-        elif self._unfinished_head:
-            self._unfinished_head += len(data)
+        else:
+            self._stuck += len(data)
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._refuse(BadRequest("the request is not HTTP/1.1"))
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # what on_... raised
+            if not isinstance(cause, ServingError):
+                cause = BadRequest(_NOT_HTTP)
+            self._refuse(cause)
             return
-        if self._unfinished_head > MAX_HEAD:
-            self._refusal = HeadTooLarge(_HEAD_TOO_LARGE)
-        if self._refusal:
-            self._refuse(self._refusal)
-        elif not self._request:
+        if self._reading and self._stuck > MAX_HEAD:
+            self._refuse(HeadTooLarge(_HEAD_TOO_LARGE))
+            return
+        self._count(self._reading)
+        if not self._request:
             self._next()
         elif self._request.streamed and self._exchange:
             self._exchange.sent_more()
-        self._count(self._reading or self._request)
+            self._count(self._request)
+        self._invite()
         if len(self._waiting) >= PIPELINE:
             self.hold(True)
 
     def pause_writing(self) -> None:
+        self._full = True
         if self._exchange:
             self._exchange.hold(True)
 
     def resume_writing(self) -> None:
+        self._full = False
+        self.touched = time.monotonic()
         if self._exchange:
             self._exchange.hold(False)
+        self._next()
 
     def connection_lost(self, exception: Exception | None) -> None:
         self._closing = True
@@ -120,11 +131,13 @@ class Client(asyncio.Protocol):
             self._exchange.cancel()
             self._exchange = None
 
-    # the parser's side
+    # the parser's side: what is raised here, data_received finds
 
     def on_message_begin(self) -> None:
+        if len(self._waiting) >= AHEAD:
+            raise BadRequest("too many requests were sent ahead of their answers")
         self._reading = Request()
-        self._unfinished_head = 1
+        self._stuck = 0
 
     def on_url(self, url: bytes) -> None:
         assert self._reading
@@ -132,30 +145,34 @@ class Client(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._reading
-        self._reading.headers.append((name.lower(), value))
+        if not self._reading.method:  # else it is a trailer
+            self._reading.headers.append((name.lower(), value.rstrip()))
 
     def on_headers_complete(self) -> None:
         request = self._reading
         assert request
-        self._unfinished_head = 0
+        self._stuck = 0
         parser = self._parser
-        request.heads_in(parser.get_method(), parser.get_http_version(), parser.should_keep_alive())
-        limit = self._router.max_request_size
-        if (request.length or 0) > limit:
-            self._refusal = self._refusal or TooLarge(limit)
-        elif request.named.get(b"expect", b"").lower() == b"100-continue" and not self._request:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        version = parser.get_http_version()
+        request.heads_in(parser.get_method(), version, parser.should_keep_alive())
+        if version not in ("1.0", "1.1") or parser.should_upgrade():
+            raise BadRequest(_NOT_HTTP)
+        if request.named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            raise BadRequest("the only transfer-encoding that is known here is chunked")
+        if (request.length or 0) > self._router.max_request_size:
+            raise TooLarge(self._router.max_request_size)
 
     def on_body(self, body: bytes) -> None:
         request = self._reading
         assert request
-        if self._refusal:
-            return
+        self._stuck = 0
         request.body += body
         request.size += len(body)
         if request.size > self._router.max_request_size:
-            self._refusal = TooLarge(self._router.max_request_size)
-        elif len(request.body) > BUFFER or self._router.buffered > BUFFERED:
+            raise TooLarge(self._router.max_request_size)
+        if len(request.body) > BUFFER or self._router.buffered > BUFFERED:
+            if request.for_all:
+                raise BadRequest("the body is too large for a change of adapters")
             if self._request is None and not self._waiting:
                 self._waiting.append(request)
             elif self._request is not request:
@@ -172,14 +189,15 @@ class Client(asyncio.Protocol):
     # what is done with requests
 
     def _next(self) -> None:
-        """Answer the next request, if one has come."""
-        if self._closing or self._request or not self._waiting:
+        """Answer the next request, if one has come, and the answers before were read."""
+        if self._closing or self._request or self._full or not self._waiting:
             return
         request = self._request = self._waiting.popleft()
         self._keep = request.keep_alive
-        if not request.complete:
-            request.streamed = True
+        request.streamed = not request.complete
         try:
+            if request.refusal:
+                raise request.refusal
             if request.passes and self._router.draining:
                 raise NotReady("the router is stopping")
             if request.passes:
@@ -194,11 +212,13 @@ class Client(asyncio.Protocol):
 
     def broken(self) -> None:
         """Something failed that nobody foresaw. To be called while that is handled."""
-        error = errors.unforeseen()
+        self._give_up(errors.unforeseen())
+
+    def _give_up(self, error: ServingError) -> None:
+        """End the answer that is under way: with an error, or in the middle where it has begun."""
         if self._exchange:
-            begun = self._exchange.begun
             self._exchange.cancel()
-            if begun:
+            if self._exchange.begun:
                 self.transport.abort()
                 return
         self.fail(error)
@@ -207,6 +227,11 @@ class Client(asyncio.Protocol):
         """Stop reading, or go on."""
         if not self.transport.is_closing():
             (self.transport.pause_reading if hold else self.transport.resume_reading)()
+
+    def passed_on(self) -> None:
+        """What had come of a streamed body is sent on: the next may come."""
+        self._count(self._request)
+        self.hold(False)
 
     def begin(self, lines: list[bytes], keep: bool) -> None:
         """Send an answer's head: its lines. keep: whether another answer may follow."""
@@ -221,6 +246,8 @@ class Client(asyncio.Protocol):
         """Answer with this body. more: further lines of the head."""
         request = self._request
         assert request
+        if self._closing:  # it has left in the meantime
+            return
         phrase = http.HTTPStatus(status).phrase.encode()
         lines = [b"HTTP/1.1 %d %b" % (status, phrase), b"content-type: " + kind]
         self.begin([*lines, b"content-length: %d" % len(body), *more], request.complete)
@@ -249,10 +276,19 @@ class Client(asyncio.Protocol):
         if not (keep and self._keep):
             self._close()
             return
-        self.hold(False)
+        if len(self._waiting) < PIPELINE:
+            self.hold(False)
+        self._invite()
         if self._waiting:
             # Not at once: a client with many requests in one packet is no reason to recurse.
             asyncio.get_running_loop().call_soon(self._next)
+
+    def _invite(self) -> None:
+        """Ask for a body that the client keeps until it is asked, when its turn has come."""
+        request = self._reading
+        if request and request.expects and not self._request and not self._waiting:
+            request.expects = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _count(self, request: Request | None) -> None:
         """Keep count of the bytes of bodies that are held."""
@@ -261,25 +297,24 @@ class Client(asyncio.Protocol):
             request.counted = len(request.body)
 
     def _refuse(self, error: ServingError) -> None:
-        """Answer a request that is not read to its end, and close. Where the answer to another is
-        under way, end after that.
-        """
+        """Answer what was read before, then this, and close."""
         self._deaf = True
-        self._keep = False
-        self._waiting.clear()
-        if self._request:
-            return
         request = self._reading or Request()
-        request.complete = False
         if not request.method:
             request.heads_in(b"GET", "1.1", keep_alive=False)
-        self._request = request
-        self.fail(error)
+        request.refusal = error
+        if request is self._request:
+            self._give_up(error)
+            return
+        if request not in self._waiting:
+            self._waiting.append(request)
+        self._count(self._reading)
+        self._next()
 
     def _close(self) -> None:
         """End the connection once what was written is sent, and the client has read it."""
         self._closing = True
-        if self._reading is None and not self._deaf:
+        if self._reading is None and not (self._deaf or self._waiting or self._head):
             self.transport.close()
             return
         # Closed with something unread, the connection would be reset, and the answer lost.
@@ -289,7 +324,12 @@ class Client(asyncio.Protocol):
         asyncio.get_running_loop().call_later(LINGER_S, self.transport.close)
 
     def overdue(self, now: float, limit: float) -> None:
-        """Close it if nothing has come for too long."""
-        if not self._request and now - self.touched > limit:
-            self._closing = True
-            self.transport.close()
+        """Close it if nothing has come for too long. Then break it off if it does not end."""
+        if self._request or now - self.touched < limit:
+            return
+        if self._closing:
+            self.transport.abort()
+            return
+        self._closing = True
+        self.touched = now
+        self.transport.close()

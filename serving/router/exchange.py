@@ -9,8 +9,8 @@ from serving.router import metrics
 from serving.router.kvaware import KvAwareness
 from serving.router.policies import Asked, Choice
 from serving.router.replicas import Replica
-from serving.router.request import Request
-from serving.router.upstream import HOP_BY_HOP, Upstream
+from serving.router.request import REQUEST_ID, Request
+from serving.router.upstream import HOP_BY_HOP, Upstream, framed
 
 if TYPE_CHECKING:
     from serving.router.client import Client
@@ -21,6 +21,10 @@ RETRIED = frozenset((429, 502, 503, 504))
 """What another replica may answer otherwise. Other statuses are about the request."""
 TRIES = 4
 """Replicas that one request is sent to, at most."""
+
+# Of an answer's head: what is not passed on. The request's id is put there for all answers.
+_DROPPED_1_0 = HOP_BY_HOP | {REQUEST_ID}
+_DROPPED = _DROPPED_1_0 - {b"transfer-encoding"}
 
 
 class RetryBudget:
@@ -65,7 +69,6 @@ class Exchange:
         self._tried: list[Replica] = []
         self._upstream: Upstream | None = None
         self._pending: asyncio.Task[None] | None = None
-        self._held = False  # the client reads too slowly
         self._over = False
 
     def start(self) -> None:
@@ -123,7 +126,9 @@ class Exchange:
 
     def _connect(self, replica: Replica, reuse: bool) -> None:
         self.touched = time.monotonic()
-        if reuse and replica.idle and not self.request.http10:
+        # The replica may just have closed one that is idle, and a streamed body is sent only once.
+        reuse = reuse and not self.request.http10 and not self.request.streamed
+        if reuse and replica.idle:
             self._ask(replica, replica.idle.pop())
         else:
             self._pending = asyncio.create_task(self._connected(replica))
@@ -131,14 +136,12 @@ class Exchange:
     async def _connected(self, replica: Replica) -> None:
         loop = asyncio.get_running_loop()
         try:
-            _, upstream = await asyncio.wait_for(
-                loop.create_connection(
+            async with asyncio.timeout(CONNECT_S):  # wait_for() may miss that it is cancelled
+                _, upstream = await loop.create_connection(
                     lambda: Upstream(replica.idle, decoding=self.request.http10),
                     replica.host,
                     replica.port,
-                ),
-                CONNECT_S,
-            )
+                )
         except (OSError, TimeoutError) as error:
             self._pending = None
             reason = str(error) or "it takes no connections"
@@ -153,27 +156,30 @@ class Exchange:
     def _ask(self, replica: Replica, upstream: Upstream) -> None:
         self._upstream = upstream
         request = self.request
-        head_only = request.method == b"HEAD"
-        upstream.ask(self, (request.head(replica.authority), request.framed()), head_only)
+        upstream.ask(
+            self,
+            (request.head(replica.authority), request.framed()),
+            head_only=request.method == b"HEAD",
+            whole=request.complete,
+        )
         if request.streamed:
-            self._client.hold(False)
+            self._client.passed_on()
 
     def _again(self, why: str, failure: ServingError) -> None:
         """Ask another replica, if the request can be sent again, else tell the failure."""
         if not self.replica:
             return
         self._left()
-        if not self._may_again(why):
+        if not self._may_again():
             self._fail(failure)
             return
         metrics.RETRIES.labels(why).inc()
         self._choose(failure)
 
-    def _may_again(self, why: str) -> bool:
-        whole = self.request.kept or (why == "connect" and not self.request.streamed)
+    def _may_again(self) -> bool:
         return (
             not self._over
-            and whole
+            and self.request.kept
             and len(self._tried) < TRIES
             and bool(self._router.fleet.able(self._asked.adapter, self._tried, time.monotonic()))
             and self._router.budget.spend()
@@ -181,6 +187,9 @@ class Exchange:
 
     def _left(self) -> None:
         """The replica has no more to do with this."""
+        if self._pending:
+            self._pending.cancel()
+            self._pending = None
         replica, self.replica = self.replica, None
         if replica:
             replica.in_flight -= 1
@@ -193,17 +202,17 @@ class Exchange:
     # the client's side
 
     def sent_more(self) -> None:
-        """The client has sent more of a body that is streamed."""
+        """The client has sent more. Of a body that is streamed, or what follows it."""
+        if self.request.ended:
+            return
+        self.touched = time.monotonic()
         if self._upstream:
-            self._upstream.send(self.request.framed())
-            if self._upstream.full:
-                self._client.hold(True)
-        else:
+            self._upstream.send(self.request.framed(), whole=self.request.complete)
+        if not self._upstream or self._upstream.full:
             self._client.hold(True)
 
     def hold(self, hold: bool) -> None:
         """The client reads too slowly, or keeps up again."""
-        self._held = hold
         self.touched = time.monotonic()
         if self._upstream:
             self._upstream.hold(hold)
@@ -219,7 +228,7 @@ class Exchange:
         assert replica
         now = time.monotonic()
         replica.breaker.answered(status, now)
-        if status in RETRIED and self._may_again("status"):
+        if status in RETRIED and self._may_again():
             self._upstream = None  # it looks after itself
             self._left()
             metrics.RETRIES.labels(str(status)).inc()
@@ -233,15 +242,15 @@ class Exchange:
         if session := self._router.sessions.learn(headers, replica.name):
             self._router.siblings.tell_bound(session, replica.name)
         request = self.request
-        framed = b"content-length" in headers or b"transfer-encoding" in headers
-        dropped = HOP_BY_HOP if request.http10 else HOP_BY_HOP - {b"transfer-encoding"}
+        dropped = _DROPPED_1_0 if request.http10 else _DROPPED
         lines = head.split(b"\r\n")
-        if any(name in dropped for name in headers):
+        lines[0] = b"HTTP/1.1" + lines[0][8:]  # a version is of one connection
+        if not dropped.isdisjoint(headers):
             named = {it.strip().lower() for it in headers.get(b"connection", b"").split(b",")}
             dropped = dropped | named
             lines = [it for it in lines if it.partition(b":")[0].strip().lower() not in dropped]
-        keep = request.complete and (framed or status in (204, 304) or request.method == b"HEAD")
-        self._client.begin(lines, keep)
+        ends = framed(headers) or status in (204, 304) or request.method == b"HEAD"
+        self._client.begin(lines, request.complete and ends)
         return True
 
     def more(self, data: bytes) -> None:
@@ -269,7 +278,8 @@ class Exchange:
         self._again("lost", ReplicaFailed(reason))
 
     def drained(self) -> None:
-        self._client.hold(False)
+        if self.request.streamed:
+            self._client.hold(False)
 
     # the router's side
 
@@ -277,9 +287,10 @@ class Exchange:
         """End it if it has waited for too long."""
         waited = now - self.touched
         limits = self._router.limits
-        if not self.begun and waited > limits.first_byte and self.request.complete:
-            self._left()
-            self._fail(ReplicaTimedOut(f"a replica did not answer within {limits.first_byte} s"))
+        first = limits.first_byte if self.request.complete else limits.idle
+        if not self.begun and waited > first:
+            what = "a replica did not answer" if self.request.complete else "no more body came"
+            self._fail(ReplicaTimedOut(f"{what} within {first} s"))
         elif self.begun and waited > limits.idle:
             self._end("cut")
             self._client.transport.abort()
@@ -297,8 +308,6 @@ class Exchange:
         if self._over:
             return
         self._over = True
-        if self._pending:
-            self._pending.cancel()
         name = self.replica.name if self.replica else ""
         self._left()
         self._router.exchanges.discard(self)

@@ -255,7 +255,7 @@ class Fleet:
         status, answer = await _get(session, replica.name + "/v1/models")
         if status != 200:
             return
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             found = _read_models(answer).data
             replica.models = frozenset(it.id for it in found)
             replica.adapters = frozenset(it.id for it in found if it.parent)
@@ -298,7 +298,7 @@ def _said(status: int, answer: bytes) -> tuple[State, str]:
     """What an answer to /ping says; other servers than ours say it by the status alone."""
     try:
         said = msgspec.json.decode(answer, type=_Ping)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         said = _Ping()
     if status == 200:
         return State.READY, said.detail

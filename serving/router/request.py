@@ -3,7 +3,7 @@
 import re
 import uuid
 
-from serving.errors import INVOCATIONS_PATH
+from serving.errors import INVOCATIONS_PATH, ServingError
 from serving.router.upstream import HOP_BY_HOP
 
 # What else is not passed on: the framing is ours, and 100-continue was dealt with.
@@ -13,13 +13,18 @@ _INFERENCE = re.compile(INVOCATIONS_PATH + r"|/v1/(chat/completions|completions|
 _OTHER = re.compile(r"/v1/models|/execution-parameters|(/models/[^/]+)?/adapters(/[^/]+)?")
 _CHANGES = re.compile(r"(/models/[^/]+)?/adapters(/[^/]+(/update)?)?")
 
+# Targets as they are sent to a forward proxy (RFC 9112, 3.2.2).
+_PROXIED = re.compile(rb"http://[^/?#]*", re.IGNORECASE)
+
 REQUEST_ID = b"x-request-id"
 
 
 class Request:
-    """size: bytes of the body that have come. counted: those of them that count as held.
-    complete: whether all of its body has come. streamed: whether what has come of the body was
-    sent on before the rest was here; there is no sending it again then.
+    """id: what it is called in logs, the client's name for it or ours. size: bytes of the body that
+    have come. counted: those of them that count as held. complete: whether all of its body has
+    come. streamed: whether the body is sent on before all of it is here. ended: whether a streamed
+    body was sent on to its end. expects: whether the client waits for a "100 Continue". refusal:
+    why it is not answered as asked.
     """
 
     def __init__(self) -> None:
@@ -34,7 +39,12 @@ class Request:
         self.counted = 0
         self.complete = False
         self.streamed = False
+        self.ended = False
+        self.expects = False
+        self.refusal: ServingError | None = None
+        self.id = b""
         self._head = b""
+        self._parted = False
 
     def heads_in(self, method: bytes, version: str, keep_alive: bool) -> None:
         """Its head is whole."""
@@ -42,17 +52,15 @@ class Request:
         self.http10 = version == "1.0"
         self.keep_alive = keep_alive and not self.http10
         self.named = dict(self.headers)
-        if REQUEST_ID not in self.named:
-            self.headers.append((REQUEST_ID, uuid.uuid4().hex.encode()))
-        path = self.target.partition(b"?")[0]
-        if path.startswith(b"http://"):  # as to a forward proxy
-            path = b"/" + path[7:].partition(b"/")[2]
-            self.target = b"/" + self.target[7:].partition(b"/")[2]
-        self.path = path.decode("latin-1")
-
-    @property
-    def id(self) -> bytes:
-        return self.named.get(REQUEST_ID) or self.headers[-1][1]
+        self.expects = not self.http10 and self.named.get(b"expect", b"").lower() == b"100-continue"
+        self.id = self.named.get(REQUEST_ID, b"")
+        if not self.id:
+            self.id = uuid.uuid4().hex.encode()
+            self.headers.append((REQUEST_ID, self.id))
+        if found := _PROXIED.match(self.target):
+            rest = self.target[found.end() :]
+            self.target = rest if rest.startswith(b"/") else b"/" + rest
+        self.path = self.target.partition(b"?")[0].decode("latin-1")
 
     @property
     def length(self) -> int | None:
@@ -83,13 +91,14 @@ class Request:
 
     @property
     def kept(self) -> bool:
-        """Whether it can be sent once more."""
-        return self.complete and not self.streamed
+        """Whether all that has come of it is here, to be sent, or sent once more."""
+        return not self._parted
 
     def head(self, authority: bytes) -> bytes:
         """Its head for a replica, whose host and port are the authority."""
         if not self._head:
-            named = {it.strip().lower() for it in self.named.get(b"connection", b"").split(b",")}
+            connection = b",".join(it for name, it in self.headers if name == b"connection")
+            named = {it.strip().lower() for it in connection.split(b",")}
             lines = [
                 b"%b: %b\r\n" % header
                 for header in self.headers
@@ -112,6 +121,8 @@ class Request:
         if not self.streamed:
             return body
         self.body.clear()
+        self._parted = True
+        self.ended = self.complete
         if self.length is not None:
             return body
         chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""

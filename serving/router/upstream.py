@@ -6,7 +6,7 @@ from there on nothing is read, copied or parsed.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import httptools
@@ -19,6 +19,12 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade".split()
 )
+
+
+def framed(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether an answer has an end of its own, and not its connection's."""
+    coding = headers.get(b"transfer-encoding", b"").lower()
+    return b"content-length" in headers or coding.endswith(b"chunked")
 
 
 class Listener(Protocol):
@@ -54,6 +60,7 @@ class Upstream(asyncio.Protocol):
         if decoding:
             self.on_body = self._collect  # httptools would make a copy of every body for it
         self._listener: Listener | None = None
+        self._sent = True  # all of the request
         self.used = False
         self.full = False
         self.since = 0.0  # when it became idle
@@ -69,14 +76,20 @@ class Upstream(asyncio.Protocol):
         self._whole = False
         self._body: list[bytes] = []
 
-    def ask(self, listener: Listener, request: Sequence[bytes], head_only: bool) -> None:
-        """Send a request. head_only: it is a HEAD request, whose answer has no body."""
+    def ask(
+        self, listener: Listener, request: Sequence[bytes], *, head_only: bool, whole: bool
+    ) -> None:
+        """Send a request. head_only: it is a HEAD request, whose answer has no body. whole: whether
+        this is all of it.
+        """
         self._listener = listener
+        self._sent = whole
         self._reset(head_only)
         self.transport.writelines(request)
 
-    def send(self, data: bytes) -> None:
-        """Send more of the request's body, framed."""
+    def send(self, data: bytes, *, whole: bool) -> None:
+        """Send more of the request's body, framed. whole: whether that is the last of it."""
+        self._sent = whole
         self.transport.write(data)
 
     def hold(self, hold: bool) -> None:
@@ -101,7 +114,7 @@ class Upstream(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._broken("the replica's answer is not HTTP")
             return
         if self._head is None:
@@ -114,22 +127,22 @@ class Upstream(asyncio.Protocol):
 
     def _begun(self, listener: Listener, data: bytes) -> bool:
         """Look for the head's end in what has come. Whether the answer is on its way."""
-        head, end, body = data.partition(b"\r\n\r\n")
-        while end and head.startswith((b"HTTP/1.1 1", b"HTTP/1.0 1")):  # the real one follows
+        head, end, body = data.lstrip(b"\r\n").partition(b"\r\n\r\n")
+        while end and head[9:10] == b"1":  # as in "HTTP/1.1 100": the real one follows
             data = body
-            head, end, body = data.partition(b"\r\n\r\n")
+            head, end, body = data.lstrip(b"\r\n").partition(b"\r\n\r\n")
         if not end:
             self._head = data
             if len(data) > MAX_HEAD:
                 self._broken("the head of the replica's answer is too long")
             return False
+        if self._status < 200:
+            self._broken("the replica's answer has no status")
+            return False
         self._head = None
         if not listener.answered(self._status, head, self._headers):
             self._listener = None
-            if self._whole and self._keeps:
-                self._rest()
-            else:
-                self.transport.abort()
+            self._release()
             return False
         if self._decoding:
             body = b"".join(self._body)
@@ -148,7 +161,7 @@ class Upstream(asyncio.Protocol):
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        if self._head is None and not self._framed() and exception is None:
+        if self._head is None and not framed(self._headers) and exception is None:
             listener.finished(keep=False)
         else:
             listener.lost("the replica broke off the connection")
@@ -167,9 +180,14 @@ class Upstream(asyncio.Protocol):
         if self._whole:
             raise ValueError("a second answer to one request")
         self._headers = {}
+        self._status = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        if self._status:  # it is a trailer
+            return
+        name, value = name.lower(), value.rstrip()
+        before = self._headers.get(name)
+        self._headers[name] = value if before is None else before + b", " + value
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
@@ -181,20 +199,18 @@ class Upstream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._whole = self._status >= 200
 
-    def _framed(self) -> bool:
-        """Whether an answer has an end of its own."""
-        return b"content-length" in self._headers or b"transfer-encoding" in self._headers
-
     def _finish(self) -> None:
         listener, self._listener = self._listener, None
         assert listener
         listener.finished(keep=not self._decoding)
-        if self._decoding or self._head_only or not self._keeps:
-            self.transport.abort()
-        else:
-            self._rest()
+        self._release()
 
-    def _rest(self) -> None:
+    def _release(self) -> None:
+        """Wait for another request, where one can follow, or end."""
+        over = self._whole and self._sent and not self._head_only
+        if not (over and self._keeps) or self._decoding:
+            self.transport.abort()
+            return
         self.used = True
         self.since = time.monotonic()
         self.hold(False)

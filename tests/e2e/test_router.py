@@ -5,7 +5,9 @@ several can do.
 import signal
 import threading
 import time
+from contextlib import ExitStack
 
+import httpx
 import pytest
 import tiny_lora
 import tiny_model
@@ -20,7 +22,14 @@ WORDS = "".join(f"import statement {n}. " for n in range(120))  # several blocks
 def engines(tiny_options, tmp_path_factory):
     folder = tmp_path_factory.mktemp("router")
     tiny_lora.write(folder / "one", 1)
-    started = []
+    with ExitStack() as stack:
+        running = [stack.enter_context(it) for it in started(folder, tiny_options)]
+        for it in running:
+            it.ready()
+        yield running
+
+
+def started(folder, tiny_options):
     for n in range(2):
         environ = {
             **tiny_options,
@@ -29,14 +38,7 @@ def engines(tiny_options, tmp_path_factory):
             "OPTION_ENABLE_LORA": "true",
             "OPTION_ADAPTER_ROOTS": str(folder),
         }
-        started.append(serving(folder / f"log-{n}", **environ))
-    running = [it.__enter__() for it in started]
-    for it in running:
-        it.ready()
-        it.adapter = str(folder / "one")
-    yield running
-    for it in started:
-        it.__exit__(None, None, None)
+        yield serving(folder / f"log-{n}", **environ)
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path
 
 def test_adapters_are_registered_everywhere(engines, routed):
     ready(routed)
-    source = {"name": "one", "src": engines[0].adapter}
+    source = {"name": "one", "src": str(engines[0].log.parent / "one")}
     assert routed.client.post("/adapters", params=source).status_code == 200
     for it in engines:
         assert it.client.get("/adapters/one").status_code == 200
@@ -147,7 +149,9 @@ def test_an_engine_that_stops_or_dies_costs_no_answer(engines, routed):
     """Last: it takes the engines down."""
     ready(routed)
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 30, "ignore_eos_token": True}}
-    failures, answers, stop = [], [], threading.Event()
+    failures: list[httpx.Response] = []
+    answers: list[httpx.Response] = []
+    stop = threading.Event()
 
     def ask():
         while not stop.is_set():
@@ -168,8 +172,11 @@ def test_an_engine_that_stops_or_dies_costs_no_answer(engines, routed):
     assert not failures, failures[0].text
     states = {it["replica"]: it["state"] for it in replicas(routed)}
     assert states == {engines[0].url: "down", engines[1].url: "ready"}
+    left = engines[1].engine_processes("")
     engines[1].process.kill()
     until(lambda: routed.client.get("/ping").status_code == 503)
     refused = routed.invoke(body)
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
+    for process in left:  # a container would take them along
+        process.kill()

@@ -70,7 +70,7 @@ def test_prefix_aware_weighs_what_is_cached_against_the_load(loads, best):
 def test_a_prompt_that_all_share_pins_nobody():
     policy = PrefixAware(PrefixIndex())
     replicas = idle(4)
-    chosen = Counter()
+    chosen: Counter[str] = Counter()
     for n in range(400):
         asked = Asked(tokens=400, chain=chain(b"system" * 100 + b"%09d" % n * 120, ""))
         choice = policy.choose(asked, replicas, n)
