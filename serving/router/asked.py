@@ -40,16 +40,21 @@ class Keys(msgspec.Struct):
     inputs: msgspec.Raw = _NONE
 
 
-def reader(session_key: str | None, tenant_header: str | None, adapters: Container[str]) -> Reader:
+def reader(
+    sessions: bool, session_key: str | None, tenant_header: str | None, adapters: Container[str]
+) -> Reader:
     """What reads requests.
 
-    session_key: the header or key of a JSON body that names a session, besides SageMaker's header;
-    None takes what is customary. tenant_header: the replicas' OPTION_CACHE_SALT_HEADER. adapters:
-    names that are adapters' where a body has them as its `model`.
+    sessions: whether others than SageMaker's matter. session_key: the header or key of a JSON body
+    that names them; None takes what is customary. tenant_header: the replicas'
+    OPTION_CACHE_SALT_HEADER. adapters: names that are adapters' where a body has them as its
+    `model`.
     """
-    headers: tuple[bytes, ...] = _SESSION_HEADERS
-    keys: tuple[str, ...] = _SESSION_KEYS
-    if session_key:
+    headers: tuple[bytes, ...] = (SESSION,)
+    keys: tuple[str, ...] = ()
+    if sessions:
+        headers, keys = _SESSION_HEADERS, _SESSION_KEYS
+    if sessions and session_key:
         headers, keys = (SESSION, session_key.lower().encode()), (session_key,)
     tenant = (tenant_header or "").lower().encode()
     read = msgspec.json.Decoder(
@@ -72,7 +77,7 @@ def reader(session_key: str | None, tenant_header: str | None, adapters: Contain
             adapter = model
         prompt = bytes(found.prompt) or bytes(found.inputs) or bytes(found.messages) or body
         session = next((given[name].decode("latin-1") for name in headers if given.get(name)), "")
-        if not session:
+        if keys and not session:
             named = (_text(getattr(found, f"session{n}", _NONE)) for n in range(len(keys)))
             session = next(filter(None, named), "")
         # What else decides whether KV caches of equal prompts are one.
@@ -90,8 +95,10 @@ def reader(session_key: str | None, tenant_header: str | None, adapters: Contain
 
 def _text(raw: msgspec.Raw) -> str:
     """A JSON text, the first of a list of them, or "" for what is neither."""
+    if raw is _NONE:
+        return ""
     try:
-        found = msgspec.json.decode(raw) if bytes(raw) else ""
+        found = msgspec.json.decode(raw)
     except _UNREADABLE:
         return ""
     if isinstance(found, list) and found:

@@ -56,6 +56,7 @@ class Client(asyncio.Protocol):
         self._waiting: deque[Request] = deque()
         self._exchange: Exchange | None = None
         self._request: Request | None = None  # that is being answered
+        self._held = False  # no more is read until what has come is dealt with
         self._deaf = False  # what it sends is not read any more
         self._full = False  # it does not read what it is sent
         self._closing = False
@@ -225,7 +226,8 @@ class Client(asyncio.Protocol):
 
     def hold(self, hold: bool) -> None:
         """Stop reading, or go on."""
-        if not self.transport.is_closing():
+        if hold is not self._held and not self.transport.is_closing():
+            self._held = hold
             (self.transport.pause_reading if hold else self.transport.resume_reading)()
 
     def passed_on(self) -> None:
@@ -233,14 +235,16 @@ class Client(asyncio.Protocol):
         self._count(self._request)
         self.hold(False)
 
-    def begin(self, lines: list[bytes], keep: bool) -> None:
-        """Send an answer's head: its lines. keep: whether another answer may follow."""
+    def begin(self, lines: list[bytes], keep: bool, body: bytes) -> None:
+        """Send an answer's head, its lines, and what is there of its body. keep: whether another
+        answer may follow.
+        """
         assert self._request
         self._keep = self._keep and keep
         lines.append(b"%b: %b" % (REQUEST_ID, self._request.id))
         if not self._keep:
             lines.append(b"connection: close")
-        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n")
+        self.transport.write(b"\r\n".join((*lines, b"", body)))
 
     def whole(self, status: int, kind: bytes, body: bytes, *more: bytes) -> None:
         """Answer with this body. more: further lines of the head."""
@@ -250,9 +254,8 @@ class Client(asyncio.Protocol):
             return
         phrase = http.HTTPStatus(status).phrase.encode()
         lines = [b"HTTP/1.1 %d %b" % (status, phrase), b"content-type: " + kind]
-        self.begin([*lines, b"content-length: %d" % len(body), *more], request.complete)
-        if request.method != b"HEAD":
-            self.transport.write(body)
+        lines += [b"content-length: %d" % len(body), *more]
+        self.begin(lines, request.complete, b"" if request.method == b"HEAD" else body)
         self.done(request.complete)
 
     def fail(self, error: ServingError) -> None:

@@ -27,6 +27,9 @@ _DROPPED_1_0 = HOP_BY_HOP | {REQUEST_ID}
 _DROPPED = _DROPPED_1_0 - {b"transfer-encoding"}
 
 
+_NOT_READ = Asked()
+
+
 class RetryBudget:
     """What keeps retries from being a load of their own: a tenth of the requests, and 100 in a row
     for when a replica dies with all that it had.
@@ -64,11 +67,12 @@ class Exchange:
         self.touched = time.monotonic()
         self.replica: Replica | None = None
         self._began = self.touched
-        self._asked = Asked()
+        self._asked = _NOT_READ
         self._uncached = 0
         self._tried: list[Replica] = []
         self._upstream: Upstream | None = None
         self._pending: asyncio.Task[None] | None = None
+        self._status = 0
         self._over = False
 
     def start(self) -> None:
@@ -120,8 +124,8 @@ class Exchange:
             router.policy.learn(self._asked, replica.name, now)
             router.siblings.tell(self._asked, replica.name, self._uncached)
             metrics.DECISION.observe(time.perf_counter() - began)
-            metrics.PROMPT_TOKENS.inc(self._asked.tokens)
-            metrics.CACHED_TOKENS.inc(choice.cached)
+            router.tally.prompt_tokens += self._asked.tokens
+            router.tally.cached_tokens += choice.cached
         self._connect(replica, reuse=True)
 
     def _connect(self, replica: Replica, reuse: bool) -> None:
@@ -223,7 +227,7 @@ class Exchange:
 
     # the replica's side: Listener
 
-    def answered(self, status: int, head: bytes, headers: dict[bytes, bytes]) -> bool:
+    def answered(self, status: int, head: bytes, headers: dict[bytes, bytes], body: bytes) -> bool:
         replica = self.replica
         assert replica
         now = time.monotonic()
@@ -237,20 +241,24 @@ class Exchange:
         self.begun = True
         self.touched = now
         replica.queued -= self._uncached
-        replica.answers(status)
+        self._status = status
         metrics.FIRST_BYTE.observe(now - self._began)
         if session := self._router.sessions.learn(headers, replica.name):
             self._router.siblings.tell_bound(session, replica.name)
         request = self.request
         dropped = _DROPPED_1_0 if request.http10 else _DROPPED
-        lines = head.split(b"\r\n")
-        lines[0] = b"HTTP/1.1" + lines[0][8:]  # a version is of one connection
+        head = b"HTTP/1.1" + head[8:]  # a version is of one connection
+        lines = [head]
         if not dropped.isdisjoint(headers):
             named = {it.strip().lower() for it in headers.get(b"connection", b"").split(b",")}
             dropped = dropped | named
-            lines = [it for it in lines if it.partition(b":")[0].strip().lower() not in dropped]
+            lines = [
+                it
+                for it in head.split(b"\r\n")
+                if it.partition(b":")[0].strip().lower() not in dropped
+            ]
         ends = framed(headers) or status in (204, 304) or request.method == b"HEAD"
-        self._client.begin(lines, request.complete and ends)
+        self._client.begin(lines, request.complete and ends, body)
         return True
 
     def more(self, data: bytes) -> None:
@@ -311,5 +319,5 @@ class Exchange:
         name = self.replica.name if self.replica else ""
         self._left()
         self._router.exchanges.discard(self)
-        metrics.REQUESTS.labels(name, how).inc()
+        self._router.tally.requests[name, self._status, how] += 1
         self._router.finished()

@@ -1,13 +1,14 @@
 """The router's series."""
 
+from collections import Counter as Counts
+
 from prometheus_client import Counter, Gauge, Histogram
 
 REQUESTS = Counter(
     "slipway_router_requests",
     "Requests that are over: finished, cut off by the replica, cancelled by the client, failed.",
-    ["replica", "end"],
+    ["replica", "status", "end"],
 )
-ANSWERS = Counter("slipway_router_answers", "Answers by status.", ["replica", "status"])
 RETRIES = Counter("slipway_router_retries", "Requests sent to another replica.", ["reason"])
 DECISION = Histogram(
     "slipway_router_decision_seconds",
@@ -40,3 +41,24 @@ IN_FLIGHT = Gauge(
     ["replica"],
     multiprocess_mode="livesum",
 )
+
+
+class Tally:
+    """What is counted for every request, kept as plain numbers until it is asked for.
+
+    requests: by replica, status of its answer (0 without) and how they ended.
+    """
+
+    def __init__(self) -> None:
+        self.requests: Counts[tuple[str, int, str]] = Counts()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+
+    def flush(self) -> None:
+        """Add it to the series."""
+        for (replica, status, end), count in self.requests.items():
+            REQUESTS.labels(replica, str(status or ""), end).inc(count)
+        PROMPT_TOKENS.inc(self.prompt_tokens)
+        CACHED_TOKENS.inc(self.cached_tokens)
+        self.requests.clear()
+        self.prompt_tokens = self.cached_tokens = 0

@@ -114,9 +114,6 @@ class Replica(Load):
         self.born: bytes | None = None  # when its process started, as it tells
         self.looked = 0.0  # when its models were asked for
 
-    def answers(self, status: int) -> None:
-        metrics.ANSWERS.labels(self.name, str(status)).inc()
-
     def close(self) -> None:
         for upstream in [*self.idle]:
             upstream.drop()

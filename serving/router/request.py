@@ -1,7 +1,7 @@
 """A client's request as it is read, and as it is sent on."""
 
+import random
 import re
-import uuid
 
 from serving.errors import INVOCATIONS_PATH, ServingError
 from serving.router.upstream import HOP_BY_HOP
@@ -24,7 +24,7 @@ class Request:
     have come. counted: those of them that count as held. complete: whether all of its body has
     come. streamed: whether the body is sent on before all of it is here. ended: whether a streamed
     body was sent on to its end. expects: whether the client waits for a "100 Continue". refusal:
-    why it is not answered as asked.
+    why it is not answered as asked. inference: whether strategies choose its replica.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class Request:
         self.streamed = False
         self.ended = False
         self.expects = False
+        self.inference = False
         self.refusal: ServingError | None = None
         self.id = b""
         self._head = b""
@@ -55,23 +56,19 @@ class Request:
         self.expects = not self.http10 and self.named.get(b"expect", b"").lower() == b"100-continue"
         self.id = self.named.get(REQUEST_ID, b"")
         if not self.id:
-            self.id = uuid.uuid4().hex.encode()
+            self.id = b"%032x" % random.getrandbits(128)
             self.headers.append((REQUEST_ID, self.id))
-        if found := _PROXIED.match(self.target):
+        if not self.target.startswith(b"/") and (found := _PROXIED.match(self.target)):
             rest = self.target[found.end() :]
             self.target = rest if rest.startswith(b"/") else b"/" + rest
         self.path = self.target.partition(b"?")[0].decode("latin-1")
+        self.inference = method == b"POST" and bool(_INFERENCE.fullmatch(self.path))
 
     @property
     def length(self) -> int | None:
         """Bytes that the body will have, or None where the client does not tell."""
         given = self.named.get(b"content-length", b"")
         return int(given) if given.isdigit() else None
-
-    @property
-    def inference(self) -> bool:
-        """Whether strategies choose its replica."""
-        return self.method == b"POST" and bool(_INFERENCE.fullmatch(self.path))
 
     @property
     def passes(self) -> bool:
@@ -97,13 +94,11 @@ class Request:
     def head(self, authority: bytes) -> bytes:
         """Its head for a replica, whose host and port are the authority."""
         if not self._head:
-            connection = b",".join(it for name, it in self.headers if name == b"connection")
-            named = {it.strip().lower() for it in connection.split(b",")}
-            lines = [
-                b"%b: %b\r\n" % header
-                for header in self.headers
-                if header[0] not in _DROPPED and header[0] not in named
-            ]
+            dropped = _DROPPED
+            if b"connection" in self.named:
+                connection = b",".join(it for name, it in self.headers if name == b"connection")
+                dropped = dropped | {it.strip().lower() for it in connection.split(b",")}
+            lines = [b"%b: %b\r\n" % it for it in self.headers if it[0] not in dropped]
             if not self.streamed:
                 if self.body or self.method == b"POST":
                     lines.append(b"content-length: %d\r\n" % len(self.body))

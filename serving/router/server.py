@@ -29,6 +29,7 @@ from serving.router.discovery import discovered
 from serving.router.exchange import Exchange, RetryBudget
 from serving.router.kv_index import KvIndex
 from serving.router.kvaware import KvAwareness
+from serving.router.metrics import Tally
 from serving.router.policies import Asked, KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.prefix_index import PrefixIndex
 from serving.router.replicas import Fleet, Replica, State
@@ -150,9 +151,13 @@ class Router:
         self.exchanges: set[Exchange] = set()
         self.buffered = 0
         self.budget = RetryBudget()
+        self.tally = Tally()
         self.sessions = Sessions()
         self.fleet = Fleet(self._came, self._went)
-        self.read = reader(settings.session_key, settings.cache_salt_header, self.fleet.adapters)
+        by_session = settings.routing_strategy == "session"
+        self.read = reader(
+            by_session, settings.session_key, settings.cache_salt_header, self.fleet.adapters
+        )
         self.kvaware: KvAwareness | None = None
         self.policy = self._policy(environ)
         self.others = RoundRobin()
@@ -231,6 +236,7 @@ class Router:
         """Look for what has waited too long: cheaper than a timer for each."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            self.tally.flush()
             now = time.monotonic()
             for exchange in [*self.exchanges]:
                 exchange.overdue(now)
@@ -268,6 +274,7 @@ class Router:
                 status = 200 if ready and not self.draining else 503
                 client.whole(status, *page.ping(self.fleet, self.draining))
             case "/metrics" if reads:
+                self.tally.flush()
                 client.whole(200, *page.metrics())
             case "/replicas" if reads:
                 client.whole(

@@ -30,8 +30,8 @@ def framed(headers: Mapping[bytes, bytes]) -> bool:
 class Listener(Protocol):
     """Who asked, and is told what comes back."""
 
-    def answered(self, status: int, head: bytes, headers: dict[bytes, bytes]) -> bool:
-        """The answer's head is here. False: it is not wanted."""
+    def answered(self, status: int, head: bytes, headers: dict[bytes, bytes], body: bytes) -> bool:
+        """The answer's head is here, with what has come of its body. False: it is not wanted."""
 
     def more(self, data: bytes) -> None:
         """The next bytes of the answer's body, with their framing."""
@@ -61,13 +61,14 @@ class Upstream(asyncio.Protocol):
             self.on_body = self._collect  # httptools would make a copy of every body for it
         self._listener: Listener | None = None
         self._sent = True  # all of the request
+        self._held = False
         self.used = False
         self.full = False
         self.since = 0.0  # when it became idle
+        self._parser = httptools.HttpResponseParser(self)
         self._reset(False)
 
     def _reset(self, head_only: bool) -> None:
-        self._parser = httptools.HttpResponseParser(self)
         self._head: bytes | None = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_only = head_only
@@ -85,7 +86,7 @@ class Upstream(asyncio.Protocol):
         self._listener = listener
         self._sent = whole
         self._reset(head_only)
-        self.transport.writelines(request)
+        self.transport.write(b"".join(request))
 
     def send(self, data: bytes, *, whole: bool) -> None:
         """Send more of the request's body, framed. whole: whether that is the last of it."""
@@ -94,7 +95,8 @@ class Upstream(asyncio.Protocol):
 
     def hold(self, hold: bool) -> None:
         """Stop reading, or go on, as the client keeps up."""
-        if not self.transport.is_closing():
+        if hold is not self._held and not self.transport.is_closing():
+            self._held = hold
             (self.transport.pause_reading if hold else self.transport.resume_reading)()
 
     def drop(self) -> None:
@@ -140,16 +142,15 @@ class Upstream(asyncio.Protocol):
             self._broken("the replica's answer has no status")
             return False
         self._head = None
-        if not listener.answered(self._status, head, self._headers):
-            self._listener = None
-            self._release()
-            return False
         if self._decoding:
             body = b"".join(self._body)
             self._body.clear()
-        if body and not self._head_only:
-            listener.more(body)
-        self._whole |= self._head_only
+        if self._head_only:
+            self._whole, body = True, b""
+        if not listener.answered(self._status, head, self._headers, body):
+            self._listener = None
+            self._release()
+            return False
         return True
 
     def eof_received(self) -> None:

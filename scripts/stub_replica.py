@@ -1,0 +1,182 @@
+"""A model server without a model, as fast as Python can be: `python stub_replica.py PORT`.
+
+For measuring and testing what stands in front of servers. GET /ping, /health, /v1/models and
+/metrics are answered as vLLM does; POST /v1/chat/completions, /v1/completions and /invocations get
+0.6 KB at once or, with `"stream": true`, as many events of about 250 bytes as `max_tokens` says,
+--rate of them a second. All streams step together, like a batch in an engine. Every answer names
+its replica in the header x-replica.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from typing import Any, cast
+
+import httptools
+import uvloop
+
+MODEL = "stub"
+POSTS = ("/v1/chat/completions", "/v1/completions", "/invocations")
+TOKENS = 16
+"""Of a stream whose request does not say."""
+FIELD = re.compile(rb'"(stream|max_tokens)"\s*:\s*(true|\d+)')
+"""A prompt cannot hold one: its quotes are escaped."""
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def choice(path: str, text: str, *, stream: bool) -> bytes:
+    """An answer, or an event's data, with this text."""
+    said: dict[str, Any] = {"text": text}
+    if path != "/v1/completions":
+        said = {"delta" if stream else "message": {"role": "assistant", "content": text}}
+    kind = "text_completion" if path == "/v1/completions" else "chat.completion"
+    body: dict[str, Any] = {
+        "id": "stub-0123456789abcdef0123456789abcdef",
+        "object": kind + ".chunk" * (stream and kind != "text_completion"),
+        "created": 1_700_000_000,
+        "model": MODEL,
+        "choices": [{"index": 0, **said, "finish_reason": None if stream else "length"}],
+    }
+    if not stream:
+        body["usage"] = {"prompt_tokens": 64, "completion_tokens": 64, "total_tokens": 128}
+    return json.dumps(body).encode()
+
+
+ANSWER = {path: choice(path, "word " * 60, stream=False) for path in POSTS}
+EVENT = {path: b"data: %b\n\n" % choice(path, " token", stream=True) for path in POSTS}
+DONE = b"data: [DONE]\n\n"
+MODELS = {"id": MODEL, "object": "model", "owned_by": "stub", "max_model_len": 131_072}
+
+
+class Replica:
+    """What the connections share. left: events that each stream is still owed."""
+
+    def __init__(self, port: int, rate: float) -> None:
+        self.port, self.step = port, 1 / rate
+        self.began, self.requests, self.next = time.time(), 0, 0.0
+        self.left: dict[Connection, int] = {}
+        self.loop = asyncio.get_running_loop()
+        self.answers = {path: self.answer(ANSWER[path]) for path in POSTS}
+        self.stream = self.head(
+            200, b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked"
+        )
+
+    def head(self, status: int, kind: bytes, length: bytes) -> bytes:
+        form = b"HTTP/1.1 %d -\r\ncontent-type: %b\r\nx-replica: %d\r\n%b\r\n\r\n"
+        return form % (status, kind, self.port, length)
+
+    def answer(self, body: bytes, status: int = 200, kind: bytes = b"application/json") -> bytes:
+        return self.head(status, kind, b"content-length: %d" % len(body)) + body
+
+    def get(self, path: str) -> bytes:
+        if path in ("/ping", "/health"):
+            return self.answer(b"{}")
+        if path == "/v1/models":
+            return self.answer(json.dumps({"object": "list", "data": [MODELS]}).encode())
+        if path == "/metrics":
+            return self.answer(self.metrics().encode(), kind=b"text/plain; version=0.0.4")
+        return self.answer(b'{"error":{"message":"Not Found"}}', 404)
+
+    def metrics(self) -> str:
+        label = f'{{engine="0",model_name="{MODEL}"}}'
+        return (
+            'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",'
+            'num_gpu_blocks="20000"} 1.0\n'
+            f"vllm:num_requests_running{label} {len(self.left)}.0\n"
+            f"vllm:num_requests_waiting{label} 0.0\n"
+            f"vllm:request_success_total{label} {self.requests}.0\n"
+            f"process_start_time_seconds {self.began:.2f}\n"
+        )
+
+    def begin(self, connection: "Connection", events: int) -> None:
+        if not self.left:
+            self.next = self.loop.time() + self.step
+            self.loop.call_at(self.next, self.tick)
+        self.left[connection] = events
+
+    def tick(self) -> None:
+        """One event for every stream. A late tick is made up for by the next ones."""
+        for connection, left in list(self.left.items()):
+            connection.event(last=left <= 1)
+            if left <= 1:
+                del self.left[connection]
+            else:
+                self.left[connection] = left - 1
+        if self.left:
+            self.next += self.step
+            self.loop.call_at(self.next, self.tick)
+
+
+class Connection(asyncio.Protocol):
+    """One connection, which stays open. Its client asks when it has the last answer, not before."""
+
+    transport: asyncio.Transport
+    path = ""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.body = replica, b""
+        self.parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.replica.left.pop(self, None)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self.path, self.body = "", b""
+
+    def on_url(self, url: bytes) -> None:
+        self.path += url.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        replica = self.replica
+        if self.path not in POSTS:
+            self.transport.write(replica.get(self.path))
+            return
+        replica.requests += 1
+        fields = dict(FIELD.findall(self.body))
+        if fields.get(b"stream") == b"true":
+            self.chunk = chunk(EVENT[self.path])
+            self.transport.write(replica.stream)
+            replica.begin(self, int(fields.get(b"max_tokens", TOKENS)))
+        else:
+            self.transport.write(replica.answers[self.path])
+
+    def event(self, *, last: bool) -> None:
+        end = chunk(DONE) + b"0\r\n\r\n" if last else b""
+        self.transport.write(self.chunk + end)
+
+
+async def serve(port: int, rate: float) -> None:
+    replica = Replica(port, rate)
+    server = await replica.loop.create_server(
+        lambda: Connection(replica), "127.0.0.1", port, backlog=4096
+    )
+    await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("port", type=int)
+    parser.add_argument("--rate", type=float, default=50, help="events a second of each stream")
+    options = parser.parse_args()
+    uvloop.run(serve(options.port, options.rate))
+
+
+if __name__ == "__main__":
+    main()
