@@ -34,6 +34,7 @@ class Keys(msgspec.Struct):
     model: msgspec.Raw = _NONE
     adapters: msgspec.Raw = _NONE
     cache_salt: msgspec.Raw = _NONE
+    stream: msgspec.Raw = _NONE
     tools: msgspec.Raw = _NONE
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
@@ -88,6 +89,7 @@ def reader(
             adapter=adapter,
             salt=_text(found.cache_salt) or None,
             session=session,
+            streamed=bytes(found.stream) == b"true",
         )
 
     return asked

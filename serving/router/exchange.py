@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from serving.errors import NotReady, ReplicaFailed, ReplicaTimedOut, ServingError
 from serving.router import metrics
 from serving.router.kvaware import KvAwareness
-from serving.router.policies import Asked, Choice
+from serving.router.policies import Asked, Choice, Work
 from serving.router.replicas import Replica
 from serving.router.request import REQUEST_ID, Request
 from serving.router.upstream import HOP_BY_HOP, Upstream, framed
@@ -68,11 +68,12 @@ class Exchange:
         self.replica: Replica | None = None
         self._began = self.touched
         self._asked = _NOT_READ
-        self._uncached = 0
+        self._work: Work | None = None
         self._tried: list[Replica] = []
         self._upstream: Upstream | None = None
         self._pending: asyncio.Task[None] | None = None
         self._status = 0
+        self._computing = True
         self._over = False
 
     def start(self) -> None:
@@ -117,12 +118,11 @@ class Exchange:
         assert isinstance(replica, Replica)
         self.replica = replica
         self._tried.append(replica)
-        self._uncached = self._asked.tokens - choice.cached
-        replica.in_flight += 1
-        replica.queued += self._uncached
+        asked = self._asked
+        self._work = replica.begin(asked.tokens, choice.cached, asked.streamed, now)
         if self.request.inference:
             router.policy.learn(self._asked, replica.name, now)
-            router.siblings.tell(self._asked, replica.name, self._uncached)
+            router.siblings.tell(asked, replica.name, choice.cached)
             metrics.DECISION.observe(time.perf_counter() - began)
             router.tally.prompt_tokens += self._asked.tokens
             router.tally.cached_tokens += choice.cached
@@ -195,10 +195,9 @@ class Exchange:
             self._pending.cancel()
             self._pending = None
         replica, self.replica = self.replica, None
-        if replica:
-            replica.in_flight -= 1
-            if not self.begun:
-                replica.queued -= self._uncached
+        if replica and self._work:
+            replica.end(self._work)
+            self._work = None
         if self._upstream:
             self._upstream.drop()
             self._upstream = None
@@ -240,9 +239,7 @@ class Exchange:
             return False
         self.begun = True
         self.touched = now
-        replica.queued -= self._uncached
         self._status = status
-        metrics.FIRST_BYTE.observe(now - self._began)
         if session := self._router.sessions.learn(headers, replica.name):
             self._router.siblings.tell_bound(session, replica.name)
         request = self.request
@@ -259,11 +256,23 @@ class Exchange:
             ]
         ends = framed(headers) or status in (204, 304) or request.method == b"HEAD"
         self._client.begin(lines, request.complete and ends, body)
+        self._computing = not body  # some servers send the head before they have anything to say
+        if body:
+            self._computed()
         return True
 
     def more(self, data: bytes) -> None:
         self.touched = time.monotonic()
+        if self._computing:
+            self._computed()
         self._client.transport.write(data)
+
+    def _computed(self) -> None:
+        """The answer's first byte is here."""
+        self._computing = False
+        metrics.FIRST_BYTE.observe(self.touched - self._began)
+        if self.replica and self._work:
+            self.replica.computed(self._work)
 
     def finished(self, keep: bool) -> None:
         self._upstream = None

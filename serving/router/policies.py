@@ -7,18 +7,32 @@ import dataclasses
 import hashlib
 import math
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from serving.router.prefix_index import BYTES_PER_TOKEN, CHUNK, PrefixIndex
 
+# What waiting costs, in prompt tokens that could be computed in the time. The figures are those
+# that did best in scripts/simulate_routing; where others do as well, it says so.
+UNCACHED = 2
+"""For each prompt token that has to be computed: once for those who wait, and once for what it
+drives out of the cache. With 1, documents are computed on every replica in turn (2 to 8: alike).
+"""
 PER_REQUEST = 30
-"""What a request under way costs those beside it, in prompt tokens that could be computed in the
-time. scripts/simulate_routing shows little difference between 10 and 100.
+"""For each request under way (10 to 300: alike)."""
+CONTEXT = 32
+"""For so many prompt tokens of requests under way, whose attention slows every step down."""
+NEAR = 300
+"""Costs that differ by less are taken for equal: the replica that was chosen longest ago gets the
+request, which spaces arrivals as round-robin does.
 """
 ADAPTER_LOAD = 2_000
-"""What it costs to load a LoRA adapter, in the same unit: some 0.1 s."""
+"""For an adapter that has to be loaded: some 0.1 s."""
+PREFILL_RATE = 20_000.0
+"""Prompt tokens that a replica is taken to compute in a second, where no stream shows when it has
+(10,000 to 40,000: a little worse).
+"""
 ADAPTERS = 64
 """Adapters that a replica is taken to have loaded: those it was asked for last."""
 BOUND = 1.25
@@ -30,16 +44,59 @@ BATCH = 8
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Work:
+    """What one request is to its replica. tokens: its prompt's. uncached: those that are still to
+    be computed.
+    """
+
+    tokens: int
+    uncached: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Load:
     """What strategies know of one replica.
 
-    in_flight: requests under way. queued: prompt tokens still to be computed, as far as they were
-    expected to be: those of requests whose answer has not begun.
+    in_flight: requests under way. queued: prompt tokens still to be computed. context: prompt
+    tokens of all requests under way.
     """
 
     name: str
     in_flight: int = 0
     queued: int = 0
+    context: int = 0
+    # When what is queued will be computed, where that can only be guessed.
+    _computed_at: float = dataclasses.field(default=0.0, init=False)
+    _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
+
+    def begin(self, tokens: int, cached: int, streamed: bool, now: float) -> Work:
+        """A request goes to the replica. streamed: its answer begins when its prompt is computed;
+        for others that has to be guessed.
+        """
+        work = Work(tokens, tokens - cached)
+        self.in_flight += 1
+        self.queued += work.uncached
+        self.context += tokens
+        if not streamed:
+            self._computed_at = max(self._computed_at, now) + work.uncached / PREFILL_RATE
+            self._guessed.append((self._computed_at, work))
+        return work
+
+    def computed(self, work: Work) -> None:
+        """The request's prompt is computed; it may be told more than once."""
+        self.queued -= work.uncached
+        work.uncached = 0
+
+    def end(self, work: Work) -> None:
+        """The request is over."""
+        self.computed(work)
+        self.in_flight -= 1
+        self.context -= work.tokens
+
+    def settle(self, now: float) -> None:
+        """Take for computed what should be by now."""
+        while self._guessed and self._guessed[0][0] <= now:
+            self.computed(self._guessed.popleft()[1])
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -49,7 +106,7 @@ class Asked:
     tokens: its prompt's, about. chain: its prompt's hashes, as prefix_index.chain() makes them.
     blocks: the hashes of its tokens, one for each `block_size` of them, where it was tokenised.
     adapter: the LoRA adapter, or "". salt: what keeps its KV cache apart from others', where it
-    says so. session: what its session is called, or "".
+    says so. session: what its session is called, or "". streamed: whether its answer is.
     """
 
     tokens: int = 0
@@ -59,6 +116,7 @@ class Asked:
     adapter: str = ""
     salt: str | None = None
     session: str = ""
+    streamed: bool = False
 
 
 class Choice(NamedTuple):
@@ -100,31 +158,38 @@ class RoundRobin:
 
 class _Cheapest:
     """The replica that can begin the answer first, by one measure for all: prompt tokens that have
-    to be computed before, the request's own and those queued, and the requests under way.
+    to be computed before, the request's own and those queued, and what is under way.
     """
 
     def __init__(self) -> None:
+        self._chosen: dict[str, float] = {}
         self._adapters: dict[str, OrderedDict[str, None]] = {}
 
     def choose(self, asked: Asked, replicas: Sequence[Load], now: float) -> Choice:
-        best: list[Choice] = []
-        least = math.inf
+        found: list[tuple[float, Load, int]] = []
         for replica in replicas:
+            replica.settle(now)
             cached = min(self.cached(asked, replica.name, now), asked.tokens)
-            cost = asked.tokens - cached + replica.queued + PER_REQUEST * replica.in_flight
+            cost = (
+                UNCACHED * (asked.tokens - cached)
+                + replica.queued
+                + PER_REQUEST * replica.in_flight
+                + replica.context / CONTEXT
+            )
             if asked.adapter and asked.adapter not in self._loaded(replica.name):
                 cost += ADAPTER_LOAD
-            if cost < least:
-                least, best = cost, []
-            if cost == least:
-                best.append(Choice(replica, cached))
-        return random.choice(best) if len(best) > 1 else best[0]
+            found.append((cost, replica, cached))
+        most = min([cost for cost, _, _ in found]) + NEAR
+        near = [it for it in found if it[0] <= most]
+        _, replica, cached = min(near, key=lambda it: self._chosen.get(it[1].name, 0.0))
+        return Choice(replica, cached)
 
     def cached(self, asked: Asked, replica: str, now: float) -> int:
         """Prompt tokens of the request that the replica has in its cache, most likely."""
         return 0
 
     def learn(self, asked: Asked, replica: str, now: float) -> None:
+        self._chosen[replica] = now
         if asked.adapter:
             loaded = self._adapters.setdefault(replica, OrderedDict())
             loaded[asked.adapter] = None
@@ -133,6 +198,7 @@ class _Cheapest:
                 loaded.popitem(last=False)
 
     def forget(self, replica: str) -> None:
+        self._chosen.pop(replica, None)
         self._adapters.pop(replica, None)
 
     def _loaded(self, replica: str) -> Collection[str]:

@@ -91,7 +91,7 @@ class Breaker:
 
 
 class Replica(Load):
-    """One server. others: what other router processes have under way there (see Load).
+    """One server. others: what of its load is other router processes', as siblings.Share.
 
     idle: connections that wait for a request. models: what may be asked for by name; empty where it
     does not tell. tokens: what its KV cache holds, where it tells.
@@ -103,7 +103,7 @@ class Replica(Load):
         self.host = parts.hostname or ""
         self.port = parts.port or 80
         self.authority = parts.netloc.encode()
-        self.others = (0, 0)
+        self.others = (0, 0, 0)
         self.idle: list[Upstream] = []
         self.breaker = Breaker()
         self.state = State.UNKNOWN
@@ -113,6 +113,17 @@ class Replica(Load):
         self.tokens: int | None = None
         self.born: bytes | None = None  # when its process started, as it tells
         self.looked = 0.0  # when its models were asked for
+
+    @property
+    def own(self) -> tuple[int, int, int]:
+        """What of its load is this process's."""
+        in_flight, queued, context = self.others
+        return self.in_flight - in_flight, self.queued - queued, self.context - context
+
+    def add_others(self, others: tuple[int, int, int]) -> None:
+        """Other processes have this under way there now."""
+        own, self.others = self.own, others
+        self.in_flight, self.queued, self.context = map(sum, zip(own, others, strict=True))
 
     def close(self) -> None:
         for upstream in [*self.idle]:
@@ -218,8 +229,9 @@ class Fleet:
     def _enter(self, replica: Replica, state: State, detail: str, anew: bool) -> None:
         before, replica.state, replica.detail = replica.state, state, detail
         metrics.READY.labels(replica.name).set(state is State.READY)
-        metrics.IN_FLIGHT.labels(replica.name).set(replica.in_flight - replica.others[0])
+        metrics.IN_FLIGHT.labels(replica.name).set(replica.own[0])
         now = time.monotonic()
+        replica.settle(now)
         for upstream in [it for it in replica.idle if now - it.since > IDLE_S]:
             upstream.drop()
         if state is before:

@@ -23,11 +23,16 @@ TELL_S = 0.2
 FORGET_S = 2.0
 """A process that has told nothing for so long has ended."""
 
+Share = tuple[int, int, int]
+"""Of a replica's Load, what one process has a part in: in_flight, queued, context."""
+_NOTHING: Share = (0, 0, 0)
+
 
 class _Chosen(msgspec.Struct, tag=1, array_like=True):
     process: int
     replica: str
-    uncached: int
+    tokens: int
+    cached: int
     adapter: str
     chain: list[int]
     blocks: list[int] | None
@@ -40,7 +45,7 @@ class _Bound(msgspec.Struct, tag=2, array_like=True):
 
 class _State(msgspec.Struct, tag=3, array_like=True):
     process: int
-    loads: dict[str, tuple[int, int]]
+    loads: dict[str, Share]
 
 
 class Link:
@@ -76,8 +81,8 @@ class Siblings:
         self._socket: socket.socket | None
         self._socket, self._others = own or (None, [])
         self._process = os.getpid()
-        self._known: dict[int, tuple[float, dict[str, tuple[int, int]]]] = {}
-        self._told: dict[str, tuple[int, int]] = {}
+        self._known: dict[int, tuple[float, dict[str, Share]]] = {}
+        self._told: dict[str, Share] = {}
         self._decode = msgspec.msgpack.Decoder(_Chosen | _Bound | _State).decode
 
     async def run(self) -> None:
@@ -95,22 +100,20 @@ class Siblings:
         finally:
             loop.remove_reader(self._socket)
 
-    def tell(self, asked: Asked, replica: str, uncached: int) -> None:
-        """A request goes to the replica."""
+    def tell(self, asked: Asked, replica: str, cached: int) -> None:
+        """A request goes to the replica, which has so many of its tokens."""
         if self._others:
             blocks = None if asked.blocks is None else list(asked.blocks)
             chain = list(asked.chain)
-            self._send(_Chosen(self._process, replica, uncached, asked.adapter, chain, blocks))
+            prompt = asked.tokens, cached, asked.adapter, chain, blocks
+            self._send(_Chosen(self._process, replica, *prompt))
 
     def tell_bound(self, session: str, replica: str) -> None:
         """The replica has a session."""
         self._send(_Bound(session, replica))
 
     def _state(self) -> None:
-        loads = {
-            it.name: (it.in_flight - it.others[0], it.queued - it.others[1])
-            for it in self._replicas()
-        }
+        loads = {it.name: it.own for it in self._replicas()}
         self._send(_State(self._process, {name: load for name, load in loads.items() if any(load)}))
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -130,8 +133,8 @@ class Siblings:
             match message:
                 case _Chosen():
                     _, loads = self._known.setdefault(message.process, (now, {}))
-                    flying, queued = loads.get(message.replica, (0, 0))
-                    loads[message.replica] = (flying + 1, queued + message.uncached)
+                    began = 1, message.tokens - message.cached, message.tokens
+                    loads[message.replica] = _sum(loads.get(message.replica, _NOTHING), began)
                     self._add_up()
                     asked = Asked(
                         adapter=message.adapter, chain=message.chain, blocks=message.blocks
@@ -145,11 +148,8 @@ class Siblings:
 
     def _add_up(self) -> None:
         for replica in self._replicas():
-            had = replica.others
-            told = [loads.get(replica.name, (0, 0)) for _, loads in self._known.values()]
-            replica.others = sum(it[0] for it in told), sum(it[1] for it in told)
-            replica.in_flight += replica.others[0] - had[0]
-            replica.queued += replica.others[1] - had[1]
+            told = [loads.get(replica.name, _NOTHING) for _, loads in self._known.values()]
+            replica.add_others(_sum(*told))
 
     def _forget(self, now: float) -> None:
         ended = [process for process, (told, _) in self._known.items() if now - told > FORGET_S]
@@ -157,3 +157,8 @@ class Siblings:
             del self._known[process]
         if ended:
             self._add_up()
+
+
+def _sum(*shares: Share) -> Share:
+    in_flight, queued, context = (sum(it[n] for it in shares) for n in range(3))
+    return in_flight, queued, context

@@ -8,7 +8,9 @@ from serving.router.kv_index import KvIndex
 from serving.router.policies import (
     ADAPTER_LOAD,
     BATCH,
+    NEAR,
     PER_REQUEST,
+    PREFILL_RATE,
     Asked,
     KvAware,
     Load,
@@ -19,9 +21,10 @@ from serving.router.policies import (
 from serving.router.prefix_index import CHUNK, DEFAULT_TOKENS, TTL_S, PrefixIndex, chain
 
 
-def fleet(**loads: tuple[int, int]) -> list[Load]:
-    """Replicas by name: requests under way, prompt tokens queued."""
-    return [Load(name, *load) for name, load in loads.items()]
+def fleet(**loads: tuple[int, ...]) -> list[Load]:
+    """Replicas by name: requests under way, prompt tokens queued, prompt tokens under way."""
+    keys = ("in_flight", "queued", "context")
+    return [Load(name, **dict(zip(keys, it, strict=False))) for name, it in loads.items()]
 
 
 def prompt(tokens: int, text: bytes = b"word") -> Asked:
@@ -42,29 +45,36 @@ def test_round_robin_takes_each_in_turn():
 
 def test_idle_replicas_share_what_is_new():
     policy = PrefixAware(PrefixIndex())
-    chosen = Counter(policy.choose(Asked(tokens=9), idle(4), 0).replica.name for _ in range(400))
-    assert len(chosen) == 4
-    assert min(chosen.values()) > 50
+    replicas = idle(4)
+    chosen: Counter[str] = Counter()
+    for now in range(1, 401):
+        name = policy.choose(Asked(tokens=9), replicas, now).replica.name
+        policy.learn(Asked(tokens=9), name, now)
+        chosen[name] += 1
+    assert set(chosen.values()) == {100}
 
 
 @pytest.mark.parametrize(
     ("loads", "best"),
     [
-        # What is cached counts as computed ...
-        ({"has": (0, 0), "not": (0, 0)}, "has"),
-        ({"has": (0, 900), "not": (0, 0)}, "has"),
-        ({"has": (30, 0), "not": (0, 0)}, "has"),
-        # ... and no more: a queue can be longer than computing it anew.
-        ({"has": (0, 1_100), "not": (0, 0)}, "not"),
-        ({"has": (40, 0), "not": (0, 0)}, "not"),
-        ({"has": (40, 0), "not": (0, 900)}, "has"),
+        # What is cached is worth twice its tokens ...
+        ({"has": (0, 0, 0), "not": (0, 0, 0)}, "has"),
+        ({"has": (0, 1_700, 0), "not": (0, 0, 0)}, "has"),
+        ({"has": (58, 0, 0), "not": (0, 0, 0)}, "has"),
+        # ... and no more: a queue can be longer than that.
+        ({"has": (0, 2_100, 0), "not": (0, 0, 0)}, "not"),
+        ({"has": (70, 0, 0), "not": (0, 0, 0)}, "not"),
+        ({"has": (70, 0, 0), "not": (0, 900, 0)}, "has"),
+        ({"has": (0, 0, 80_000), "not": (0, 0, 0)}, "not"),
+        # What is nearly equal is equal, and then it is the other's turn.
+        ({"has": (0, 1_800, 0), "not": (0, 0, 0)}, "not"),
     ],
 )
 def test_prefix_aware_weighs_what_is_cached_against_the_load(loads, best):
     policy = PrefixAware(PrefixIndex())
     asked = prompt(1_024)
-    policy.learn(asked, "has", 0)
-    assert policy.choose(asked, fleet(**loads), 1).replica.name == best
+    policy.learn(asked, "has", 1)
+    assert policy.choose(asked, fleet(**loads), 2).replica.name == best
 
 
 def test_a_prompt_that_all_share_pins_nobody():
@@ -92,13 +102,32 @@ def test_a_replica_that_started_anew_has_nothing():
 def test_an_adapter_is_loaded_where_it_is_already():
     policy = PrefixAware(PrefixIndex())
     asked = Asked(tokens=100, adapter="poet")
-    policy.learn(asked, "has", 0)
-    few, many = ADAPTER_LOAD // PER_REQUEST - 1, ADAPTER_LOAD // PER_REQUEST + 1
+    policy.learn(asked, "has", 1)
+    few, many = (ADAPTER_LOAD - NEAR) // PER_REQUEST - 1, ADAPTER_LOAD // PER_REQUEST + 1
     other = {"not": (0, 0)}
     assert policy.choose(asked, fleet(has=(few, 0), **other), 1).replica.name == "has"
     assert policy.choose(asked, fleet(has=(many, 0), **other), 1).replica.name == "not"
     policy.forget("has")
-    assert policy.choose(asked, fleet(has=(1, 0), **other), 1).replica.name == "not"
+    assert policy.choose(asked, fleet(has=(20, 0), **other), 1).replica.name == "not"
+
+
+def test_a_prompt_is_queued_until_its_answer_begins_or_should_have():
+    load = Load("r")
+    streamed = load.begin(3_000, 1_000, True, 0)
+    whole = load.begin(round(PREFILL_RATE), 0, False, 0)
+    after = load.begin(round(PREFILL_RATE), 0, False, 0)
+    assert (load.in_flight, load.queued, load.context) == (3, 42_000, 43_000)
+    load.settle(0.9)
+    assert load.queued == 42_000
+    load.settle(1.1)
+    assert load.queued == 22_000
+    load.computed(streamed)
+    load.end(after)  # sooner than was thought
+    load.settle(2.1)
+    assert (load.in_flight, load.queued, load.context) == (2, 0, 23_000)
+    load.end(streamed)
+    load.end(whole)
+    assert (load.in_flight, load.queued, load.context) == (0, 0, 0)
 
 
 def test_sessions_stay_where_they_are_and_move_as_little_as_can_be():
@@ -131,7 +160,7 @@ def test_a_session_leaves_a_replica_that_has_much_more_to_do():
 
 
 def test_a_request_without_a_session_goes_where_least_is_to_do():
-    assert Session().choose(Asked(), fleet(a=(3, 0), b=(2, 0)), 0).replica.name == "b"
+    assert Session().choose(Asked(), fleet(a=(30, 0), b=(2, 0)), 0).replica.name == "b"
 
 
 def test_kv_aware_believes_events_and_otherwise_what_was_sent():

@@ -1,0 +1,122 @@
+"""Simulated engines by figures worked out by hand, and what strategies must make of them."""
+
+import math
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import simulate_routing
+from simulate_routing import B32, B70, Case, Fleet, Request, document_case, simulate, unshared_case
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    """Fleets seed Python's random numbers, which is not to reach other tests."""
+    state = random.getstate()
+    yield
+    random.setstate(state)
+
+
+@pytest.fixture
+def one(monkeypatch):
+    """Simulates requests before one replica, and returns them."""
+    monkeypatch.setattr(simulate_routing, "REPLICAS", 1)
+
+    def run(*requests, profile=B32, **more):
+        case = Case("", profile, lambda rng, load: iter(requests), 1.0, 1000, **more)
+        fleet = Fleet(case, "prefixaware", 0)
+        fleet.run()
+        return fleet, requests
+
+    return run
+
+
+def test_alone(one):
+    _, (request,) = one(Request(1.0, ((5000, 10_000),), 3))
+    # Two chunks of the prompt, then two tokens more, which read 10,001 and 10,002 of context.
+    first = 1.0 + B32.overhead_s + 2 * B32.step_s + 10_000 / B32.rate
+    assert request.first == pytest.approx(first)
+    assert request.end == pytest.approx(first + 2 * B32.step_s + 20_003 * B32.context_s)
+    assert request.cached == 0
+
+
+def test_slow(one):
+    _, (request,) = one(Request(0.0, ((5000, 4000),), 2), slow=2.0)
+    assert request.first == pytest.approx(B32.overhead_s + 2 * (B32.step_s + 4000 / B32.rate))
+
+
+def test_arrival_ends_a_leap(one):
+    """Who comes while others decode is in the next step, not in one after all have ended."""
+    _, (_, late) = one(Request(0.0, ((5000, 100),), 1000), Request(3.0, ((6000, 100),), 2))
+    waited = late.first - 3.0 - B32.overhead_s - B32.step_s - 100 / B32.rate
+    assert 0 < waited < 1.1 * B32.step_s
+
+
+def test_hits(one):
+    """All but the last token can come from the cache, in whole blocks; answers are in it too."""
+    document = (5000, 12_800)
+    again = Request(5.0, (document,), 10)
+    longer = Request(10.0, (document, (7000, 200)), 56)
+    follows = Request(15.0, (document, (7000, 200), (-7000, 56), (8000, 20)), 10)
+    one(Request(0.0, (document,), 10), again, longer, follows)
+    assert [again.cached, longer.cached, follows.cached] == [12_672, 12_800, 13_056]
+
+
+def test_eviction(one):
+    """The least recently used goes, from its end; and who does not fit waits."""
+    small = replace(B32, kv_tokens=10 * 128)
+    shared, big = ((5000, 640),), ((6000, 896),)
+    fleet, requests = one(
+        Request(0.0, shared, 2),
+        Request(1.0, big, 2),
+        Request(1.001, shared, 2),
+        profile=small,
+    )
+    assert requests[2].first > requests[1].end
+    assert requests[2].cached == 256
+    assert all(math.isfinite(it.end) for it in requests)
+    assert [(load.in_flight, load.queued, load.context) for load in fleet._up] == [(0, 0, 0)]
+
+
+@pytest.mark.parametrize("arm", simulate_routing.ARMS)
+def test_same_again(arm):
+    case = document_case(8000, 3, 20, 150)
+    assert simulate(case, arm, [1]) == simulate(case, arm, [1])
+
+
+def test_documents():
+    case = document_case(8000, 5, 28, 600)
+    base, prefix, kv = (
+        simulate(case, arm, [0]) for arm in ("roundrobin", "prefixaware", "kvaware")
+    )
+    for ours in (prefix, kv):
+        assert ours.hit > base.hit
+        assert ours.ttft(0.5) < 0.5 * base.ttft(0.5)
+        assert ours.ttft(0.9) < base.ttft(0.9)
+
+
+@pytest.mark.parametrize("tokens", [100, 600])
+def test_shared_system_prompt(tokens):
+    case = unshared_case(100, 2000, system=tokens)
+    ours, theirs = (simulate(case, arm, [0]).hot for arm in ("prefixaware", "their prefixaware"))
+    assert ours <= 1.1
+    assert theirs == 7
+
+
+@pytest.mark.parametrize("arm", ["session", "prefixaware", "kvaware", "their kvaware"])
+def test_restart(arm):
+    """What is lost with a replica is served by others, and the replica is used again."""
+    case = replace(document_case(1000, 3, 10, 1000), restart=True)
+    fleet = Fleet(case, arm, 0)
+    fleet.run()
+    assert all(math.isfinite(it.end) for it in fleet.requests)
+    assert all((load.in_flight, load.queued) == (0, 0) for load in fleet._up)
+    assert {it.replica for it in fleet.requests if it.at > 87} >= {"replica6"}
+
+
+def test_chat():
+    case = Case("", B70, simulate_routing.chat, 20, 100)
+    assert simulate(case, "kvaware", [0]).hit > 0.8
+    users = partial(simulate_routing.chat, random.Random(0), 20)
+    assert len(list(users())) == 20
