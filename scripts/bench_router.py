@@ -1,10 +1,11 @@
 """What a router in front of replicas costs: requests/s, CPU, latency and streams, as ratios.
 
 The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or
-for streams both, without a router), vllm-router with its cheapest policy, and ours with each
-strategy. Rounds of load go to the arms in turn, so that what else the machine does falls on all,
-and each round's figure is set against vllm-router's of the same round. Printed are medians over the
-rounds and, in brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
+for streams both, without a router), vllm-router with its cheapest policy and as many threads as it
+likes, and ours with each strategy, in one process or ("x2") in two. Rounds of load go to the arms
+in turn, so that what else the machine does falls on all, and each round's figure is set against
+vllm-router's of the same round. Printed are medians over the rounds and, in brackets, quartiles.
+CPU is that of all the router's processes, in user and kernel.
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
 never comes again. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. Where
@@ -31,7 +32,7 @@ import uvloop
 from bench_overhead import server, spent, spread
 
 DIRECT, PEER = "direct", "vllm-router"
-STRATEGIES = ("prefixaware", "session", "roundrobin")
+STRATEGIES = ("prefixaware", "prefixaware x2", "session", "roundrobin")
 PATH = "/v1/chat/completions"
 CONVERSATIONS = 64
 TARGETS = (1.5, 0.8, 0.3)
@@ -236,14 +237,16 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
         peer += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
         peer += ["--prometheus-port", str(free_port())]
         arms[PEER] = start(PEER, peer, port)
-        for strategy in options.strategies:
+        for arm in options.strategies:
+            strategy, _, processes = arm.partition(" x")
             port = free_port()
-            arms[strategy] = start(
-                strategy,
+            arms[arm] = start(
+                arm,
                 [sys.executable, "-m", "serving", "route"],
                 port,
                 OPTION_ROUTER_REPLICAS=",".join(replicas),
                 OPTION_ROUTING_STRATEGY=strategy,
+                OPTION_ROUTER_PROCESSES=processes or "1",
                 OPTION_PORT=str(port),
             )
 
@@ -280,7 +283,7 @@ def report(workload: Workload, rounds: Rounds) -> None:
     if not workload.rate:
         columns += ["added P50 µs", "added P99 µs"]
     print(f"\n{workload.title}")
-    print(f"{'':12}" + "".join(f"{column:>25}" for column in columns))
+    print(f"{'':14}" + "".join(f"{column:>25}" for column in columns))
     for arm, all_of_it in rounds.items():
         cells = [
             spread([it.rate for it in all_of_it], ".0f"),
@@ -294,7 +297,7 @@ def report(workload: Workload, rounds: Rounds) -> None:
         if not workload.rate:
             for figure in (added_p50, added_p99):
                 cells.append(spread([1e6 * s for s in paired(figure, rounds, arm, DIRECT)], ".0f"))
-        print(f"{arm:12}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
+        print(f"{arm:14}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
 
 
 def added_p50(it: Round, base: Round) -> float:

@@ -33,9 +33,9 @@ def create_app(front: Front) -> ASGIApp:
     prometheus = make_asgi_app(REGISTRY)
 
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
-        # It reads headers as UTF-8, and fails over others.
-        headers = [header for header in scope["headers"] if header[1].isascii()]
-        await prometheus({**scope, "headers": headers}, receive, send)
+        # Always as plain text: in OpenMetrics it writes vllm_… for vllm:…, and headers that are no
+        # UTF-8 make it fail.
+        await prometheus({**scope, "headers": []}, receive, send)
 
     return Router(
         [

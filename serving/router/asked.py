@@ -5,7 +5,7 @@ are judged by the replicas: what cannot be read here goes its way all the same.
 """
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 import msgspec
@@ -42,7 +42,7 @@ class Keys(msgspec.Struct):
 
 
 def reader(
-    sessions: bool, session_key: str | None, tenant_header: str | None, adapters: Container[str]
+    sessions: bool, session_key: str | None, tenant_header: str | None, adapters: Collection[str]
 ) -> Reader:
     """What reads requests.
 
@@ -72,12 +72,13 @@ def reader(
             found = cast(Keys, read(body))
         except _UNREADABLE:
             found = Keys()
-        adapter = given.get(ADAPTER, b"").decode("latin-1")
-        adapter = adapter or _text(found.adapters)
-        if not adapter and (model := _text(found.model)) in adapters:
+        adapter = given.get(ADAPTER, b"").decode("latin-1") or _text(found.adapters)
+        if not adapter and adapters and (model := _text(found.model)) in adapters:
             adapter = model
         prompt = bytes(found.prompt) or bytes(found.inputs) or bytes(found.messages) or body
-        session = next((given[name].decode("latin-1") for name in headers if given.get(name)), "")
+        session = ""
+        for name in headers:
+            session = session or given.get(name, b"").decode("latin-1")
         if keys and not session:
             named = (_text(getattr(found, f"session{n}", _NONE)) for n in range(len(keys)))
             session = next(filter(None, named), "")

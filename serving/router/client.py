@@ -78,6 +78,7 @@ class Client(asyncio.Protocol):
             head, end, _ = data.partition(b"\r\n\r\n")
             if len(head) > MAX_HEAD:
                 self._refuse(HeadTooLarge(_HEAD_TOO_LARGE))
+                self._go_on()
                 return
             if not end:
                 self._head = data
@@ -94,10 +95,13 @@ class Client(asyncio.Protocol):
             if not isinstance(cause, ServingError):
                 cause = BadRequest(_NOT_HTTP)
             self._refuse(cause)
-            return
-        if self._reading and self._stuck > MAX_HEAD:
-            self._refuse(HeadTooLarge(_HEAD_TOO_LARGE))
-            return
+        else:
+            if self._reading and self._stuck > MAX_HEAD:
+                self._refuse(HeadTooLarge(_HEAD_TOO_LARGE))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Do something about what has come."""
         self._count(self._reading)
         if not self._request:
             self._next()
@@ -277,7 +281,7 @@ class Client(asyncio.Protocol):
         if self._closing:
             return
         if not (keep and self._keep):
-            self._close()
+            self._close(bool(request and request.keep_alive))
             return
         if len(self._waiting) < PIPELINE:
             self.hold(False)
@@ -289,7 +293,9 @@ class Client(asyncio.Protocol):
     def _invite(self) -> None:
         """Ask for a body that the client keeps until it is asked, when its turn has come."""
         request = self._reading
-        if request and request.expects and not self._request and not self._waiting:
+        if self._closing or self._deaf or self._request or self._waiting:
+            return
+        if request and request.expects:
             request.expects = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -311,13 +317,13 @@ class Client(asyncio.Protocol):
             return
         if request not in self._waiting:
             self._waiting.append(request)
-        self._count(self._reading)
-        self._next()
 
-    def _close(self) -> None:
-        """End the connection once what was written is sent, and the client has read it."""
+    def _close(self, sending: bool) -> None:
+        """End the connection once what was written is sent, and the client has read it. sending:
+        whether the client may not know yet that it ends.
+        """
         self._closing = True
-        if self._reading is None and not (self._deaf or self._waiting or self._head):
+        if not (sending or self._reading or self._deaf):
             self.transport.close()
             return
         # Closed with something unread, the connection would be reset, and the answer lost.

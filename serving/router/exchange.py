@@ -1,6 +1,7 @@
 """One request's way: to a replica, to another where that helps, and its answer to the client."""
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from serving.router.server import Router
 
 CONNECT_S = 3.0
+KNOWN_S = 3.0
+"""A router that has just started lets requests wait so long to learn which replicas can serve."""
 RETRIED = frozenset((429, 502, 503, 504))
 """What another replica may answer otherwise. Other statuses are about the request."""
 TRIES = 4
@@ -99,11 +102,25 @@ class Exchange:
         except Exception:
             self._client.broken()
 
+    async def _known(self) -> None:
+        fleet = self._router.fleet
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                await fleet.known.wait()
+        self._pending = None
+        try:
+            self._choose(NotReady(fleet.trouble()))
+        except Exception:
+            self._client.broken()
+
     def _choose(self, failure: ServingError | None = None) -> None:
         """Ask the best replica that was not tried. failure: what happened to the one before."""
         router = self._router
         now = time.monotonic()
         able = router.fleet.able(self._asked.adapter, self._tried, now)
+        if not able and not failure and not router.fleet.known.is_set():
+            self._pending = asyncio.create_task(self._known())
+            return
         if not able:
             self._fail(failure or NotReady(router.fleet.trouble()))
             return

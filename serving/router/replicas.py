@@ -133,7 +133,8 @@ class Replica(Load):
 class Fleet:
     """All replicas.
 
-    adapters: the names of adapters that any of them has. session: to talk with them aside.
+    adapters: the names of adapters that any of them has. session: to talk with them aside. known:
+    set once each of the first ones has said whether it can serve.
     """
 
     session: aiohttp.ClientSession
@@ -146,6 +147,7 @@ class Fleet:
         """came: a replica is ready now; whether it has started anew. went: it is down or gone."""
         self.replicas: list[Replica] = []
         self.adapters: set[str] = set()
+        self.known = asyncio.Event()
         self._came = came
         self._went = went
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -201,6 +203,7 @@ class Fleet:
             self.replicas.append(replica)
             self._watching[url] = asyncio.create_task(self._watch(replica, session))
         self._list()
+        self._look_back()
 
     async def _watch(self, replica: Replica, session: aiohttp.ClientSession) -> None:
         """Look after one replica until cancelled."""
@@ -217,9 +220,11 @@ class Fleet:
                 detail = str(error) or "it does not answer"
             try:
                 anew = False
-                if state is State.READY and replica.state is not State.READY:
+                if silent or state is not State.READY:
+                    pass
+                elif replica.state is not State.READY:
                     anew = await self._meet(replica, session)
-                elif state is State.READY and time.monotonic() - replica.looked > MODELS_S:
+                elif time.monotonic() - replica.looked > MODELS_S:
                     await self._models(replica, session)
             except (aiohttp.ClientError, OSError, TimeoutError):
                 state, detail = replica.state, "it does not answer"
@@ -247,6 +252,7 @@ class Fleet:
         elif state in (State.DOWN, State.FAILED):
             replica.close()
             self._went(replica)
+        self._look_back()
 
     async def _meet(self, replica: Replica, session: aiohttp.ClientSession) -> bool:
         """Ask what is to be known of a replica that has become ready. Whether it started anew."""
@@ -269,6 +275,10 @@ class Fleet:
             replica.models = frozenset(it.id for it in found)
             replica.adapters = frozenset(it.id for it in found if it.parent)
             self._list()
+
+    def _look_back(self) -> None:
+        if not any(it.state is State.UNKNOWN for it in self.replicas):
+            self.known.set()
 
     def _list(self) -> None:
         self.adapters.clear()

@@ -20,32 +20,36 @@ REQUEST_ID = b"x-request-id"
 
 
 class Request:
-    """id: what it is called in logs, the client's name for it or ours. size: bytes of the body that
-    have come. counted: those of them that count as held. complete: whether all of its body has
-    come. streamed: whether the body is sent on before all of it is here. ended: whether a streamed
-    body was sent on to its end. expects: whether the client waits for a "100 Continue". refusal:
-    why it is not answered as asked. inference: whether strategies choose its replica.
+    """id: what it is called in logs, the client's name for it or ours. length: bytes that the body
+    will have, None where the client does not tell. size: bytes of it that have come. counted: those
+    of them that count as held. complete: whether all of its body has come. streamed: whether the
+    body is sent on before all of it is here. ended: whether a streamed body was sent on to its end.
+    expects: whether the client waits for a "100 Continue". inference: whether strategies choose its
+    replica. refusal: why it is not answered as asked.
     """
 
+    method = b""
+    target = b""
+    path = ""
+    id = b""
+    length: int | None = None
+    http10 = False
+    keep_alive = False
+    size = 0
+    counted = 0
+    complete = False
+    streamed = False
+    ended = False
+    expects = False
+    inference = False
+    refusal: ServingError | None = None
+    _head = b""
+    _parted = False
+
     def __init__(self) -> None:
-        self.method = b""
-        self.target = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.named: dict[bytes, bytes] = {}
-        self.http10 = False
-        self.keep_alive = False
         self.body = bytearray()
-        self.size = 0
-        self.counted = 0
-        self.complete = False
-        self.streamed = False
-        self.ended = False
-        self.expects = False
-        self.inference = False
-        self.refusal: ServingError | None = None
-        self.id = b""
-        self._head = b""
-        self._parted = False
 
     def heads_in(self, method: bytes, version: str, keep_alive: bool) -> None:
         """Its head is whole."""
@@ -53,6 +57,8 @@ class Request:
         self.http10 = version == "1.0"
         self.keep_alive = keep_alive and not self.http10
         self.named = dict(self.headers)
+        length = self.named.get(b"content-length", b"")
+        self.length = int(length) if length.isdigit() else None
         self.expects = not self.http10 and self.named.get(b"expect", b"").lower() == b"100-continue"
         self.id = self.named.get(REQUEST_ID, b"")
         if not self.id:
@@ -63,12 +69,6 @@ class Request:
             self.target = rest if rest.startswith(b"/") else b"/" + rest
         self.path = self.target.partition(b"?")[0].decode("latin-1")
         self.inference = method == b"POST" and bool(_INFERENCE.fullmatch(self.path))
-
-    @property
-    def length(self) -> int | None:
-        """Bytes that the body will have, or None where the client does not tell."""
-        given = self.named.get(b"content-length", b"")
-        return int(given) if given.isdigit() else None
 
     @property
     def passes(self) -> bool:

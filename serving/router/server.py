@@ -40,6 +40,7 @@ from serving.router.siblings import Link, Siblings
 log = logging.getLogger(__name__)
 
 DRAIN_S = 25.0  # as `serve`
+FAREWELL_S = 1.0
 SWEEP_S = 1.0
 CLIENT_IDLE_S = 75.0
 AGAIN_S = 1.0  # before a process that has died is started again
@@ -79,21 +80,26 @@ def _several(settings: Settings, environ: Mapping[str, str], port: int) -> int:
     stopping = False
 
     def work(number: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's, until it has its own
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent passes it on
         _die_with(parent)
         with _listener(port) as listener:
             router = Router(settings, environ, link.of(number))
             sys.exit(uvloop.run(router.run(listener)))
 
     def start(number: int) -> None:
-        processes[number] = forked.Process(target=work, args=(number,))
-        processes[number].start()
+        process = forked.Process(target=work, args=(number,))
+        process.start()
+        processes[number] = process
+        if stopping:  # it was asked for in the meantime
+            process.terminate()
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal stopping
         stopping = True
         for process in processes.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+                process.terminate()
 
     for it in (signal.SIGTERM, signal.SIGINT):
         signal.signal(it, on_signal)
@@ -108,11 +114,12 @@ def _several(settings: Settings, environ: Mapping[str, str], port: int) -> int:
             del processes[number]
             mark_process_dead(process.pid)  # type: ignore[no-untyped-call]
             if stopping:
-                code = max(code, abs(process.exitcode))
+                code = max(code, process.exitcode)
                 continue
             log.error("a process died, and is started again: exit code %d", process.exitcode)
             time.sleep(AGAIN_S)
-            start(number)
+            if not stopping:
+                start(number)
     return code
 
 
@@ -187,7 +194,8 @@ class Router:
         """From listening to the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self.stop)
         server = await loop.create_server(lambda: Client(self), sock=listener, backlog=2048)
         port = listener.getsockname()[1]
         strategy = self._settings.routing_strategy
@@ -216,7 +224,10 @@ class Router:
                 await asyncio.wait([hurrying, idle], return_when=asyncio.FIRST_COMPLETED)
         server.close()
         for client in [*self.clients]:
-            client.transport.close()
+            client.transport.close()  # once what was written is sent
+        ended = time.monotonic() + FAREWELL_S
+        while self.clients and time.monotonic() < ended:
+            await asyncio.sleep(0.05)
         for task in [*tasks, stop, *self._tasks]:
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
@@ -229,7 +240,7 @@ class Router:
 
     def finished(self) -> None:
         """A request is over."""
-        if self.draining and not self.exchanges:
+        if self.draining and not self.exchanges and not self._tasks:
             self._idle.set()
 
     async def _sweep(self) -> None:
@@ -285,11 +296,15 @@ class Router:
             case _ if request.for_all:
                 task = asyncio.create_task(self._to_all(client, request))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(self._told_all)
             case path if request.known:
                 raise MethodNotAllowed(f"{path} does not answer {request.method.decode()}")
             case path:
                 raise NotFound(f"there is nothing at {path}")
+
+    def _told_all(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.finished()
 
     async def _to_all(self, client: Client, request: Request) -> None:
         """Have all replicas answer, and pass on the answer that is worst."""

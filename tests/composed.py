@@ -1,0 +1,137 @@
+"""compose.yaml as Compose itself reads it, and the series that the monitoring beside it uses."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import promql_parser
+import yaml
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parent.parent
+MONITORING = ROOT / "monitoring"
+SERIES = ROOT / "tests/series.txt"
+"""What a server exports beside our own declared series: a name and its labels in each line.
+
+SLIPWAY_RECORD_SERIES=1 scripts/test e2e -k test_compose writes it anew.
+"""
+VARIABLES = {"$server": ".*", "$__rate_interval": "1m"}
+OF_THE_SCRAPE = {"instance", "job"}
+_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+Known = dict[str, set[str]]
+"""Labels by series."""
+
+
+def services(profile: str) -> dict[str, dict[str, Any]]:
+    """What Compose makes of compose.yaml and .env, whatever this process's environment says."""
+    command = [str(Path(sys.executable).parent / "docker-compose"), "--profile", profile]
+    found = subprocess.run(
+        [*command, "config", "--format", "json"], cwd=ROOT, env={}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert not found.stderr
+    read: dict[str, dict[str, Any]] = json.loads(found.stdout)["services"]
+    return read
+
+
+def names(service: str, definition: dict[str, Any]) -> set[str]:
+    """The host names of a service."""
+    return {service, *((definition["networks"]["default"] or {}).get("aliases", ()))}
+
+
+def dashboard() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((MONITORING / "grafana/dashboards/slipway.json").read_text())
+    return read
+
+
+class Query(NamedTuple):
+    """An expression, ready for Prometheus. labels: those that its legend or text shows."""
+
+    where: str
+    text: str
+    labels: frozenset[str]
+
+
+def panels() -> Iterator[Query]:
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"]
+            for name, value in VARIABLES.items():
+                text = text.replace(name, value)
+            labels = frozenset(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            yield Query(panel["title"], text, labels)
+
+
+def alerts() -> Iterator[Query]:
+    for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            labels = frozenset(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+            yield Query(rule["alert"], rule["expr"], labels)
+
+
+class Use(NamedTuple):
+    """What an expression needs: series with the labels they are chosen by, and other labels."""
+
+    series: list[tuple[str, set[str]]]
+    labels: set[str]
+
+
+def used(text: str) -> Use:
+    """Raises ValueError where the text is no PromQL."""
+    use = Use([], set())
+
+    def visit(part: promql_parser.Expr) -> bool:
+        if isinstance(part, promql_parser.VectorSelector):
+            assert part.name
+            use.series.append((part.name, {it.name for it in part.matchers.matchers}))
+        elif isinstance(part, promql_parser.AggregateExpr) and part.modifier:
+            use.labels.update(part.modifier.labels)
+        elif isinstance(part, promql_parser.BinaryExpr) and part.modifier:
+            matching = part.modifier.matching
+            use.labels.update(matching.labels if matching else ())
+            use.labels.update(part.modifier.group_labels or ())
+        return True
+
+    promql_parser.walk(promql_parser.parse(text), visit)
+    return use
+
+
+def of_the_dashboard() -> set[str]:
+    return {name for it in panels() for name, _ in used(it.text).series}
+
+
+def declared(*modules: ModuleType) -> Known:
+    """The series that these modules of ours declare."""
+    found: Known = {}
+    for module in modules:
+        for it in vars(module).values():
+            if isinstance(it, MetricWrapperBase):
+                (family,) = it.describe()
+                for suffix in _SUFFIXES[family.type]:
+                    more = {"le"} if suffix == "_bucket" else set()
+                    found[family.name + suffix] = {*it._labelnames} | more
+    return found
+
+
+def exported(text: str) -> Known:
+    """What /metrics has; also counters that have not counted yet, of which it has only the type."""
+    found: Known = defaultdict(set)
+    for family in text_string_to_metric_families(text):
+        if family.type == "counter" and not family.samples:
+            found[f"{family.name}_total"] = set()
+        for sample in family.samples:
+            found[sample.name] |= sample.labels.keys()
+    return found
+
+
+def recorded() -> Known:
+    lines = (line.split() for line in SERIES.read_text().splitlines() if line[:1] != "#")
+    return {name: {*labels} for name, *labels in lines}

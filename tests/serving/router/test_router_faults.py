@@ -1,0 +1,386 @@
+"""The router as a process, in front of others that are killed, frozen and started again."""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.router import client, exchange, replicas
+from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, until, whole
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[3]
+STUB = ROOT / "scripts" / "stub_replica.py"
+LATE_S = 30.0  # machines are noisy
+
+
+def free_port() -> int:
+    """One that no outgoing connection takes while its process is down."""
+    while True:
+        with socket.socket() as it, contextlib.suppress(OSError):
+            it.bind(("127.0.0.1", random.randrange(15_000, 30_000)))
+            return int(it.getsockname()[1])
+
+
+class Process:
+    """A process that serves HTTP on a port, which stays its own when it is started again."""
+
+    def __init__(self, *command: str, **environ: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [sys.executable, *(it.format(port=self.port) for it in command)]
+        self._environ = os.environ | environ | {"OPTION_PORT": str(self.port)}
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, cwd=ROOT, env=self._environ)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait(10)
+
+    async def answers(self) -> None:
+        """Wait until its /ping is 200."""
+        async with httpx.AsyncClient(base_url=self.url) as client, asyncio.timeout(LATE_S):
+            while True:
+                try:
+                    if (await client.get("/ping")).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.05)
+
+    async def left(self) -> int:
+        """Wait for its end. Its exit code."""
+        await until(lambda: self.process.poll() is not None, LATE_S)
+        return self.process.returncode
+
+    def memory(self) -> int:
+        """Bytes that it has in memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
+
+
+class Routed:
+    """stubs: the replicas. router: the router's process."""
+
+    def __init__(self, stubs: list[Process], router: Process, client: httpx.AsyncClient) -> None:
+        self.stubs, self.router, self.client = stubs, router, client
+
+    async def post(self, **body: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": "Hi"} | body)
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (await self.client.get("/replicas")).json()["replicas"]
+        return found
+
+    async def ready(self, count: int) -> None:
+        """Wait until so many replicas are ready."""
+        async with asyncio.timeout(LATE_S):
+            while sum(it["state"] == "ready" for it in await self.replicas()) != count:
+                await asyncio.sleep(0.05)
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way."""
+        async with asyncio.timeout(LATE_S):
+            while any(it["requests_under_way"] for it in await self.replicas()):
+                await asyncio.sleep(0.05)
+        assert not any(it["prompt_tokens_queued"] for it in await self.replicas())
+
+    async def stream(self, events: int) -> tuple[str, int, bool]:
+        """Its replica, the events that came of a stream, and whether it was whole."""
+        body = {"prompt": "Hi", "stream": True, "max_tokens": events}
+        found = 0
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            try:
+                async for line in answer.aiter_lines():
+                    found += line.startswith("data: {")
+            except httpx.TransportError:
+                return answer.headers["x-replica"], found, False
+            return answer.headers["x-replica"], found, True
+
+
+@asynccontextmanager
+async def routed(
+    count: int = 2, others: Sequence[str] = (), **environ: str
+) -> AsyncIterator[Routed]:
+    """A router in front of so many replicas, and of others."""
+    stubs = [Process(str(STUB), "{port}") for _ in range(count)]
+    urls = ",".join([*(it.url for it in stubs), *others])
+    strategy = {"OPTION_ROUTING_STRATEGY": "roundrobin"} | environ
+    router = Process("-m", "serving", "route", OPTION_ROUTER_REPLICAS=urls, **strategy)
+    started = [*stubs, router]
+    limits = httpx.Limits(max_connections=None)
+    try:
+        for it in started:
+            it.start()
+        async with AsyncExitStack() as stack:
+            client = httpx.AsyncClient(base_url=router.url, timeout=LATE_S, limits=limits)
+            found = Routed(stubs, router, await stack.enter_async_context(client))
+            await router.answers()
+            await found.ready(count + len(others))
+            yield found
+    finally:
+        for process in reversed(started):
+            if process is router and process.process.poll() is None:
+                process.kill(signal.SIGTERM)  # its workers are to end with it
+                process.kill(signal.SIGTERM)
+                process.process.wait(10)
+            process.kill()
+
+
+async def test_replicas_that_are_killed_restarted_and_all_gone():
+    async with routed() as it:
+        victim, other = it.stubs
+        streams = [asyncio.create_task(it.stream(60)) for _ in range(10)]
+        await asyncio.sleep(0.4)
+        victim.kill(signal.SIGSTOP)  # so that some wait for their answers as it dies
+        waiting = [asyncio.create_task(it.post()) for _ in range(20)]
+        await asyncio.sleep(0.2)
+        victim.kill()
+        answers = await asyncio.gather(*waiting)
+        assert {answer.headers["x-replica"] for answer in answers} == {str(other.port)}
+        for replica, events, complete in await asyncio.gather(*streams):
+            assert complete is (replica == str(other.port))
+            assert events == 60 if complete else events < 60
+        await it.ready(1)
+        await it.idle()
+
+        other.kill()
+        await it.ready(0)
+        answer = await it.post()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        victim.start()
+        other.start()
+        await it.ready(2)
+        ports = {(await it.post()).headers["x-replica"] for _ in range(10)}
+        assert ports == {str(victim.port), str(other.port)}
+
+
+async def test_a_frozen_replica_and_its_thaw():
+    async with routed() as it:
+        frozen, other = it.stubs
+        frozen.kill(signal.SIGSTOP)
+        answers = await asyncio.gather(*(it.post() for _ in range(20)))  # after two pings, 11 s
+        assert {answer.headers["x-replica"] for answer in answers} == {str(other.port)}
+        began = time.monotonic()
+        assert (await it.post()).status_code == 200
+        assert time.monotonic() - began < 2
+        frozen.kill(signal.SIGCONT)
+        await it.ready(2)
+        ports = {(await it.post()).headers["x-replica"] for _ in range(10)}
+        assert ports == {str(frozen.port), str(other.port)}
+        await it.idle()
+
+
+async def test_a_router_that_is_killed_and_one_that_is_stopped():
+    async with routed() as it:
+        streams = [asyncio.create_task(it.stream(500)) for _ in range(10)]
+        await asyncio.sleep(0.3)
+        it.router.kill()
+        assert not any(complete for _, _, complete in await asyncio.gather(*streams))
+        it.router.start()  # at once
+        await it.router.answers()
+        await it.ready(2)
+
+        streams = [asyncio.create_task(it.stream(50)) for _ in range(10)]
+        await asyncio.sleep(0.3)
+        it.router.kill(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        assert (await it.post()).status_code == 503
+        assert {found[1:] for found in await asyncio.gather(*streams)} == {(50, True)}
+        assert await it.router.left() == 0
+        it.router.start()
+        await it.router.answers()
+
+
+def workers(router: Process) -> list[int]:
+    path = Path(f"/proc/{router.process.pid}/task/{router.process.pid}/children")
+    return [int(it) for it in path.read_text().split()]
+
+
+async def test_processes_on_one_port():
+    async def shown() -> list[int]:
+        """What is under way, as a new connection's process knows it."""
+        close = {"connection": "close"}
+        answer = await it.client.get("/replicas", headers=close)
+        return [row["requests_under_way"] for row in answer.json()["replicas"]]
+
+    async with routed(OPTION_ROUTER_PROCESSES="2") as it:
+        close = {"connection": "close"}
+        for _ in range(40):
+            answer = await it.client.post("/v1/completions", json={"prompt": "Hi"}, headers=close)
+            assert answer.status_code == 200
+        await asyncio.sleep(2)  # what a process counts it tells once a second
+        series = [(await it.client.get("/metrics", headers=close)).text for _ in range(6)]
+        for text in series:
+            done = re.findall(r'requests_total\{[^}]*end="finished"[^}]*\} (\S+)', text)
+            assert sum(map(float, done)) == 40
+
+        streams = [asyncio.create_task(it.stream(100)) for _ in range(16)]
+        await asyncio.sleep(0.7)
+        assert [sum(await shown()) for _ in range(8)] == [16] * 8
+        victim, _ = before = workers(it.router)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(set(workers(it.router)) - {victim}) == 2, LATE_S)
+        assert set(workers(it.router)) & set(before)
+        for _ in range(40):
+            answer = await it.client.post("/v1/completions", json={"prompt": "Hi"}, headers=close)
+            assert answer.status_code == 200
+        assert any(complete for _, _, complete in await asyncio.gather(*streams))
+        async with asyncio.timeout(LATE_S):
+            while any([sum(await shown()) for _ in range(8)]):
+                await asyncio.sleep(0.1)
+        it.router.kill(signal.SIGTERM)
+        assert await it.router.left() == 0
+
+
+@pytest.fixture
+def told(capsys):
+    """Says what was measured, whatever pytest captures."""
+
+    def say(text: str) -> None:
+        with capsys.disabled():
+            sys.stdout.write(f"\n{text}\n")
+
+    return say
+
+
+async def test_ten_thousand_idle_connections(told):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    count = min(10_000, hard - 500)
+    async with routed() as it:
+        before = it.router.memory()
+        request = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
+        idle = []
+        try:
+            for place in range(count):
+                connection = socket.create_connection(("127.0.0.1", it.router.port), 10)
+                connection.sendall(request)
+                idle.append(connection)
+                if place % 500 == 499:
+                    await asyncio.sleep(0)
+            for connection in idle:
+                assert connection.recv(200).startswith(b"HTTP/1.1 200 ")
+            each = (it.router.memory() - before) / count
+            began = time.monotonic()
+            for _ in range(20):
+                assert (await it.post()).status_code == 200
+            took = (time.monotonic() - began) / 20
+            told(f"{count} idle connections: {each:.0f} bytes each, then {took:.4f} s a request")
+            assert each < 16_384
+            assert took < 0.5
+        finally:
+            for connection in idle:
+                connection.close()
+
+
+async def test_two_hundred_slow_readers(told):
+    sent = 0
+
+    async def answer(replica, asked, writer):
+        nonlocal sent
+        writer.write(STREAM)
+        while True:
+            writer.write(chunk(b"x" * 65_536))
+            await writer.drain()
+            sent += 65_536
+
+    fake = FakeReplica()
+    await fake.start()
+    fake.answer = answer
+    slow = []
+    async with routed(0, [fake.url]) as it:
+        before = it.router.memory()
+        request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nHi"
+        try:
+            for _ in range(200):
+                connection = socket.socket()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect(("127.0.0.1", it.router.port))
+                connection.sendall(request)
+                slow.append(connection)
+            async with asyncio.timeout(LATE_S):
+                last = -1
+                while len(fake.asked) < 200 or sent > last:  # until all stand still
+                    last = sent
+                    await asyncio.sleep(0.5)
+            each = (it.router.memory() - before) / 200
+            told(
+                f"200 slow readers of {sent / 200:.0f} bytes each: {each:.0f} bytes of memory each"
+            )
+            assert each < 1_000_000
+            assert (await it.client.get("/ping")).status_code == 200
+        finally:
+            for connection in slow:
+                connection.close()
+        await it.idle()
+    await fake.stop()
+
+
+async def test_a_replica_that_goes_down_while_it_is_connected_to(monkeypatch):
+    """The request is with another by then, and stays there."""
+    monkeypatch.setattr(exchange, "CONNECT_S", 0.2)
+
+    async def slow(replica, asked, writer):
+        await asyncio.sleep(0.5)
+        writer.write(whole(200, b"slow"))
+
+    async with routing(2, routing_strategy="roundrobin") as it:
+        full, other = it.router.fleet.replicas
+        for fake in it.fleet:
+            fake.answer = slow
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
+            waiting = [socket.socket() for _ in range(3)]
+            for connection in waiting:
+                connection.setblocking(False)
+                connection.connect_ex(silent.getsockname())
+            full.port = silent.getsockname()[1]
+            answers = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(2)]
+            await until(lambda: full.in_flight == 1 and other.in_flight == 1)
+            it.router._went(full)
+            assert [(await answer).text for answer in answers] == ["slow"] * 2
+            for connection in waiting:
+                connection.close()
+        assert sum(len(fake.asked) for fake in it.fleet) == 2
+        await until(lambda: not it.router.exchanges)
+        assert (full.in_flight, other.in_flight) == (0, 0)
+
+
+async def test_a_streamed_request_that_no_replica_has_seen_goes_to_another(monkeypatch):
+    monkeypatch.setattr(client, "BUFFER", 1_000)
+    monkeypatch.setattr(replicas, "PING_S", 60.0)
+    async with routing(2, routing_strategy="roundrobin") as it:
+        await it.fleet[0].stop()
+
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(10):
+                yield b"x" * 5_000
+                await asyncio.sleep(0.01)
+
+        for _ in range(4):
+            answer = await it.client.post("/v1/completions", content=parts())
+            assert answer.json() == {"replica": it.fleet[1].url, "size": 50_000}
+
+
+async def test_a_router_that_has_just_started():
+    """It does not refuse what it can serve in a moment."""
+    async with routing(2, wait=False) as it:
+        answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(10)))
+        assert {answer.status_code for answer in answers} == {200}

@@ -1,0 +1,643 @@
+"""The manifests: valid by the schemas, at one with each other, and with what the programs do.
+
+Objects of Kubernetes' own are held against its schemas. Those of operators have none that can be
+had offline and in a moment: what is written down here are the fields that we use and those that are
+required, by the operators' own definitions, and everything else is refused. Pods in them are
+Kubernetes' again.
+"""
+
+import asyncio
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from prometheus_client import Counter, Gauge
+
+from lmi_config import settings, vllm_args
+from lmi_config.options import Settings
+from lmi_config.values import Endpoints, replica_source
+from serving import server
+from serving.app import create_app
+from serving.invocations import Front
+from serving.lifecycle import Lifecycle
+from serving.router import metrics
+from serving.router import server as router_server
+from serving.router.server import Router
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "scripts/kubernetes"
+VERSIONS = ("1.30", "1.34", kubernetes_validate.latest_version())
+"""The oldest that has all we use, a usual one, and the newest whose schemas are known."""
+
+Document = dict[str, Any]
+
+
+def _documents(text: str) -> list[Document]:
+    return list(yaml.safe_load_all(text))
+
+
+MANIFESTS = {
+    file.name: _documents(file.read_text())
+    for file in sorted(FOLDER.glob("*.yaml"))
+    if file.name != "kustomization.yaml"
+}
+DOCUMENTS = [(name, document) for name, found in MANIFESTS.items() for document in found]
+SETS = (
+    ("server.yaml", "router.yaml", "autoscaling.yaml", "monitoring.yaml", "shared_cache.yaml"),
+    ("multi_node.yaml", "router.yaml", "monitoring.yaml"),
+)
+"""What is applied together."""
+
+# --- schemas ---------------------------------------------------------------------------------
+
+ANY: Document = {}
+TEXT = {"type": "string"}
+NUMBER = {"type": "integer", "minimum": 0}
+FLAG = {"type": "boolean"}
+
+
+def _object(required: str, **fields: Document) -> Document:
+    return {
+        "type": "object",
+        "required": required.split(),
+        "properties": fields,
+        "additionalProperties": False,
+    }
+
+
+def _list(items: Document) -> Document:
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+def _texts(required: str = "") -> Document:
+    """A mapping of strings to strings: Kubernetes takes no number for one."""
+    return {"type": "object", "required": required.split(), "additionalProperties": TEXT}
+
+
+def _one(*values: str) -> Document:
+    return {"enum": list(values)}
+
+
+def _named(pattern: str) -> Document:
+    return {"type": "string", "pattern": f"^{pattern}$", "maxLength": 63}
+
+
+_PROMETHEUS = _object(
+    "type metadata",
+    type=_one("prometheus"),
+    metadata=_texts("serverAddress query threshold"),
+    metricType=_one("AverageValue", "Value"),
+)
+_NAME = _named("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+
+SPECS: Mapping[str, Document] = {
+    # sigs.k8s.io/lws, api/leaderworkerset/v1
+    "leaderworkerset.x-k8s.io/v1 LeaderWorkerSet": _object(
+        "leaderWorkerTemplate",
+        replicas=NUMBER,
+        startupPolicy=_one("LeaderCreated", "LeaderReady"),
+        leaderWorkerTemplate=_object(
+            "workerTemplate",
+            size=NUMBER,
+            restartPolicy=_one("RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"),
+            leaderTemplate=ANY,
+            workerTemplate=ANY,
+        ),
+    ),
+    # github.com/kedacore/keda, apis/keda/v1alpha1
+    "keda.sh/v1alpha1 ScaledObject": _object(
+        "scaleTargetRef triggers",
+        scaleTargetRef=_object("name", name=TEXT),
+        minReplicaCount=NUMBER,
+        maxReplicaCount=NUMBER,
+        pollingInterval=NUMBER,
+        triggers=_list(_PROMETHEUS),
+        advanced=_object("", horizontalPodAutoscalerConfig=_object("", behavior=ANY)),
+    ),
+    # github.com/prometheus-operator/prometheus-operator, pkg/apis/monitoring/v1
+    "monitoring.coreos.com/v1 PodMonitor": _object(
+        "selector",
+        selector=_object("matchLabels", matchLabels=_texts()),
+        podTargetLabels=_list(TEXT),
+        podMetricsEndpoints=_list(
+            _object("", port=TEXT, path=TEXT, interval=_named(r"(\d+(ms|s|m|h))+"))
+        ),
+    ),
+    # github.com/aws/sagemaker-hyperpod-cli, the inference operator's CRD, v1
+    "inference.sagemaker.aws.amazon.com/v1 InferenceEndpointConfig": _object(
+        "modelName modelSourceConfig worker",
+        modelName=_NAME,
+        endpointName=_NAME,
+        instanceType=_named(r"ml\..*"),
+        replicas=NUMBER,
+        maxDeployTimeInSeconds=NUMBER,
+        invocationEndpoint=TEXT,
+        modelSourceConfig=_object(
+            "modelSourceType",
+            modelSourceType=_one("fsx", "s3", "huggingface", "kubernetesVolume"),
+            s3Storage=_object("bucketName region", bucketName=TEXT, region=TEXT),
+            modelLocation=TEXT,
+        ),
+        kvCacheSpec=_object("", enableL1Cache=FLAG, enableL2Cache=FLAG),
+        intelligentRoutingSpec=_object(
+            "",
+            enabled=FLAG,
+            routingStrategy=_one("prefixaware", "kvaware", "session", "roundrobin"),
+        ),
+        loadBalancer=_object(
+            "",
+            healthCheckPath=TEXT,
+            routingAlgorithm=_one("least_outstanding_requests", "round_robin"),
+        ),
+        metrics=_object(
+            "",
+            enabled=FLAG,
+            modelMetrics=_object(
+                "", path=TEXT, port={"type": "integer", "minimum": 1024, "maximum": 65535}
+            ),
+        ),
+        worker=_object(
+            "image modelInvocationPort modelVolumeMount resources",
+            image=TEXT,
+            args=_list(TEXT),
+            modelInvocationPort=_object(
+                "containerPort", name=_one("http", "grpc"), containerPort=NUMBER
+            ),
+            modelVolumeMount=_object("name", name=TEXT, mountPath=TEXT),
+            environmentVariables=ANY,
+            resources=ANY,
+            probes=_object("", startupProbe=ANY, readinessProbe=ANY, livenessProbe=ANY),
+        ),
+    ),
+}
+
+
+def check(document: Document) -> None:
+    """Raise jsonschema.ValidationError for what a cluster would not take, or would drop."""
+    what = f"{document['apiVersion']} {document['kind']}"
+    if what not in SPECS:
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
+        return
+    whole = _object("metadata spec", apiVersion=TEXT, kind=TEXT, metadata=ANY, spec=SPECS[what])
+    jsonschema.Draft202012Validator(whole).validate(document)
+    spec = document["spec"]
+    for template in templates(document):
+        check({"apiVersion": "v1", "kind": "Pod", **template})
+    if "scaleTargetRef" in spec:
+        scaler = {
+            "scaleTargetRef": {"kind": "Deployment", **spec["scaleTargetRef"]},
+            "maxReplicas": spec["maxReplicaCount"],
+            "behavior": spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"],
+        }
+        kind = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler"}
+        check({**kind, "metadata": document["metadata"], "spec": scaler})
+
+
+def templates(document: Document) -> Iterator[Document]:
+    """The pods that a document makes: metadata and spec."""
+    spec = document.get("spec", {})
+    if "template" in spec:
+        yield spec["template"]
+    elif "leaderWorkerTemplate" in spec:
+        for name in ("leaderTemplate", "workerTemplate"):
+            template = copy.deepcopy(spec["leaderWorkerTemplate"][name])
+            labels = template.setdefault("metadata", {}).setdefault("labels", {})
+            labels["leaderworkerset.sigs.k8s.io/name"] = document["metadata"]["name"]
+            yield template
+    elif "worker" in spec:
+        worker = copy.deepcopy(spec["worker"])
+        container = {
+            "name": "worker",
+            "ports": [worker.pop("modelInvocationPort")],
+            "volumeMounts": [worker.pop("modelVolumeMount")],
+            "env": worker.pop("environmentVariables"),
+            **worker.pop("probes"),
+            **worker,
+        }
+        yield {"metadata": document["metadata"], "spec": {"containers": [container]}}
+
+
+class Part(NamedTuple):
+    """A container, with the pod that it is in and where it is written."""
+
+    file: str
+    pod: Document
+    container: Document
+
+    @property
+    def verb(self) -> str:
+        return str(self.container["args"][0])
+
+    def environment(self) -> dict[str, str]:
+        """Its variables; those from elsewhere have a value that stands for it."""
+        found = {}
+        for variable in self.container.get("env", ()):
+            value = variable.get("value", "from-elsewhere")
+            found[variable["name"]] = re.sub(r"\$\((\w+)\)", r"\1", value)
+        return found
+
+    def settings(self) -> Settings:
+        return settings.read(self.environment())
+
+
+def parts(documents: list[tuple[str, Document]]) -> list[Part]:
+    return [
+        Part(file, template, container)
+        for file, document in documents
+        for template in templates(document)
+        for container in template["spec"]["containers"]
+    ]
+
+
+PARTS = parts(DOCUMENTS)
+OURS = [it for it in PARTS if it.verb in ("serve", "route")]
+
+
+def _commented_in(name: str) -> str:
+    """A file's text with what it proposes in comments."""
+    return re.sub(r"(?m)^( *)# (- \{|- name: |  )", r"\1\2", (FOLDER / name).read_text())
+
+
+@pytest.mark.parametrize(("file", "document"), DOCUMENTS)
+def test_manifests_are_valid(file: str, document: Document) -> None:
+    check(document)
+
+
+def _path(document: Document, *path: str | int) -> Any:
+    found: Any = document
+    for step in path:
+        found = found[step]
+    return found
+
+
+POD = ("spec", "template", "spec")
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "change"),
+    [
+        ("server.yaml", (*POD, "containers", 0), {"readynessProbe": {}}),
+        ("server.yaml", (*POD, "containers", 0, "env", 0), {"value": 1}),
+        ("server.yaml", (*POD, "containers", 0, "lifecycle", "preStop", "sleep"), {"seconds": "9"}),
+        ("autoscaling.yaml", ("spec", "triggers", 0, "metadata"), {"threshold": 32}),
+        ("autoscaling.yaml", ("spec", "scaleTargetRef"), {"nmae": "x"}),
+        (
+            "autoscaling.yaml",
+            ("spec", "advanced", "horizontalPodAutoscalerConfig", "behavior", "scaleUp"),
+            {"policies": [{"type": "Pods"}]},
+        ),
+        ("monitoring.yaml", ("spec", "podMetricsEndpoints", 0), {"interval": "15"}),
+        ("multi_node.yaml", ("spec",), {"startupPolicy": "Leader"}),
+        (
+            "multi_node.yaml",
+            ("spec", "leaderWorkerTemplate", "workerTemplate", "spec"),
+            {"volume": []},
+        ),
+        ("hyperpod.yaml", ("spec", "intelligentRoutingSpec"), {"routingStrategy": "sticky"}),
+        ("hyperpod.yaml", ("spec", "worker", "probes", "startupProbe"), {"period": 1}),
+    ],
+)
+def test_what_is_wrong_is_found(file: str, path: tuple[str | int, ...], change: Document) -> None:
+    document = copy.deepcopy(MANIFESTS[file][0])
+    _path(document, *path).update(change)
+    with pytest.raises(jsonschema.ValidationError):
+        check(document)
+
+
+def test_what_comments_propose_is_valid() -> None:
+    assert _commented_in("server.yaml") != (FOLDER / "server.yaml").read_text()
+    documents = _documents(_commented_in("server.yaml"))
+    for document in documents:
+        check(document)
+    (it,) = parts([("server.yaml", document) for document in documents])
+    assert {"name": "kv", "mountPath": "/tmp/lmcache"} in it.container["volumeMounts"]
+    assert it.pod["spec"]["volumes"][-1]["ephemeral"]
+    (store,) = (one for one in MANIFESTS["shared_cache.yaml"] if one["kind"] == "Service")
+    assert it.settings().kv_l2_url == f"redis://{store['metadata']['name']}"
+    assert store["spec"]["ports"][0]["port"] == 6379
+
+
+def test_kustomization_names_the_files() -> None:
+    text = (FOLDER / "kustomization.yaml").read_text()
+    base = yaml.safe_load(text)
+    everything = yaml.safe_load(re.sub(r"(?m)^( *)# - ", r"\1- ", text))
+    assert base["resources"] == ["server.yaml", "router.yaml"]
+    assert {*everything["resources"], "hyperpod.yaml"} == {*MANIFESTS}
+    assert [it["name"] for it in base["images"]] == ["slipway"]
+    assert {it.container["image"] for it in OURS if it.file != "hyperpod.yaml"} == {"slipway"}
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", OURS, ids=lambda part: f"{part.file}-{part.verb}")
+def test_options_can_be_used(part: Part) -> None:
+    asked = part.settings()
+    assert not asked.notes
+    others = {"HF_TOKEN", "VLLM_HOST_IP", "SESSION_KEY"}
+    assert {name for name in part.environment() if not name.startswith("OPTION_")} <= others
+    assert [it["containerPort"] for it in part.container["ports"] if it["name"] == "http"] == [
+        asked.port
+    ]
+    assert (asked.router_replicas is not None) == (part.verb == "route")
+
+
+def test_router_and_servers_agree() -> None:
+    serves = [it for it in OURS if it.file == "server.yaml"]
+    (routes,) = (it for it in OURS if it.verb == "route")
+    assert {it.settings().model_id for it in serves} == {routes.settings().model_id}
+    assert routes.settings().routing_strategy == "kvaware"
+
+
+@pytest.mark.parametrize(
+    "part", [it for it in OURS if it.settings().kv_events], ids=lambda part: part.file
+)
+def test_kv_events_have_their_ports(part: Part) -> None:
+    assert not vllm_args.kv_events_faults(part.settings())
+    ports = {it["name"]: it["containerPort"] for it in part.container["ports"]}
+    assert (ports["kv-events"], ports["kv-events-log"]) == vllm_args.kv_event_ports(part.settings())
+
+
+def test_the_nodes_of_a_group_agree() -> None:
+    leader, worker = (it for it in PARTS if it.file == "multi_node.yaml")
+    group = MANIFESTS["multi_node.yaml"][0]["spec"]["leaderWorkerTemplate"]
+    command = worker.container["args"]
+    given = dict(it[2:].split("=", 1) for it in command if "=" in it)
+    known = json.loads((ROOT / "lmi_config/vllm_options.json").read_text())
+    assert {name.replace("-", "_") for name in given} <= known.keys()
+    asked = leader.settings()
+    assert command[:4] == ["vllm", "serve", asked.model_id, "--headless"]
+    assert given == {
+        "max-model-len": str(asked.max_model_len),
+        "tensor-parallel-size": str(asked.tensor_parallel_degree),
+        "pipeline-parallel-size": str(asked.pipeline_parallel_degree),
+        "distributed-executor-backend": asked.engine["distributed_executor_backend"],
+        "nnodes": str(asked.engine["nnodes"]),
+        "node-rank": "$(LWS_WORKER_INDEX)",
+        "master-addr": "$(LWS_LEADER_ADDRESS)",
+    }
+    assert asked.engine["node_rank"] == 0
+    assert asked.engine["nnodes"] == group["size"]
+    assert asked.engine["master_addr"] == "LWS_LEADER_ADDRESS"
+    gpus = int(leader.container["resources"]["limits"]["nvidia.com/gpu"])
+    degree = asked.tensor_parallel_degree
+    assert isinstance(degree, int)
+    assert degree * asked.pipeline_parallel_degree == gpus * group["size"]
+    assert not asked.lmcache_auto_config
+
+
+# --- how they find each other ----------------------------------------------------------------
+
+
+def _of(kind: str, files: tuple[str, ...]) -> list[Document]:
+    return [it for name, it in DOCUMENTS if name in files and it["kind"] == kind]
+
+
+def _selected(selector: Mapping[str, str], pods: list[Document]) -> list[Document]:
+    return [it for it in pods if selector.items() <= it["metadata"]["labels"].items()]
+
+
+def _ports(pods: list[Document]) -> set[str]:
+    return {
+        port["name"]
+        for pod in pods
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", ())
+    }
+
+
+@pytest.mark.parametrize("files", SETS)
+def test_the_router_finds_the_servers(files: tuple[str, ...]) -> None:
+    pods = [it.pod for it in PARTS if it.file in files]
+    (router,) = (it for it in OURS if it.verb == "route")
+    source = replica_source(router.settings().router_replicas or "")
+    assert isinstance(source, Endpoints)
+    assert source.namespace == ""  # its own
+    wanted = dict(it.split("=") for it in source.selector.split(","))
+    found = []
+    for service in _of("Service", files):
+        # An EndpointSlice has the labels of its Service, and its name as one more.
+        name = service["metadata"]["name"]
+        labels = {**service["metadata"]["labels"], "kubernetes.io/service-name": name}
+        if wanted.items() <= labels.items():
+            found.append(service)
+    (service,) = found
+    assert service["spec"]["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in service["spec"]
+    assert source.port in {it["name"] for it in service["spec"]["ports"]}
+    serving = [it for it in OURS if it.verb == "serve" and it.file in files]
+    assert _selected(service["spec"]["selector"], pods) == [it.pod for it in serving]
+
+
+@pytest.mark.parametrize("files", SETS)
+def test_selectors_select(files: tuple[str, ...]) -> None:
+    pods = [it.pod for it in PARTS if it.file in files]
+    for service in _of("Service", files):
+        selected = _selected(service["spec"]["selector"], pods)
+        assert {it["targetPort"] for it in service["spec"]["ports"]} <= _ports(selected)
+    for kind in ("PodDisruptionBudget", "PodMonitor", "Deployment"):
+        for document in _of(kind, files):
+            assert _selected(document["spec"]["selector"]["matchLabels"], pods)
+    for monitor in _of("PodMonitor", files):
+        selected = _selected(monitor["spec"]["selector"]["matchLabels"], pods)
+        assert {it["port"] for it in monitor["spec"]["podMetricsEndpoints"]} <= _ports(selected)
+    for budget in _of("PodDisruptionBudget", files):
+        assert len(_selected(budget["spec"]["selector"]["matchLabels"], pods)) == 1
+    for target in _of("ScaledObject", files):
+        names = {it["metadata"]["name"] for it in _of("Deployment", files)}
+        assert target["spec"]["scaleTargetRef"]["name"] in names
+
+
+@pytest.mark.parametrize("files", SETS)
+def test_only_the_router_and_prometheus_reach_the_servers(files: tuple[str, ...]) -> None:
+    pods = [it.pod for it in PARTS if it.file in files]
+    (router,) = (it.pod for it in OURS if it.verb == "route")
+    reached: dict[str, set[str]] = {}
+    for policy in _of("NetworkPolicy", files):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        selected = _selected(policy["spec"]["podSelector"]["matchLabels"], pods)
+        for rule in policy["spec"]["ingress"]:
+            named = {it["port"] for it in rule.get("ports", ())}
+            assert named <= _ports(selected)
+            for peer in rule["from"]:
+                if "namespaceSelector" in peer:
+                    assert named == {"http"}
+                    continue
+                allowed = _selected(peer["podSelector"]["matchLabels"], pods)
+                assert allowed
+                if allowed == [router]:
+                    names = {it["spec"]["containers"][0]["name"] for it in selected}
+                    reached.update(dict.fromkeys(names, named))
+    assert reached["server"] == {"http", "kv-events", "kv-events-log"}
+
+
+def test_the_role_is_the_one_that_discovery_needs() -> None:
+    role, binding = (
+        next(it for it in MANIFESTS["router.yaml"] if it["kind"] == kind)
+        for kind in ("Role", "RoleBinding")
+    )
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (router,) = (it for it in OURS if it.verb == "route")
+    assert binding["subjects"][0]["name"] == router.pod["spec"]["serviceAccountName"]
+
+
+# --- life ------------------------------------------------------------------------------------
+
+
+async def _routed(path: str) -> int:
+    """What a router answers that has no replica."""
+    statuses: list[int] = []
+    client: Any = SimpleNamespace(whole=lambda status, *rest: statuses.append(status))
+    request: Any = SimpleNamespace(method=b"GET", path=path, named={}, for_all=False, known=False)
+    Router(Settings(), {}).answer(client, request)
+    return statuses[0]
+
+
+def test_probes_ask_what_is_answered() -> None:
+    app: Any = create_app(Front(Lifecycle(), Settings()))
+    served = {route.path for route in app.routes}
+    for it in OURS:
+        probes = {name: it.container[name] for name in it.container if name.endswith("Probe")}
+        assert probes.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
+        paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
+        if it.verb == "serve":
+            assert set(paths.values()) == {"/ping"} <= served
+            continue
+        # A start without replicas is none; a router that has lost them serves on.
+        statuses = {name: asyncio.run(_routed(path)) for name, path in paths.items()}
+        assert statuses == {"startupProbe": 503, "readinessProbe": 200, "livenessProbe": 200}
+
+
+@pytest.mark.parametrize("part", OURS, ids=lambda part: f"{part.file}-{part.verb}")
+def test_starts_fail_with_a_reason_first(part: Part) -> None:
+    probe = part.container["startupProbe"]
+    allowed = probe["periodSeconds"] * probe["failureThreshold"]
+    if part.verb == "serve":
+        assert (part.settings().model_loading_timeout or 0) < allowed
+    for document in MANIFESTS[part.file]:
+        spec = document["spec"] if document["kind"] == "Deployment" else {}
+        assert spec.get("progressDeadlineSeconds", allowed + 1) > allowed
+
+
+@pytest.mark.parametrize(
+    "part",
+    [it for it in OURS if it.file != "hyperpod.yaml"],
+    ids=lambda part: f"{part.file}-{part.verb}",
+)
+def test_the_end_has_time(part: Part) -> None:
+    drains = server.DRAIN_S + server.FAREWELL_S + server.STOP_S
+    if part.verb == "route":
+        drains = router_server.DRAIN_S
+    sleeps = part.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert part.pod["spec"]["terminationGracePeriodSeconds"] >= sleeps + drains
+    if part.file == "multi_node.yaml":  # workers stay until the leader has finished
+        (worker,) = (it for it in PARTS if it.file == part.file and it is not part)
+        stays = worker.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert stays >= sleeps + server.DRAIN_S
+        assert worker.pod["spec"]["terminationGracePeriodSeconds"] > stays
+
+
+# --- resources and rights --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.file}-{part.verb}")
+def test_memory_is_asked_for_in_full(part: Part) -> None:
+    resources = part.container["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    assert "cpu" not in resources["limits"]
+    for volume in part.pod["spec"].get("volumes", ()):
+        if volume.get("emptyDir", {}).get("medium") == "Memory":
+            assert volume["emptyDir"]["sizeLimit"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [it for it in PARTS if it.file != "hyperpod.yaml"],
+    ids=lambda part: f"{part.file}-{part.verb}",
+)
+def test_pods_are_restricted(part: Part) -> None:
+    """By the Pod Security Standard of this name, and their root is read-only."""
+    assert (
+        part.pod["spec"]["securityContext"].items()
+        >= {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }.items()
+    )
+    assert part.container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert part.pod["spec"]["enableServiceLinks"] is False
+    # Only the router asks the API server.
+    tokenless = part.pod["spec"].get("automountServiceAccountToken") is False
+    assert tokenless == (part.verb != "route")
+    volumes = {it["name"] for it in part.pod["spec"]["volumes"]}
+    assert {it["name"] for it in part.container["volumeMounts"]} == volumes
+
+
+# --- metrics ---------------------------------------------------------------------------------
+
+
+def test_scaling_asks_for_series_that_exist() -> None:
+    (scaled,) = MANIFESTS["autoscaling.yaml"]
+    ours = {
+        family.name + "_total" * isinstance(series, Counter)
+        for series in vars(metrics).values()
+        if isinstance(series, Counter | Gauge)
+        for family in series.describe()
+    }
+    found = find_spec("vllm")
+    assert found
+    assert found.origin
+    vllm = (Path(found.origin).parent / "v1/metrics/loggers.py").read_text()
+    for trigger in scaled["spec"]["triggers"]:
+        asked = trigger["metadata"]
+        names = re.findall(r"[a-z_:]+(?=\{)", asked["query"])
+        assert names
+        assert all(name in ours or f'"{name}"' in vllm for name in names)
+        assert asked["ignoreNullValues"] == "false"
+
+
+def test_scaling_goes_down_slowly_and_never_to_nothing() -> None:
+    (scaled,) = MANIFESTS["autoscaling.yaml"]
+    assert scaled["spec"]["minReplicaCount"] >= 1
+    behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    up, down = behavior["scaleUp"], behavior["scaleDown"]
+    assert down["stabilizationWindowSeconds"] > up["stabilizationWindowSeconds"]
+    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 600}]
+
+
+def test_hyperpod_scrapes_and_asks_the_port_that_is_served() -> None:
+    (config,) = (it["spec"] for it in MANIFESTS["hyperpod.yaml"])
+    (part,) = (it for it in OURS if it.file == "hyperpod.yaml")
+    port = part.settings().port
+    assert config["metrics"]["modelMetrics"] == {"path": "/metrics", "port": port}
+    assert config["invocationEndpoint"] == "invocations"
+    assert config["loadBalancer"]["healthCheckPath"] == "/ping"
+    assert config["worker"]["modelVolumeMount"]["mountPath"] == part.settings().model_id
+    # Its tiers would put a second LMCache beside ours.
+    assert config["kvCacheSpec"] == {"enableL1Cache": False, "enableL2Cache": False}
+
+
+def test_docs_name_every_file() -> None:
+    text = (ROOT / "docs/kubernetes.md").read_text()
+    assert all(f"`{name}`" in text for name in MANIFESTS)
