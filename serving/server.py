@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ FAREWELL_S = 1.0  # for answers to be written once their requests have been ende
 STOP_S = 3.5  # for the engine's processes to end by themselves
 KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers drop an idle connection
 WATCH_S = 0.25  # how often the engine is asked whether it lives
+REAP_S = 10.0  # far longer than it takes to wait for a child of one's own that has ended
 
 # What the process exits with; 0 when it was asked to stop.
 DIED = 1
@@ -78,6 +80,30 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
+async def _reap() -> None:
+    """Wait for adopted children that have ended: nobody else does, and each keeps its number.
+
+    Who starts a child waits for it when it ends; multiprocessing does so when it is asked. So what
+    has ended and is still there a round later is adopted.
+    """
+    before: set[psutil.Process] = set()
+    while True:
+        await asyncio.sleep(REAP_S)
+        multiprocessing.active_children()
+        ended = {child for child in psutil.Process().children() if _has_ended(child)}
+        for child in ended & before:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+        before = ended
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Server:
     """One server's parts and its course."""
 
@@ -107,12 +133,14 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        reaping = asyncio.create_task(_reap())
         log.info("listening", extra={"facts": {"port": self._listener.getsockname()[1]}})
         try:
             return await self._live()
         finally:
             self._http.should_exit = True
             await http
+            reaping.cancel()
 
     def _on_signal(self) -> None:
         """The first signal asks to stop, a second one not to wait for requests."""

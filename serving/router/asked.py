@@ -42,21 +42,21 @@ class Keys(msgspec.Struct):
 
 
 def reader(
-    sessions: bool, session_key: str | None, tenant_header: str | None, adapters: Collection[str]
+    strategy: str, session_key: str | None, tenant_header: str | None, adapters: Collection[str]
 ) -> Reader:
-    """What reads requests.
+    """What reads requests, as far as the strategy wants to know of them.
 
-    sessions: whether others than SageMaker's matter. session_key: the header or key of a JSON body
-    that names them; None takes what is customary. tenant_header: the replicas'
-    OPTION_CACHE_SALT_HEADER. adapters: names that are adapters' where a body has them as its
-    `model`.
+    session_key: the header or key of a JSON body that names a session, besides SageMaker's header;
+    None takes what is customary. tenant_header: the replicas' OPTION_CACHE_SALT_HEADER. adapters:
+    names that are adapters' where a body has them as its `model`.
     """
+    chained = strategy in ("prefixaware", "kvaware")
     headers: tuple[bytes, ...] = (SESSION,)
     keys: tuple[str, ...] = ()
-    if sessions:
+    if strategy == "session":
         headers, keys = _SESSION_HEADERS, _SESSION_KEYS
-    if sessions and session_key:
-        headers, keys = (SESSION, session_key.lower().encode()), (session_key,)
+        if session_key:
+            headers, keys = (SESSION, session_key.lower().encode()), (session_key,)
     tenant = (tenant_header or "").lower().encode()
     read = msgspec.json.Decoder(
         msgspec.defstruct(
@@ -86,7 +86,7 @@ def reader(
         seed = (adapter, given.get(tenant), bytes(found.cache_salt), bytes(found.tools))
         return Asked(
             tokens=_tokens(prompt) + len(seed[3]) // BYTES_PER_TOKEN,
-            chain=chain(prompt, seed),
+            chain=chain(prompt, seed) if chained else (),
             adapter=adapter,
             salt=_text(found.cache_salt) or None,
             session=session,

@@ -161,9 +161,11 @@ class Router:
         self.tally = Tally()
         self.sessions = Sessions()
         self.fleet = Fleet(self._came, self._went)
-        by_session = settings.routing_strategy == "session"
         self.read = reader(
-            by_session, settings.session_key, settings.cache_salt_header, self.fleet.adapters
+            settings.routing_strategy,
+            settings.session_key,
+            settings.cache_salt_header,
+            self.fleet.adapters,
         )
         self.kvaware: KvAwareness | None = None
         self.policy = self._policy(environ)

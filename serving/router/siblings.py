@@ -1,8 +1,8 @@
 """What router processes on one port tell each other: which request went where.
 
-Each process tells the others of every choice, at once, and several times a second how many requests
-it has under way, so that what a lost message or a dead process has left is put right. Messages are
-datagrams in memory; one that finds no room is dropped.
+Each process tells the others of its choices, within milliseconds, and several times a second how
+many requests it has under way, so that what a lost message or a dead process has left is put right.
+Messages are datagrams in memory; one that finds no room is dropped.
 """
 
 import asyncio
@@ -19,6 +19,10 @@ from serving.router.policies import Asked
 if TYPE_CHECKING:
     from serving.router.replicas import Replica
 
+CHOICES_S = 0.002
+"""For so long choices are gathered: a datagram for each would cost more than the choice."""
+LINKS = 5_000
+"""Links of chains that fit into a datagram (Linux takes 200 kB)."""
 TELL_S = 0.2
 FORGET_S = 2.0
 """A process that has told nothing for so long has ended."""
@@ -28,14 +32,18 @@ Share = tuple[int, int, int]
 _NOTHING: Share = (0, 0, 0)
 
 
-class _Chosen(msgspec.Struct, tag=1, array_like=True):
-    process: int
+class _Chosen(msgspec.Struct, array_like=True):
     replica: str
     tokens: int
     cached: int
     adapter: str
     chain: list[int]
     blocks: list[int] | None
+
+
+class _Choices(msgspec.Struct, tag=1, array_like=True):
+    process: int
+    choices: list[_Chosen]
 
 
 class _Bound(msgspec.Struct, tag=2, array_like=True):
@@ -83,7 +91,9 @@ class Siblings:
         self._process = os.getpid()
         self._known: dict[int, tuple[float, dict[str, Share]]] = {}
         self._told: dict[str, Share] = {}
-        self._decode = msgspec.msgpack.Decoder(_Chosen | _Bound | _State).decode
+        self._choices: list[_Chosen] = []
+        self._links = 0  # of those
+        self._decode = msgspec.msgpack.Decoder(_Choices | _Bound | _State).decode
 
     async def run(self) -> None:
         """Listen and tell until cancelled."""
@@ -102,17 +112,28 @@ class Siblings:
 
     def tell(self, asked: Asked, replica: str, cached: int) -> None:
         """A request goes to the replica, which has so many of its tokens."""
-        if self._others:
-            blocks = None if asked.blocks is None else list(asked.blocks)
-            chain = list(asked.chain)
-            prompt = asked.tokens, cached, asked.adapter, chain, blocks
-            self._send(_Chosen(self._process, replica, *prompt))
+        if not self._others:
+            return
+        blocks = None if asked.blocks is None else list(asked.blocks)
+        prompt = asked.tokens, cached, asked.adapter, list(asked.chain), blocks
+        if not self._choices:
+            asyncio.get_running_loop().call_later(CHOICES_S, self._flush)
+        self._choices.append(_Chosen(replica, *prompt))
+        self._links += len(asked.chain) + len(blocks or ())
+        if self._links > LINKS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._choices:
+            self._send(_Choices(self._process, self._choices))
+        self._choices, self._links = [], 0
 
     def tell_bound(self, session: str, replica: str) -> None:
         """The replica has a session."""
         self._send(_Bound(session, replica))
 
     def _state(self) -> None:
+        self._flush()
         loads = {it.name: it.own for it in self._replicas()}
         self._send(_State(self._process, {name: load for name, load in loads.items() if any(load)}))
 
@@ -131,15 +152,14 @@ class Siblings:
             except BlockingIOError:
                 return
             match message:
-                case _Chosen():
+                case _Choices():
                     _, loads = self._known.setdefault(message.process, (now, {}))
-                    began = 1, message.tokens - message.cached, message.tokens
-                    loads[message.replica] = _sum(loads.get(message.replica, _NOTHING), began)
+                    for it in message.choices:
+                        began = 1, it.tokens - it.cached, it.tokens
+                        loads[it.replica] = _sum(loads.get(it.replica, _NOTHING), began)
+                        asked = Asked(adapter=it.adapter, chain=it.chain, blocks=it.blocks)
+                        self._learn(asked, it.replica)
                     self._add_up()
-                    asked = Asked(
-                        adapter=message.adapter, chain=message.chain, blocks=message.blocks
-                    )
-                    self._learn(asked, message.replica)
                 case _Bound():
                     self._bind(message.session, message.replica)
                 case _State():

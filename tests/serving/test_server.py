@@ -4,6 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +113,39 @@ async def test_an_engine_that_dies_fails_the_server(served, draining):
         served.engine.gate.set()
         await held
     assert await asyncio.wait_for(served.task, 5) == module.DIED
+
+
+REAPING = """
+import asyncio, multiprocessing, os, subprocess
+import psutil, uvloop
+from serving import server
+
+async def main():
+    server.REAP_S = 0.2
+    server._adopt_orphans()
+    reaping = asyncio.create_task(server._reap())
+    ours = multiprocessing.get_context("spawn").Process(target=os._exit, args=(7,))
+    ours.start()
+    shell = await asyncio.create_subprocess_exec("sh", "-c", "exit 5")
+    orphans = "for i in 1 2 3; do sleep 1 >/dev/null & echo $!; done"
+    orphans = subprocess.run(["sh", "-c", orphans], capture_output=True, text=True, check=True)
+    orphans = [psutil.Process(int(number)) for number in orphans.stdout.split()]
+    assert {orphan.ppid() for orphan in orphans} == {os.getpid()}
+    while any(orphan.is_running() for orphan in orphans):
+        await asyncio.sleep(0.1)
+    assert not reaping.done()
+    print(ours.exitcode, await shell.wait())
+
+uvloop.run(main())
+"""
+
+
+def test_adopted_children_are_waited_for_and_no_others():
+    ended = subprocess.run(
+        [sys.executable, "-c", REAPING],
+        cwd=Path(__file__).parent.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.stdout, ended.stderr) == ("7 5\n", "")

@@ -8,7 +8,7 @@ from serving.router.asked import reader
 from serving.router.prefix_index import CHUNK
 
 JSON = {b"content-type": b"application/json"}
-read = reader(True, None, None, {"poet"})
+read = reader("prefixaware", None, None, {"poet"})
 
 
 def asked(body, headers=None, read=read):
@@ -57,7 +57,7 @@ def test_what_parts_kv_caches_parts_chains(other):
 
 
 def test_tenants_have_chains_of_their_own():
-    read = reader(True, None, "X-Tenant", ())
+    read = reader("kvaware", None, "X-Tenant", ())
     one, two = (asked({"prompt": LONG}, {b"x-tenant": name}, read) for name in (b"1", b"2"))
     assert not set(one.chain) & set(two.chain)
 
@@ -92,7 +92,7 @@ def test_adapters(body, headers, adapter):
     ],
 )
 def test_sessions(key, body, headers, session):
-    assert asked(body, headers, reader(True, key, None, ())).session == session
+    assert asked(body, headers, reader("session", key, None, ())).session == session
 
 
 def test_images_do_not_count_as_text():
