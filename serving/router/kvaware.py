@@ -5,6 +5,7 @@ as prefixaware.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 
@@ -21,6 +22,8 @@ from serving.router.tokens import Tokenizer, load
 from serving.threads import in_thread
 
 log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0  # before a replica is asked again where it publishes
 
 
 class KvAwareness:
@@ -65,6 +68,7 @@ class KvAwareness:
     async def tokenise(self, asked: Asked, request: Request, body: bytes) -> None:
         """Count the request's tokens and hash them, where that can be done."""
         if not self._tokenizer:
+            metrics.FALLBACKS.labels("tokenizer").inc()
             return
         size = self._index.block_size
         if not self._index.followed or not size:
@@ -98,20 +102,24 @@ class KvAwareness:
         await self._looked.wait()
         if not self._tokenizer:
             return
+        host = f"[{replica.host}]" if ":" in replica.host else replica.host
         try:
-            async with aiohttp.ClientSession() as session:
-                url = replica.name + "/kv_event_sources"
-                async with session.get(url) as answer:
-                    content = await answer.read()
-            host = f"[{replica.host}]" if ":" in replica.host else replica.host
-            found = sources(content, host)
-            if found:
+            if found := sources(await self._sources(replica), host):
                 await Follower(self._index, replica.name, found).run()
-        except (aiohttp.ClientError, OSError):
-            return  # it went as soon as it came
         except Exception:
             log.exception("%s: its KV events cannot be followed", replica.name)
         self._missing("events", f"{replica.name} publishes no KV events; set OPTION_KV_EVENTS")
+
+    async def _sources(self, replica: Replica) -> bytes:
+        """Where the replica publishes, as it answers."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with (
+                    aiohttp.ClientSession() as session,
+                    session.get(replica.name + "/kv_event_sources") as answer,
+                ):
+                    return await answer.read()
+            await asyncio.sleep(AGAIN_S)
 
     def _missing(self, reason: str, told: str) -> None:
         metrics.FALLBACKS.labels(reason)

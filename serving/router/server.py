@@ -219,20 +219,18 @@ class Router:
         log.info("draining")
         self.draining = True
         self.finished()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                hurrying = asyncio.create_task(self._hurried.wait())
-                idle = asyncio.create_task(self._idle.wait())
-                await asyncio.wait([hurrying, idle], return_when=asyncio.FIRST_COMPLETED)
+        ends = [asyncio.create_task(it.wait()) for it in (self._hurried, self._idle)]
+        await asyncio.wait(ends, timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
         server.close()
         for client in [*self.clients]:
             client.transport.close()  # once what was written is sent
         ended = time.monotonic() + FAREWELL_S
         while self.clients and time.monotonic() < ended:
             await asyncio.sleep(0.05)
-        for task in [*tasks, stop, *self._tasks]:
+        left = [*tasks, stop, *ends, *self._tasks]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         log.info("stopped")
         return code
 
