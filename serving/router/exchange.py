@@ -103,6 +103,7 @@ class Exchange:
             self._client.broken()
 
     async def _known(self) -> None:
+        """Wait until it is known which replicas can serve."""
         fleet = self._router.fleet
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
@@ -115,9 +116,9 @@ class Exchange:
 
     def _choose(self, failure: ServingError | None = None) -> None:
         """Ask the best replica that was not tried. failure: what happened to the one before."""
-        router = self._router
+        router, asked = self._router, self._asked
         now = time.monotonic()
-        able = router.fleet.able(self._asked.adapter, self._tried, now)
+        able = router.fleet.able(asked.adapter, self._tried, now)
         if not able and not failure and not router.fleet.known.is_set():
             self._pending = asyncio.create_task(self._known())
             return
@@ -125,23 +126,22 @@ class Exchange:
             self._fail(failure or NotReady(router.fleet.trouble()))
             return
         began = time.perf_counter()
-        bound = router.sessions.replica(self._asked.session) if self._asked.session else None
+        bound = router.sessions.replica(asked.session) if asked.session else None
         if held := [it for it in able if it.name == bound]:
             choice = Choice(held[0], 0)
         else:
             policy = router.policy if self.request.inference else router.others
-            choice = policy.choose(self._asked, able, now)
+            choice = policy.choose(asked, able, now)
         replica = choice.replica
         assert isinstance(replica, Replica)
         self.replica = replica
         self._tried.append(replica)
-        asked = self._asked
         self._work = replica.begin(asked.tokens, choice.cached, asked.streamed, now)
         if self.request.inference:
-            router.policy.learn(self._asked, replica.name, now)
+            router.policy.learn(asked, replica.name, now)
             router.siblings.tell(asked, replica.name, choice.cached)
             metrics.DECISION.observe(time.perf_counter() - began)
-            router.tally.prompt_tokens += self._asked.tokens
+            router.tally.prompt_tokens += asked.tokens
             router.tally.cached_tokens += choice.cached
         self._connect(replica, reuse=True)
 
