@@ -9,6 +9,20 @@ case $1 in
     *) exec "$@" ;;
 esac
 
+# A driver older than the image's CUDA serves with the newer libraries of CUDA's forward
+# compatibility, where its GPUs allow that; to a driver as new as they are they would do harm.
+compat=${CUDA_HOME:-/usr/local/cuda}/compat
+if [ "$1" = serve ] && [ -e "$compat/libcuda.so.1" ]; then
+    ours=$(readlink -f "$compat/libcuda.so.1")
+    ours=${ours##*.so.}
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true)
+    driver=${driver%%$'\n'*}
+    oldest=$(printf '%s\n' "$driver" "$ours" | sort --version-sort | head -n 1)
+    if [ -n "$driver" ] && [ "$driver" != "$ours" ] && [ "$driver" = "$oldest" ]; then
+        export LD_LIBRARY_PATH=$compat${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    fi
+fi
+
 home=$(dirname "$(readlink -f "$0")")
 # The hub is asked for models and nothing else.
 export HF_HUB_DISABLE_TELEMETRY=${HF_HUB_DISABLE_TELEMETRY:-1}

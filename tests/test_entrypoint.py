@@ -51,6 +51,30 @@ def test_anything_else_runs_as_given():
     assert (ended.returncode, ended.stdout) == (0, "a b c\n")
 
 
+@pytest.mark.parametrize(
+    ("driver", "used"),
+    [("535.104.05", True), ("580.95.05", False), ("1000.1", False), ("", False)],
+)
+def test_an_older_driver_gets_cudas_compatibility_libraries(tmp_path, driver, used):
+    compat = tmp_path / "compat"
+    compat.mkdir()
+    (compat / "libcuda.so.580.95.05").touch()
+    (compat / "libcuda.so.1").symlink_to("libcuda.so.580.95.05")
+    program(tmp_path / "nvidia-smi", f"echo {driver}\necho {driver}" if driver else "exit 9")
+    shown = program(tmp_path / "python", "echo $LD_LIBRARY_PATH")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environ = {"CUDA_HOME": str(tmp_path), "PATH": path, "SLIPWAY_PYTHON": shown}
+    assert run("serve", **environ).stdout == (f"{compat}\n" if used else "\n")
+    assert run("serve", **environ, LD_LIBRARY_PATH="/x").stdout.endswith("/x\n")
+    assert run("plan", **environ).stdout == "\n"
+
+
+def program(path, *lines):
+    path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_an_unknown_argument_shows_the_usage():
     ended = run("serve", "--fast")
     assert ended.returncode == 2

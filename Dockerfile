@@ -1,0 +1,94 @@
+# The image, for both engines: `scripts/build cpu` and `scripts/build gpu` build it.
+#
+# Old and new BuildKit and Buildah all read it: no heredocs, no syntax line, no new flags. Build
+# secrets, all optional: `packages`, a shell file with variables for pip and uv, and the files that
+# it names.
+#
+# BASE_IMAGE is like Debian 12 or Ubuntu 24.04; its own Python runs everything, and what it has,
+# such as certificates, is not replaced. WHEELS_IMAGE may have wheels at its root that no index has.
+ARG BASE_IMAGE=nvidia/cuda:13.0.3-base-ubuntu24.04
+ARG WHEELS_IMAGE=scratch
+
+# hadolint ignore=DL3006
+FROM ${WHEELS_IMAGE} AS wheels
+
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE} AS uv
+# hadolint ignore=DL3008
+RUN apt-get update -qq \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends --no-upgrade \
+        ca-certificates python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN --mount=type=bind,source=scripts/setup.sh,target=/run/build/scripts/setup.sh \
+    --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
+    bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
+        . /run/build/scripts/setup.sh && find_uv && cp "$SLIPWAY_UV" /uv'
+
+
+# Python, the engine, and what they load from the system.
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE} AS engine
+ARG ENGINE=gpu
+# With a GPU, Triton and FlashInfer compile kernels when they are first used.
+# hadolint ignore=DL3008,SC2086
+RUN packages="ca-certificates libgomp1 libnuma1 python3" \
+    && if [ "$ENGINE" = gpu ]; then \
+        packages="$packages g++ python3-dev cuda-nvcc-13-0 cuda-cudart-dev-13-0 \
+            cuda-nvrtc-dev-13-0 cuda-cuobjdump-13-0 libcublas-dev-13-0 libcurand-dev-13-0"; \
+    fi \
+    && apt-get update -qq \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends --no-upgrade \
+        $packages \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/apt \
+        /var/log/dpkg.log
+# Modules are compiled: a root that cannot be written keeps no bytecode, and the engine imports them
+# in three processes at every start. Tests, and libraries to link Triton with, are of no use here.
+RUN --mount=type=bind,source=scripts/setup.sh,target=/run/build/scripts/setup.sh \
+    --mount=type=bind,source=requirements,target=/run/build/requirements \
+    --mount=type=bind,from=uv,source=/uv,target=/run/build/uv \
+    --mount=type=bind,from=wheels,target=/run/build/wheels \
+    --mount=type=cache,target=/root/.cache/uv \
+    --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
+    bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
+        . /run/build/scripts/setup.sh; \
+        export SLIPWAY_UV=/run/build/uv UV_LINK_MODE=copy; venv=/opt/venv; \
+        if [ "$ENGINE" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi; \
+        uv venv --quiet --python /usr/bin/python3 "$venv"; \
+        install "$root/requirements/$ENGINE.txt"; \
+        if [ "$ENGINE" = cpu ]; then name_vllm; fi; \
+        works; \
+        find "$venv" -type d -name tests -prune -exec rm -rf {} +; \
+        find "$venv" -path "*/triton/*.a" -delete'
+
+
+# For SageMaker, which starts containers as root.
+FROM engine AS sagemaker
+COPY --chmod=755 entrypoint.sh /opt/slipway/
+COPY --chmod=755 lmi_config /opt/slipway/lmi_config
+COPY --chmod=755 handlers /opt/slipway/handlers
+COPY --chmod=755 serving /opt/slipway/serving
+RUN python3 -m compileall -q /opt/slipway
+WORKDIR /opt/slipway
+# Any user can run it, also one without a name, and the root may be read-only: what is written, with
+# all caches, is under /tmp.
+ENV PATH=/opt/venv/bin:$PATH \
+    HOME=/tmp \
+    USER=slipway \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+EXPOSE 8080
+HEALTHCHECK --interval=10s --timeout=5s --retries=3 --start-period=30m CMD ["python3", "-c", \
+    "import os, urllib.request; from lmi_config.settings import read; urllib.request.urlopen(f'http://127.0.0.1:{read(os.environ).port}/ping', timeout=4)"]
+ENTRYPOINT ["/opt/slipway/entrypoint.sh"]
+CMD ["serve"]
+ARG VERSION=""
+ARG REVISION=""
+LABEL org.opencontainers.image.title="Slipway" \
+    org.opencontainers.image.description="A model-serving container: vLLM behind SageMaker's and OpenAI's APIs" \
+    org.opencontainers.image.version="$VERSION" \
+    org.opencontainers.image.revision="$REVISION" \
+    com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true"
+
+
+FROM sagemaker AS default
+USER 2000:0

@@ -1,0 +1,153 @@
+"""The image as an engine for containers runs it: `scripts/test image`.
+
+No container here has a network, so whatever would be fetched at a start is missed. What talks to a
+server runs inside its container.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny_model
+
+DOCKER = os.environ.get("DOCKER") or "docker"
+IMAGE = os.environ.get("IMAGE") or "slipway:cpu"
+START_S = 500  # far above what a start takes, for machines that do much else
+ASK = """
+import json, sys, urllib.error, urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+port, path, bodies = json.load(sys.stdin)
+
+def ask(body):
+    data = None if body is None else json.dumps(body).encode()
+    wanted = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data)
+    wanted.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(wanted, timeout=300) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+with ThreadPoolExecutor(len(bodies)) as pool:
+    print(json.dumps(list(pool.map(ask, bodies))))
+"""
+
+
+def docker(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    more = {"timeout": 300, **more}
+    return subprocess.run([DOCKER, *arguments], capture_output=True, text=True, **more)
+
+
+def done(*arguments: str, **more: Any) -> str:
+    """What a command of the engine prints; it must succeed."""
+    ended = docker(*arguments, **more)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def once(*command: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """A container that runs a command and is gone."""
+    return docker("run", "--rm", "--network=none", *flags, IMAGE, *command)
+
+
+class Container:
+    """A container that runs."""
+
+    def __init__(self, number: str, port: int) -> None:
+        self.id = number
+        self.port = port
+
+    def state(self) -> Any:
+        return json.loads(done("inspect", "--format={{json .State}}", self.id))
+
+    def logs(self) -> str:
+        ended = docker("logs", "--tail=80", self.id)
+        return ended.stdout + ended.stderr
+
+    def ready(self) -> None:
+        """Wait until the image's own health check says so."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and (state := self.state())["Running"]:
+            if state["Health"]["Status"] == "healthy":
+                return
+            time.sleep(1)
+        pytest.fail(f"it did not get healthy: {self.state()}\n{self.logs()}")
+
+    def run(self, *command: str) -> str:
+        return done("exec", self.id, *command)
+
+    def asking(self, path: str, *bodies: Any) -> "subprocess.Popen[str]":
+        """Requests, all at once; told() has the answers."""
+        client = subprocess.Popen(
+            [DOCKER, "exec", "-i", self.id, "python3", "-c", ASK],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert client.stdin
+        client.stdin.write(json.dumps([self.port, path, bodies]))
+        client.stdin.close()
+        client.stdin = None
+        return client
+
+    def ask(self, path: str, *bodies: Any) -> list[str]:
+        """The bodies of answers, all of them 200."""
+        return told(self.asking(path, *bodies))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series."""
+        lines = self.ask("/metrics", None)[0].splitlines()
+        series = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in series)
+
+    def stop(self) -> int:
+        """Stop it as SageMaker and Kubernetes do, 30 s before SIGKILL. Returns the exit code."""
+        done("stop", "--time=30", self.id)
+        return int(self.state()["ExitCode"])
+
+
+def told(client: "subprocess.Popen[str]") -> list[str]:
+    answers = json.loads(client.communicate(timeout=300)[0])
+    assert {status for status, _ in answers} == {200}, answers
+    return [body for _, body in answers]
+
+
+@contextlib.contextmanager
+def running(
+    *flags: str, environ: dict[str, str], image: str = IMAGE, verb: str = "serve", port: int = 8080
+) -> Iterator[Container]:
+    variables = (f"--env={name}={value}" for name, value in environ.items())
+    often = "--health-interval=2s"
+    number = done("run", "--detach", often, *flags, *variables, image, verb).strip()
+    try:
+        yield Container(number, port)
+    finally:
+        docker("rm", "--force", "--volumes", number)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def image() -> None:
+    try:
+        missing = docker("image", "inspect", IMAGE).stderr
+    except OSError as error:
+        missing = str(error)
+    if missing:
+        pytest.skip(f"there is no image {IMAGE}: {missing}")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    """The flag that puts the tiny model where SageMaker puts models, for everyone to read."""
+    folder = tmp_path_factory.mktemp("model")
+    for file in tiny_model.make().iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    folder.chmod(0o755)
+    return f"--volume={folder}:/opt/ml/model:ro"

@@ -1,0 +1,88 @@
+"""The image: what it says of itself, its verbs, and that anyone can run it."""
+
+import json
+
+import pytest
+
+from tests.image.conftest import IMAGE, done, once, running
+
+GIB = 1024**3
+TINY = {"OPTION_KV_CACHE_MEMORY_BYTES": "256M"}  # less memory is quicker to reserve
+
+
+@pytest.mark.parametrize(("image", "user"), [(IMAGE, "2000:0"), (f"{IMAGE}-sagemaker", "")])
+def test_what_it_says_of_itself(image, user):
+    config = json.loads(done("image", "inspect", "--format={{json .Config}}", image))
+    assert config["User"] == user
+    assert config["Entrypoint"] == ["/opt/slipway/entrypoint.sh"]
+    assert config["Cmd"] == ["serve"]
+    assert config["ExposedPorts"] == {"8080/tcp": {}}
+    assert config["Labels"]["com.amazonaws.sagemaker.capabilities.accept-bind-to-port"] == "true"
+    assert config["Labels"]["org.opencontainers.image.version"]
+
+
+def test_nothing_of_the_build_is_left():
+    """Only where its mounts were."""
+    places = "/run/build /run/secrets /root /tmp /var/cache/apt /var/lib/apt/lists"
+    found = once("bash", "-c", f"find {places} -type f; type -P uv pip gcc", flags=("--user=0",))
+    files = [file for file in found.stdout.splitlines() if not file.startswith("/root/.")]
+    assert files == []
+
+
+@pytest.mark.parametrize("user", ["0", "2000:0", "54321:54321"])
+def test_any_command_runs_as_given(user):
+    show = "import getpass, os; print(os.getuid(), os.path.expanduser('~'), getpass.getuser())"
+    ended = once("bash", "-c", f'python3 -c "{show}"', flags=("--read-only", f"--user={user}"))
+    assert (ended.stdout, ended.stderr) == (f"{user.partition(':')[0]} /tmp slipway\n", "")
+
+
+def test_plan_shows_the_containers_own_limits(model):
+    limits = ("--memory=6g", "--cpus=1", "--shm-size=123m", "--read-only", "--tmpfs=/tmp", model)
+    options = ("--env=OPTION_LMCACHE_AUTO_CONFIG=true", "--env=SAGEMAKER_BIND_TO_PORT=9000")
+    ended = once("plan", flags=(*limits, *options))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    assert ["memory", "6.0", "GiB", "the", "container's", "limit;"] in [row[:6] for row in rows]
+    assert ["port", "9000", "SAGEMAKER_BIND_TO_PORT"] in rows
+    machine = json.loads(once("plan", "--json", flags=(*limits, *options)).stdout)["machine"]
+    assert machine["memory"] == 6 * GIB
+    assert machine["limited"]
+    assert machine["cpu_quota"] == 1
+    assert 120 << 20 < machine["shm"] <= 123 << 20
+    assert machine["disk"]["kind"] == "tmpfs"
+
+
+def test_wrong_options_end_it_at_once():
+    ended = once("serve", flags=("--env=OPTION_MAX_MODEL_LEN=abc", "--env=OPTION_MAX_MODLE_LEN=5"))
+    assert ended.returncode == 2
+    assert "OPTION_MAX_MODEL_LEN='abc': should be a number of tokens" in ended.stderr
+    assert "OPTION_MAX_MODLE_LEN: no such option" in ended.stderr
+
+
+def test_a_model_that_is_missing_ends_it_at_once():
+    ended = once("serve")
+    assert ended.returncode == 2
+    assert "there is no such folder" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("image", "flags", "environ"),
+    [
+        # vLLM's worker processes want 240 MB of shared memory; this leaves them out.
+        (
+            f"{IMAGE}-sagemaker",
+            ["--shm-size=1m"],
+            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "uni"},
+        ),
+        (IMAGE, ["--shm-size=256m", "--user=54321:54321", "--volume=/tmp"], {}),
+    ],
+    ids=["root, little shared memory", "any user"],
+)
+def test_it_serves_on_the_port_it_is_given(image, flags, environ, model):
+    environ = {"SAGEMAKER_BIND_TO_PORT": "9000", **TINY, **environ}
+    base = ("--network=none", "--memory=5g", model)
+    with running(*base, *flags, image=image, port=9000, environ=environ) as container:
+        container.ready()
+        (answer,) = container.ask("/invocations", {"inputs": "Hello"})
+        assert json.loads(answer)["generated_text"]
+        assert container.stop() == 0
