@@ -192,7 +192,7 @@ INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")
 """The paths of LMI's that are one: the last two are those of its server and of SageMaker's
 multi-model endpoints.
 """
-INVOCATIONS_PATH = r"(?:/invocations|/predictions/[^/]+|/models/[^/]+/invoke)"
+INVOCATIONS_PATH = "(?:" + re.sub(r"\{\w+\}", "[^/]+", "|".join(INVOCATIONS)) + ")"
 """The same as a regular expression."""
 _INVOCATIONS = re.compile(INVOCATIONS_PATH)
 

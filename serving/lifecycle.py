@@ -9,6 +9,13 @@ from collections.abc import Callable
 
 from serving.errors import NotReady
 
+# SageMaker and Kubernetes kill 30 s after SIGTERM: 25 to finish requests, the rest to stop.
+DRAIN_S = 25.0
+
+# What the process exits with; 0 when it was asked to stop.
+DIED = 1
+START_FAILED = 3
+
 
 class Stage(enum.StrEnum):
     STARTING = "starting"

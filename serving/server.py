@@ -23,23 +23,17 @@ from lmi_config.options import Settings
 from serving.app import create_app
 from serving.engine import Engine, EngineError, Note
 from serving.invocations import Front
-from serving.lifecycle import Lifecycle, Stage
+from serving.lifecycle import DIED, DRAIN_S, START_FAILED, Lifecycle, Stage
 from serving.prepare import Prepared
 from serving.start import start
 
 log = logging.getLogger(__name__)
 
-# SageMaker and Kubernetes kill 30 s after SIGTERM: 25 to finish requests, the rest to stop.
-DRAIN_S = 25.0
 FAREWELL_S = 1.0  # for answers to be written once their requests have been ended
 STOP_S = 3.5  # for the engine's processes to end by themselves
 KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers drop an idle connection
 WATCH_S = 0.25  # how often the engine is asked whether it lives
 REAP_S = 10.0  # far longer than it takes to wait for a child of one's own that has ended
-
-# What the process exits with; 0 when it was asked to stop.
-DIED = 1
-START_FAILED = 3
 
 Start = Callable[[Note], Coroutine[Any, Any, Engine]]
 

@@ -28,9 +28,8 @@ from lmi_config.values import Endpoints, replica_source
 from serving import server
 from serving.app import create_app
 from serving.invocations import Front
-from serving.lifecycle import Lifecycle
+from serving.lifecycle import DRAIN_S, Lifecycle
 from serving.router import metrics
-from serving.router import server as router_server
 from serving.router.server import Router
 
 ROOT = Path(__file__).parents[1]
@@ -542,15 +541,15 @@ def test_starts_fail_with_a_reason_first(part: Part) -> None:
     ids=lambda part: f"{part.file}-{part.verb}",
 )
 def test_the_end_has_time(part: Part) -> None:
-    drains = server.DRAIN_S + server.FAREWELL_S + server.STOP_S
+    drains = DRAIN_S + server.FAREWELL_S + server.STOP_S
     if part.verb == "route":
-        drains = router_server.DRAIN_S
+        drains = DRAIN_S
     sleeps = part.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert part.pod["spec"]["terminationGracePeriodSeconds"] >= sleeps + drains
     if part.file == "multi_node.yaml":  # workers stay until the leader has finished
         (worker,) = (it for it in PARTS if it.file == part.file and it is not part)
         stays = worker.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert stays >= sleeps + server.DRAIN_S
+        assert stays >= sleeps + DRAIN_S
         assert worker.pod["spec"]["terminationGracePeriodSeconds"] > stays
 
 

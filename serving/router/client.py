@@ -2,7 +2,6 @@
 
 import asyncio
 import http
-import logging
 import re
 import time
 from collections import deque
@@ -18,8 +17,6 @@ from serving.router.upstream import MAX_HEAD
 
 if TYPE_CHECKING:
     from serving.router.server import Router
-
-log = logging.getLogger(__name__)
 
 BUFFER = 4 * 1024**2
 """Bytes of a body that are awaited before its replica is chosen. The rest is streamed, and such a
@@ -203,9 +200,9 @@ class Client(asyncio.Protocol):
         try:
             if request.refusal:
                 raise request.refusal
-            if request.passes and self._router.draining:
-                raise NotReady("the router is stopping")
             if request.passes:
+                if self._router.draining:
+                    raise NotReady("the router is stopping")
                 self._exchange = Exchange(self._router, self, request)
                 self._exchange.start()
             else:

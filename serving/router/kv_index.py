@@ -6,7 +6,6 @@ before it and the block's tokens, and the first of what else keeps caches apart.
 is only kept to know the block again when it leaves.
 """
 
-import bisect
 import math
 from array import array
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from serving.cache_salt import digest
+from serving.router.chains import leading, links
 
 TTL_S = 2.0
 """How long a request's blocks count as there before the engine has told of them."""
@@ -87,13 +87,7 @@ def chain(tokens: Sequence[int], block_size: int, start: int) -> list[int]:
     what is no token.
     """
     data = array("i", tokens)
-    width = block_size * data.itemsize
-    content = data.tobytes()
-    keys = []
-    for place in range(0, len(content) - width + 1, width):
-        start = hash((start, content[place : place + width]))
-        keys.append(start)
-    return keys
+    return links(data.tobytes(), block_size * data.itemsize, start)
 
 
 class _Cache:
@@ -265,7 +259,7 @@ def _first_missing(
     def missing(key: int) -> bool:
         return key not in held and until.get(key, 0.0) <= now
 
-    return bisect.bisect_left(chain, True, key=missing)
+    return leading(chain, missing)
 
 
 def _texts(keys: list[Any] | None) -> bool:

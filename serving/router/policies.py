@@ -53,6 +53,10 @@ class Work:
     uncached: int
 
 
+Share = tuple[int, int, int]
+"""What one process has a part in of a replica's Load: in_flight, queued, context."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Load:
     """What strategies know of one replica.

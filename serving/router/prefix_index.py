@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from serving.router.chains import leading, links
+
 CHUNK = 512
 """Bytes of a prompt in one link of a chain, some 128 tokens."""
 BYTES_PER_TOKEN = 4
@@ -14,17 +16,8 @@ DEFAULT_TOKENS = 500_000
 
 
 def chain(prompt: bytes, seed: object) -> list[int]:
-    """A hash for each whole chunk of the prompt, which covers all before it, and the seed.
-
-    Python's own hash: it is fast, and what is hashed never leaves the router's processes, which
-    are forked from one and so hash alike.
-    """
-    link = hash(seed)
-    links = []
-    for start in range(0, len(prompt) - CHUNK + 1, CHUNK):
-        link = hash((link, prompt[start : start + CHUNK]))
-        links.append(link)
-    return links
+    """A link for each whole chunk of the prompt. seed: what else has to be equal."""
+    return links(prompt, CHUNK, hash(seed))
 
 
 class PrefixIndex:
@@ -40,30 +33,23 @@ class PrefixIndex:
 
     def matched(self, replica: str, chain: Sequence[int], now: float) -> int:
         """How many of the chain's first links the replica was sent."""
-        links = self._links.get(replica)
-        if not links:
+        until = self._links.get(replica)
+        if not until:
             return 0
         # A link's predecessors are always used no earlier than itself, so that whatever is there
-        # is there with all before it, and halving finds the end.
-        low, high = 0, len(chain)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if links.get(chain[middle - 1], 0.0) > now:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        # is there with all before it.
+        return leading(chain, lambda link: until.get(link, 0.0) <= now)
 
     def insert(self, replica: str, chain: Sequence[int], now: float) -> None:
         """The replica is sent a prompt with this chain now (seconds of any one clock)."""
-        links = self._links.setdefault(replica, OrderedDict())
+        known = self._links.setdefault(replica, OrderedDict())
         until = now + TTL_S
         for link in reversed(chain):
-            links[link] = until
-            links.move_to_end(link)
+            known[link] = until
+            known.move_to_end(link)
         capacity = self._capacity.get(replica, DEFAULT_TOKENS) * BYTES_PER_TOKEN // CHUNK
-        while len(links) > capacity:
-            links.popitem(last=False)
+        while len(known) > capacity:
+            known.popitem(last=False)
 
     def resize(self, replica: str, tokens: int) -> None:
         """The replica's KV cache holds so many tokens."""

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from serving.router import metrics
-from serving.router.policies import Load
+from serving.router.policies import Load, Share
 from serving.router.upstream import Upstream
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Breaker:
 
 
 class Replica(Load):
-    """One server. others: what of its load is other router processes', as siblings.Share.
+    """One server. others: what of its load is other router processes'.
 
     idle: connections that wait for a request. models: what may be asked for by name; empty where it
     does not tell. tokens: what its KV cache holds, where it tells.
@@ -103,7 +103,7 @@ class Replica(Load):
         self.host = parts.hostname or ""
         self.port = parts.port or 80
         self.authority = parts.netloc.encode()
-        self.others = (0, 0, 0)
+        self.others: Share = (0, 0, 0)
         self.idle: list[Upstream] = []
         self.breaker = Breaker()
         self.state = State.UNKNOWN
@@ -115,12 +115,12 @@ class Replica(Load):
         self.looked = 0.0  # when its models were asked for
 
     @property
-    def own(self) -> tuple[int, int, int]:
+    def own(self) -> Share:
         """What of its load is this process's."""
         in_flight, queued, context = self.others
         return self.in_flight - in_flight, self.queued - queued, self.context - context
 
-    def add_others(self, others: tuple[int, int, int]) -> None:
+    def add_others(self, others: Share) -> None:
         """Other processes have this under way there now."""
         own, self.others = self.own, others
         self.in_flight, self.queued, self.context = map(sum, zip(own, others, strict=True))
@@ -160,9 +160,6 @@ class Fleet:
         left = [it for it in ready if it not in tried] if tried else ready
         # Where all are in doubt, trying is better than giving up.
         return [it for it in left if not it.breaker.open(now)] or left
-
-    def named(self, name: str) -> Replica | None:
-        return next((it for it in self.replicas if it.name == name), None)
 
     def trouble(self) -> str:
         """Why there is none for a request."""
@@ -220,12 +217,11 @@ class Fleet:
                 detail = str(error) or "it does not answer"
             try:
                 anew = False
-                if silent or state is not State.READY:
-                    pass
-                elif replica.state is not State.READY:
-                    anew = await self._meet(replica, session)
-                elif time.monotonic() - replica.looked > MODELS_S:
-                    await self._models(replica, session)
+                if state is State.READY and not silent:
+                    if replica.state is not State.READY:
+                        anew = await self._meet(replica, session)
+                    elif time.monotonic() - replica.looked > MODELS_S:
+                        await self._models(replica, session)
             except (aiohttp.ClientError, OSError, TimeoutError):
                 state, detail = replica.state, "it does not answer"
             self._enter(replica, state, detail, anew)

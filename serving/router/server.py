@@ -1,7 +1,6 @@
 """`route`: one port in front of several servers."""
 
 import asyncio
-import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -22,6 +21,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from lmi_config.options import Settings
 from serving import errors
 from serving.errors import MethodNotAllowed, NotFound, NotReady, ReplicaFailed, ServingError
+from serving.lifecycle import DIED, DRAIN_S, START_FAILED
 from serving.router import page
 from serving.router.asked import reader
 from serving.router.client import Client
@@ -39,14 +39,10 @@ from serving.router.siblings import Link, Siblings
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 25.0  # as `serve`
 FAREWELL_S = 1.0
 SWEEP_S = 1.0
 CLIENT_IDLE_S = 75.0
 AGAIN_S = 1.0  # before a process that has died is started again
-
-DIED = 1
-START_FAILED = 3
 
 
 class Limits(NamedTuple):
@@ -98,8 +94,7 @@ def _several(settings: Settings, environ: Mapping[str, str], port: int) -> int:
         nonlocal stopping
         stopping = True
         for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            process.terminate()
 
     for it in (signal.SIGTERM, signal.SIGINT):
         signal.signal(it, on_signal)

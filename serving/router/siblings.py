@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from serving.router.policies import Asked
+from serving.router.policies import Asked, Share
 
 if TYPE_CHECKING:
     from serving.router.replicas import Replica
@@ -27,8 +27,6 @@ TELL_S = 0.2
 FORGET_S = 2.0
 """A process that has told nothing for so long has ended."""
 
-Share = tuple[int, int, int]
-"""Of a replica's Load, what one process has a part in: in_flight, queued, context."""
 _NOTHING: Share = (0, 0, 0)
 
 
@@ -90,7 +88,6 @@ class Siblings:
         self._socket, self._others = own or (None, [])
         self._process = os.getpid()
         self._known: dict[int, tuple[float, dict[str, Share]]] = {}
-        self._told: dict[str, Share] = {}
         self._choices: list[_Chosen] = []
         self._links = 0  # of those
         self._decode = msgspec.msgpack.Decoder(_Choices | _Bound | _State).decode

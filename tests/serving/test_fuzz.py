@@ -6,7 +6,6 @@ The examples are the same in every run; SLIPWAY_FUZZ=50 tries fifty times as man
 import asyncio
 import itertools
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,28 +22,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.fake_engine import error
+from tests.fuzzing import TIMES, examples
 from tests.serving.conftest import running
 from tests.serving.test_adapters import registry, write
 
 pytestmark = pytest.mark.anyio
 
-TIMES = int(os.environ.get("SLIPWAY_FUZZ", "1"))
 DESCRIPTION = Path(__file__).parents[2] / "docs" / "openapi.yaml"
 SECRET = "Rumpelstilzchen"  # a word of every prompt, and of no error
 LIMIT = 40_000_000
 OPENAI = ("/v1/completions", "/v1/chat/completions")
 ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"
 SESSION = "X-Amzn-SageMaker-Session-Id"
-
-
-def examples(count):
-    return settings(
-        max_examples=count * TIMES,
-        derandomize=TIMES == 1,
-        database=None,
-        deadline=None,
-        suppress_health_check=[*HealthCheck],
-    )
 
 
 # What vLLM refuses of a parameter's value: (types, smallest, largest).

@@ -12,6 +12,7 @@ import pytest
 
 from serving import server as module
 from serving.engine import EngineError
+from serving.lifecycle import DIED, START_FAILED
 from tests.serving.conftest import running
 from tests.serving.test_app import until
 
@@ -43,7 +44,7 @@ async def test_it_can_be_stopped_while_starting():
 async def test_a_failed_start_has_its_exit_code_and_last_words(capsys, caplog):
     async with running(wait=False) as served:
         served.start_error = EngineError("no such model")
-        assert await asyncio.wait_for(served.task, 5) == module.START_FAILED
+        assert await asyncio.wait_for(served.task, 5) == START_FAILED
     (last,) = [record for record in caplog.records if record.message == "failed"]
     assert last.facts == {"stage": "start", "reason": "no such model"}
 
@@ -51,7 +52,7 @@ async def test_a_failed_start_has_its_exit_code_and_last_words(capsys, caplog):
 async def test_a_start_that_takes_too_long_has_failed(caplog):
     async with running(wait=False, model_loading_timeout=1) as served:
         served.may_start.clear()
-        assert await asyncio.wait_for(served.task, 5) == module.START_FAILED
+        assert await asyncio.wait_for(served.task, 5) == START_FAILED
     (last,) = [record for record in caplog.records if record.message == "failed"]
     assert last.facts == {
         "stage": "start",
@@ -112,7 +113,7 @@ async def test_an_engine_that_dies_fails_the_server(served, draining):
     if draining:
         served.engine.gate.set()
         await held
-    assert await asyncio.wait_for(served.task, 5) == module.DIED
+    assert await asyncio.wait_for(served.task, 5) == DIED
 
 
 REAPING = """

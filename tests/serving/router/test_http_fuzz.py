@@ -7,7 +7,6 @@ the same in every run; SLIPWAY_FUZZ=30 tries thirty times as many, and others.
 import asyncio
 import contextlib
 import itertools
-import os
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
@@ -15,15 +14,15 @@ from typing import Any, NamedTuple
 import h11
 import pytest
 import uvloop
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.router import client, server
 from serving.router.request import REQUEST_ID
 from serving.router.upstream import HOP_BY_HOP
+from tests.fuzzing import examples
 from tests.serving.router.conftest import END, STREAM, Routed, chunk, until, whole
 
-TIMES = int(os.environ.get("SLIPWAY_FUZZ", "1"))
 BUFFER = 600  # so that some bodies are streamed
 LIMIT = 20_000
 STALL_S = 0.3
@@ -34,16 +33,6 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 Headers = list[tuple[bytes, bytes]]
-
-
-def examples(count: int) -> Any:
-    return settings(
-        max_examples=count * TIMES,
-        derandomize=TIMES == 1,
-        database=None,
-        deadline=None,
-        suppress_health_check=[*HealthCheck],
-    )
 
 
 # What is sent

@@ -1,0 +1,18 @@
+"""How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples, others each time."""
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+TIMES = int(os.environ.get("SLIPWAY_FUZZ", "1"))
+
+
+def examples(count: int) -> Any:
+    return settings(
+        max_examples=count * TIMES,
+        derandomize=TIMES == 1,
+        database=None,
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
+    )
