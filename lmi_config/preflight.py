@@ -7,7 +7,7 @@ from lmi_config.kv_tiers import Tiers, told
 from lmi_config.machine import Machine
 from lmi_config.model import ModelFacts
 from lmi_config.options import Settings
-from lmi_config.vllm_args import ranks
+from lmi_config.vllm_args import ranks, workerless
 
 DRIVER = 580
 """The oldest driver for CUDA 13.0, which vLLM 0.32 is built with (CUDA's release notes)."""
@@ -37,6 +37,11 @@ def findings(
         yield (
             f"/dev/shm has {told(machine.shm)} and {count} ranks talk through it; give the "
             "container more (docker run --shm-size=2g, or an emptyDir with medium Memory)"
+        )
+    if workerless(settings, machine):
+        yield (
+            f"/dev/shm has {told(machine.shm)}, too little for a worker process: the engine's core "
+            "does its work (docker run --shm-size=2g gives more)"
         )
     length = settings.max_model_len
     if length and model.max_length and length > model.max_length:

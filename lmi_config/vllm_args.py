@@ -29,6 +29,8 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
 
 CPU_LORA = "serving.cpu_lora.Extension"
 """What mends vLLM's mixing of adapters into rows of the base model, in its worker's process."""
+WORKER_SHM = 256 * 1024**2
+"""What one worker process wants of /dev/shm: 240 MB for its queues, as seen."""
 
 
 def options(
@@ -55,6 +57,8 @@ def options(
             found.setdefault("worker_extension_cls", CPU_LORA)
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)
+    if workerless(settings, machine):
+        found["distributed_executor_backend"] = "uni"
     return found | {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
 
 
@@ -89,7 +93,21 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             ",".join(str(cpu) for cpu in cpus) for cpus in shares
         )
+    if workerless(settings, machine):
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM overrules the executor
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def workerless(settings: Settings, machine: Machine) -> bool:
+    """Whether the engine's core does its worker's work. Without a GPU vLLM has a worker process even
+    for one rank, and it would not start with the 64 MiB of shared memory that containers get.
+    """
+    return (
+        not machine.gpus
+        and machine.shm < WORKER_SHM
+        and ranks(settings, machine) == 1
+        and "distributed_executor_backend" not in settings.engine
+    )
 
 
 def tensor_parallel(settings: Settings, machine: Machine) -> int:

@@ -146,6 +146,7 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             "set OPTION_MAX_MODEL_LEN=13312",
         ),
         ({}, machine(gpus=2, shm=64 << 20), None, "/dev/shm has 64 MiB and 2 ranks talk through"),
+        ({}, machine(shm=64 << 20), None, "/dev/shm has 64 MiB, too little for a worker process"),
         (
             {"OPTION_MAX_MODEL_LEN": "200k"},
             None,

@@ -6,6 +6,7 @@ from tests.lmi_config.examples import machine
 
 CPU = machine()
 GPU = machine(gpus=4)
+SMALL_SHM = {"shm": 64 << 20}
 
 
 def command(environ, here, model="m", derived=()):
@@ -54,6 +55,12 @@ def test_the_whole_command_line_on_gpus():
         ({"OPTION_PIPELINE_PARALLEL_DEGREE": "2"}, GPU, ["--tensor-parallel-size=2"]),
         ({"OPTION_PIPELINE_PARALLEL_SIZE": "2"}, GPU, ["--pipeline-parallel-size=2"]),
         ({"OPTION_TENSOR_PARALLEL_DEGREE": "8", "OPTION_NNODES": "2"}, GPU, ["--nnodes=2"]),
+        ({}, machine(**SMALL_SHM), ["--distributed-executor-backend=uni"]),
+        (
+            {"OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "mp"},
+            machine(**SMALL_SHM),
+            ["--distributed-executor-backend=mp"],
+        ),
         ({"OPTION_ENFORCE_EAGER": "false"}, CPU, ["--no-enforce-eager"]),
         ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--enable-lora", "--max-loras=4"]),
         ({"OPTION_ENABLE_LORA": "true", "OPTION_MAX_LORAS": "9"}, GPU, ["--max-loras=9"]),
@@ -161,6 +168,16 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
             {"OPTION_TENSOR_PARALLEL_DEGREE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
             CPU,
             {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"},
+        ),
+        ({}, machine(gpus=4, **SMALL_SHM), {"HF_HUB_OFFLINE": "1"}),
+        (
+            {},
+            machine(**SMALL_SHM),
+            {
+                "HF_HUB_OFFLINE": "1",
+                "TORCHDYNAMO_DISABLE": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            },
         ),
     ],
 )
