@@ -99,8 +99,8 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
 
 
 def workerless(settings: Settings, machine: Machine) -> bool:
-    """Whether the engine's core does its worker's work. Without a GPU vLLM has a worker process even
-    for one rank, and it would not start with the 64 MiB of shared memory that containers get.
+    """Whether the engine's core does the worker's work: without a GPU vLLM has a process for it
+    even with one rank, which would not start with the 64 MiB of shared memory that containers get.
     """
     return (
         not machine.gpus

@@ -81,8 +81,10 @@ def test_images(services, profile):
     for it in services.values():
         _, tag = it["image"].rsplit(":", 1)
         assert tag == profile if "build" in it else re.fullmatch(r"v?\d+\.\d+\.\d+", tag)
+    known = set(re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     for it in ours(services).values():
         assert it["build"]["args"]["ENGINE"] == profile
+        assert it["build"]["args"].keys() <= known
         assert it["build"]["context"] == str(ROOT)
 
 

@@ -68,12 +68,7 @@ def test_a_model_that_is_missing_ends_it_at_once():
 @pytest.mark.parametrize(
     ("image", "flags", "environ"),
     [
-        # vLLM's worker processes want 240 MB of shared memory; this leaves them out.
-        (
-            f"{IMAGE}-sagemaker",
-            ["--shm-size=1m"],
-            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "uni"},
-        ),
+        (f"{IMAGE}-sagemaker", ["--shm-size=1m"], {"OPTION_LMCACHE_AUTO_CONFIG": "true"}),
         (IMAGE, ["--shm-size=256m", "--user=54321:54321", "--volume=/tmp"], {}),
     ],
     ids=["root, little shared memory", "any user"],
