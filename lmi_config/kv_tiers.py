@@ -91,6 +91,11 @@ def _manual(settings: Settings) -> bool:
 def faults(settings: Settings) -> list[str]:
     """What contradicts itself among the options for KV caches."""
     found = []
+    if wanted(settings) and settings.engine.get("nnodes", 1) > 1:
+        found.append(
+            f"OPTION_NNODES={settings.engine['nnodes']}: KV cache tiers serve the ranks of one "
+            "machine; leave OPTION_NNODES out, or the options for tiers"
+        )
     if settings.lmcache_auto_config and settings.lmcache_config_file:
         found.append(
             "OPTION_LMCACHE_AUTO_CONFIG and OPTION_LMCACHE_CONFIG_FILE exclude each other; leave "
@@ -164,7 +169,7 @@ def _automatic(
             notes=(f"no KV cache tiers: {reasons['l1']}",),
         )  # fmt: skip
     reasons["l1"] = "what the engine leaves, all of it taken at the start"
-    disk, reasons["disk"] = _disk(machine, to_fetch)
+    disk, reasons["disk"] = _disk(machine, to_fetch, settings.kv_disk_size)
     notes = [shared.note] if shared and shared.note else []
     if disk and machine.disk.kind == "overlay":
         notes.append(
@@ -192,8 +197,10 @@ def _document(settings: Settings, model: ModelFacts) -> int:
     return tokens * (kv_per_token(settings, model) or 0)
 
 
-def _disk(machine: Machine, to_fetch: int) -> tuple[int, str]:
+def _disk(machine: Machine, to_fetch: int, asked: int | None) -> tuple[int, str]:
     disk = machine.disk
+    if asked == 0:
+        return 0, "left out: OPTION_KV_DISK_SIZE=0"
     if disk.in_memory:
         return 0, f"left out: {disk.path} is a {disk.kind}, which is memory; mount a disk there"
     kept = round(DISK_MARGIN * disk.total) + COMPILED + to_fetch
@@ -204,10 +211,12 @@ def _disk(machine: Machine, to_fetch: int) -> tuple[int, str]:
             "for other files"
         )
     direct = "O_DIRECT" if disk.direct else "no O_DIRECT"
-    return (
-        size,
-        f"{told(disk.free)} free ({disk.kind}, {direct}), {told(kept)} kept for other files",
-    )
+    room = f"{told(disk.free)} free ({disk.kind}, {direct})"
+    if asked is None:
+        return size, f"{room}, {told(kept)} kept for other files"
+    if asked > disk.free:
+        raise SettingsError([f"OPTION_KV_DISK_SIZE: is {told(asked)}, and {disk.path} has {room}"])
+    return asked, f"OPTION_KV_DISK_SIZE; {room}"
 
 
 def _manually(

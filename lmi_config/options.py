@@ -391,6 +391,12 @@ class Settings:
         default="/tmp/lmcache",
         help="The folder of the disk tier, on this machine's own disk.",
     )
+    kv_disk_size: int | None = _option(
+        size,
+        "OPTION_KV_DISK_SIZE",
+        otherwise="what is free, but for a margin",
+        help="Bytes of the disk tier, like 200G; 0 leaves it out.",
+    )
     cache_salt_header: str | None = _option(
         text,
         "OPTION_CACHE_SALT_HEADER",

@@ -118,7 +118,8 @@ def tensor_parallel(settings: Settings, machine: Machine) -> int:
     asked = settings.tensor_parallel_degree
     stages = settings.pipeline_parallel_degree * _copies(settings)
     devices, kind = (len(machine.gpus), "GPU") if machine.gpus else (len(machine.cpus), "CPU")
-    degree = max(len(machine.gpus) // stages, 1) if asked == "max" else asked
+    everywhere = len(machine.gpus) * settings.engine.get("nnodes", 1)
+    degree = max(everywhere // stages, 1) if asked == "max" else asked
     if degree * stages <= devices or _elsewhere(settings):
         return degree
     if asked == "max":

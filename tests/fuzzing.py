@@ -12,7 +12,5 @@ def examples(count: int) -> Any:
     return settings(
         max_examples=count * TIMES,
         derandomize=TIMES == 1,
-        database=None,
-        deadline=None,
         suppress_health_check=[*HealthCheck],
     )

@@ -91,6 +91,11 @@ def test_the_disk_is_left_out_where_there_is_none(found, reason):
     assert reason in tiers.reasons["disk"]
 
 
+@pytest.mark.parametrize("size", [0, 30 * GIB])
+def test_the_disk_tier_can_be_told_its_size(size):
+    assert planned({**AUTO, "OPTION_KV_DISK_SIZE": f"{size}"}).tiers.disk == size
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_o_direct_is_used_where_it_works(direct):
     found = planned(here=machine(disk=disk(100, direct=direct)))
@@ -224,6 +229,8 @@ def test_expert_parallelism_is_no_hindrance():
             "both name a shared store; keep one",
         ),
         ({"OPTION_KV_L2_URL": "gopher://a"}, None, "OPTION_KV_L2_URL: "),
+        ({**AUTO, "OPTION_KV_DISK_SIZE": "1T"}, None, "is 1024.0 GiB, and /tmp/lmcache has 500.0"),
+        ({**AUTO, "OPTION_NNODES": "2"}, None, "OPTION_NNODES=2: KV cache tiers serve the ranks"),
     ],
 )
 def test_what_cannot_be_is_refused(environ, file, fault):

@@ -88,6 +88,7 @@ def test_max_is_every_gpu_or_one_without(count):
         ({"OPTION_DATA_PARALLEL_SIZE": "4"}, 1),
         ({"OPTION_DATA_PARALLEL_SIZE": "8", "OPTION_DATA_PARALLEL_SIZE_LOCAL": "2"}, 2),
         ({"OPTION_TENSOR_PARALLEL_DEGREE": "16", "OPTION_NNODES": "4"}, 16),
+        ({"OPTION_PIPELINE_PARALLEL_DEGREE": "2", "OPTION_NNODES": "2"}, 4),
         (
             {
                 "OPTION_TENSOR_PARALLEL_DEGREE": "8",
