@@ -19,18 +19,21 @@ _RENAMED = {
     "ignore_eos_token": "ignore_eos",
 }
 
-# Understood below, or of no meaning to vLLM: search and watermarking options of other engines.
+# Understood below, or what stands beside the parameters, or of no meaning to vLLM: options of other
+# engines for search and watermarks.
 _NOT_PASSED = {
+    "adapters",
     "best_of",
     "decoder_input_details",
     "details",
     "do_sample",
     "early_stopping",
+    "model",
     "num_beams",
     "return_full_text",
     "stop",
     "stop_sequences",
-    "stream",  # it stands beside the parameters
+    "stream",
     "top_n_tokens",
     "typical_p",
     "watermark",

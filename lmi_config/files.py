@@ -15,10 +15,11 @@ _VARIABLES = (PREFIX, "SERVING_", "SAGEMAKER_", "HF_", "LMCACHE_")
 
 
 class Given(NamedTuple):
-    """An option as it was given. name: how the operator wrote it, and where."""
+    """An option as it was given. name: how the operator wrote it, and where. file: if in one."""
 
     text: str
     name: str
+    file: Path | None = None
 
 
 class FileFault(ValueError):
@@ -139,7 +140,7 @@ def _unique(path: Path, pairs: list[tuple[str, str]]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for name, text in pairs:
         variable = _variable(name, path.name == PROPERTIES)
-        given = Given(text.strip(), f"{path.name}: {name}")
+        given = Given(text.strip(), f"{path.name}: {name}", path)
         before = found.setdefault(variable, given)
         if before.text != given.text:
             raise FileFault(f"{path}: {name} is given twice, with different values; keep one")

@@ -32,6 +32,7 @@ from lmi_config.values import (
     one_of,
     replicas,
     size,
+    some_of,
     text,
     words,
 )
@@ -42,6 +43,13 @@ VLLM_PREFIX = "SM_VLLM_"
 
 MODEL_STORE = "/opt/ml/model"
 """Where SageMaker puts a model before it starts the container. It is never written to."""
+
+REQUIREMENTS = "DISALLOW_REQUIREMENTS_TXT"
+PICKLE_FILES = "DISALLOW_PICKLE_FILES"
+REMOTE_CODE = "DISALLOW_TRUST_REMOTE_CODE"
+SCRIPTS = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS"
+TEMPLATE = "DISALLOW_CHAT_TEMPLATE"
+"""These are the controls of SageMaker's secure mode."""
 
 LORA_DEFAULTS: Mapping[str, Any] = {"max_loras": 4, "max_lora_rank": 16}
 """What LMI gives vLLM when `enable_lora` is on and nothing else is said; vLLM's own is 1 and 16."""
@@ -249,6 +257,14 @@ class Settings:
         vllm="allowed_media_domains",
         help="Hosts, parted by commas, from which images and other media of chats may be fetched. "
         "`data:` URLs are always allowed.",
+    )
+    trust_request_internals: bool = _option(
+        boolean,
+        "OPTION_TRUST_REQUEST_INTERNALS",
+        default=False,
+        help="Let requests set what reaches the engine's internals: `kv_transfer_params`, "
+        "`ec_transfer_params`, `vllm_xargs`. Only for servers that nobody but a trusted proxy "
+        "reaches, as in disaggregated prefill.",
     )
     enable_stateful_sessions: bool = _option(
         boolean,
@@ -546,6 +562,29 @@ class Settings:
         "two ports of its own: all ranks' events come first, then all logs.",
     )
 
+    secure_mode: bool = _option(
+        boolean,
+        "SAGEMAKER_SECURE_MODE",
+        heading="Secure mode",
+        default=False,
+        help="Refuse what the controls forbid (docs/security.md). SageMaker sets this and the next "
+        "two; no file can.",
+    )
+    security_controls: tuple[str, ...] = _option(
+        some_of(REQUIREMENTS, PICKLE_FILES, REMOTE_CODE, SCRIPTS, TEMPLATE),
+        "SAGEMAKER_SECURITY_CONTROLS",
+        default=(),
+        help="What is forbidden, parted by commas: `DISALLOW_REQUIREMENTS_TXT`, "
+        "`DISALLOW_PICKLE_FILES`, `DISALLOW_TRUST_REMOTE_CODE`, "
+        "`DISALLOW_CUSTOM_INFERENCE_SCRIPTS`, `DISALLOW_CHAT_TEMPLATE`.",
+    )
+    untrusted_channels: tuple[str, ...] = _option(
+        words,
+        "SAGEMAKER_UNTRUSTED_CHANNELS",
+        default=(),
+        help="The folders, parted by commas, whose files nobody vouches for.",
+    )
+
     config_file: str | None = _option(
         text,
         "OPTION_CONFIG_FILE",
@@ -574,6 +613,8 @@ class Settings:
     """`LMCACHE_*` variables, as they came."""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field, or name of a vLLM option → the name it was given by. What is not here is default."""
+    files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    """Field, name of a vLLM option or LMCACHE_* variable → the file it was given in."""
     notes: tuple[str, ...] = ()
     """What the operator should know of the options given: a sentence each."""
 

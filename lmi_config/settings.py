@@ -25,6 +25,7 @@ from lmi_config.values import Reader
 
 _SECRET = re.compile(r"TOKEN(?!S)|KEY|SECRET|PASSWORD|CREDENTIAL|_URL$")
 _FALSE = ("false", "0")
+_PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"}
 _MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
 
 
@@ -73,6 +74,10 @@ def merged(
     """Settings from what the environment gives and what files do. Raises as `read` does."""
     found = {name: value for name, value in found.items() if value.text}
     reading = _Reading({**given, **found}, frozenset(found))
+    reading.faults += [
+        f"{found[name].name}: only the environment may set it"
+        for name in sorted(_PLATFORM & found.keys())
+    ]
     values = reading.declared()
     engine = reading.others(values.get("strict", True))
     if reading.faults:
@@ -94,6 +99,7 @@ def merged(
             if name.startswith("LMCACHE_") and name != "LMCACHE_CONFIG_FILE"
         },
         origins=reading.origins,
+        files=reading.files,
         notes=(*overridden, *reading.notes()),
     )
 
@@ -105,6 +111,7 @@ class _Reading:
         self.given = given
         self.faults: list[str] = []
         self.origins: dict[str, str] = {}
+        self.files: dict[str, Path] = {}
         self._from_files = from_files
         self._notes: list[str] = []
 
@@ -145,6 +152,10 @@ class _Reading:
                 self.faults.append(f"{self._stranger(name)} {hint}")
             else:
                 self._notes.append(f"{self._stranger(name)}; ignored")
+        lmcache = {it: it for it in self.given.keys() - _NAMES if it.startswith("LMCACHE_")}
+        for field, name in {**lmcache, **self.origins}.items():
+            if file := self.given[name].file:
+                self.files[field] = file
         self.origins = {field: self.given[name].name for field, name in self.origins.items()}
         return engine
 

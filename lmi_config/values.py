@@ -160,6 +160,16 @@ def choice(*choices: str) -> Reader:
     return read
 
 
+def some_of(*choices: str) -> Reader:
+    def read(value: str) -> tuple[str, ...]:
+        found = words(value)
+        if not found or not {*found} <= {*choices}:
+            raise ValueError(f"some of {', '.join(choices)}, parted by commas")
+        return found
+
+    return read
+
+
 def kind(name: str, choices: tuple[str, ...] = ()) -> Reader:
     """The reader for an option of vLLM's, by its kind in vllm_options.json."""
     return {

@@ -11,9 +11,10 @@ import tarfile
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lmi_config import secure
 from lmi_config.adapter import CONFIG, WEIGHTS
 from lmi_config.model import Checkpoint, Folder
 from serving.digests import sampled
@@ -32,19 +33,25 @@ class AdapterFiles:
 
     roots: folders under which adapters on this machine may be. buckets: those of S3 whose adapters
     may be had. store: where files from elsewhere are kept, at most `limit` bytes of them; those
-    used longest ago make room.
+    used longest ago make room. controls: those of secure mode, where it is on.
 
     Its methods raise BadRequest and Conflict for places that are not allowed, SourceError,
     ModelError or OSError for what cannot be read, and NoSlot where the limit is too low.
     """
 
     def __init__(
-        self, roots: tuple[Path, ...], buckets: tuple[str, ...], store: Path, limit: int
+        self,
+        roots: tuple[Path, ...],
+        buckets: tuple[str, ...],
+        store: Path,
+        limit: int,
+        controls: tuple[str, ...] = (),
     ) -> None:
         self._roots = roots
         self._buckets = buckets
         self._store = store
         self._limit = limit
+        self._controls = controls
         self._lock = threading.Lock()
         self._held: Counter[Path] = Counter()
         places = [it for it in store.iterdir() if it.is_dir()] if store.is_dir() else []
@@ -61,17 +68,26 @@ class AdapterFiles:
         if src.endswith(_PACKED):
             digest = _digest(source)
             with self.fetched(src, digest) as folder:
+                self._require_secure(src, lambda: secure.look(folder))
                 yield Folder(folder), digest
         elif isinstance(source, S3):
             digest = _digest(source)
-            yield source.checkpoint(), digest
+            found = source.checkpoint()
+            self._require_secure(src, lambda: secure.listed(found))
+            yield found, digest
         else:
+            self._require_secure(src, lambda: secure.look(source))
             checkpoint = Folder(source)
             digest = _digest(source)
             for name in checkpoint.sizes:
                 if not self._allowed((source / name).resolve()):
                     raise BadRequest(f"src={src!r:.500}: {name} is a link to elsewhere")
             yield checkpoint, digest
+
+    def _require_secure(self, src: str, look: Callable[[], list[secure.File]]) -> None:
+        """Raise BadRequest for files that secure mode forbids."""
+        if self._controls and (faults := secure.file_faults(self._controls, src, look())):
+            raise BadRequest("; ".join(faults))
 
     @contextlib.contextmanager
     def fetched(self, src: str, digest: str) -> Iterator[Path]:

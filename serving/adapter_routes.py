@@ -18,7 +18,6 @@ from serving.invocations import Front
 
 LIMIT = 100
 """Adapters on one page of the list, at most and when nothing is said."""
-_LARGEST_BODY = 64 * 1024
 
 
 class AdapterRoutes:
@@ -27,9 +26,9 @@ class AdapterRoutes:
 
     async def all(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET lists adapters, POST registers one."""
-        adapters, request = self._of(scope), Request(scope, receive)
+        adapters, request = self._of(scope), Request(scope)
         if scope["method"] == "POST":
-            asked = await _asked(request)
+            asked = _asked(await self._front.body(scope, receive), request)
             name, src = asked.required("name"), asked.required("src")
             await adapters.register(name, src, asked.flag("preload"), asked.flag("pin"))
             answer: Any = _done(request, name, "registered")
@@ -50,8 +49,8 @@ class AdapterRoutes:
     async def update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST changes an adapter."""
         adapters, name = self._of(scope), scope["path_params"]["name"]
-        request = Request(scope, receive)
-        asked = await _asked(request)
+        request = Request(scope)
+        asked = _asked(await self._front.body(scope, receive), request)
         src = asked.required("src") if "src" in asked else None
         await adapters.update(name, src, asked.given("preload"), asked.given("pin"))
         await JSONResponse(_done(request, name, "updated"))(scope, receive, send)
@@ -89,12 +88,7 @@ class _Asked(dict[str, Any]):
         return bool(self.given(name))
 
 
-async def _asked(request: Request) -> _Asked:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _LARGEST_BODY:
-            raise BadRequest(f"the body is larger than {_LARGEST_BODY} bytes")
+def _asked(body: bytes, request: Request) -> _Asked:
     try:
         found = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
     except (msgspec.MsgspecError, RecursionError):

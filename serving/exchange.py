@@ -42,6 +42,10 @@ JSON_LINES = Framing(b"application/jsonlines", b"", b"\n")
 SSE = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
 
 
+_STEERING = (b"x-data-parallel-rank", b"x-vllm-priority")
+"""Headers by which vLLM lets clients choose their rank and their place in the queue."""
+
+
 class Exchange:
     """One request's passage through the engine.
 
@@ -111,7 +115,7 @@ class Exchange:
 
     def _engine_scope(self) -> Scope:
         scope = self._scope
-        changed = [LEAN]
+        changed = [LEAN, *_STEERING]
         added = [(LEAN, b"1")] if self._call.reply and self._call.lean else []
         if self._call.path != scope["path"]:
             # On /invocations every body is JSON, whatever its content type says; vLLM insists.

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from handlers import embeddings, lmi, openai, payloads
 from handlers.records import EngineCall, FormatError, read
 from lmi_config.options import Settings
-from serving import errors
+from serving import errors, guard
 from serving.adapters import Adapter, Adapters
 from serving.cache_salt import salted, with_text
 from serving.engine import Engine
@@ -70,6 +70,10 @@ class Front:
             raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
         return self.ready.adapters
 
+    async def body(self, scope: Scope, receive: Receive) -> bytes:
+        """A request's whole body. Raises TooLarge where it is larger than the operator allows."""
+        return await _read_body(scope, receive, self._settings.max_request_size)
+
     def require_model(self, scope: Scope) -> None:
         """Raise NotFound where the path names a model, and it is another one."""
         model = scope["path_params"].get("model", self.model_names[0])
@@ -79,7 +83,7 @@ class Front:
     async def openai(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one of the engine's own paths."""
         self.lifecycle.require_ready()
-        body = await _read_body(scope, receive, self._settings.max_request_size)
+        body = await self.body(scope, receive)
         asked = self._one_adapter(body, scope)
         exchange = Exchange(scope, receive, self._in_session(scope, send), SSE)
         await self._exchange(exchange, scope, body, openai.on(scope["path"]), asked)
@@ -122,7 +126,7 @@ class Front:
         """Answer /invocations: the body says which format it is."""
         engine = self.ready
         self.require_model(scope)
-        body = await _read_body(scope, receive, self._settings.max_request_size)
+        body = await self.body(scope, receive)
         if self._sessions and b"requestType" in body and (command := _command(body)):
             await self._session(command, scope)(scope, receive, send)
             return
@@ -247,6 +251,7 @@ class Front:
     ) -> EngineCall:
         """The call with what only the server knows: the adapter's inner name, salts, media."""
         settings = self._settings
+        guard.check(call.body, settings.trust_request_internals)
         allowed = settings.allowed_media_domains
         body = await inlined(call.body, allowed, settings.max_request_size)
         tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmi_config import draft, machine, model, plan, settings
+from lmi_config import draft, machine, model, plan, secure, settings
 from lmi_config.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import Settings
 from lmi_config.plan import Plan
@@ -26,6 +26,7 @@ class Prepared:
 def prepare(environ: Mapping[str, str]) -> Prepared:
     """Look at everything once and decide. Raises SettingsError with what is wrong."""
     asked = settings.read(environ)
+    _require_secure(asked)
     here = machine.look(environ, asked.kv_disk_path)
     drafted = None
     with _told(asked, "model_id", "OPTION_MODEL_ID"):
@@ -45,6 +46,25 @@ def prepare(environ: Mapping[str, str]) -> Prepared:
         asked, here, facts, drafted, environ, _lmcache_file(asked), to_fetch, source.room()
     )
     return Prepared(decided, source, draft_source)
+
+
+def _require_secure(asked: Settings) -> None:
+    """Raise SettingsError for what secure mode forbids."""
+    if not asked.secure_mode:
+        return
+    channels: dict[str, list[secure.File] | None] = {}
+    own: dict[str, list[secure.File]] = {}
+    try:
+        for channel in asked.untrusted_channels:
+            folder = Path(channel)
+            channels[channel] = secure.look(folder) if folder.is_dir() else None
+        for place in (asked.model_folder, Path(asked.model_id)):
+            if place and place.is_dir():
+                own[str(place)] = [secure.File(entry.name) for entry in place.iterdir()]
+    except OSError as error:
+        raise SettingsError([f"secure mode: {error.filename}: {error.strerror}"]) from None
+    if faults := secure.faults(asked, channels, own):
+        raise SettingsError(faults)
 
 
 def _to_fetch(checkpoint: Checkpoint, facts: ModelFacts) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from handlers.custom import FILE
 from lmi_config import kv_tiers
 from lmi_config.model import Folder, tensors
-from lmi_config.options import Settings
+from lmi_config.options import SCRIPTS, Settings
 from lmi_config.plan import Plan
 from lmi_config.vllm_args import arguments
 from serving import disk_tier
@@ -91,6 +91,8 @@ async def _code(prepared: Prepared, folder: Path) -> UserCode | None:
         folders.append(folder)
     for place in folders:
         if (place / FILE).is_file():
+            if settings.secure_mode and SCRIPTS in settings.security_controls:
+                raise EngineError(f"{place / FILE}: {SCRIPTS} forbids it")
             try:
                 return await started(place.resolve(), folder, _limits(settings))
             except UserCodeFailed as error:
@@ -112,6 +114,7 @@ async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
             buckets=settings.adapter_buckets,
             store=Path(settings.download_dir or DOWNLOADS) / f"adapters-{settings.port}",
             limit=settings.adapter_disk,
+            controls=settings.security_controls if settings.secure_mode else (),
         ),
         base=await in_thread(tensors, Folder(folder)),
         max_rank=options["max_lora_rank"],

@@ -1,5 +1,6 @@
 """Stateful sessions, through the server and by themselves."""
 
+import asyncio
 import re
 import stat
 
@@ -17,9 +18,14 @@ ID = r"[0-9a-f-]{36}"
 
 
 @pytest.fixture(scope="module")
-async def kept(anyio_backend, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sessions") / "own"
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sessions") / "own"
+
+
+@pytest.fixture(scope="module")
+async def kept(anyio_backend, folder):
     async with running(sessions_path=str(folder)) as it:
+        await create(it)
         yield it
 
 
@@ -65,6 +71,45 @@ async def test_bad_ones(kept, body, headers, told):
     answer = await kept.invoke(body, headers=headers)
     assert answer.status_code == 424
     assert told in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        b"../../../etc/passwd",
+        b"/etc/passwd",
+        b"%2e%2e%2fetc",
+        b"a" * 5000,
+        b"\xff\xfe",
+        "é".encode(),
+        b"new_session",
+        b"NEW_SESSION\tx",
+        b"0000000G-0000-4000-8000-000000000000",
+        b"00000000-0000-4000-8000-000000000000/../x",
+    ],
+)
+@pytest.mark.parametrize("body", [{"requestType": "CLOSE"}, {"inputs": "a"}])
+async def test_what_is_no_id_reaches_no_file_and_no_header(kept, folder, session, body):
+    before = sorted(folder.iterdir())
+    answer = await kept.invoke(body, headers=[(NAME.encode(), session)])
+    assert answer.status_code == 424
+    assert "session not found" in answer.json()["error"]
+    assert len(answer.text) < 500
+    assert not [name for name in answer.headers if "session" in name]
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("end", [b"\r\nX-Evil: 1", b"\rX-Evil: 1", b"\nX-Evil: 1", b"\x00"])
+async def test_line_ends_in_ids_end_no_answers_header(kept, end):
+    host, port = kept.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"requestType": "CLOSE"}'
+    head = b"POST /invocations HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n"
+    writer.write(head % len(body) + NAME.encode() + b": abc" + end + b"\r\n\r\n" + body)
+    answer = await reader.read()
+    writer.close()
+    assert answer.split()[1] in (b"400", b"424")
+    assert b"x-evil" not in answer.partition(b"\r\n\r\n")[0].lower()
 
 
 async def test_switched_off_nothing_is_asked_of_them():

@@ -1,0 +1,221 @@
+"""SageMaker's secure mode: what files that nobody vouches for may hold, and what they may decide.
+
+The platform says what is forbidden (SAGEMAKER_SECURITY_CONTROLS) and in which folders
+(SAGEMAKER_UNTRUSTED_CHANNELS). LMI checks the same in its plugin `secure-mode`; beyond it, links
+that lead out of a folder are refused, templates are found in every file that transformers reads
+them from, and adapters are looked at for all of it. What the environment says is the operator's,
+but for what a control forbids by name.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from lmi_config.model import Checkpoint
+from lmi_config.options import (
+    OPTIONS,
+    PICKLE_FILES,
+    REMOTE_CODE,
+    REQUIREMENTS,
+    SCRIPTS,
+    TEMPLATE,
+    Settings,
+)
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TEMPLATES = (".jinja", ".jinja2", ".j2")
+_WITH_TEMPLATES = (
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "chat_template.json",
+)
+_TOLD = 3  # files of one kind that a fault names
+
+MAY_BE_SET = frozenset(
+    (
+        *("task", "normalize", "dtype", "quantize", "load_format", "served_model_name"),
+        *("job_queue_size", "predict_timeout", "model_loading_timeout", "default_accept"),
+        *("enable_stateful_sessions", "sessions_expiration", "max_sessions", "formatter_timeout"),
+        *("tensor_parallel_degree", "pipeline_parallel_degree", "gpu_memory_utilization"),
+        *("kv_cache_memory_bytes", "cpu_offload_gb_per_gpu", "enforce_eager", "max_model_len"),
+        *("max_rolling_batch_size", "max_rolling_batch_prefill_tokens", "lmcache_auto_config"),
+        *("num_speculative_tokens", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
+        *("max_adapters", "entry_point"),
+        # vLLM's own
+        *("block_size", "disable_log_stats", "disable_sliding_window", "enable_auto_tool_choice"),
+        *("enable_chunked_prefill", "enable_expert_parallel", "enable_prefix_caching"),
+        *("kv_cache_dtype", "limit_mm_per_prompt", "reasoning_parser", "seed", "tokenizer_mode"),
+        "tool_call_parser",
+    )
+)
+"""What an option file in an untrusted channel may set: nothing that runs code, reads or writes in
+another place, talks to another host, or lets clients do so.
+"""
+_MODELS = ("model_id", "speculative_draft_model")
+"""These too, where they lead into an untrusted channel: what is there is looked at."""
+
+_FILES = {
+    "chat_template": TEMPLATE,
+    "tool_parser_plugin": SCRIPTS,
+    "reasoning_parser_plugin": SCRIPTS,
+}
+"""Options that name a file, which may be in no untrusted channel under these controls."""
+
+
+class File(NamedTuple):
+    """A file, folder or link. name: within its folder, with "/" between folders.
+
+    outside: a link that leads out of the folder. template: it is JSON with a chat template in it.
+    """
+
+    name: str
+    outside: bool = False
+    template: bool = False
+
+
+def look(folder: Path) -> list[File]:
+    """Everything in a folder, at any depth. Raises OSError for what cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    root = folder.resolve()
+    found = []
+    for where, folders, files in os.walk(root, onerror=fail):
+        for entry in (*folders, *files):
+            path = Path(where, entry)
+            name = path.relative_to(root).as_posix()
+            target = path.resolve()
+            if path.is_symlink() and not target.is_relative_to(root):
+                found.append(File(name, outside=True))
+            else:
+                found.append(
+                    File(name, template=path.is_file() and _templated(name, path.read_bytes))
+                )
+    return found
+
+
+def listed(checkpoint: Checkpoint) -> list[File]:
+    """The same for files that may be elsewhere. Raises ModelError."""
+    return [
+        File(name, template=_templated(name, functools.partial(checkpoint.head, name, size)))
+        for name, size in checkpoint.sizes.items()
+    ]
+
+
+def _templated(name: str, read: Callable[[], bytes]) -> bool:
+    if PurePosixPath(name).name not in _WITH_TEMPLATES:
+        return False
+    try:
+        found = json.loads(read())
+    except (ValueError, RecursionError):
+        return True  # nobody can say
+    return not isinstance(found, dict) or found.get("chat_template") is not None
+
+
+def faults(
+    settings: Settings,
+    channels: Mapping[str, Collection[File] | None],
+    own: Mapping[str, Collection[File]],
+) -> list[str]:
+    """Why it may not be served like this: a sentence each.
+
+    channels: what look() found in each untrusted channel; None where there is no such folder. own:
+    what is at the top of the folders whose model.py would be run, wherever they are.
+    """
+    if not settings.secure_mode:
+        return []
+    controls = settings.security_controls
+    found = []
+    if not controls:
+        found.append(
+            "SAGEMAKER_SECURE_MODE=true: SAGEMAKER_SECURITY_CONTROLS is not set; it has the "
+            "controls, parted by commas"
+        )
+    for channel, files in channels.items():
+        if files is None:
+            found.append(f"SAGEMAKER_UNTRUSTED_CHANNELS: {channel!r} is no folder")
+        else:
+            found += file_faults(controls, channel, files)
+    for folder, files in own.items():
+        if not _untrusted(settings, Path(folder)):
+            found += file_faults({SCRIPTS, REQUIREMENTS} & {*controls}, folder, files)
+    if settings.trust_remote_code and REMOTE_CODE in controls:
+        found.append(f"{settings.origins['trust_remote_code']} is true; {REMOTE_CODE} forbids it")
+    if settings.entry_point == "model.py" and SCRIPTS in controls:
+        found.append(f"{settings.origins['entry_point']} is model.py; {SCRIPTS} forbids it")
+    return found + _option_faults(settings)
+
+
+def file_faults(controls: Collection[str], folder: str, files: Iterable[File]) -> list[str]:
+    """What is forbidden of the files in a folder, or in an adapter: a sentence for each kind."""
+    named = [(file, PurePosixPath(file.name).name.lower()) for file in files]
+    found = []
+    for control, is_it, why in _FORBIDDEN:
+        names = [f"{folder}/{file.name}" for file, name in named if is_it(file, name)]
+        if names and (control is None or control in controls):
+            more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+            found.append(f"{', '.join(names[:_TOLD])}{more}: {why}")
+    return found
+
+
+# A control, or None for what secure mode always forbids; what it is about; the words for it.
+_FORBIDDEN: tuple[tuple[str | None, Callable[[File, str], bool], str], ...] = (
+    (None, lambda file, _: file.outside, "links may not lead out of a folder in secure mode"),
+    (REQUIREMENTS, lambda _, name: name == "requirements.txt", f"{REQUIREMENTS} forbids it"),
+    (
+        PICKLE_FILES,
+        lambda _, name: name.endswith(_PICKLES),
+        f"a pickle can run code, and {PICKLE_FILES} forbids it; save it as safetensors",
+    ),
+    (SCRIPTS, lambda _, name: name == "model.py", f"{SCRIPTS} forbids it"),
+    (
+        TEMPLATE,  # which GGUF files have in their heads
+        lambda file, name: file.template or name.endswith((*_TEMPLATES, ".gguf")),
+        f"{TEMPLATE} forbids the chat template in it",
+    ),
+)
+
+
+def _option_faults(settings: Settings) -> list[str]:
+    """Options that come from where they may not, or lead where they may not."""
+    found = []
+    given = {**dict.fromkeys(settings.lmcache), **settings.engine}
+    given |= {field: getattr(settings, field) for field in OPTIONS}
+    for option, file in settings.files.items():
+        value = given[option]
+        if option in MAY_BE_SET or not _untrusted(settings, file):
+            continue
+        if option in OPTIONS and value == OPTIONS[option].default:
+            continue
+        if option in _MODELS and _untrusted(settings, Path(value)):
+            continue
+        found.append(
+            f"{settings.origins.get(option, option)}: {file} is in an untrusted channel and may "
+            "not set it in secure mode; take it out, and set it in the environment"
+        )
+    for option, control in _FILES.items():
+        value = given.get(option)
+        if value and control in settings.security_controls and _untrusted(settings, Path(value)):
+            name = settings.origins[option]
+            found.append(f"{name}: {value} is in an untrusted channel; {control} forbids it")
+    lmcache = (settings.model_folder or Path()) / (settings.lmcache_config_file or "/")
+    if settings.lmcache_config_file and _untrusted(settings, lmcache):
+        found.append(
+            f"{settings.origins['lmcache_config_file']}: {lmcache} is in an untrusted channel and "
+            "may not configure LMCache in secure mode; set LMCACHE_* in the environment"
+        )
+    return found
+
+
+def _untrusted(settings: Settings, path: Path) -> bool:
+    """Whether a path leads into an untrusted channel."""
+    try:
+        path = path.resolve()
+    except ValueError:  # a zero byte
+        return False
+    return any(path.is_relative_to(Path(it).resolve()) for it in settings.untrusted_channels)
