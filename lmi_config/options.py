@@ -51,6 +51,9 @@ SCRIPTS = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS"
 TEMPLATE = "DISALLOW_CHAT_TEMPLATE"
 """These are the controls of SageMaker's secure mode."""
 
+SAGEMAKER_WHOLE_S, SAGEMAKER_STREAM_S = 55, 470
+"""Under SageMaker's limits, 60 s for a whole answer and 8 min for a stream, with time to tell."""
+
 LORA_DEFAULTS: Mapping[str, Any] = {"max_loras": 4, "max_lora_rank": 16}
 """What LMI gives vLLM when `enable_lora` is on and nothing else is said; vLLM's own is 1 and 16."""
 
@@ -98,6 +101,9 @@ def _option(
         heading=heading,
     )
     return dataclasses.field(default=default, metadata={"option": about})
+
+
+_STATUS = integer(400, 599)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,15 +230,48 @@ class Settings:
         "SERVING_JOB_QUEUE_SIZE",
         "MAX_CONCURRENT_REQUESTS",
         default=1000,
-        help="Requests that may be under way at once; one more is answered 503.",
+        help="Requests that may wait for the engine, beside those it works on; one more is "
+        "answered 503 at once.",
     )
     predict_timeout: int | None = _option(
         integer(low=1),
         "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS",
         "OPTION_PREDICT_TIMEOUT",
         "PREDICT_TIMEOUT",
-        otherwise="none",
-        help="Seconds after which a request is ended with an error.",
+        otherwise="none; on SageMaker 55, and 470 for streams, but for batch transform",
+        help="Seconds after which a request is ended with an error, for which it also may wait; "
+        "docs/overload.md.",
+    )
+    throttle_error_http_code: int | None = _option(
+        _STATUS,
+        "SERVING_THROTTLE_ERROR_HTTP_CODE",
+        otherwise="503",
+        help="The status that tells a client that the queue is full, or that its request would "
+        "wait for too long; 429 is the other usual one.",
+    )
+    wlm_error_http_code: int | None = _option(
+        _STATUS,
+        "SERVING_WLM_ERROR_HTTP_CODE",
+        otherwise="503",
+        help="The status while the server starts and stops.",
+    )
+    timeout_http_code: int | None = _option(
+        _STATUS,
+        "SERVING_TIMEOUT_HTTP_CODE",
+        otherwise="504",
+        help="The status of a request that took longer than it may.",
+    )
+    bad_request_http_code: int | None = _option(
+        _STATUS,
+        "SERVING_BAD_REQUEST_HTTP_CODE",
+        otherwise="424 on `/invocations`, else 400",
+        help="The status of a request that cannot be understood or done.",
+    )
+    server_error_http_code: int | None = _option(
+        _STATUS,
+        "SERVING_SERVER_ERROR_HTTP_CODE",
+        otherwise="500",
+        help="The status of a failure of the engine's or the server's.",
     )
     model_loading_timeout: int | None = _option(
         integer(low=1),
@@ -617,6 +656,18 @@ class Settings:
     """Field, name of a vLLM option or LMCACHE_* variable → the file it was given in."""
     notes: tuple[str, ...] = ()
     """What the operator should know of the options given: a sentence each."""
+    interactive: bool = False
+    """Whether SageMaker's limits to the time of an answer hold."""
+
+    @property
+    def whole_timeout(self) -> int | None:
+        """Seconds that an answer which is not streamed may take."""
+        return self.predict_timeout or (SAGEMAKER_WHOLE_S if self.interactive else None)
+
+    @property
+    def stream_timeout(self) -> int | None:
+        """Seconds that a stream may take."""
+        return self.predict_timeout or (SAGEMAKER_STREAM_S if self.interactive else None)
 
     @property
     def properties(self) -> Mapping[str, str]:

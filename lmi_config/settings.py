@@ -101,7 +101,19 @@ def merged(
         origins=reading.origins,
         files=reading.files,
         notes=(*overridden, *reading.notes()),
+        interactive=_interactive(given),
     )
+
+
+def _interactive(given: Mapping[str, Given]) -> bool:
+    """Whether clients wait at a SageMaker endpoint, and not a batch transform job.
+
+    SageMaker tells containers with our image's label which ports they may use, and jobs that they
+    are one.
+    """
+    ports = given.keys() & {"SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_SAFE_PORT_RANGE"}
+    batch = "SAGEMAKER_BATCH" in given and given["SAGEMAKER_BATCH"].text.lower() == "true"
+    return bool(ports) and not batch
 
 
 class _Reading:

@@ -80,7 +80,9 @@ class VllmEngine:
         self.app = app
         self.adapters: Adapters | None = None
         self.code: UserCode | None = None
-        self.concurrency: int = client.vllm_config.scheduler_config.max_num_seqs
+        config = client.vllm_config
+        ranks = config.parallel_config.data_parallel_size
+        self.concurrency: int = config.scheduler_config.max_num_seqs * ranks
         self.embeds = client.model_config.runner_type == "pooling"
         self._client = client
         self._until_stopped = until_stopped

@@ -2,11 +2,13 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
+
+from lmi_config.options import Settings
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,11 @@ class NotFound(ServingError):
 
 
 class MethodNotAllowed(ServingError):
-    """The path is here but answers other methods."""
+    """The path is here but answers other methods: those that are allowed."""
+
+    def __init__(self, path: str, method: str, allowed: Sequence[str]) -> None:
+        super().__init__(f"{path} does not answer {method}")
+        self.allowed = allowed
 
 
 class TooLarge(ServingError):
@@ -64,7 +70,15 @@ class NoSlot(ServingError):
 
 
 class NotReady(ServingError):
-    """The server is starting, stopping, or has more requests than it can hold."""
+    """The server is starting or stopping, or holds as much as it can."""
+
+
+class Overloaded(ServingError):
+    """There are more requests than can be answered in time. retry_after: in seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class TimedOut(ServingError):
@@ -113,6 +127,7 @@ _TABLE: Mapping[type[ServingError], _Told] = {
     UserCodeFailed: _Told(424, 424, "FailedDependencyError", "TranslateException"),
     NoSlot: _Told(507, 507, "InsufficientStorageError", "OutOfMemoryException"),
     NotReady: _Told(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
+    Overloaded: _Told(503, 503, "ServiceUnavailableError", "WlmCapacityException"),
     TimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
     HeadTooLarge: _Told(431, 431, "BadRequestError", "BadRequestException"),
     ReplicaFailed: _Told(502, 502, "BadGatewayError", "BadGatewayException"),
@@ -120,7 +135,22 @@ _TABLE: Mapping[type[ServingError], _Told] = {
     EngineFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
 }
 
-_RETRY_AFTER = {"retry-after": "1"}
+Codes = Mapping[type[ServingError], int]
+"""Statuses that the operator wants in the place of those in the table."""
+
+
+def codes(settings: Settings) -> Codes:
+    found = {
+        BadRequest: settings.bad_request_http_code,
+        EngineFailed: settings.server_error_http_code,
+        NotReady: settings.wlm_error_http_code,
+        Overloaded: settings.throttle_error_http_code,
+        TimedOut: settings.timeout_http_code,
+    }
+    return {kind: code for kind, code in found.items() if code}
+
+
+_NONE: Codes = {}
 
 
 def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
@@ -197,15 +227,29 @@ INVOCATIONS_PATH = "(?:" + re.sub(r"\{\w+\}", "[^/]+", "|".join(INVOCATIONS)) + 
 _INVOCATIONS = re.compile(INVOCATIONS_PATH)
 
 
-def status(error: ServingError, path: str) -> int:
+def status(error: ServingError, path: str, codes: Codes = _NONE) -> int:
     """The HTTP status that tells this error on this path."""
     told = _TABLE[type(error)]
-    return told.status_on_invocations if _INVOCATIONS.fullmatch(path) else told.status
+    return codes.get(type(error)) or (
+        told.status_on_invocations if _INVOCATIONS.fullmatch(path) else told.status
+    )
 
 
-def body(error: ServingError, path: str) -> bytes:
+def headers(error: ServingError) -> dict[str, str]:
+    """What the answer's head says of the error besides the status."""
+    match error:
+        case NotReady():
+            return {"retry-after": "1"}
+        case Overloaded():
+            return {"retry-after": str(error.retry_after)}
+        case MethodNotAllowed():
+            return {"allow": ", ".join(error.allowed)}
+    return {}
+
+
+def body(error: ServingError, path: str, codes: Codes = _NONE) -> bytes:
     """The JSON body that tells this error on this path, in the shape of the path's API."""
-    code, message = status(error, path), str(error)
+    code, message = status(error, path, codes), str(error)
     told = _TABLE[type(error)]
     shape: dict[str, Any]
     if _INVOCATIONS.fullmatch(path):
@@ -225,12 +269,11 @@ def unforeseen() -> ServingError:
     return EngineFailed("the server failed on this request; its log says why")
 
 
-def response(error: ServingError, path: str) -> Response:
+def response(error: ServingError, path: str, codes: Codes = _NONE) -> Response:
     """The whole answer that tells this error on this path."""
-    code = status(error, path)
     return Response(
-        body(error, path),
-        status_code=code,
-        headers=_RETRY_AFTER if code == 503 else None,
+        body(error, path, codes),
+        status_code=status(error, path, codes),
+        headers=headers(error),
         media_type="application/json",
     )

@@ -49,18 +49,21 @@ _STEERING = (b"x-data-parallel-rank", b"x-vllm-priority")
 class Exchange:
     """One request's passage through the engine.
 
-    framing: how the client wants a stream told.
+    framing: how the client wants a stream told. codes: the statuses of errors.
     """
 
     _call: EngineCall
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, framing: Framing) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, framing: Framing, codes: errors.Codes
+    ) -> None:
         self._adapter: Adapter | None = None
         self._formatter: UserCode | None = None
         self._scope = scope
         self._client_receive = receive
         self._client_send = send
         self._framing = framing
+        self._codes = codes
         self._untouched = False
         self._asked = False
         self._client_gone = False
@@ -72,6 +75,22 @@ class Exchange:
         self._finished = False
         self._parts: list[bytes] = []
         self._pending = b""
+
+    async def turn(self, came: "asyncio.Future[None]") -> bool:
+        """Wait for the engine; say whether it is there, or the client left before.
+
+        Raises what abort() was called with.
+        """
+        self._over = came  # who ends the request ends the wait
+        leaving = asyncio.create_task(self._client_leaves())
+        try:
+            await came
+        finally:
+            leaving.cancel()
+            self._over = None
+        if self._aborted:
+            raise self._aborted
+        return not self._client_gone
 
     async def run(
         self,
@@ -237,7 +256,7 @@ class Exchange:
         return error
 
     def _told(self, error: ServingError) -> bytes:
-        return self._framing.frame(errors.body(error, self._scope["path"]))
+        return self._framing.frame(errors.body(error, self._scope["path"], self._codes))
 
     async def _fail(self, error: ServingError) -> None:
         """Tell an error of our own: in band where the stream has begun, else by raising it."""

@@ -14,7 +14,9 @@ from serving.user_code import UserCode
 
 
 class Handling:
-    """properties: the model's, which the handler finds beside the request's headers."""
+    """properties: the model's, which the handler finds beside the request's headers. codes: the
+    statuses of errors.
+    """
 
     def __init__(
         self,
@@ -23,12 +25,14 @@ class Handling:
         scope: Scope,
         receive: Receive,
         send: Send,
+        codes: errors.Codes,
     ) -> None:
         self._code = code
         self._properties = properties
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._codes = codes
         self._task: asyncio.Task[bool] | None = None
         self._aborted: ServingError | None = None
         self._begun = False
@@ -104,5 +108,5 @@ class Handling:
     async def _fail(self, error: ServingError) -> None:
         if not self._begun:
             raise error
-        told = JSON_LINES.frame(errors.body(error, self._scope["path"]))
+        told = JSON_LINES.frame(errors.body(error, self._scope["path"], self._codes))
         await self._send({"type": "http.response.body", "body": (self._waiting or b"") + told})

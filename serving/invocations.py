@@ -6,10 +6,12 @@ Requests for the engine pass through here and nowhere else. exchange.py has the 
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
+import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from starlette.responses import JSONResponse, Response
@@ -34,10 +36,15 @@ from serving.exchange import JSON_LINES, SSE, Exchange, Framing
 from serving.handling import Handling
 from serving.lifecycle import Lifecycle
 from serving.media import inlined
+from serving.retries import Retries, Run
 from serving.sessions import Sessions
+from serving.turns import Turns
 from serving.user_code import UserCode
 
 Parse = Callable[[bytes], EngineCall]
+
+AHEAD = 0.25
+"""Sequences that the engine is given beside those it works on, as a share of these."""
 
 
 class Front:
@@ -49,6 +56,9 @@ class Front:
         self.model_names = settings.model_names
         self._tenant = (settings.cache_salt_header or "").lower().encode()
         self.engine: Engine | None = None
+        self.codes = errors.codes(settings)
+        self._turns = Turns(self._share, settings.job_queue_size)
+        self._retries = Retries(self._turns.require_place)
         self._sessions = settings.enable_stateful_sessions and Sessions(
             Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions
         )
@@ -84,9 +94,14 @@ class Front:
         """Answer one of the engine's own paths."""
         self.lifecycle.require_ready()
         body = await self.body(scope, receive)
-        asked = self._one_adapter(body, scope)
-        exchange = Exchange(scope, receive, self._in_session(scope, send), SSE)
-        await self._exchange(exchange, scope, body, openai.on(scope["path"]), asked)
+
+        async def run(receive: Receive, send: Send) -> None:
+            asked = self._asked_once(body, scope)
+            send = self._in_session(scope, send)
+            exchange = Exchange(scope, receive, send, SSE, self.codes)
+            await self._exchange(exchange, scope, body, openai.on(scope["path"]), asked)
+
+        await self._once(run, scope, body, receive, send)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer /v1/models: the engine's models, and adapters by their own names."""
@@ -130,19 +145,29 @@ class Front:
         if self._sessions and b"requestType" in body and (command := _command(body)):
             await self._session(command, scope)(scope, receive, send)
             return
-        send = self._in_session(scope, send)
         if engine.code and "handle" in engine.code.functions:
-            handling = Handling(engine.code, self._properties, scope, receive, send)
-            with self._admitted(handling):
+            self._turns.require_place(len(self._under_way) - self._turns.going)
+            send = self._in_session(scope, send)
+            handling = Handling(engine.code, self._properties, scope, receive, send, self.codes)
+            with self._admitted(handling, self._settings.stream_timeout):
                 if await handling.answered(body):
                     return
+            await self._invoked(body, scope, receive, send)
+            return
+
+        async def run(receive: Receive, send: Send) -> None:
+            await self._invoked(body, scope, receive, self._in_session(scope, send))
+
+        await self._once(run, scope, body, receive, send)
+
+    async def _invoked(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         with _understood():
             requests = payloads.requests(body, _header(scope, b"content-type").decode("latin-1"))
         if len(requests) > 1:
             await self._lines(requests, scope, receive, send)
             return
         (body,) = requests
-        asked = self._adapter(body, scope)
+        asked = self._asked(body, scope)
         if isinstance(asked, list):
             with _understood():
                 parts = lmi.split(body, len(asked))
@@ -150,8 +175,31 @@ class Front:
             found = b"[" + b",".join(answers) + b"]"
             await Response(found, media_type="application/json")(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, self._framing(scope))
+        exchange = Exchange(scope, receive, send, self._framing(scope), self.codes)
         await self._exchange(exchange, scope, body, self._parse, asked)
+
+    async def _once(
+        self, run: Run, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """Have a request answered, or share the answer to an equal one that is under way."""
+        if key := self._retry_key(scope, body):
+            await self._retries.answer(key, run, receive, send)
+        else:
+            await run(receive, send)
+
+    def _retry_key(self, scope: Scope, body: bytes) -> Hashable:
+        """What a retry of a request has in common with it, or None where none would be known.
+
+        A stream is not shared: what its client has had already is not kept for another.
+        """
+        found = _header(scope, _INFERENCE_ID)
+        if not 0 < len(found) <= 64 or _header(scope, _SESSION) == b"NEW_SESSION":
+            return None
+        if _streamed(body):
+            return None
+        names = (_ADAPTER, _SESSION, b"accept", b"content-type", self._tenant)
+        headers = tuple(_header(scope, name) for name in names if name)
+        return found, scope["path"], headers, hashlib.sha256(body).digest()
 
     def _framing(self, scope: Scope) -> Framing:
         accept = _header(scope, b"accept")
@@ -162,7 +210,12 @@ class Front:
     async def _lines(
         self, requests: list[bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answer several requests, a line for each in their order; an error is a line too."""
+        """Answer several requests, a line for each in their order; an error is a line too.
+
+        Only one line waits for the engine at a time. It is not refused: the first one may be.
+        """
+        self._turns.require_place(self._turns.waiting)
+        at_once = self.ready.concurrency
         headers = [(b"content-type", JSON_LINES.content_type)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         answers: deque[asyncio.Task[bytes]] = deque()
@@ -173,26 +226,32 @@ class Front:
 
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
-                answers.append(tasks.create_task(self._line(request, scope, receive)))
-                if len(answers) >= self.ready.concurrency:
+                going = asyncio.Event()
+                answers.append(tasks.create_task(self._line(request, scope, receive, going)))
+                await going.wait()
+                if len(answers) >= at_once:
                     await tell_first()
             while answers:
                 await tell_first()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _line(self, request: bytes, scope: Scope, receive: Receive) -> bytes:
+    async def _line(
+        self, request: bytes, scope: Scope, receive: Receive, going: asyncio.Event
+    ) -> bytes:
         try:
             with _understood():
                 keys = read(_read_keys, request)
-            if bytes(keys.stream) not in (b"", b"null", b"false"):
+            if bytes(keys.stream) not in _FALSE:
                 raise BadRequest("one of several lines cannot be streamed", "stream")
-            asked = self._one_adapter(request, scope)
-            return await self._whole(request, asked, scope, receive)
+            asked = self._asked_once(request, scope)
+            return await self._whole(request, asked, scope, receive, going)
         except ServingError as error:
             failure = error
         except Exception:
             failure = errors.unforeseen()
-        return errors.body(failure, scope["path"])
+        finally:
+            going.set()
+        return errors.body(failure, scope["path"], self.codes)
 
     async def _together(
         self, requests: list[bytes], adapters: list[str], scope: Scope, receive: Receive
@@ -201,7 +260,9 @@ class Front:
         try:
             async with asyncio.TaskGroup() as tasks:
                 answers = [
-                    tasks.create_task(self._whole(request, adapter, scope, receive))
+                    tasks.create_task(
+                        self._whole(request, _read_said(request).asked(adapter), scope, receive)
+                    )
                     for request, adapter in zip(requests, adapters, strict=True)
                 ]
         except* ServingError as group:
@@ -211,7 +272,12 @@ class Front:
         raise failure
 
     async def _whole(
-        self, request: bytes, asked: str | None, scope: Scope, receive: Receive
+        self,
+        request: bytes,
+        asked: "_Asked",
+        scope: Scope,
+        receive: Receive,
+        going: asyncio.Event | None = None,
     ) -> bytes:
         """The body of the answer to a request that is not streamed."""
         parts = bytearray()
@@ -219,29 +285,49 @@ class Front:
         async def keep(message: Message) -> None:
             parts.extend(message.get("body", b""))
 
-        exchange = Exchange(scope, receive, keep, JSON_LINES)
-        await self._exchange(exchange, scope, request, self._parse, asked)
+        exchange = Exchange(scope, receive, keep, JSON_LINES, self.codes)
+        await self._exchange(exchange, scope, request, self._parse, asked, going)
         return bytes(parts)
 
     async def _exchange(
-        self, exchange: Exchange, scope: Scope, body: bytes, parse: Parse, asked: str | None
+        self,
+        exchange: Exchange,
+        scope: Scope,
+        body: bytes,
+        parse: Parse,
+        asked: "_Asked",
+        going: asyncio.Event | None = None,
     ) -> None:
-        """asked: as _adapter() has it."""
+        """going: set when the request's turn has come; a request that has it is not refused."""
         engine = self.ready  # asked again: reading the body took its time
-        with self._admitted(exchange):
-            async with self._using(asked) as adapter:
-                code = [it for it in (adapter.code if adapter else None, engine.code) if it]
-                if formatter := _having(code, "input"):
-                    body = await formatter.input(body)
-                with _understood():
-                    call = parse(body)
-                call = await self._prepared(call, scope, asked, adapter)
-                await exchange.run(engine.app, call, adapter, _having(code, "output"))
+        settings = self._settings
+        timeout = settings.stream_timeout if asked.stream else settings.whole_timeout
+        with self._admitted(exchange, timeout):
+            turn = self._turns.ask(asked.adapter or "", asked.sequences, timeout, going is None)
+            try:
+                if turn.came:
+                    if not await exchange.turn(turn.came):
+                        return
+                    if engine.failure:
+                        raise NotReady("the engine failed while the request waited for it")
+                if going:
+                    going.set()
+                async with self._using(engine, asked.adapter) as adapter:
+                    code = [it for it in (adapter.code if adapter else None, engine.code) if it]
+                    if formatter := _having(code, "input"):
+                        body = await formatter.input(body)
+                    with _understood():
+                        call = parse(body)
+                    call = await self._prepared(call, scope, asked.adapter, adapter)
+                    await exchange.run(engine.app, call, adapter, _having(code, "output"))
+            finally:
+                self._turns.end(turn)
 
     @contextlib.asynccontextmanager
-    async def _using(self, asked: str | None) -> AsyncIterator[Adapter | None]:
-        if asked:
-            async with self.require_adapters().using(asked) as adapter:
+    async def _using(self, engine: Engine, name: str | None) -> AsyncIterator[Adapter | None]:
+        if name:
+            assert engine.adapters  # else _asked() would have refused the name
+            async with engine.adapters.using(name) as adapter:
                 yield adapter
         else:
             yield None
@@ -267,7 +353,7 @@ class Front:
         match given[:1]:  # LMI asks for the keys in this order
             case ["prompt"]:
                 return openai.on("/v1/completions")(body)
-            case ["inputs"] if self.ready.embeds:
+            case ["inputs"] if self.engine and self.engine.embeds:
                 return embeddings.parse(body, self._settings.normalize)
             case ["inputs"]:
                 return lmi.parse(body)
@@ -311,9 +397,8 @@ class Front:
 
         return telling
 
-    def _adapter(self, body: bytes, scope: Scope) -> str | list[str] | None:
-        """The adapter that a request asks for: its name, "" for the base model by name, one of
-        these for each of its inputs, or None where it says nothing of adapters.
+    def _asked(self, body: bytes, scope: Scope) -> "_Asked | list[str]":
+        """What a request asks for; only the adapters where it names a list, one for each input.
 
         The header comes before the body's `adapters`, and that before `model`. Raises BadRequest
         for an adapter that is not here, and NotFound for an adapter's inner name: the model is
@@ -323,38 +408,47 @@ class Front:
         # vLLM reads bodies with Python's json, which takes more for JSON than JSON is. What this
         # reader refuses goes no further, or the engine would see names and salts that we did not.
         with _understood():
-            names = read(_read_names, body)
+            said = read(_read_said, body)
         if not named:
-            named = names.adapters
+            named = said.adapters
             adapters = self.ready.adapters
-            if named is None and names.model and adapters:
-                if "@" in names.model:
-                    raise NotFound(f"The model {names.model!r:.140} does not exist.")
-                return names.model if names.model in adapters else None
+            if named is None and said.model and adapters:
+                if "@" in said.model:
+                    raise NotFound(f"The model {said.model!r:.140} does not exist.")
+                return said.asked(said.model if said.model in adapters else None)
         if named is None:
-            return None
+            return said.asked(None)
         for name in named if isinstance(named, list) else [named]:
             if name and name not in self.require_adapters():
                 raise BadRequest(f"adapter {name!r:.140} is not registered", "adapters")
-        return named
+        return named if isinstance(named, list) else said.asked(named)
 
-    def _one_adapter(self, body: bytes, scope: Scope) -> str | None:
-        """As _adapter() has it, for a request with one answer. Raises BadRequest for a list."""
-        asked = self._adapter(body, scope)
+    def _asked_once(self, body: bytes, scope: Scope) -> "_Asked":
+        """As _asked() has it, for a request with one answer. Raises BadRequest for a list."""
+        asked = self._asked(body, scope)
         if isinstance(asked, list):
             raise BadRequest("adapters should be a string", "adapters")
         return asked
 
+    def _share(self) -> int:
+        """Sequences that the engine may be asked for at once.
+
+        Some are there before it can work on them, so that it never waits for us. Where it is to
+        choose by priority, all are.
+        """
+        assert self.engine
+        concurrency = self.engine.concurrency
+        if self._settings.engine.get("scheduling_policy") == "priority":
+            return concurrency + self._settings.job_queue_size
+        return concurrency + math.ceil(concurrency * AHEAD)
+
     @contextlib.contextmanager
-    def _admitted(self, exchange: "_UnderWay") -> Iterator[None]:
-        """Count a request as under way. Raises NotReady where too many are."""
-        limit = self._settings.job_queue_size
-        if len(self._under_way) >= limit:
-            raise NotReady(f"{limit} requests are under way; SERVING_JOB_QUEUE_SIZE sets the limit")
+    def _admitted(self, exchange: "_UnderWay", timeout: int | None) -> Iterator[None]:
+        """Count a request as under way, for at most `timeout` seconds."""
         self._under_way.add(exchange)
         self._idle.clear()
         timer = None
-        if timeout := self._settings.predict_timeout:
+        if timeout:
             error = TimedOut(timeout)
             timer = asyncio.get_running_loop().call_later(timeout, exchange.abort, error)
         try:
@@ -383,6 +477,7 @@ class Front:
 
 _ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
 _SESSION = b"x-amzn-sagemaker-session-id"
+_INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
 # LMI and SageMaker's guide have the first name, AWS's library for containers the second.
 _NEW_SESSION = ("X-Amzn-SageMaker-Session-Id", "X-Amzn-SageMaker-New-Session-Id")
 _CLOSED_SESSION = "X-Amzn-SageMaker-Closed-Session-Id"
@@ -392,14 +487,65 @@ class _UnderWay(Protocol):
     def abort(self, error: ServingError) -> None: ...
 
 
-class _Names(msgspec.Struct):
-    """What of a body can name an adapter."""
+class _Asked(NamedTuple):
+    """adapter: its name, "" for the base model by name, None where nothing is said of it.
+    sequences: that the engine will work on at once.
+    """
+
+    adapter: str | None
+    sequences: int
+    stream: bool
+
+
+class _Said(msgspec.Struct):
+    """What of a body, in any format, can name an adapter, or tells how much it asks for."""
 
     adapters: str | list[str] | None = None
     model: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    inputs: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+
+    def asked(self, adapter: str | None) -> _Asked:
+        sequences = _prompts(self.prompt or self.inputs or self.input)
+        n = self.n
+        if self.parameters and b'"n"' in bytes(self.parameters):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                n = _read_said(self.parameters).n
+        if n:
+            sequences *= _number(n)
+        return _Asked(adapter, sequences, bytes(self.stream) not in _FALSE)
 
 
-_read_names = msgspec.json.Decoder(_Names).decode
+_read_said = msgspec.json.Decoder(_Said).decode
+_FALSE = (b"", b"null", b"false")
+
+
+def _prompts(value: msgspec.Raw) -> int:
+    """How many prompts there are in a text, a list of texts, of tokens, or of lists of tokens."""
+    beginning = bytes(memoryview(value)[:64])
+    if not beginning.startswith(b"[") or beginning[1:].lstrip()[:1].isdigit():
+        return 1
+    return len(msgspec.json.decode(value, type=list[msgspec.Raw])) or 1
+
+
+def _number(value: msgspec.Raw) -> int:
+    """A whole number, or 1."""
+    text = bytes(value)
+    return int(text) if text.isdigit() and len(text) < 6 else 1
+
+
+def _streamed(body: bytes) -> bool:
+    """Whether a stream is asked for. What cannot be read has no answer but an error."""
+    if b'"stream"' not in body:
+        return False
+    try:
+        return bytes(_read_keys(body).stream) not in _FALSE
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 class _Keys(msgspec.Struct):

@@ -76,7 +76,7 @@ async def start(prepared: Prepared, note: Note) -> Engine:
 
 def _limits(settings: Settings) -> Limits:
     return Limits(
-        settings.formatter_timeout, settings.predict_timeout or HANDLER_S, settings.formatter_memory
+        settings.formatter_timeout, settings.whole_timeout or HANDLER_S, settings.formatter_memory
     )
 
 

@@ -1,6 +1,7 @@
 """Blocking work beside the event loop."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,12 +19,14 @@ async def in_thread(function: Callable[..., T], *args: object) -> T:
             setter(value)
 
     def run() -> None:
+        setter: Callable[[Any], None] = done.set_result
+        value: Any
         try:
-            result = function(*args)
+            value = function(*args)
         except BaseException as error:
-            loop.call_soon_threadsafe(tell, done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(tell, done.set_result, result)
+            setter, value = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody wants to know
+            loop.call_soon_threadsafe(tell, setter, value)
 
     threading.Thread(target=run, name=function.__name__, daemon=True).start()
     return await done

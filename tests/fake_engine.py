@@ -1,8 +1,9 @@
 """An engine at our own seam: an ASGI app that answers as vLLM's does, and misbehaves when told to.
 
 It "generates" the prompt's words in reverse, a word a token. Words of the prompt give orders:
-`wait` holds the answer until `gate` is set, `refuse` and `break` answer 400 and 500, `raise`
-raises, and in a stream `fault` sends an error after the first token and `cut` raises there.
+`wait` holds the answer until `gate` is set, `step` until `steps` lets one go on, `refuse` and
+`break` answer 400 and 500, `raise` raises, and in a stream `fault` sends an error after the first
+token and `cut` raises there.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ class FakeEngine:
         self.failure: str | None = None
         self.stopped = False
         self.running = 0
+        self.most = 0  # that ever ran at once
         self.gate = asyncio.Event()
+        self.steps = asyncio.Semaphore(0)
         self.bodies: list[dict[str, object]] = []
         self.adapters: Adapters | None = None
         self.code: UserCode | None = None
@@ -124,15 +127,21 @@ class FakeEngine:
             pass
 
     async def work(self, words: list[str]) -> None:
-        self.running += 1
+        self.run()
         try:
             if "wait" in words:
                 await self.gate.wait()
+            if "step" in words:
+                await self.steps.acquire()
         finally:
             self.running -= 1
 
-    async def stream(self, words: list[str]) -> AsyncIterator[str]:
+    def run(self) -> None:
         self.running += 1
+        self.most = max(self.most, self.running)
+
+    async def stream(self, words: list[str]) -> AsyncIterator[str]:
+        self.run()
         try:
             for place, word in enumerate(reversed(words)):
                 if place and "fault" in words:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lmi_config import settings
-from serving import adapters
+from serving import adapters, retries, turns
 from serving.router import metrics
 from tests import composed
 from tests.composed import MONITORING, OF_THE_SCRAPE, ROOT
@@ -177,7 +177,7 @@ QUERIES = [*composed.panels(), *composed.alerts()]
 
 @pytest.fixture(scope="module")
 def known():
-    return {**composed.recorded(), **composed.declared(adapters, metrics)}
+    return {**composed.recorded(), **composed.declared(adapters, turns, retries, metrics)}
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda it: it.where)

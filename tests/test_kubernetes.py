@@ -25,7 +25,7 @@ from prometheus_client import Counter, Gauge
 from lmi_config import settings, vllm_args
 from lmi_config.options import Settings
 from lmi_config.values import Endpoints, replica_source
-from serving import server
+from serving import server, turns
 from serving.app import create_app
 from serving.invocations import Front
 from serving.lifecycle import DRAIN_S, Lifecycle
@@ -600,7 +600,7 @@ def test_scaling_asks_for_series_that_exist() -> None:
     (scaled,) = MANIFESTS["autoscaling.yaml"]
     ours = {
         family.name + "_total" * isinstance(series, Counter)
-        for series in vars(metrics).values()
+        for series in (*vars(metrics).values(), *vars(turns).values())
         if isinstance(series, Counter | Gauge)
         for family in series.describe()
     }

@@ -264,7 +264,7 @@ class Client(asyncio.Protocol):
         assert self._request
         path = self._request.path
         status = errors.status(error, path)
-        more = (b"retry-after: 1",) if status == 503 else ()
+        more = [f"{name}: {value}".encode() for name, value in errors.headers(error).items()]
         self.whole(status, b"application/json", errors.body(error, path), *more)
 
     def done(self, keep: bool) -> None:

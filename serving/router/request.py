@@ -82,9 +82,10 @@ class Request:
         return self.method in (b"POST", b"DELETE") and bool(_CHANGES.fullmatch(self.path))
 
     @property
-    def known(self) -> bool:
-        """Whether its path is there, for whatever method."""
-        return any(it.fullmatch(self.path) for it in (_INFERENCE, _OTHER, _CHANGES))
+    def allowed(self) -> list[str]:
+        """The methods that its path answers. None where there is no such path."""
+        methods = ((_INFERENCE, "POST"), (_OTHER, "GET, HEAD"), (_CHANGES, "POST, DELETE"))
+        return [found for path, found in methods if path.fullmatch(self.path)]
 
     @property
     def kept(self) -> bool:

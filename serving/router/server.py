@@ -287,13 +287,13 @@ class Router:
                     200, *page.replicas(self.fleet, self.kvaware, request.named.get(b"accept", b""))
                 )
             case "/ping" | "/metrics" | "/replicas":
-                raise MethodNotAllowed(f"{request.path} does not answer {request.method.decode()}")
+                raise MethodNotAllowed(request.path, request.method.decode(), ["GET", "HEAD"])
             case _ if request.for_all:
                 task = asyncio.create_task(self._to_all(client, request))
                 self._tasks.add(task)
                 task.add_done_callback(self._told_all)
-            case path if request.known:
-                raise MethodNotAllowed(f"{path} does not answer {request.method.decode()}")
+            case path if request.allowed:
+                raise MethodNotAllowed(path, request.method.decode(), request.allowed)
             case path:
                 raise NotFound(f"there is nothing at {path}")
 

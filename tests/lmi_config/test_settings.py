@@ -111,6 +111,22 @@ def test_an_option_is_read(environ, field, value):
     assert getattr(read(environ), field) == value
 
 
+@pytest.mark.parametrize(
+    ("environ", "whole", "stream"),
+    [
+        ({}, None, None),
+        ({"SAGEMAKER_SAFE_PORT_RANGE": "9000-9999"}, 55, 470),
+        ({"SAGEMAKER_BIND_TO_PORT": "8081"}, 55, 470),
+        ({"SAGEMAKER_SAFE_PORT_RANGE": "9000-9999", "OPTION_PREDICT_TIMEOUT": "900"}, 900, 900),
+        ({"SAGEMAKER_SAFE_PORT_RANGE": "9000-9999", "SAGEMAKER_BATCH": "true"}, None, None),
+        ({"OPTION_PREDICT_TIMEOUT": "9"}, 9, 9),
+    ],
+)
+def test_how_long_answers_may_take(environ, whole, stream):
+    found = read(environ)
+    assert (found.whole_timeout, found.stream_timeout) == (whole, stream)
+
+
 UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
 
 
