@@ -50,7 +50,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     be read, names of one option that disagree, files that cannot be read, and (unless OPTION_STRICT
     is false) unknown names. Raises ModuleNotFoundError where a file's parser is not installed yet.
     """
-    given = _from(environ)
+    given = from_environ(environ)
     named = next((Path(given[name].text) for name in _MODELS if name in given), None)
     store = given.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
     config_file = given.get("OPTION_CONFIG_FILE", Given("", ""))
@@ -64,7 +64,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     return merged(given, found, folder)
 
 
-def _from(environ: Mapping[str, str]) -> dict[str, Given]:
+def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     return {name: Given(value.strip(), name) for name, value in environ.items() if value.strip()}
 
 
