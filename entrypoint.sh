@@ -27,4 +27,5 @@ home=$(dirname "$(readlink -f "$0")")
 # The hub is asked for models and nothing else.
 export HF_HUB_DISABLE_TELEMETRY=${HF_HUB_DISABLE_TELEMETRY:-1}
 export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
-exec "${SLIPWAY_PYTHON:-python3}" -m serving "$@"
+# Signals wait until Python can hear them: PID 1 never gets those that come before.
+exec env --block-signal=TERM,INT "${SLIPWAY_PYTHON:-python3}" -m serving "$@"

@@ -148,6 +148,17 @@ def _memory(root: Path) -> tuple[int, int, bool]:
     return memory, max(min(free, memory), 0), memory < total
 
 
+def out_of_memory_kills(root: Path = Path("/")) -> int | None:
+    """How many processes the kernel has killed because our container had no memory left; None
+    where no file says so (`oom_kill` in memory.events, in version 1 memory.oom_control).
+    """
+    for version, group in _groups(root, "memory"):
+        file = group / ("memory.events" if version == 2 else "memory.oom_control")
+        if (found := _table(file).get("oom_kill")) is not None:
+            return found
+    return None
+
+
 def _cpu_quota(root: Path) -> float | None:
     quotas = []
     for version, group in _groups(root, "cpu"):

@@ -26,10 +26,12 @@ from lmi_config.values import (
     inverted,
     json_object,
     kind,
+    log_level,
     mebibytes,
     model_len,
     number,
     one_of,
+    rate,
     replicas,
     size,
     some_of,
@@ -282,6 +284,54 @@ class Settings:
         help="Seconds after which a start that is not ready has failed.",
     )
 
+    log_level: str = _option(
+        log_level,
+        "OPTION_LOG_LEVEL",
+        default="info",
+        help="The least that is logged: `debug`, `info`, `warning`, `error` or `critical`. At run "
+        "time SIGUSR1 makes the log louder by one of these steps, SIGUSR2 quieter.",
+    )
+    otlp_traces_endpoint: str | None = _option(
+        text,
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        otherwise="`OTEL_EXPORTER_OTLP_ENDPOINT`, or no traces",
+        vllm="otlp_traces_endpoint",
+        help="Where OpenTelemetry traces go. `OTEL_SERVICE_NAME` and the SDK's other variables "
+        "work too; the protocol is `grpc` unless they say `http/protobuf`.",
+    )
+    error_rate_wlm: tuple[int, int] | None = _option(
+        rate,
+        "SERVING_ERROR_RATE_WLM",
+        otherwise="none",
+        help="Requests that found no room, as `10/PT1M`; after more of them than that `/ping` "
+        "answers 503, until it is less again.",
+    )
+    error_rate_server: tuple[int, int] | None = _option(
+        rate,
+        "SERVING_ERROR_RATE_SERVER",
+        otherwise="none",
+        help="The same for requests that failed in Slipway itself.",
+    )
+    error_rate_model: tuple[int, int] | None = _option(
+        rate,
+        "SERVING_ERROR_RATE_MODEL",
+        otherwise="none",
+        help="The same for requests that failed in the engine or in a `model.py`, or took too "
+        "long.",
+    )
+    error_rate_any: tuple[int, int] | None = _option(
+        rate,
+        "SERVING_ERROR_RATE_ANY",
+        otherwise="none",
+        help="The same for all of these together.",
+    )
+    fail_fast: bool = _option(
+        boolean,
+        "SERVING_FAIL_FAST",
+        default=False,
+        help="End the server where an error rate is exceeded. When its engine dies, it always "
+        "ends.",
+    )
     default_accept: str = _option(
         text,
         "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT",

@@ -26,6 +26,7 @@ from lmi_config.values import Reader
 _SECRET = re.compile(r"TOKEN(?!S)|KEY|SECRET|PASSWORD|CREDENTIAL|_URL$")
 _FALSE = ("false", "0")
 _PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"}
+_TRACES, _SIGNALS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
 
 
@@ -50,7 +51,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     be read, names of one option that disagree, files that cannot be read, and (unless OPTION_STRICT
     is false) unknown names. Raises ModuleNotFoundError where a file's parser is not installed yet.
     """
-    given = from_environ(environ)
+    given = _traced(from_environ(environ))
     named = next((Path(given[name].text) for name in _MODELS if name in given), None)
     store = given.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
     config_file = given.get("OPTION_CONFIG_FILE", Given("", ""))
@@ -66,6 +67,33 @@ def read(environ: Mapping[str, str]) -> Settings:
 
 def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     return {name: Given(value.strip(), name) for name, value in environ.items() if value.strip()}
+
+
+def _traced(given: dict[str, Given]) -> dict[str, Given]:
+    """OpenTelemetry's variables, as far as they say where traces go, told as one of them.
+
+    The endpoint for all signals is a base URL where it is spoken to over HTTP. (OpenTelemetry's
+    specifications of environment variables and of the OTLP exporter.)
+    """
+    values = {name: it.text for name, it in given.items()}
+    off = (
+        values.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or values.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
+    )
+    if off:
+        return {name: it for name, it in given.items() if name not in (_TRACES, _SIGNALS)}
+    if _TRACES in given or _SIGNALS not in given:
+        return given
+    url = values[_SIGNALS]
+    if traces_protocol(values) == "http/protobuf":
+        url = f"{url.rstrip('/')}/v1/traces"
+    return given | {_TRACES: Given(url, _SIGNALS)}
+
+
+def traces_protocol(environ: Mapping[str, str]) -> str:
+    """The protocol for traces; vLLM knows only the first of these variables."""
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    return next((environ[name] for name in names if environ.get(name)), "grpc")
 
 
 def merged(

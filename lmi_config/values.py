@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 Reader = Callable[[str], Any]
 """Turns an option's text into its value, or raises ValueError saying what it should be."""
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
 
 def text(value: str) -> str:
     return value
@@ -183,6 +185,24 @@ def kind(name: str, choices: tuple[str, ...] = ()) -> Reader:
         "choice": choice(*choices),
         "text": text,
     }[name]
+
+
+def log_level(value: str) -> str:
+    """The name of a level of Python's logging."""
+    if value.lower() not in LOG_LEVELS:
+        raise ValueError(f"one of {', '.join(LOG_LEVELS)}")
+    return value.lower()
+
+
+_RATE = re.compile(r"(\d+)(?:/(?:PT|P)?(\d*)([SMHD]))?", re.IGNORECASE)
+_SECONDS = {"S": 1, "M": 60, "H": 3600, "D": 86400}
+
+
+def rate(value: str) -> tuple[int, int]:
+    """LMI's rates: how many, and in how many seconds; N/DURATION in ISO 8601, or N a minute."""
+    if not (match := _RATE.fullmatch(value)):
+        raise ValueError("errors and a duration, like 10/PT1M, 100/PT1H or 10 (a minute)")
+    return int(match[1]), int(match[2] or 1) * _SECONDS[(match[3] or "M").upper()]
 
 
 def inverted(value: str) -> bool:

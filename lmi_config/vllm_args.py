@@ -6,7 +6,7 @@ from typing import Any
 
 from lmi_config.machine import Machine
 from lmi_config.options import LORA_DEFAULTS, OPTIONS, Settings
-from lmi_config.settings import SettingsError
+from lmi_config.settings import SettingsError, traces_protocol
 
 _DERIVED = {
     "model",  # where it was fetched to
@@ -79,6 +79,8 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
     }:
         # All files are here by then; asking the hub for them again can take minutes to fail.
         wanted["HF_HUB_OFFLINE"] = "1"
+    if settings.otlp_traces_endpoint:
+        wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = traces_protocol(environ)
     if "SAGEMAKER_SAFE_PORT_RANGE" in environ and len(machine.ports) > 2:
         wanted["VLLM_PORT"] = str(machine.ports[-1] + 1)
     if not machine.gpus and settings.enforce_eager is not False:

@@ -191,6 +191,7 @@ def main() -> None:
         "OPTION_MAX_MODEL_LEN": "2048",
         "OPTION_KV_CACHE_MEMORY_BYTES": "512M",
         "OPTION_DISABLE_LOG_STATS": "true",
+        "OPTION_LOG_LEVEL": "warning",
     }
     plan = prepare({**os.environ, **asked}).plan
     arguments = [

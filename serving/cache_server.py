@@ -8,11 +8,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -33,14 +32,8 @@ WATCH_S = 2.0  # between two looks at it; its metrics are as old as that
 HUNG_S = 15.0  # without an answer for so long, it is killed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before it is started again; doubled each time
 STEADY_S = 300.0  # after so long without trouble the next pause is the first again
-QUIET_S = 60.0  # for so long the same trouble is not told again
-LONGEST_LINE = 2000  # characters; LMCache lists keys
 LONG = 384  # tokens to compute, on average; of shorter prompts the time is not in the computing
 FADES = 0.7  # what is left of the engine's speed after the next measurement
-
-_LINE = re.compile(r"\[[^]]*\] LMCache (\w+): (.*)")  # lmcache/logging.py, without its colours
-_NUMBER = re.compile(r"\d+")
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class CacheServerError(Exception):
@@ -77,7 +70,7 @@ class CacheServer(Collector):
         self._seconds_per_token = 0.0
         self._client = httpx.AsyncClient(trust_env=False, timeout=WATCH_S)
         self._process: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: asyncio.Task[None] | None = None
         self._series: list[Metric] = []
         self._restarts = 0
         self.up = False
@@ -92,11 +85,11 @@ class CacheServer(Collector):
         except BaseException:
             await self._end()
             raise
-        self._tasks.append(asyncio.create_task(self._keep()))
+        self._keeping = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        if self._keeping:
+            self._keeping.cancel()
         await self._end()
         await self._client.aclose()
         with contextlib.suppress(KeyError):
@@ -107,13 +100,8 @@ class CacheServer(Collector):
             *(sys.executable, "-m", "serving.lmcache_server", *self._arguments),
             env={**os.environ, "LMCACHE_DISABLE_BANNER": "1", **self._environ},
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for us alone
         )
-        assert self._process.stdout
-        self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(asyncio.create_task(_fold(self._process.stdout)))
         deadline = time.monotonic() + START_S
         while self._process.returncode is None:
             if await self._answers():
@@ -237,35 +225,3 @@ def _without_tenants(series: Metric) -> Metric:
         sums[key] = sums.get(key, 0.0) + sample.value
     series.samples = [Sample(name, dict(labels), value) for (name, labels), value in sums.items()]
     return series
-
-
-async def _fold(output: asyncio.StreamReader) -> None:
-    """Pass its lines on to our log at their own level, each trouble once in a while.
-
-    When a store is away LMCache tells of every chunk.
-    """
-    quiet_until: dict[str, float] = {}
-    async for line in _lines(output):
-        text = _COLOUR.sub("", line).rstrip()
-        level, kind = logging.INFO, _NUMBER.sub("", text)[:80]
-        if match := _LINE.match(text):
-            level = logging.getLevelNamesMapping().get(match[1], logging.INFO)
-            text, kind = match[2], match[2].rpartition("(")[2]  # the place in the code
-        now = time.monotonic()
-        if not text or (
-            now < quiet_until.get(kind, 0.0) and not (match and level < logging.WARNING)
-        ):
-            continue
-        quiet_until[kind] = now + QUIET_S
-        log.log(level, "%s", text[:LONGEST_LINE])
-
-
-async def _lines(output: asyncio.StreamReader) -> AsyncIterator[str]:
-    while True:
-        try:
-            line = await output.readline()
-        except ValueError:  # a line too long for the reader's buffer; it is skipped
-            continue
-        if not line:
-            return
-        yield line.decode(errors="replace")

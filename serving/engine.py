@@ -85,11 +85,18 @@ class VllmEngine:
         self.concurrency: int = config.scheduler_config.max_num_seqs * ranks
         self.embeds = client.model_config.runner_type == "pooling"
         self._client = client
+        self._processes = client.engine_core.resources.engine_manager.processes
         self._until_stopped = until_stopped
 
     @property
     def failure(self) -> str | None:
-        return "an engine process ended unexpectedly" if self._client.errored else None
+        if not self._client.errored:
+            return None
+        # vLLM itself terminates those that are left.
+        codes = (process.exitcode or 0 for process in self._processes)
+        killed = next((code for code in codes if code < 0 and code != -signal.SIGTERM), None)
+        told = "an engine process ended unexpectedly"
+        return f"{told}: exit code {killed}" if killed else told
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest

@@ -106,6 +106,10 @@ class EngineFailed(ServingError):
     """The engine broke while it served the request; its log has the cause."""
 
 
+class ServerFailed(ServingError):
+    """Slipway itself broke while it served the request; its log has the cause."""
+
+
 class _Told(NamedTuple):
     """How one kind of error is told: its status, and its name in the two APIs that have names."""
 
@@ -133,6 +137,7 @@ _TABLE: Mapping[type[ServingError], _Told] = {
     ReplicaFailed: _Told(502, 502, "BadGatewayError", "BadGatewayException"),
     ReplicaTimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
     EngineFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
+    ServerFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
 }
 
 Codes = Mapping[type[ServingError], int]
@@ -143,6 +148,7 @@ def codes(settings: Settings) -> Codes:
     found = {
         BadRequest: settings.bad_request_http_code,
         EngineFailed: settings.server_error_http_code,
+        ServerFailed: settings.server_error_http_code,
         NotReady: settings.wlm_error_http_code,
         Overloaded: settings.throttle_error_http_code,
         TimedOut: settings.timeout_http_code,
@@ -266,7 +272,7 @@ def body(error: ServingError, path: str, codes: Codes = _NONE) -> bytes:
 def unforeseen() -> ServingError:
     """What an exception that nobody foresaw is told as. To be called while it is handled."""
     log.exception("a request failed unexpectedly")
-    return EngineFailed("the server failed on this request; its log says why")
+    return ServerFailed("the server failed on this request; its log says why")
 
 
 def response(error: ServingError, path: str, codes: Codes = _NONE) -> Response:

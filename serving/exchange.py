@@ -256,6 +256,7 @@ class Exchange:
         return error
 
     def _told(self, error: ServingError) -> bytes:
+        self._scope["slipway.error"] = error
         return self._framing.frame(errors.body(error, self._scope["path"], self._codes))
 
     async def _fail(self, error: ServingError) -> None:

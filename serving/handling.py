@@ -108,5 +108,6 @@ class Handling:
     async def _fail(self, error: ServingError) -> None:
         if not self._begun:
             raise error
+        self._scope["slipway.error"] = error
         told = JSON_LINES.frame(errors.body(error, self._scope["path"], self._codes))
         await self._send({"type": "http.response.body", "body": (self._waiting or b"") + told})

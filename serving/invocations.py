@@ -24,6 +24,7 @@ from serving import errors, guard
 from serving.adapters import Adapter, Adapters
 from serving.cache_salt import salted, with_text
 from serving.engine import Engine
+from serving.error_rates import ErrorRates
 from serving.errors import (
     BadRequest,
     NotFound,
@@ -59,6 +60,7 @@ class Front:
         self.codes = errors.codes(settings)
         self._turns = Turns(self._share, settings.job_queue_size)
         self._retries = Retries(self._turns.require_place)
+        self.error_rates = ErrorRates(settings)
         self._sessions = settings.enable_stateful_sessions and Sessions(
             Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions
         )
@@ -342,6 +344,8 @@ class Front:
         body = await inlined(call.body, allowed, settings.max_request_size)
         tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
         body = salted(body, tenant, adapter.inner if adapter else None)
+        if adapter:
+            scope["slipway.adapter"] = adapter.name  # for the request's line in the log
         if adapter or asked == "":
             body = with_text(body, "model", adapter.inner if adapter else self.model_names[0])
         return dataclasses.replace(call, body=body)

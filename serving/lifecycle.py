@@ -35,13 +35,25 @@ _NEXT = {
 
 _PING_STATUS = {Stage.READY: 200, Stage.FAILED: 500}  # 503 in every other stage
 
+# What is noted at the start → its name as a step; all else tells of the model being fetched.
+_STEPS = {
+    "importing vLLM": "importing",
+    "waiting for the cache server": "cache_server",
+    "loading the model": "loading",
+    "preparing the API": "preparing",
+    "warming up": "warming_up",
+}
+
 
 class Lifecycle:
     """Where the server is in its life. `detail` says what it is doing there, or why it failed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = clock()
+        self._began = self._stepped = clock()
+        self._step = "beginning"
+        self.steps: dict[str, float] = {}
+        """Seconds that each step of the start took, in their order."""
         self.stage = Stage.STARTING
         self.detail = "beginning"
 
@@ -49,12 +61,20 @@ class Lifecycle:
         """Go on to another stage. Raises RuntimeError when no path leads there from here."""
         if stage not in _NEXT[self.stage]:
             raise RuntimeError(f"cannot go from {self.stage} to {stage}")
+        if self.stage is Stage.STARTING:
+            self._end_step("")
         self.stage = stage
         self.detail = detail
 
     def note(self, detail: str) -> None:
         """Say what is being done within the present stage."""
+        self._end_step(_STEPS.get(detail, "fetching"))
         self.detail = detail
+
+    def _end_step(self, following: str) -> None:
+        now = self._clock()
+        self.steps[self._step] = self.steps.get(self._step, 0.0) + now - self._stepped
+        self._step, self._stepped = following, now
 
     @property
     def elapsed(self) -> float:

@@ -11,18 +11,24 @@ import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import psutil
 import uvicorn
 import uvloop
+from prometheus_client import Gauge, Info
 
 from lmi_config import explain
+from lmi_config.machine import out_of_memory_kills
 from lmi_config.options import Settings
+from serving import VERSION, logs
 from serving.app import create_app
 from serving.engine import Engine, EngineError, Note
 from serving.invocations import Front
+from serving.last_words import Ending, memory_ran_out, root_cause
 from serving.lifecycle import DIED, DRAIN_S, START_FAILED, Lifecycle, Stage
 from serving.prepare import Prepared
 from serving.start import start
@@ -33,13 +39,18 @@ FAREWELL_S = 1.0  # for answers to be written once their requests have been ende
 STOP_S = 3.5  # for the engine's processes to end by themselves
 KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers drop an idle connection
 WATCH_S = 0.25  # how often the engine is asked whether it lives
+SETTLE_S = 0.2  # for the last lines of processes that have died to be read
+BLAMED_S = 60.0  # how long before its end an engine may have told why
 REAP_S = 10.0  # far longer than it takes to wait for a child of one's own that has ended
+
+_START_SECONDS = Gauge("slipway_start_seconds", "How long each step of the start took.", ["step"])
+_BUILD = Info("slipway_build", "What is running here.")
 
 Start = Callable[[Note], Coroutine[Any, Any, Engine]]
 
 
-def serve(prepared: Prepared) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or not where something failed.
+def serve(prepared: Prepared) -> Ending:
+    """Serve until SIGTERM or SIGINT, or until something has failed.
 
     A thread may still be inside vLLM when this returns; the caller should end the process at once.
     """
@@ -47,8 +58,8 @@ def serve(prepared: Prepared) -> int:
     try:
         listener = socket.create_server(("0.0.0.0", settings.port), backlog=2048)
     except OSError as error:
-        _last_words("start", f"cannot listen on port {settings.port}: {error.strerror}")
-        return START_FAILED
+        reason = f"cannot listen on port {settings.port}: {error.strerror}"
+        return Ending(START_FAILED, "start", reason)
     for finding in prepared.plan.findings:
         log.warning("%s", finding)
     log.info("plan", extra={"facts": {"plan": explain.as_json(prepared.plan)}})
@@ -58,10 +69,13 @@ def serve(prepared: Prepared) -> int:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
         server = Server(listener, settings, lambda note: start(prepared, note))
         try:
-            return uvloop.run(server.run())
+            uvloop.run(server.run())
         finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # it ends already
             for child in psutil.Process().children(recursive=True):
                 child.kill()
+        return server.ending
 
 
 def _adopt_orphans() -> None:
@@ -106,7 +120,10 @@ class Server:
         self._settings = settings
         self._start = start
         self.lifecycle = Lifecycle()
+        self.ending = Ending(0, "start", "")
+        self._killed = out_of_memory_kills()
         self.front = Front(self.lifecycle, settings)
+        _BUILD.info({"version": VERSION, **{name: version(name) for name in ("vllm", "lmcache")}})
         self._asked = asyncio.Event()
         self._hurried = asyncio.Event()
         self._http = _Http(
@@ -126,6 +143,8 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGUSR1, logs.shift_level, -1)
+        loop.add_signal_handler(signal.SIGUSR2, logs.shift_level, 1)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         reaping = asyncio.create_task(_reap())
         log.info("listening", extra={"facts": {"port": self._listener.getsockname()[1]}})
@@ -151,23 +170,23 @@ class Server:
                 stop.cancel()
                 doing = self.lifecycle.detail
                 reason = f"not ready after {timeout} s (OPTION_MODEL_LOADING_TIMEOUT): {doing}"
-                return self._failed("start", reason, START_FAILED)
+                return await self._failed("start", reason, START_FAILED)
             self.lifecycle.enter(Stage.STOPPED)
-            log.info("stopped while starting")
             return 0
         try:
             engine = starting.result()
         except EngineError as error:
             log.error("the engine did not start", exc_info=error.__cause__)
-            return self._failed("start", str(error), START_FAILED)
+            return await self._failed("start", str(error), START_FAILED)
         self.front.engine = engine
         self.lifecycle.enter(Stage.READY)
-        log.info("ready", extra={"facts": {"elapsed_s": round(self.lifecycle.elapsed, 1)}})
+        self.front.error_rates.clear()  # of requests that came too early
+        log.info("ready", extra={"facts": self._time_to_ready()})
 
-        failing = asyncio.create_task(_failure(engine))
+        failing = asyncio.create_task(self._failure(engine))
         await asyncio.wait({failing, stop}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
-            code = self._failed("serving", failing.result(), DIED)
+            code = await self._failed("serving", failing.result(), DIED)
             await self.front.drained(FAREWELL_S)  # vLLM ends the requests of a dead engine itself
         else:
             code = await self._drain(failing)
@@ -175,20 +194,29 @@ class Server:
         await self._stop(engine)
         return code
 
+    async def _failure(self, engine: Engine) -> str:
+        """Wait until the engine has died, or fails too often; say why."""
+        while True:
+            if failure := engine.failure:
+                return failure
+            if self._settings.fail_fast and (failure := self.front.error_rates.exceeded()):
+                return f"{failure}, and SERVING_FAIL_FAST is set"
+            await asyncio.sleep(WATCH_S)
+
     async def _drain(self, failing: "asyncio.Task[str]") -> int:
         self.lifecycle.enter(Stage.DRAINING)
+        self.ending = Ending(0, "draining", "")
         log.info("draining")
         drained = asyncio.create_task(self.front.drained(DRAIN_S))
         hurried = asyncio.create_task(self._hurried.wait())
         await asyncio.wait({drained, hurried, failing}, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         if failing.done():
-            return self._failed("draining", failing.result(), DIED)
+            return await self._failed("draining", failing.result(), DIED)
         if not drained.done() or not drained.result():
             log.warning("ending %d requests that did not finish in time", self.front.abort())
             await self.front.drained(FAREWELL_S)
         self.lifecycle.enter(Stage.STOPPED)
-        log.info("stopped")
         return 0
 
     async def _stop(self, engine: Engine) -> None:
@@ -197,10 +225,21 @@ class Server:
         except TimeoutError:
             log.warning("the engine did not stop in time; its processes are killed")
 
-    def _failed(self, stage: str, reason: str, code: int) -> int:
+    async def _failed(self, stage: str, reason: str, code: int) -> int:
         self.lifecycle.enter(Stage.FAILED, reason)
-        _last_words(stage, reason)
+        await asyncio.sleep(SETTLE_S)
+        reason = root_cause(reason, logs.causes(BLAMED_S)) + memory_ran_out(self._killed)
+        self.ending = Ending(code, stage, reason)
         return code
+
+    def _time_to_ready(self) -> dict[str, object]:
+        """How long the start took, by its steps, in seconds; also as a series."""
+        before = time.time() - psutil.Process().create_time() - self.lifecycle.elapsed
+        steps = {"planning": before, **self.lifecycle.steps}
+        for step, seconds in steps.items():
+            _START_SECONDS.labels(step).set(seconds)
+        told = {step: round(seconds, 1) for step, seconds in steps.items()}
+        return {"elapsed_s": round(sum(steps.values()), 1), "steps": told}
 
     def _note(self, detail: str) -> None:
         self.lifecycle.note(detail)
@@ -213,14 +252,3 @@ class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _failure(engine: Engine) -> str:
-    """Wait until the engine has died; say why."""
-    while (failure := engine.failure) is None:
-        await asyncio.sleep(WATCH_S)
-    return failure
-
-
-def _last_words(stage: str, reason: str) -> None:
-    log.error("failed", extra={"facts": {"stage": stage, "reason": reason}})

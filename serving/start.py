@@ -1,8 +1,11 @@
 """From a plan to a running engine: fetch the model, start the cache server, start vLLM."""
 
 import asyncio
+import contextlib
 import functools
 import logging
+import os
+import threading
 from pathlib import Path
 
 from handlers.custom import FILE
@@ -63,6 +66,8 @@ async def start(prepared: Prepared, note: Note) -> Engine:
     plan = prepared.plan
     folder = await _fetched(prepared.model, note)
     draft = await _fetched(prepared.draft, note) if prepared.draft else None
+    if plan.model.weight_bytes < plan.machine.memory_free / 2:
+        threading.Thread(target=read_ahead, args=(folder,), daemon=True).start()
     caching = asyncio.create_task(_cache(plan, folder))
     _, code = await asyncio.gather(vllm.load(note), _code(prepared, folder))
     if not caching.done():
@@ -72,6 +77,13 @@ async def start(prepared: Prepared, note: Note) -> Engine:
     engine = await vllm.start(arguments(options), note)
     adapters = await _adapters(plan, folder, engine) if plan.settings.enable_lora else None
     return _Served(engine, cache, adapters, code)
+
+
+def read_ahead(folder: Path) -> None:
+    """Have the kernel read the weights from the disk, before vLLM wants them."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError), file.open("rb") as weights:
+            os.posix_fadvise(weights.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _limits(settings: Settings) -> Limits:

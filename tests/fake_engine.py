@@ -34,6 +34,7 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.steps = asyncio.Semaphore(0)
         self.bodies: list[dict[str, object]] = []
+        self.request_ids: list[str] = []
         self.adapters: Adapters | None = None
         self.code: UserCode | None = None
         self.concurrency = 4
@@ -96,6 +97,7 @@ class FakeEngine:
     async def completions(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
+        self.request_ids.append(request.headers["x-request-id"])
         prompts = body.get("prompt") or body["messages"][-1]["content"]
         words = " ".join(prompts if isinstance(prompts, list) else [prompts]).split()
         if "refuse" in words:
@@ -119,6 +121,7 @@ class FakeEngine:
             {
                 "choices": [self.choice(it.split()[::-1], n) for n, it in enumerate(listed)],
                 "model": body.get("model"),
+                "usage": {"prompt_tokens": len(words), "completion_tokens": len(words)},
             }
         )
 

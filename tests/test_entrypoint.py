@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,30 @@ def test_a_port_that_is_taken_is_told(tmp_path):
         ended = run("serve", **options, OPTION_PORT=port)
     assert ended.returncode == 3
     assert f"cannot listen on port {port}: Address already in use" in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_python_runs_is_not_lost(tmp_path, number):
+    slow = tmp_path / "python"
+    slow.write_text(
+        f"#!{sys.executable}\nimport os, sys, time\nprint('here', flush=True)\ntime.sleep(1)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    slow.chmod(0o755)
+    with subprocess.Popen(
+        [str(ROOT / "entrypoint.sh"), "serve"],
+        env={"PATH": os.environ["PATH"], "SLIPWAY_PYTHON": str(slow)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        last = json.loads(process.stderr.read())
+    assert (last["message"], last["stage"]) == ("stopped", "options")
 
 
 def test_the_options_are_checked_with_nothing_installed():

@@ -19,8 +19,9 @@ import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
 from lmi_config.options import Settings
-from serving import errors
+from serving import errors, logs
 from serving.errors import MethodNotAllowed, NotFound, NotReady, ReplicaFailed, ServingError
+from serving.last_words import Ending
 from serving.lifecycle import DIED, DRAIN_S, START_FAILED
 from serving.router import page
 from serving.router.asked import reader
@@ -52,19 +53,21 @@ class Limits(NamedTuple):
     idle: int
 
 
-def route(settings: Settings, environ: Mapping[str, str]) -> int:
-    """Route until SIGTERM or SIGINT. Returns the exit code."""
+def route(settings: Settings, environ: Mapping[str, str]) -> Ending:
+    """Route until SIGTERM or SIGINT, or until something has failed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two for each request
     try:
         listener = _listener(settings.port)
     except OSError as error:
-        log.error("cannot listen on port %d: %s", settings.port, error.strerror)
-        return START_FAILED
+        reason = f"cannot listen on port {settings.port}: {error.strerror}"
+        return Ending(START_FAILED, "start", reason)
     with listener:
         if settings.router_processes == 1:
-            return uvloop.run(Router(settings, environ).run(listener))
-        return _several(settings, environ, listener.getsockname()[1])
+            code = uvloop.run(Router(settings, environ).run(listener))
+        else:
+            code = _several(settings, environ, listener.getsockname()[1])
+    return Ending(code, "routing", f"a router process ended with exit code {code}" if code else "")
 
 
 def _several(settings: Settings, environ: Mapping[str, str], port: int) -> int:
@@ -193,6 +196,8 @@ class Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGUSR1, logs.shift_level, -1)
+        loop.add_signal_handler(signal.SIGUSR2, logs.shift_level, 1)
         server = await loop.create_server(lambda: Client(self), sock=listener, backlog=2048)
         port = listener.getsockname()[1]
         strategy = self._settings.routing_strategy
@@ -209,7 +214,7 @@ class Router:
         code = 0
         for task in tasks:
             if task.done():
-                log.error("failed", exc_info=task.exception())
+                log.error("the router's own work failed", exc_info=task.exception())
                 code = DIED
         log.info("draining")
         self.draining = True
@@ -226,7 +231,6 @@ class Router:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        log.info("stopped")
         return code
 
     def stop(self) -> None:

@@ -1,21 +1,39 @@
 """Start, stop and death of real servers."""
 
+import gzip
 import json
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import httpx
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.e2e.conftest import START_S, serving
 
 
+def lines(log):
+    """The lines of the log. All are JSON, whoever wrote them; those of scripts/serve come first."""
+    told = log.read_text().splitlines()
+    return [json.loads(line) for line in told[told.index(first_line(told)) :]]
+
+
+def first_line(told):
+    return next(line for line in told if line.startswith("{"))
+
+
 def last_line(log):
-    ours = [line for line in log.read_text().splitlines() if line.startswith("{")]
-    return json.loads(ours[-1])
+    found = lines(log)
+    assert [line["message"] for line in found if line["message"] in ("stopped", "failed")] == [
+        found[-1]["message"]
+    ]
+    return found[-1]
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +107,62 @@ def test_sigterm_under_load_loses_nothing(served):
         assert served.invoke({"inputs": "late"}).status_code == 503
         for answer in wholes:
             assert answer.result().json()["usage"]["completion_tokens"] == 100
-        for lines in streams:
-            assert len(lines.result()) == 100
-            assert lines.result()[-1]["generated_text"]
+        for told in streams:
+            assert len(told.result()) == 100
+            assert told.result()[-1]["generated_text"]
     assert served.process.wait(30) == 0
     assert time.monotonic() - began < 30
     assert served.left_behind() == []
-    assert last_line(served.log)["message"] == "stopped"
+    last = last_line(served.log)
+    assert (last["message"], last["stage"]) == ("stopped", "draining")
+    (ready,) = [line for line in lines(served.log) if line["message"] == "ready"]
+    assert {"planning", "importing", "loading", "preparing", "warming_up"} <= ready["steps"].keys()
+    assert ready["elapsed_s"] == pytest.approx(sum(ready["steps"].values()), abs=0.5)
+
+
+class Traces(BaseHTTPRequestHandler):
+    """What an OpenTelemetry collector is to who sends it traces over HTTP."""
+
+    spans: ClassVar[list[Span]] = []
+
+    def do_POST(self):
+        assert self.path == "/v1/traces"
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in resource.scope_spans:
+                self.spans.extend(scope.spans)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
 
 
 @pytest.fixture(scope="module")
-def parallel(tiny_options, tmp_path_factory):
-    """The tiny model on two ranks."""
+def collector():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Traces) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def parallel(tiny_options, tmp_path_factory, collector):
+    """The tiny model on two ranks, which sends traces."""
     log = tmp_path_factory.mktemp("parallel") / "log"
-    with serving(log, **tiny_options, OPTION_TENSOR_PARALLEL_DEGREE="2") as it:
+    environ = {
+        "OPTION_TENSOR_PARALLEL_DEGREE": "2",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",  # ms
+        "SOME_API_KEY": "very-secret-key",
+        "OPTION_LOG_LEVEL": "debug",
+    }
+    with serving(log, **tiny_options, **environ) as it:
         it.ready()
         yield it
 
@@ -115,6 +175,33 @@ def test_tensor_parallel(parallel):
     assert (
         parallel.lines({**body, "stream": True})[-1]["generated_text"] == answer["generated_text"]
     )
+
+
+def test_a_trace_goes_on_where_the_client_began_it(parallel):
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    headers = {"traceparent": f"00-{trace}-{parent}-01"}
+    assert parallel.invoke({"inputs": "traced"}, **headers).status_code == 200
+    deadline = time.monotonic() + 30
+    while not [span for span in Traces.spans if span.trace_id.hex() == trace]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (span,) = [span for span in Traces.spans if span.trace_id.hex() == trace]
+    assert span.parent_span_id.hex() == parent
+    assert span.name == "llm_request"
+
+
+def test_a_requests_id_is_in_our_lines_and_the_engines(parallel):
+    body = {"prompt": "An import very-secret-key", "max_tokens": 4}
+    answer = parallel.client.post(
+        "/invocations", json=body, headers={"X-Amzn-SageMaker-Inference-Id": "the-one"}
+    )
+    assert answer.headers["x-request-id"] == "the-one"
+    assert answer.json()["id"] == "cmpl-the-one"
+    (line,) = [line for line in lines(parallel.log) if line.get("request_id") == "the-one"]
+    assert (line["path"], line["status"], line["completion_tokens"]) == ("/invocations", 200, 4)
+    assert "very-secret" not in parallel.log.read_text()
+    assert "An import" not in parallel.log.read_text()
+    assert [line for line in lines(parallel.log) if line["level"] == "debug"]
 
 
 def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
@@ -149,16 +236,38 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
     assert parallel.left_behind() == []
     last = last_line(parallel.log)
     assert (last["message"], last["stage"]) == ("failed", "serving")
-    assert last["reason"] == "an engine process ended unexpectedly"
+    assert last["reason"] == "an engine process ended unexpectedly: exit code -9"
+    assert "more memory" in last["fix"]
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tiny_options, tmp_path):
-    environ = tiny_options | {"OPTION_MAX_MODEL_LEN": "100000"}
-    with serving(tmp_path / "log", **environ) as it:
+def test_the_death_of_a_worker_is_told(tiny_options, tmp_path):
+    with serving(tmp_path / "log", **tiny_options) as it:
+        it.ready()
+        (worker,) = it.engine_processes("VLLM::Worker")
+        worker.kill()
+        assert it.process.wait(30) == 1
+    assert it.left_behind() == []
+    last = last_line(it.log)
+    assert (last["message"], last["stage"]) == ("failed", "serving")
+    assert "VllmWorker-0 died unexpectedly (exit code: -9)" in last["reason"]
+    assert "more memory" in last["fix"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"OPTION_MAX_MODEL_LEN": "100000"}, "max_model_len (100000) is greater"),
+        # Found by the engine's own process.
+        ({"OPTION_KV_CACHE_MEMORY_BYTES": "1M"}, "KV cache is needed, which is larger than"),
+    ],
+)
+def test_a_start_that_fails_tells_the_root_cause(tiny_options, tmp_path, options, reason):
+    with serving(tmp_path / "log", **tiny_options | options) as it:
         assert it.process.wait(120) == 3
     last = last_line(it.log)
     assert (last["message"], last["stage"]) == ("failed", "start")
-    assert "100000" in last["reason"]
+    assert reason in last["reason"]
+    assert last["fix"].startswith("lower OPTION_MAX_MODEL_LEN")
 
 
 def test_sigterm_while_the_engine_loads_leaves_nothing_behind(tiny_options, tmp_path):
@@ -170,7 +279,8 @@ def test_sigterm_while_the_engine_loads_leaves_nothing_behind(tiny_options, tmp_
         it.process.send_signal(signal.SIGTERM)
         assert it.process.wait(10) == 0
     assert it.left_behind() == []
-    assert last_line(it.log)["message"] == "stopped while starting"
+    last = last_line(it.log)
+    assert (last["message"], last["stage"]) == ("stopped", "start")
 
 
 def test_ctrl_c_reaches_the_whole_group_and_still_loses_nothing(tiny_options, tmp_path):

@@ -9,6 +9,8 @@ from lmi_config.options import OPTIONS, Settings, vllm_options
 from lmi_config.settings import SettingsError, read
 from lmi_config.unused import REFUSED, UNUSED
 
+TRACES, PROTOCOL = "otlp_traces_endpoint", "OTEL_EXPORTER_OTLP_PROTOCOL"
+
 
 @pytest.mark.parametrize(
     ("environ", "field", "value"),
@@ -34,6 +36,38 @@ from lmi_config.unused import REFUSED, UNUSED
         ({"OPTION_ENFORCE_EAGER": "True"}, "enforce_eager", True),
         ({"OPTION_ENFORCE_EAGER": "0"}, "enforce_eager", False),
         ({"OPTION_MAX_ROLLING_BATCH_SIZE": "64"}, "max_rolling_batch_size", 64),
+        ({}, "log_level", "info"),
+        ({"OPTION_LOG_LEVEL": "WARNING"}, "log_level", "warning"),
+        ({"SERVING_ERROR_RATE_MODEL": "10"}, "error_rate_model", (10, 60)),
+        ({"SERVING_ERROR_RATE_ANY": "5/PT30S"}, "error_rate_any", (5, 30)),
+        ({"SERVING_ERROR_RATE_WLM": "5/PT1H"}, "error_rate_wlm", (5, 3600)),
+        ({"SERVING_ERROR_RATE_SERVER": "1/P2D"}, "error_rate_server", (1, 172_800)),
+        ({}, "otlp_traces_endpoint", None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, TRACES, "http://c:4317"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/", PROTOCOL: "http/protobuf"},
+            TRACES,
+            "http://c:4318/v1/traces",
+        ),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t:4318/v1/traces",
+                PROTOCOL: "http/protobuf",
+            },
+            TRACES,
+            "http://t:4318/v1/traces",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_SDK_DISABLED": "true"},
+            TRACES,
+            None,
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_TRACES_EXPORTER": "none"},
+            TRACES,
+            None,
+        ),
         (
             {"OPTION_MAX_ROLLING_BATCH_SIZE": "64", "OPTION_MAX_NUM_SEQS": "64"},
             "max_rolling_batch_size",

@@ -150,6 +150,14 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
         ({"OPTION_TOKENIZER": "org/tokenizer"}, GPU, {}),
         ({"HF_HUB_OFFLINE": "0"}, GPU, {}),
         (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            },
+            GPU,
+            {"HF_HUB_OFFLINE": "1", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
+        ),
+        (
             {"SAGEMAKER_SAFE_PORT_RANGE": "5001-5009"},
             GPU,
             {"HF_HUB_OFFLINE": "1", "VLLM_PORT": "5004"},

@@ -24,7 +24,7 @@ WAYS = {
 
 
 def life(stage):
-    it = Lifecycle(clock=iter([10.0, 12.34]).__next__)
+    it = Lifecycle(clock=itertools.chain([10.0], itertools.repeat(12.34)).__next__)
     for step in WAYS[stage]:
         it.enter(Stage(step), "because")
     return it
@@ -57,3 +57,27 @@ def test_only_ready_serves():
     for stage in ("starting", "draining", "stopped", "failed"):
         with pytest.raises(NotReady):
             life(stage).require_ready()
+
+
+def test_the_start_is_measured_by_its_steps():
+    now = [10.0]
+    it = Lifecycle(clock=lambda: now[0])
+    for took, detail in (
+        (1, "fetching a model: 2 GB"),
+        (2, "fetched a model: 2 GB in 9 s"),
+        (3, "importing vLLM"),
+        (4, "loading the model"),
+        (5, "warming up"),
+    ):
+        now[0] += took
+        it.note(detail)
+    now[0] += 6
+    it.enter(Stage.READY)
+    assert it.steps == {
+        "beginning": 1,
+        "fetching": 5,
+        "importing": 4,
+        "loading": 5,
+        "warming_up": 6,
+    }
+    assert sum(it.steps.values()) == it.elapsed

@@ -2,20 +2,24 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from serving import VERSION
 from serving import server as module
 from serving.engine import EngineError
 from serving.lifecycle import DIED, START_FAILED
 from tests.serving.conftest import running
 from tests.serving.test_app import until
 
+ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.anyio
 
 
@@ -41,23 +45,30 @@ async def test_it_can_be_stopped_while_starting():
         assert await asyncio.wait_for(served.task, 5) == 0
 
 
-async def test_a_failed_start_has_its_exit_code_and_last_words(capsys, caplog):
+async def test_a_failed_start_has_its_exit_code_and_reason():
     async with running(wait=False) as served:
         served.start_error = EngineError("no such model")
         assert await asyncio.wait_for(served.task, 5) == START_FAILED
-    (last,) = [record for record in caplog.records if record.message == "failed"]
-    assert last.facts == {"stage": "start", "reason": "no such model"}
+    assert served.server.ending == (START_FAILED, "start", "no such model")
 
 
-async def test_a_start_that_takes_too_long_has_failed(caplog):
+async def test_a_start_that_takes_too_long_has_failed():
     async with running(wait=False, model_loading_timeout=1) as served:
         served.may_start.clear()
         assert await asyncio.wait_for(served.task, 5) == START_FAILED
-    (last,) = [record for record in caplog.records if record.message == "failed"]
-    assert last.facts == {
-        "stage": "start",
-        "reason": "not ready after 1 s (OPTION_MODEL_LOADING_TIMEOUT): pretending",
-    }
+    reason = "not ready after 1 s (OPTION_MODEL_LOADING_TIMEOUT): pretending"
+    assert served.server.ending == (START_FAILED, "start", reason)
+
+
+async def test_it_tells_how_long_its_start_took(caplog):
+    caplog.set_level(logging.INFO)
+    async with running() as served:
+        told = (await served.client.get("/metrics")).text
+    (ready,) = [record.facts for record in caplog.records if record.message == "ready"]
+    assert list(ready["steps"]) == ["planning", "beginning", "fetching"]
+    assert ready["elapsed_s"] >= ready["steps"]["planning"] > 0
+    assert 'slipway_start_seconds{step="fetching"}' in told
+    assert f'slipway_build_info{{lmcache="0.5.6",version="{VERSION}",vllm="0.32.0' in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -114,6 +125,13 @@ async def test_an_engine_that_dies_fails_the_server(served, draining):
         served.engine.gate.set()
         await held
     assert await asyncio.wait_for(served.task, 5) == DIED
+    stage = "draining" if draining else "serving"
+    assert served.server.ending == (DIED, stage, "an engine process ended")
+
+
+def test_the_version_is_the_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
 
 
 REAPING = """
@@ -144,7 +162,7 @@ uvloop.run(main())
 def test_adopted_children_are_waited_for_and_no_others():
     ended = subprocess.run(
         [sys.executable, "-c", REAPING],
-        cwd=Path(__file__).parent.parent.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,

@@ -223,10 +223,9 @@ async def test_one_that_misbehaves_harms_only_its_own_request(formatted, order, 
 
 async def test_secrets_that_it_prints_or_raises_are_hidden(shared, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
-    monkeypatch.setattr(logs, "_secrets", None)
-    ours = logging.getLogger("serving")
-    for name in ("handlers", "propagate"):
-        monkeypatch.setattr(ours, name, getattr(ours, name))
+    monkeypatch.setattr(logs, "_values", None)
+    monkeypatch.setattr(logs, "_handler", None)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logs.configure(os.environ)
     async with using(shared, "misbehaving"):
         answer = await shared.invoke({"inputs": "a", "do": "print"})
