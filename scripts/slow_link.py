@@ -1,7 +1,11 @@
-"""A TCP proxy that lets only so many bytes through in a second, for tests and benchmarks."""
+"""A TCP proxy that lets only so many bytes through in a second, for tests and benchmarks.
+
+As a program, `slow_link.py PORT BYTES_PER_SECOND`, it prints its port and ends with its input.
+"""
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -58,3 +62,9 @@ class _Link:
                 await writer.drain()
         finally:
             writer.close()
+
+
+if __name__ == "__main__":
+    with slow_link(int(sys.argv[1]), float(sys.argv[2])) as opened:
+        print(opened, flush=True)
+        sys.stdin.read()

@@ -1,7 +1,7 @@
 """Stateful sessions: ids that SageMaker routes by, with an expiry that each use moves on.
 
-A session is a JSON file, so that it outlives a restart where its folder does. Nothing but the
-expiry is in it.
+A session is a JSON file, so that it outlives a restart where its folder does, and servers that
+share the folder know each other's. Nothing but the expiry is in it.
 """
 
 import contextlib
@@ -42,9 +42,7 @@ class Sessions:
         self._clock = clock
         self._expires: dict[str, float] = {}
         for file in folder.glob("*.json"):
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                stored = msgspec.json.decode(file.read_bytes(), type=_Stored)
-                self._expires[file.stem] = stored.expires
+            self._read(file)
 
     def create(self) -> tuple[str, str]:
         """Begin a session. Returns its id, and the id with its expiry as a header tells it.
@@ -54,7 +52,9 @@ class Sessions:
         now = self._clock()
         for session, expires in [*self._expires.items()]:
             if expires + self._seconds < now:
-                self._remove(session)
+                self._read(self._file(session))
+                if self._expires[session] + self._seconds < now:
+                    self._remove(session)
         if sum(expires >= now for expires in self._expires.values()) >= self._limit:
             raise NotReady(f"there are {self._limit} sessions; OPTION_MAX_SESSIONS sets the limit")
         session = str(uuid.uuid4())
@@ -64,7 +64,11 @@ class Sessions:
 
     def use(self, session: str) -> None:
         """Move a session's expiry on. Raises BadRequest for one that is unknown or has expired."""
-        if not _ID.fullmatch(session) or session not in self._expires:
+        if not _ID.fullmatch(session):
+            raise BadRequest(f"session not found: {session!r:.300}")
+        if self._expires.get(session, 0) < self._clock():
+            self._read(self._file(session))  # another server on the same folder may know more
+        if session not in self._expires:
             raise BadRequest(f"session not found: {session!r:.300}")
         if self._expires[session] < self._clock():
             raise BadRequest(f"session expired: {session}")
@@ -74,6 +78,11 @@ class Sessions:
         """End a session. Raises BadRequest as use() does."""
         self.use(session)
         self._remove(session)
+
+    def _read(self, file: Path) -> None:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            stored = msgspec.json.decode(file.read_bytes(), type=_Stored)
+            self._expires[file.stem] = stored.expires
 
     def _store(self, session: str) -> None:
         self._expires[session] = expires = self._clock() + self._seconds

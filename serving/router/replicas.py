@@ -317,7 +317,7 @@ def _said(status: int, answer: bytes) -> tuple[State, str]:
         said = _Ping()
     if status == 200:
         return State.READY, said.detail
-    if said.status == "draining":
+    if said.status in ("draining", "stopped"):
         return State.DRAINING, said.detail
     if said.status == "starting":
         return State.STARTING, said.detail

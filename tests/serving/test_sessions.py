@@ -151,6 +151,22 @@ def test_each_use_moves_the_expiry_and_a_restart_forgets_nothing(tmp_path, clock
     assert not (folder / f"{session}.json").exists()
 
 
+def test_servers_that_share_a_folder_know_each_others(tmp_path, clock):
+    one, other = (Sessions(tmp_path / "sessions", 100, 10, clock) for _ in range(2))
+    session, _ = one.create()
+    for it in (other, one) * 3:
+        clock.now += 90
+        it.use(session)
+    for _ in range(3):  # it lives on where it is used, whatever the other remembers
+        clock.now += 90
+        one.use(session)
+    other.create()
+    other.use(session)
+    other.close(session)
+    with pytest.raises(BadRequest, match="session not found"):
+        Sessions(tmp_path / "sessions", 100, 10, clock).use(session)
+
+
 def test_there_are_only_so_many(tmp_path, clock):
     sessions = Sessions(tmp_path / "sessions", 100, 2, clock)
     first, _ = sessions.create()

@@ -432,10 +432,13 @@ async def test_no_replica_at_all():
         assert (await it.client.get("/ping")).status_code == 200
 
 
-async def test_a_draining_replica_gets_no_new_requests():
+@pytest.mark.parametrize("status", ["draining", "stopped"])
+async def test_a_draining_replica_gets_no_new_requests(status):
     async with routing(2) as it:
-        it.fleet[0].ping = (503, {"status": "draining"})
+        it.fleet[0].ping = (503, {"status": status})
         await it.ready(1)
+        found = (await it.client.get("/replicas")).json()["replicas"]
+        assert {row["state"] for row in found} == {"draining", "ready"}
         for _ in range(10):
             assert (await it.post({"prompt": "Hi"})).json()["replica"] == it.fleet[1].url
 
