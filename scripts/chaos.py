@@ -396,7 +396,8 @@ class World:
             sys.exit("they did not get ready\n" + "\n".join(lines))
         say(f"{len(self.servers)} servers and the router are ready", began)
         await self._record()
-        say(f"{len(self.known)} answers are known", began)
+        different = len({json.dumps(expected) for _, expected in self.known})
+        say(f"{len(self.known)} answers are known, {different} of them different", began)
 
     async def _record(self) -> None:
         """Ask everything of a server that does nothing else, then all of it at once of every one:
@@ -568,7 +569,7 @@ class World:
                     await self._fresh(drawn)
                 else:
                     await self._session(drawn)
-            pause = 1.0 if time.monotonic() > self.client.stopped_at else 0.1
+            pause = 2.0 if time.monotonic() > self.client.stopped_at else 0.5
             await asyncio.sleep(drawn.random() * pause)
 
     async def _fresh(self, drawn: random.Random) -> None:
@@ -645,7 +646,7 @@ class World:
         for it in itertools.cycle(garbage()):
             async with self._turn():
                 await send_garbage(self.client, self.port, it)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.5)
 
     async def _dropping(self) -> None:
         drawn = random.Random(self.options.seed)
@@ -653,7 +654,7 @@ class World:
             async with self._turn():
                 await drop(self.port, drawn)
                 self.ledger.count("client that leaves", Verdict(End.DROPPED))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.5)
 
     # faults
 
@@ -669,6 +670,9 @@ class World:
             await FAULTS[name][0](self, name)
             say(f"{name}: {self.ledger.faults[-1].recovered or 'not'} recovered", began)
             await asyncio.sleep(2)
+        done = {it.name.partition(" ")[0] for it in self.ledger.faults}
+        if missing := [it for it in self.options.faults if it not in done]:
+            say(f"there was no time for: {', '.join(missing)}")
 
     async def _recovered(
         self, fault: Fault, holds: Callable[[], Awaitable[bool]], began: float

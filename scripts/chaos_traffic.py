@@ -39,7 +39,7 @@ class Ask:
     kind: str
     path: str
     body: bytes
-    read: "Callable[[bytes], Any]"
+    read: Callable[[bytes], Any]
     headers: Mapping[str, str] = field(default_factory=dict)
     unique: bool = False
     slow: bool = False
@@ -301,7 +301,6 @@ class Client:
 
 
 # what is asked
-
 
 _WORDS = ("import", "name", "class", "value", "object", "method", "raise", "yield")
 

@@ -132,8 +132,9 @@ class ControlPlane:
         if method:
             found: Record = method(request)
             return found
-        verb, kind = ("List", name[4:-1]) if name.startswith("List") else ("Describe", name[8:])
-        return self._listed(kind, request) if verb == "List" else self._described(kind, request)
+        if name.startswith("List"):
+            return self._listed(name.removeprefix("List").removesuffix("s"), request)
+        return self._described(name.removeprefix("Describe"), request)
 
     def _described(self, kind: str, request: Record) -> Record:
         thing: Thing = self._thing(kind, request[f"{kind}Name"])
@@ -160,7 +161,10 @@ class ControlPlane:
             request.get("SortBy", ""), "CreationTime"
         )
         found.sort(key=lambda it: it[by], reverse=request.get("SortOrder") != "Ascending")
-        start = int(request.get("NextToken") or 0)
+        token = request.get("NextToken") or "0"
+        if not token.isdecimal():
+            raise Refused(f"NextToken {token!r:.100} is none of ours")
+        start = int(token)
         end = start + request.get("MaxResults", PAGE)
         more = {"NextToken": str(end)} if end < len(found) else {}
         return {f"{kind}s": found[start:end], **more}
@@ -183,7 +187,7 @@ class ControlPlane:
         return told | ({"LastModifiedTime": now, f"{kind}Status": status} if status else {})
 
     def _arn(self, kind: str, name: str) -> str:
-        word = _spoken(kind).replace(" ", "-")
+        word = _spoken(kind).replace(" ", "-").replace("configuration", "config")
         return f"arn:aws:sagemaker:{self.region}:{self.account}:{word}/{name}"
 
     def _keep(self, thing: Thing) -> Record:

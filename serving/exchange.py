@@ -81,6 +81,8 @@ class Exchange:
 
         Raises what abort() was called with.
         """
+        if self._aborted:
+            raise self._aborted
         self._over = came  # who ends the request ends the wait
         leaving = asyncio.create_task(self._client_leaves())
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from serving.bodies import prompts
 from serving.errors import BadRequest
 
 _INTERNAL = (
@@ -57,7 +58,7 @@ def check(body: bytes, trusted: bool) -> None:
     for key, longest in _LONGEST.items():
         if len(getattr(found, key)) > longest:
             raise BadRequest(f"{key} has more than {longest} bytes", key)
-    if _given(found.n) and _number(found.n) * _prompts(bytes(found.prompt)) > SEQUENCES:
+    if _given(found.n) and _number(found.n) * prompts(found.prompt) > SEQUENCES:
         raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
 
 
@@ -70,11 +71,3 @@ def _number(n: msgspec.Raw) -> int:
         return msgspec.json.decode(n, type=int)
     except msgspec.MsgspecError:
         raise BadRequest("n should be a whole number", "n") from None
-
-
-def _prompts(prompt: bytes) -> int:
-    if not prompt.startswith(b"["):
-        return 1
-    found = msgspec.json.decode(prompt, type=list[msgspec.Raw])
-    tokens = found and bytes(found[0])[:1].isdigit()
-    return 1 if tokens else len(found)

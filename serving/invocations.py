@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.responses import JSONResponse, Response
@@ -20,8 +20,9 @@ from starlette.types import Message, Receive, Scope, Send
 from handlers import embeddings, lmi, openai, payloads
 from handlers.records import EngineCall, FormatError, read
 from lmi_config.options import Settings
-from serving import errors, guard
+from serving import bodies, errors, guard
 from serving.adapters import Adapter, Adapters
+from serving.bodies import Asked, header
 from serving.cache_salt import salted, with_text
 from serving.engine import Engine
 from serving.error_rates import ErrorRates
@@ -31,7 +32,6 @@ from serving.errors import (
     NotReady,
     ServingError,
     TimedOut,
-    TooLarge,
 )
 from serving.exchange import JSON_LINES, SSE, Exchange, Framing
 from serving.handling import Handling
@@ -84,7 +84,7 @@ class Front:
 
     async def body(self, scope: Scope, receive: Receive) -> bytes:
         """A request's whole body. Raises TooLarge where it is larger than the operator allows."""
-        return await _read_body(scope, receive, self._settings.max_request_size)
+        return await bodies.whole(scope, receive, self._settings.max_request_size)
 
     def require_model(self, scope: Scope) -> None:
         """Raise NotFound where the path names a model, and it is another one."""
@@ -144,7 +144,7 @@ class Front:
         engine = self.ready
         self.require_model(scope)
         body = await self.body(scope, receive)
-        if self._sessions and b"requestType" in body and (command := _command(body)):
+        if self._sessions and b"requestType" in body and (command := bodies.command(body)):
             await self._session(command, scope)(scope, receive, send)
             return
         if engine.code and "handle" in engine.code.functions:
@@ -164,7 +164,7 @@ class Front:
 
     async def _invoked(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         with _understood():
-            requests = payloads.requests(body, _header(scope, b"content-type").decode("latin-1"))
+            requests = payloads.requests(body, header(scope, b"content-type").decode("latin-1"))
         if len(requests) > 1:
             await self._lines(requests, scope, receive, send)
             return
@@ -194,17 +194,17 @@ class Front:
 
         A stream is not shared: what its client has had already is not kept for another.
         """
-        found = _header(scope, _INFERENCE_ID)
-        if not 0 < len(found) <= 64 or _header(scope, _SESSION) == b"NEW_SESSION":
+        found = header(scope, _INFERENCE_ID)
+        if not 0 < len(found) <= 64 or header(scope, _SESSION) == b"NEW_SESSION":
             return None
-        if _streamed(body):
+        if bodies.streamed(body):
             return None
         names = (_ADAPTER, _SESSION, b"accept", b"content-type", self._tenant)
-        headers = tuple(_header(scope, name) for name in names if name)
+        headers = tuple(header(scope, name) for name in names if name)
         return found, scope["path"], headers, hashlib.sha256(body).digest()
 
     def _framing(self, scope: Scope) -> Framing:
-        accept = _header(scope, b"accept")
+        accept = header(scope, b"accept")
         if accept in (b"", b"*/*"):
             accept = self._settings.default_accept.encode()
         return SSE if b"text/event-stream" in accept else JSON_LINES
@@ -242,8 +242,8 @@ class Front:
     ) -> bytes:
         try:
             with _understood():
-                keys = read(_read_keys, request)
-            if bytes(keys.stream) not in _FALSE:
+                keys = read(bodies.read_keys, request)
+            if bytes(keys.stream) not in bodies.FALSE:
                 raise BadRequest("one of several lines cannot be streamed", "stream")
             asked = self._asked_once(request, scope)
             return await self._whole(request, asked, scope, receive, going)
@@ -263,7 +263,9 @@ class Front:
             async with asyncio.TaskGroup() as tasks:
                 answers = [
                     tasks.create_task(
-                        self._whole(request, _read_said(request).asked(adapter), scope, receive)
+                        self._whole(
+                            request, bodies.read_said(request).asked(adapter), scope, receive
+                        )
                     )
                     for request, adapter in zip(requests, adapters, strict=True)
                 ]
@@ -276,7 +278,7 @@ class Front:
     async def _whole(
         self,
         request: bytes,
-        asked: "_Asked",
+        asked: Asked,
         scope: Scope,
         receive: Receive,
         going: asyncio.Event | None = None,
@@ -297,33 +299,36 @@ class Front:
         scope: Scope,
         body: bytes,
         parse: Parse,
-        asked: "_Asked",
+        asked: Asked,
         going: asyncio.Event | None = None,
     ) -> None:
         """going: set when the request's turn has come; a request that has it is not refused."""
         engine = self.ready  # asked again: reading the body took its time
         settings = self._settings
         timeout = settings.stream_timeout if asked.stream else settings.whole_timeout
+        if going is None:  # one with an adapter may have to wait for a slot as well
+            slots = len(self._under_way) - self._turns.going if asked.adapter else 0
+            self._turns.require_place(max(slots, self._turns.waiting))
         with self._admitted(exchange, timeout):
-            turn = self._turns.ask(asked.adapter or "", asked.sequences, timeout, going is None)
-            try:
-                if turn.came:
-                    if not await exchange.turn(turn.came):
-                        return
-                    if engine.failure:
-                        raise NotReady("the engine failed while the request waited for it")
-                if going:
-                    going.set()
-                async with self._using(engine, asked.adapter) as adapter:
-                    code = [it for it in (adapter.code if adapter else None, engine.code) if it]
-                    if formatter := _having(code, "input"):
-                        body = await formatter.input(body)
-                    with _understood():
-                        call = parse(body)
-                    call = await self._prepared(call, scope, asked.adapter, adapter)
+            async with self._using(engine, asked.adapter) as adapter:
+                code = [it for it in (adapter.code if adapter else None, engine.code) if it]
+                if formatter := _having(code, "input"):
+                    body = await formatter.input(body)
+                with _understood():
+                    call = parse(body)
+                call = await self._prepared(call, scope, asked.adapter, adapter)
+                turn = self._turns.ask(asked.adapter or "", asked.sequences, timeout, going is None)
+                try:
+                    if turn.came:
+                        if not await exchange.turn(turn.came):
+                            return
+                        if engine.failure:
+                            raise NotReady("the engine failed while the request waited for it")
+                    if going:
+                        going.set()
                     await exchange.run(engine.app, call, adapter, _having(code, "output"))
-            finally:
-                self._turns.end(turn)
+                finally:
+                    self._turns.end(turn)
 
     @contextlib.asynccontextmanager
     async def _using(self, engine: Engine, name: str | None) -> AsyncIterator[Adapter | None]:
@@ -342,7 +347,7 @@ class Front:
         guard.check(call.body, settings.trust_request_internals)
         allowed = settings.allowed_media_domains
         body = await inlined(call.body, allowed, settings.max_request_size)
-        tenant = _header(scope, self._tenant).decode("latin-1") if self._tenant else None
+        tenant = header(scope, self._tenant).decode("latin-1") if self._tenant else None
         body = salted(body, tenant, adapter.inner if adapter else None)
         if adapter:
             scope["slipway.adapter"] = adapter.name  # for the request's line in the log
@@ -352,7 +357,7 @@ class Front:
 
     def _parse(self, body: bytes) -> EngineCall:
         """Read a request of any format. Raises FormatError."""
-        keys = read(_read_keys, body)
+        keys = read(bodies.read_keys, body)
         given = [key for key in payloads.KEYS if bytes(getattr(keys, key)) not in (b"", b"null")]
         match given[:1]:  # LMI asks for the keys in this order
             case ["prompt"]:
@@ -372,7 +377,7 @@ class Front:
             session, told = self._sessions.create()
             answer, headers = f"Session {session} created", dict.fromkeys(_NEW_SESSION, told)
         elif command == "CLOSE":
-            session = _header(scope, _SESSION).decode("latin-1")
+            session = header(scope, _SESSION).decode("latin-1")
             if not session:
                 raise BadRequest("X-Amzn-SageMaker-Session-Id should name the session to close")
             self._sessions.close(session)
@@ -385,7 +390,7 @@ class Front:
 
     def _in_session(self, scope: Scope, send: Send) -> Send:
         """Check the session that a request names. Returns what tells the client of a new one."""
-        named = _header(scope, _SESSION).decode("latin-1")
+        named = header(scope, _SESSION).decode("latin-1")
         if not named or not self._sessions:
             return send
         if named != "NEW_SESSION":
@@ -401,18 +406,18 @@ class Front:
 
         return telling
 
-    def _asked(self, body: bytes, scope: Scope) -> "_Asked | list[str]":
+    def _asked(self, body: bytes, scope: Scope) -> Asked | list[str]:
         """What a request asks for; only the adapters where it names a list, one for each input.
 
         The header comes before the body's `adapters`, and that before `model`. Raises BadRequest
         for an adapter that is not here, and NotFound for an adapter's inner name: the model is
         never taken in an adapter's place, and no version for another.
         """
-        named: str | list[str] | None = _header(scope, _ADAPTER).decode("latin-1") or None
+        named: str | list[str] | None = header(scope, _ADAPTER).decode("latin-1") or None
         # vLLM reads bodies with Python's json, which takes more for JSON than JSON is. What this
         # reader refuses goes no further, or the engine would see names and salts that we did not.
         with _understood():
-            said = read(_read_said, body)
+            said = read(bodies.read_said, body)
         if not named:
             named = said.adapters
             adapters = self.ready.adapters
@@ -427,7 +432,7 @@ class Front:
                 raise BadRequest(f"adapter {name!r:.140} is not registered", "adapters")
         return named if isinstance(named, list) else said.asked(named)
 
-    def _asked_once(self, body: bytes, scope: Scope) -> "_Asked":
+    def _asked_once(self, body: bytes, scope: Scope) -> Asked:
         """As _asked() has it, for a request with one answer. Raises BadRequest for a list."""
         asked = self._asked(body, scope)
         if isinstance(asked, list):
@@ -491,80 +496,6 @@ class _UnderWay(Protocol):
     def abort(self, error: ServingError) -> None: ...
 
 
-class _Asked(NamedTuple):
-    """adapter: its name, "" for the base model by name, None where nothing is said of it.
-    sequences: that the engine will work on at once.
-    """
-
-    adapter: str | None
-    sequences: int
-    stream: bool
-
-
-class _Said(msgspec.Struct):
-    """What of a body, in any format, can name an adapter, or tells how much it asks for."""
-
-    adapters: str | list[str] | None = None
-    model: str | None = None
-    prompt: msgspec.Raw = msgspec.Raw()
-    inputs: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    n: msgspec.Raw = msgspec.Raw()
-    parameters: msgspec.Raw = msgspec.Raw()
-    stream: msgspec.Raw = msgspec.Raw()
-
-    def asked(self, adapter: str | None) -> _Asked:
-        sequences = _prompts(self.prompt or self.inputs or self.input)
-        n = self.n
-        if self.parameters and b'"n"' in bytes(self.parameters):
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                n = _read_said(self.parameters).n
-        if n:
-            sequences *= _number(n)
-        return _Asked(adapter, sequences, bytes(self.stream) not in _FALSE)
-
-
-_read_said = msgspec.json.Decoder(_Said).decode
-_FALSE = (b"", b"null", b"false")
-
-
-def _prompts(value: msgspec.Raw) -> int:
-    """How many prompts there are in a text, a list of texts, of tokens, or of lists of tokens."""
-    beginning = bytes(memoryview(value)[:64])
-    if not beginning.startswith(b"[") or beginning[1:].lstrip()[:1].isdigit():
-        return 1
-    return len(msgspec.json.decode(value, type=list[msgspec.Raw])) or 1
-
-
-def _number(value: msgspec.Raw) -> int:
-    """A whole number, or 1."""
-    text = bytes(value)
-    return int(text) if text.isdigit() and len(text) < 6 else 1
-
-
-def _streamed(body: bytes) -> bool:
-    """Whether a stream is asked for. What cannot be read has no answer but an error."""
-    if b'"stream"' not in body:
-        return False
-    try:
-        return bytes(_read_keys(body).stream) not in _FALSE
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
-
-
-class _Keys(msgspec.Struct):
-    """The keys that tell one format from another. The rest of the body is skipped, not read."""
-
-    prompt: msgspec.Raw = msgspec.Raw()
-    inputs: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    requestType: msgspec.Raw = msgspec.Raw()  # noqa: N815 - LMI's name
-    stream: msgspec.Raw = msgspec.Raw()
-
-
-_read_keys = msgspec.json.Decoder(_Keys).decode
-
-
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
     """Raise what a format does not allow as a BadRequest."""
@@ -574,49 +505,6 @@ def _understood() -> Iterator[None]:
         raise BadRequest(str(error), error.parameter) from None
 
 
-def _command(body: bytes) -> str | None:
-    """The requestType of a body that asks for nothing else."""
-    try:
-        keys = _read_keys(body)
-        if keys.prompt or keys.inputs or keys.messages:
-            return None
-        return msgspec.json.decode(keys.requestType, type=str)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
 def _having(code: list[UserCode], function: str) -> UserCode | None:
     """The first that has the function: an adapter's own comes before the model's."""
     return next((it for it in code if function in it.functions), None)
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole request body. Raises TooLarge when it has more than `limit` bytes.
-
-    A body that is too large but not absurdly so is read to its end all the same: a client that is
-    still sending would not see the answer.
-    """
-    length = _header(scope, b"content-length")
-    announced = int(length) if length.isdigit() else 0
-    if announced > 4 * limit:
-        raise TooLarge(limit)
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise BadRequest("the client left before it had sent the whole body")
-        size += len(message.get("body", b""))
-        if size <= limit:
-            parts.append(message.get("body", b""))
-        elif size > 4 * limit:
-            raise TooLarge(limit)
-        if not message.get("more_body", False):
-            break
-    if size > limit:
-        raise TooLarge(limit)
-    return parts[0] if len(parts) == 1 else b"".join(parts)

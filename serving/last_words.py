@@ -64,7 +64,8 @@ _FIXES = tuple(
             "lower OPTION_MAX_MODEL_LEN",
         ),
         (r"out of memory|(?:exit code:?|':) -9\b|cannot allocate memory|MemoryError", _MEMORY),
-        (r"can't allocate memory|not enough memory", _MEMORY),
+        # vLLM does not always know the code of a worker that was killed.
+        (r"can't allocate memory|not enough memory|worker proc \S+ died", _MEMORY),
         (
             r"\bgated|unauthorized|forbidden|\b40[13]\b|access to model",
             "accept the model's terms on the hub, and set HF_TOKEN to a token that may read it",

@@ -43,7 +43,7 @@ _SECRETS = re.compile(
     r"|sagemaker-api-key-[\w+/=.~%-]+"
     r"|hf_[A-Za-z0-9]{16,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}"
-    r"|((?::|%3A)//?)[^\s/:\"']*(?::|%3A)[^\s/]*(?=@|%40)"  # user and password of a URL
+    r"|((?::|%3A)//?)[^\s/:\"']{0,200}(?::|%3A)[^\s/]{1,500}(?=@|%40)"  # of a URL
     r"|(X-Amz-(?:Signature|Security-Token)(?:=|%3D))[^&\s\"']+"
 )
 _values: re.Pattern[str] | None = None
@@ -131,7 +131,9 @@ class _TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = getattr(record, "facts", {})
+        facts = dict(getattr(record, "facts", {}))
+        if request := REQUEST_ID.get():
+            facts["request_id"] = request
         text = " ".join([super().format(record), *(f"{key}={facts[key]}" for key in facts)])
         return redacted(text)
 
@@ -270,16 +272,16 @@ def shift_level(steps: int) -> None:
 def folded() -> Iterator[None]:
     """Make lines of the log of everything that this process and its children write.
 
-    They write to a pipe that a thread reads. Afterwards standard output and error are as before.
+    They write to a pipe that a thread reads. Afterwards only the log itself is written: the process
+    is about to end, and threads that notice have nothing to add to its last line.
     """
     assert _handler
     outputs = sys.stdout.fileno(), sys.stderr.fileno()
-    before = [os.dup(output) for output in outputs]
     reading, writing = os.pipe()
     with contextlib.suppress(OSError):  # more than the system lets us have
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE)
     real = os.fdopen(os.dup(outputs[1]), "w", encoding="utf-8", errors="backslashreplace")
-    stream = _handler.setStream(real)
+    _handler.setStream(real)
     for output in outputs:
         os.dup2(writing, output)
     os.close(writing)
@@ -291,13 +293,12 @@ def folded() -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for kept, output in zip(before, outputs, strict=True):
-            os.dup2(kept, output)
-            os.close(kept)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in outputs:
+            os.dup2(nowhere, output)
+        os.close(nowhere)
         thread.join(_DRAIN_S)
         _handler.tell_repeated()
-        if stream:
-            _handler.setStream(stream)
 
 
 def _read(pipe: int, handle: Callable[[logging.LogRecord], object]) -> None:

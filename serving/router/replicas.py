@@ -161,6 +161,16 @@ class Fleet:
         # Where all are in doubt, trying is better than giving up.
         return [it for it in left if not it.breaker.open(now)] or left
 
+    async def ended(self, replica: Replica) -> bool:
+        """Ask a replica whether it serves no more, nor will before it has started anew."""
+        try:
+            state, _ = _said(*await _get(self.session, replica.name + "/ping"))
+        except aiohttp.ClientConnectorError as error:
+            return isinstance(error.os_error, ConnectionRefusedError)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+        return state in (State.DRAINING, State.FAILED)
+
     def trouble(self) -> str:
         """Why there is none for a request."""
         if not self.replicas:

@@ -314,13 +314,23 @@ class Router:
             answers = await asyncio.gather(*(self._told(it, request) for it in ready))
             for replica in ready:
                 replica.looked = 0.0  # its adapters are others now
-            client.whole(*max(answers, key=lambda answer: answer[0]))
+            counted = [it for it in answers if it]
+            if not counted:
+                raise NotReady("the replicas ended before they took the change")
+            client.whole(*max(counted, key=lambda answer: answer[0]))
         except ServingError as error:
             client.fail(error)
         except Exception:
             client.fail(errors.unforeseen())
 
-    async def _told(self, replica: Replica, request: Request) -> tuple[int, bytes, bytes]:
+    async def _told(
+        self, replica: Replica, request: Request
+    ) -> tuple[int, bytes, bytes, *tuple[bytes, ...]] | None:
+        """A replica's answer, as Client.whole() takes it; None where it serves no more.
+
+        Such a one does not count: when it starts anew, it has none of the adapters that it was told
+        of before.
+        """
         passed = (b"content-type", b"x-amzn-sagemaker-adapter-alias", REQUEST_ID)
         try:
             async with self.fleet.session.request(
@@ -335,6 +345,11 @@ class Router:
                 timeout=aiohttp.ClientTimeout(total=self.limits.first_byte),
             ) as answer:
                 kind = answer.headers.get("content-type", "application/json")
-                return answer.status, kind.encode(), await answer.read()
+                later = answer.headers.get("retry-after")
+                more = (f"retry-after: {later}".encode(),) if later else ()
+                found = answer.status, kind.encode(), await answer.read(), *more
+            return None if found[0] == 503 and await self.fleet.ended(replica) else found
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if await self.fleet.ended(replica):
+                return None
             raise ReplicaFailed(f"a replica did not take the change: {error}") from None

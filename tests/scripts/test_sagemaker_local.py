@@ -635,7 +635,8 @@ def test_our_own_server_tells_why_it_does_not_start(monkeypatch):
         clients = Clients(url, f"process:{ROOT / 'entrypoint.sh'}")
         clients.model("model", OPTION_MAX_MODLE_LEN="5")
         reason = clients.endpoint("one", "model")["FailureReason"]
-    assert reason.startswith("The container exited with code 2. Its last log line: OPTION_MAX_MO")
+    assert reason.startswith('The container exited with code 2. Its last log line: {"time": ')
+    assert "OPTION_MAX_MODLE_LEN: no such option" in reason
     assert "did you mean OPTION_MAX_MODEL_LEN?" in reason
 
 

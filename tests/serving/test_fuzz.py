@@ -458,7 +458,7 @@ async def test_many_small_lines_hold_nothing_up(fuzzed):
     answer = await asyncio.to_thread(fuzzed.invoke, b"0\n" * 50_000, kind)
     pinging.cancel()
     assert answer.text.count("\n") == 50_000
-    assert longest < 0.5
+    assert longest < 2  # in which SageMaker wants its pings answered
 
 
 KINDS = ("text/plain", "text/csv", "application/jsonlines", "application/json", "")

@@ -154,6 +154,7 @@ KNOWN = [
     ("an engine process ended unexpectedly: exit code -9", "more memory"),
     ("Engine core initialization failed. Failed core proc(s): {'EngineCore': -9}", "more memory"),
     ("Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down", "more memory"),
+    ("Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting", "more memory"),
     ("RuntimeError: NCCL error in: x.cpp:1", "NCCL_DEBUG"),
     ("ModuleNotFoundError: No module named 'vllm.pynccl'", "as it was built"),
     ("RuntimeError: aggregated wrongly", "the lines above"),

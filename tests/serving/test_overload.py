@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from lmi_config import options
 from serving import retries
+from serving.bodies import read_said
 from serving.errors import Overloaded
-from serving.invocations import AHEAD, _read_said
+from serving.invocations import AHEAD
 from serving.threads import in_thread
 from serving.turns import Turn, Turns
 from tests.fuzzing import examples
@@ -157,7 +158,7 @@ async def test_the_status_of_a_server_that_is_not_ready():
     ],
 )
 async def test_how_many_sequences_a_request_is(body, sequences):
-    assert _read_said(json.dumps(body, indent=1).encode()).asked(None).sequences == sequences
+    assert read_said(json.dumps(body, indent=1).encode()).asked(None).sequences == sequences
 
 
 async def test_a_list_of_inputs_counts_as_many_requests():
@@ -245,6 +246,23 @@ async def test_adapters_take_turns(tmp_path):
         order = [prompt.removeprefix("step ") for prompt in prompts(served)[2:]]
         assert order == ["one0", "two4", "5", "one1", "two6", "one2", "one3"]
         assert engine.most == 2
+
+
+async def test_who_waits_for_a_slot_takes_no_room(tmp_path):
+    async with running(job_queue_size=8) as served:
+        engine = served.engine
+        engine.adapters = registry(engine, tmp_path / "adapters", slots=1)
+        for number, name in enumerate(("one", "two")):
+            await register(served, name, write(tmp_path / "adapters" / name, number))
+        held = ask(served, WAIT | {"adapters": "one"})
+        await until(lambda: engine.running == 1)
+        asked = [ask(served, {"inputs": "a", "adapters": "two"}) for _ in range(8)]
+        await until(lambda: len(served.server.front._under_way) == 9)
+        assert (await served.invoke({"inputs": "b"})).status_code == 200
+        refused = await served.invoke({"inputs": "a", "adapters": "two"})
+        assert refused.status_code == 503
+        engine.gate.set()
+        assert [(await it).status_code for it in (held, *asked)] == [200] * 9
 
 
 async def test_a_request_is_told_that_its_time_is_over_while_it_waits(monkeypatch):

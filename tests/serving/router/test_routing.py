@@ -580,6 +580,9 @@ async def test_changes_of_adapters_go_to_all():
     async def refuse(replica, asked, writer):
         writer.write(whole(409, b'{"code":409}', "content-type: application/json"))
 
+    async def busy(replica, asked, writer):
+        writer.write(whole(503, b'{"code":503}', "retry-after: 7"))
+
     async with routing(3) as it:
         answer = await it.client.post("/adapters?name=poet&src=/poet", content=b"")
         assert answer.status_code == 200
@@ -590,6 +593,38 @@ async def test_changes_of_adapters_go_to_all():
         answer = await it.client.delete("/adapters/poet")
         assert (answer.status_code, answer.json()) == (409, {"code": 409})
         assert [len(replica.asked) for replica in it.fleet] == [2, 2, 2]
+        it.fleet[2].answer = busy
+        answer = await it.client.delete("/adapters/poet")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+
+
+async def test_a_replica_that_ends_keeps_no_change_from_the_others():
+    """The router has not noticed yet: it asks each second."""
+    states = iter(["draining", "stopped", "failed"])
+
+    async def ending(replica, asked, writer):
+        replica.ping = (503, {"status": next(states)})
+        writer.write(whole(503, b'{"code":503}', "retry-after: 1"))
+
+    async def dying(replica, asked, writer):
+        await replica.stop()
+
+    for answer, count in ((ending, 3), (dying, 1)):
+        for _ in range(count):
+            async with routing(2) as it:
+                it.fleet[0].answer = answer
+                found = await it.client.post("/adapters?name=poet&src=/poet", content=b"")
+                assert (found.status_code, found.json()["replica"]) == (200, it.fleet[1].url)
+
+
+async def test_a_change_that_only_ending_replicas_have_got_is_refused():
+    async def dying(replica, asked, writer):
+        await replica.stop()
+
+    async with routing(1) as it:
+        it.fleet[0].answer = dying
+        found = await it.client.post("/adapters?name=poet&src=/poet", content=b"")
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
 
 
 async def test_pages_for_people_and_programs():
