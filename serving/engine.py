@@ -7,7 +7,7 @@ import contextlib
 import random
 import signal
 from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 from starlette.types import ASGIApp
 
 from serving.adapters import Adapters
-from serving.errors import AdapterFailed
+from serving.errors import AdapterFailed, EngineFailed
 from serving.threads import in_thread
 from serving.user_code import UserCode
 
@@ -112,15 +112,28 @@ class VllmEngine:
         models = self.app.state.openai_serving_models
         number = models.lora_requests[name].lora_int_id
         await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
-        await self._client.remove_lora(number)
+        with _alive():
+            await self._client.remove_lora(number)
 
     async def pin_adapter(self, name: str) -> None:
         number = self.app.state.openai_serving_models.lora_requests[name].lora_int_id
-        await self._client.pin_lora(number)
+        with _alive():
+            await self._client.pin_lora(number)
 
     async def stop(self) -> None:
         await self._until_stopped.aclose()
         await in_thread(self._client.shutdown, TERM_S)
+
+
+@contextlib.contextmanager
+def _alive() -> Iterator[None]:
+    """Raise EngineFailed where vLLM says that its engine has died. The server ends of it, too."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError:
+        raise EngineFailed("the engine has died") from None
 
 
 async def load(note: Note) -> None:
