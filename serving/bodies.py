@@ -46,6 +46,11 @@ read_said = msgspec.json.Decoder(Said).decode
 FALSE = (b"", b"null", b"false")
 
 
+def given(value: msgspec.Raw) -> bool:
+    """Whether a key is there, and not null."""
+    return bytes(value) not in (b"", b"null")
+
+
 def prompts(value: msgspec.Raw) -> int:
     """How many prompts there are in a text, a list of texts, of tokens, or of lists of tokens."""
     beginning = bytes(memoryview(value)[:64])

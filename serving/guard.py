@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from serving.bodies import prompts
+from serving.bodies import given, prompts
 from serving.errors import BadRequest
 
 _INTERNAL = (
@@ -50,7 +50,7 @@ def check(body: bytes, trusted: bool) -> None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadRequest("the body is not JSON") from None  # for us, and may be for vLLM
     for key in () if trusted else _INTERNAL:
-        if _given(getattr(found, key)):
+        if given(getattr(found, key)):
             raise BadRequest(
                 f"{key} is not for clients; OPTION_TRUST_REQUEST_INTERNALS=true lets them send it",
                 key,
@@ -58,12 +58,8 @@ def check(body: bytes, trusted: bool) -> None:
     for key, longest in _LONGEST.items():
         if len(getattr(found, key)) > longest:
             raise BadRequest(f"{key} has more than {longest} bytes", key)
-    if _given(found.n) and _number(found.n) * prompts(found.prompt) > SEQUENCES:
+    if given(found.n) and _number(found.n) * prompts(found.prompt) > SEQUENCES:
         raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
-
-
-def _given(value: msgspec.Raw) -> bool:
-    return bytes(value) not in (b"", b"null")
 
 
 def _number(n: msgspec.Raw) -> int:

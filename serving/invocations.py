@@ -358,7 +358,7 @@ class Front:
     def _parse(self, body: bytes) -> EngineCall:
         """Read a request of any format. Raises FormatError."""
         keys = read(bodies.read_keys, body)
-        given = [key for key in payloads.KEYS if bytes(getattr(keys, key)) not in (b"", b"null")]
+        given = [key for key in payloads.KEYS if bodies.given(getattr(keys, key))]
         match given[:1]:  # LMI asks for the keys in this order
             case ["prompt"]:
                 return openai.on("/v1/completions")(body)
