@@ -153,7 +153,8 @@ async def load(arm: Arm, stream: bool, concurrency: int, requests: int, pid: int
 
 
 def spent(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+    """Their CPU time by the clock that clock_getcpuclockid(3) names: /proc counts in 10 ms."""
+    return sum(time.clock_gettime(~process.pid << 3 | 2) for process in processes)
 
 
 def spread(values: list[float], form: str) -> str:

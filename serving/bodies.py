@@ -20,13 +20,17 @@ class Asked(NamedTuple):
 
 
 class Said(msgspec.Struct):
-    """What of a body, in any format, can name an adapter, or tells how much it asks for."""
+    """What of a body tells its format, can name an adapter, or tells how much it asks for. The rest
+    is skipped, not read.
+    """
 
     adapters: str | list[str] | None = None
     model: str | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     inputs: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    requestType: msgspec.Raw = msgspec.Raw()  # noqa: N815 - LMI's name
     n: msgspec.Raw = msgspec.Raw()
     parameters: msgspec.Raw = msgspec.Raw()
     stream: msgspec.Raw = msgspec.Raw()
@@ -39,11 +43,11 @@ class Said(msgspec.Struct):
                 n = read_said(self.parameters).n
         if n:
             sequences *= _number(n)
-        return Asked(adapter, sequences, bytes(self.stream) not in FALSE)
+        return Asked(adapter, sequences, bytes(self.stream) not in _FALSE)
 
 
 read_said = msgspec.json.Decoder(Said).decode
-FALSE = (b"", b"null", b"false")
+_FALSE = (b"", b"null", b"false")
 
 
 def given(value: msgspec.Raw) -> bool:
@@ -70,31 +74,18 @@ def streamed(body: bytes) -> bool:
     if b'"stream"' not in body:
         return False
     try:
-        return bytes(read_keys(body).stream) not in FALSE
+        return bytes(read_said(body).stream) not in _FALSE
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
-
-
-class _Keys(msgspec.Struct):
-    """The keys that tell one format from another. The rest of the body is skipped, not read."""
-
-    prompt: msgspec.Raw = msgspec.Raw()
-    inputs: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    requestType: msgspec.Raw = msgspec.Raw()  # noqa: N815 - LMI's name
-    stream: msgspec.Raw = msgspec.Raw()
-
-
-read_keys = msgspec.json.Decoder(_Keys).decode
 
 
 def command(body: bytes) -> str | None:
     """The requestType of a body that asks for nothing else."""
     try:
-        keys = read_keys(body)
-        if keys.prompt or keys.inputs or keys.messages:
+        said = read_said(body)
+        if said.prompt or said.inputs or said.messages:
             return None
-        return msgspec.json.decode(keys.requestType, type=str)
+        return msgspec.json.decode(said.requestType, type=str)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

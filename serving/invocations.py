@@ -241,11 +241,9 @@ class Front:
         self, request: bytes, scope: Scope, receive: Receive, going: asyncio.Event
     ) -> bytes:
         try:
-            with _understood():
-                keys = read(bodies.read_keys, request)
-            if bytes(keys.stream) not in bodies.FALSE:
-                raise BadRequest("one of several lines cannot be streamed", "stream")
             asked = self._asked_once(request, scope)
+            if asked.stream:
+                raise BadRequest("one of several lines cannot be streamed", "stream")
             return await self._whole(request, asked, scope, receive, going)
         except ServingError as error:
             failure = error
@@ -357,8 +355,8 @@ class Front:
 
     def _parse(self, body: bytes) -> EngineCall:
         """Read a request of any format. Raises FormatError."""
-        keys = read(bodies.read_keys, body)
-        given = [key for key in payloads.KEYS if bodies.given(getattr(keys, key))]
+        said = read(bodies.read_said, body)
+        given = [key for key in payloads.KEYS if bodies.given(getattr(said, key))]
         match given[:1]:  # LMI asks for the keys in this order
             case ["prompt"]:
                 return openai.on("/v1/completions")(body)
