@@ -32,6 +32,7 @@ from serving.errors import (
     NoSlot,
     NotFound,
 )
+from serving.places import Places
 from serving.sources import SourceError
 from serving.threads import in_thread
 from serving.user_code import UserCode
@@ -50,6 +51,13 @@ _LOADS = Histogram(
 _FAILED = Counter("slipway_adapter_load_failures", "Loads that failed.")
 _EVICTED = Counter("slipway_adapter_evictions", "Adapters that made room for others.")
 _REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
+
+Wait = Callable[[Awaitable[None]], Awaitable[None]]
+
+
+async def _simply(it: Awaitable[None]) -> None:
+    await it
+
 
 CodeStarter = Callable[[Path], Awaitable[UserCode | None]]
 """Starts a folder's model.py, where it has one that does something."""
@@ -96,8 +104,8 @@ class Adapter:
 class Adapters:
     """The registry.
 
-    base: the model's tensors. max_rank: of an adapter. slots: how many the engine has room for.
-    limit: how many may be registered. code: starts the model.py of a folder.
+    base: the model's tensors. max_rank: of an adapter. slots: how many the engine has room for, in
+    a batch and in all. limit: how many may be registered. code: starts the model.py of a folder.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class Adapters:
         files: AdapterFiles,
         base: Mapping[str, Tensor],
         max_rank: int,
-        slots: int,
+        slots: tuple[int, int],
         limit: int,
         code: CodeStarter,
     ) -> None:
@@ -114,7 +122,9 @@ class Adapters:
         self._files = files
         self._base = base
         self._max_rank = max_rank
-        self._slots = slots
+        in_batch, self._slots = slots
+        # A pinned one has its room in the batch for good.
+        self._places = Places[Adapter](lambda: in_batch - sum(it.pin for it in self._recent))
         self._limit = limit
         self._code = code
         self._registered: dict[str, Adapter] = {}
@@ -124,6 +134,11 @@ class Adapters:
         self._labels: set[str] = set()
         _REGISTERED.set_function(lambda: len(self._registered))
         _LOADED.set_function(lambda: len(self._recent))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until their adapter is worked on."""
+        return self._places.waiting
 
     def __contains__(self, name: object) -> bool:
         return name in self._registered
@@ -202,23 +217,36 @@ class Adapters:
             await self._forget(adapter)
 
     @contextlib.asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[Adapter]:
+    async def using(self, name: str, wait: Wait = _simply) -> AsyncIterator[Adapter]:
         """An adapter that the engine has, and keeps for so long.
 
-        Raises NotFound, AdapterFailed, NoSlot.
+        wait: awaits what is given, or gives up. Raises NotFound, AdapterFailed, NoSlot, and what
+        `wait` raises.
         """
         adapter = self.get(name)
-        adapter.users += 1
-        try:
-            await self._load(adapter)
+        async with self._kept(adapter, wait):
             if len(self._labels) < LABELS:
                 self._labels.add(name)
             _REQUESTS.labels(name if name in self._labels else "other").inc()
             yield adapter
+
+    @contextlib.asynccontextmanager
+    async def _kept(self, adapter: Adapter, wait: Wait = _simply) -> AsyncIterator[None]:
+        adapter.users += 1
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                at_hand = adapter.loaded and (adapter.pin or self._places.free(adapter))
+                await (_simply if at_hand else wait)(self._entered(adapter, stack))
+                yield
         finally:
             adapter.users -= 1
             async with self._freed:
                 self._freed.notify_all()
+
+    async def _entered(self, adapter: Adapter, stack: contextlib.AsyncExitStack) -> None:
+        if not adapter.pin:
+            await stack.enter_async_context(self._places.held(adapter))
+        await self._load(adapter)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -239,14 +267,10 @@ class Adapters:
 
     async def _apply(self, adapter: Adapter, load: bool, pin: bool) -> None:
         if load:
-            adapter.users += 1
-            try:
-                await self._load(adapter)
+            async with self._kept(adapter):
                 if pin and not adapter.pin:
                     await self._engine.pin_adapter(adapter.inner)
                     adapter.pin = True
-            finally:
-                adapter.users -= 1
         adapter.preload = adapter.preload or load
 
     async def _load(self, adapter: Adapter) -> None:
@@ -280,6 +304,8 @@ class Adapters:
                 del self._recent[adapter]
                 self._freed.notify_all()
             raise
+        async with self._freed:  # whoever asked for it may have left
+            self._freed.notify_all()
 
     async def _fetched(self, adapter: Adapter, kept: contextlib.AsyncExitStack) -> Path:
         fetched = self._files.fetched(adapter.src, adapter.digest)
@@ -293,12 +319,9 @@ class Adapters:
     async def _take_slot(self, adapter: Adapter) -> None:
         async with self._freed:
             while len(self._recent) >= self._slots:
-                if all(other.pin for other in self._recent):
-                    raise NoSlot(
-                        f"all {self._slots} slots have pinned adapters; OPTION_MAX_CPU_LORAS sets "
-                        "how many there are"
-                    )
-                idle = [it for it in self._recent if it.loaded and not it.users and not it.pin]
+                idle = [
+                    it for it in self._recent if it.loaded and not it.pin and it not in self._places
+                ]
                 if idle:
                     _EVICTED.inc()
                     await self._unload(idle[0])
@@ -314,10 +337,13 @@ class Adapters:
                 await self._unload(adapter)
 
     async def _unload(self, adapter: Adapter) -> None:
-        del self._recent[adapter]
         adapter.loading = None
-        await self._engine.unload_adapter(adapter.inner)
-        await adapter.kept.aclose()
+        try:
+            await self._engine.unload_adapter(adapter.inner)
+            await adapter.kept.aclose()
+        finally:
+            del self._recent[adapter]
+            self._places.changed()
 
 
 def _faults_of_code(checkpoint: Checkpoint) -> list[str]:

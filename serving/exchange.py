@@ -7,7 +7,8 @@ needs no rendering is passed on byte for byte.
 import asyncio
 import dataclasses
 import logging
-from typing import NamedTuple
+from collections.abc import Awaitable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +20,12 @@ from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
 from serving.user_code import UserCode
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ClientLeft(Exception):
+    """The client left before the engine had its request."""
 
 
 class Framing(NamedTuple):
@@ -76,23 +83,28 @@ class Exchange:
         self._parts: list[bytes] = []
         self._pending = b""
 
-    async def turn(self, came: "asyncio.Future[None]") -> bool:
-        """Wait for the engine; say whether it is there, or the client left before.
+    async def wait(self, needed: Awaitable[T]) -> T:
+        """Wait for something that the request needs.
 
-        Raises what abort() was called with.
+        Raises what that raises, what abort() was called with, and ClientLeft; it is cancelled then.
         """
+        loop = asyncio.get_running_loop()
+        coming = asyncio.ensure_future(needed)
+        over = self._over = loop.create_future()
         if self._aborted:
-            raise self._aborted
-        self._over = came  # who ends the request ends the wait
-        leaving = asyncio.create_task(self._client_leaves())
+            over.set_result(None)
+        leaving = loop.create_task(self._client_leaves())
         try:
-            await came
+            await asyncio.wait({coming, over}, return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return coming.result()
         finally:
+            coming.cancel()
             leaving.cancel()
             self._over = None
         if self._aborted:
             raise self._aborted
-        return not self._client_gone
+        raise ClientLeft
 
     async def run(
         self,

@@ -33,13 +33,13 @@ from serving.errors import (
     ServingError,
     TimedOut,
 )
-from serving.exchange import JSON_LINES, SSE, Exchange, Framing
+from serving.exchange import JSON_LINES, SSE, ClientLeft, Exchange, Framing
 from serving.handling import Handling
 from serving.lifecycle import Lifecycle
 from serving.media import inlined
 from serving.retries import Retries, Run
 from serving.sessions import Sessions
-from serving.turns import Turns
+from serving.turns import QUEUED, Turns
 from serving.user_code import UserCode
 
 Parse = Callable[[bytes], EngineCall]
@@ -59,6 +59,7 @@ class Front:
         self.engine: Engine | None = None
         self.codes = errors.codes(settings)
         self._turns = Turns(self._share, settings.job_queue_size)
+        QUEUED.set_function(self._queued)
         self._retries = Retries(self._turns.require_place)
         self.error_rates = ErrorRates(settings)
         self._sessions = settings.enable_stateful_sessions and Sessions(
@@ -68,6 +69,10 @@ class Front:
         self._under_way: set[_UnderWay] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def _queued(self) -> int:
+        adapters = self.engine and self.engine.adapters
+        return self._turns.waiting + (adapters.waiting if adapters else 0)
 
     @property
     def ready(self) -> Engine:
@@ -307,8 +312,8 @@ class Front:
         if going is None:  # one with an adapter may have to wait for a slot as well
             slots = len(self._under_way) - self._turns.going if asked.adapter else 0
             self._turns.require_place(max(slots, self._turns.waiting))
-        with self._admitted(exchange, timeout):
-            async with self._using(engine, asked.adapter) as adapter:
+        with contextlib.suppress(ClientLeft), self._admitted(exchange, timeout):
+            async with self._using(engine, asked.adapter, exchange) as adapter:
                 code = [it for it in (adapter.code if adapter else None, engine.code) if it]
                 if formatter := _having(code, "input"):
                     body = await formatter.input(body)
@@ -318,8 +323,7 @@ class Front:
                 turn = self._turns.ask(asked.adapter or "", asked.sequences, timeout, going is None)
                 try:
                     if turn.came:
-                        if not await exchange.turn(turn.came):
-                            return
+                        await exchange.wait(turn.came)
                         if engine.failure:
                             raise NotReady("the engine failed while the request waited for it")
                     if going:
@@ -329,10 +333,12 @@ class Front:
                     self._turns.end(turn)
 
     @contextlib.asynccontextmanager
-    async def _using(self, engine: Engine, name: str | None) -> AsyncIterator[Adapter | None]:
+    async def _using(
+        self, engine: Engine, name: str | None, exchange: Exchange
+    ) -> AsyncIterator[Adapter | None]:
         if name:
             assert engine.adapters  # else _asked() would have refused the name
-            async with engine.adapters.using(name) as adapter:
+            async with engine.adapters.using(name, exchange.wait) as adapter:
                 yield adapter
         else:
             yield None

@@ -118,7 +118,6 @@ async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
     """The registry, with what is in the model's own folder `adapters`."""
     settings = plan.settings
     options = plan.engine(str(folder), None)
-    slots = settings.max_cpu_loras or options["max_loras"]
     adapters = Adapters(
         engine,
         files=AdapterFiles(
@@ -130,7 +129,7 @@ async def _adapters(plan: Plan, folder: Path, engine: LoraEngine) -> Adapters:
         ),
         base=await in_thread(tensors, Folder(folder)),
         max_rank=options["max_lora_rank"],
-        slots=slots,
+        slots=(options["max_loras"], settings.max_cpu_loras or options["max_loras"]),
         limit=settings.max_adapters,
         code=functools.partial(started, tokenizer=folder, limits=_limits(settings)),
     )

@@ -15,7 +15,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from serving.errors import Overloaded
 
-_QUEUED = Gauge("slipway_requests_queued", "Requests that wait for the engine.")
+QUEUED = Gauge(
+    "slipway_requests_queued", "Requests that wait for the engine, or for room for their adapter."
+)
 _IN_FLIGHT = Gauge("slipway_requests_in_flight", "Requests that the engine has been given.")
 _REFUSED = Counter(
     "slipway_requests_refused",
@@ -66,7 +68,6 @@ class Turns:
         self._taken_s: float | None = None  # what a request takes, times its sequences
         self.waiting = 0
         self.going = 0
-        _QUEUED.set_function(lambda: self.waiting)
         _IN_FLIGHT.set_function(lambda: self.going)
 
     def ask(

@@ -11,25 +11,27 @@ from tests.e2e.test_kv_tiers import LMCACHE, prompt
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 QUESTION = "The import statement"
+ALL = ("one", "two", "three", "four")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("one", "two", "three"), 1):
+    for seed, name in enumerate(ALL, 1):
         tiny_lora.write(folder / name, seed)
     return folder
 
 
 @pytest.fixture(scope="module")
 def served(tiny_options, root, tmp_path_factory):
-    """Two slots, and tiers for long prompts."""
+    """Two adapters in a batch, three in the engine, and tiers for long prompts."""
     folder = tmp_path_factory.mktemp("served")
     (folder / "lmcache.yaml").write_text(LMCACHE.format(folder=folder, l1=0.5))
     environ = {
         **tiny_options,
         "OPTION_ENABLE_LORA": "true",
         "OPTION_MAX_LORAS": "2",
+        "OPTION_MAX_CPU_LORAS": "3",
         "OPTION_ADAPTER_ROOTS": str(root),
         "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
         "OPTION_KV_DISK_PATH": str(folder / "kv"),
@@ -37,7 +39,7 @@ def served(tiny_options, root, tmp_path_factory):
     }
     with serving(folder / "log", **environ) as it:
         it.ready()
-        for name in ("one", "two", "three"):
+        for name in ALL:
             register(it, name, root / name)
         yield it
 
@@ -64,15 +66,15 @@ def ask(served, adapter=None, text=QUESTION):
 @pytest.fixture(scope="module")
 def alone(served):
     """What each answers when it is alone."""
-    return {name: ask(served, name)[0] for name in (None, "one", "two", "three")}
+    return {name: ask(served, name)[0] for name in (None, *ALL)}
 
 
 def test_each_adapter_answers_in_its_own_way(alone):
-    assert len({*alone.values()}) == 4
+    assert len({*alone.values()}) == 5
 
 
 def test_they_take_turns_in_the_slots(served, alone):
-    for name in ("one", "two", "three", None) * 3:
+    for name in (*ALL, None) * 3:
         assert ask(served, name)[0] == alone[name]
 
 
@@ -163,3 +165,13 @@ def test_a_list_of_inputs_with_adapters_of_their_own(served, alone):
     body = {"inputs": [QUESTION] * 4, "adapters": names, "parameters": parameters}
     expected = [{"generated_text": alone[name or None]} for name in names]
     assert served.invoke(body).json() == expected
+
+
+def test_pinned_or_not_more_than_a_batch_takes_have_their_turns(served, root, alone):
+    names = [*ALL, None] * 6
+    for pin in ("false", "true"):
+        served.client.delete("/adapters/one")
+        register(served, "one", root / "one", pin=pin)
+        with ThreadPoolExecutor(15) as pool:
+            answers = [*pool.map(lambda name: ask(served, name)[0], names)]
+        assert answers == [alone[name] for name in names]

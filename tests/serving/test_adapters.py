@@ -54,7 +54,7 @@ def root(tmp_path):
     return tmp_path / "adapters"
 
 
-def registry(engine, root, slots=2, limit=100) -> Adapters:
+def registry(engine, root, slots=(2, 2), limit=100) -> Adapters:
     files = AdapterFiles((root.resolve(),), ("mine",), root.parent / "store", 20_000)
     code = functools.partial(started, tokenizer=root, limits=LIMITS)
     return Adapters(engine, files, BASE, max_rank=16, slots=slots, limit=limit, code=code)
@@ -212,7 +212,7 @@ async def test_pinned_ones_stay_and_may_fill_all_slots(served, root):
     for name in ("one", "two"):
         await register(served, name, write(root / name), pin="true")
     await register(served, "three", write(root / "three"))
-    assert "OPTION_MAX_CPU_LORAS" in (await ask(served, "three", 507))["error"]
+    assert "OPTION_MAX_LORAS" in (await ask(served, "three", 507))["error"]
     await register(served, "four", write(root / "four"), 507, preload="true")
     await served.client.delete("/adapters/one")
     await ask(served, "three")

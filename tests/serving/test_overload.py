@@ -223,7 +223,7 @@ async def test_adapters_take_turns(tmp_path):
     async with running() as served:
         engine = served.engine
         engine.concurrency = 1
-        engine.adapters = registry(engine, tmp_path / "adapters", slots=4)
+        engine.adapters = registry(engine, tmp_path / "adapters", slots=(4, 4))
         for number, name in enumerate(("one", "two")):
             await register(
                 served, name, write(tmp_path / "adapters" / name, number), preload="true"
@@ -251,7 +251,7 @@ async def test_adapters_take_turns(tmp_path):
 async def test_who_waits_for_a_slot_takes_no_room(tmp_path):
     async with running(job_queue_size=8) as served:
         engine = served.engine
-        engine.adapters = registry(engine, tmp_path / "adapters", slots=1)
+        engine.adapters = registry(engine, tmp_path / "adapters", slots=(1, 1))
         for number, name in enumerate(("one", "two")):
             await register(served, name, write(tmp_path / "adapters" / name, number))
         held = ask(served, WAIT | {"adapters": "one"})
@@ -475,7 +475,7 @@ async def test_what_is_kept_for_clients_that_left_is_bounded(served, monkeypatch
 async def test_what_is_not_the_same_is_not_shared(body, headers, tmp_path):
     async with running(cache_salt_header="X-Tenant") as served:
         engine = served.engine
-        engine.adapters = registry(engine, tmp_path / "adapters", slots=4)
+        engine.adapters = registry(engine, tmp_path / "adapters", slots=(4, 4))
         await register(served, "one", write(tmp_path / "adapters" / "one"))
         common = {ID: "1", "X-Tenant": "mine"}
         asked = [ask(served, **common), ask(served, body, **common | headers)]

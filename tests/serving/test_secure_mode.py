@@ -266,7 +266,7 @@ async def guarded(anyio_backend, tmp_path):
     def under(it, *controls):
         files = AdapterFiles((root,), (), tmp_path / "store", 10**6, controls)
         code = functools.partial(started, tokenizer=root, limits=LIMITS)
-        it.engine.adapters = Adapters(it.engine, files, BASE, 16, 2, 100, code)
+        it.engine.adapters = Adapters(it.engine, files, BASE, 16, (2, 2), 100, code)
 
     async with running() as it:
         yield lambda *controls: under(it, *controls) or it
