@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -130,7 +131,7 @@ class Adapters:
         self._registered: dict[str, Adapter] = {}
         self._recent: dict[Adapter, None] = {}  # those in the engine, the one used last at the end
         self._freed = asyncio.Condition()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # names come and go
         self._labels: set[str] = set()
         _REGISTERED.set_function(lambda: len(self._registered))
         _LOADED.set_function(lambda: len(self._recent))
@@ -324,7 +325,8 @@ class Adapters:
                 ]
                 if idle:
                     _EVICTED.inc()
-                    await self._unload(idle[0])
+                    # Those first that no request waits for.
+                    await self._unload(min(idle, key=lambda it: it.users > 0))
                 else:
                     await self._freed.wait()
             self._recent[adapter] = None

@@ -144,14 +144,18 @@ class CacheServer(Collector):
         """Wait until it has ended or hangs; say which."""
         assert self._process
         answered = time.monotonic()
-        while self._process.returncode is None:
-            if await self._answers():
-                answered = time.monotonic()
-                self._tell_speed()
-            elif time.monotonic() - answered > HUNG_S:
-                return f"it has not answered for {HUNG_S:.0f} s"
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), WATCH_S)
+        # One wait for all the time: the process keeps each that is given up.
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while not ended.done():
+                if await self._answers():
+                    answered = time.monotonic()
+                    self._tell_speed()
+                elif time.monotonic() - answered > HUNG_S:
+                    return f"it has not answered for {HUNG_S:.0f} s"
+                await asyncio.wait({ended}, timeout=WATCH_S)
+        finally:
+            ended.cancel()
         return f"it ended with exit code {self._process.returncode}"
 
     def _tell_speed(self) -> None:

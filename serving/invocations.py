@@ -309,9 +309,9 @@ class Front:
         engine = self.ready  # asked again: reading the body took its time
         settings = self._settings
         timeout = settings.stream_timeout if asked.stream else settings.whole_timeout
-        if going is None:  # one with an adapter may have to wait for a slot as well
-            slots = len(self._under_way) - self._turns.going if asked.adapter else 0
-            self._turns.require_place(max(slots, self._turns.waiting))
+        if going is None:  # one with an adapter may have to wait for its place as well
+            places = len(self._under_way) - self._turns.going if asked.adapter else 0
+            self._turns.require_place(max(places, self._turns.waiting))
         with contextlib.suppress(ClientLeft), self._admitted(exchange, timeout):
             async with self._using(engine, asked.adapter, exchange) as adapter:
                 code = [it for it in (adapter.code if adapter else None, engine.code) if it]

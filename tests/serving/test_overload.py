@@ -248,7 +248,7 @@ async def test_adapters_take_turns(tmp_path):
         assert engine.most == 2
 
 
-async def test_who_waits_for_a_slot_takes_no_room(tmp_path):
+async def test_who_waits_for_a_place_takes_no_room(tmp_path):
     async with running(job_queue_size=8) as served:
         engine = served.engine
         engine.adapters = registry(engine, tmp_path / "adapters", slots=(1, 1))
