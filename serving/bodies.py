@@ -35,6 +35,10 @@ class Said(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw()
     stream: msgspec.Raw = msgspec.Raw()
 
+    @property
+    def streamed(self) -> bool:
+        return bytes(self.stream) not in (b"", b"null", b"false")
+
     def asked(self, adapter: str | None) -> Asked:
         sequences = prompts(self.prompt or self.inputs or self.input)
         n = self.n
@@ -43,11 +47,10 @@ class Said(msgspec.Struct):
                 n = read_said(self.parameters).n
         if n:
             sequences *= _number(n)
-        return Asked(adapter, sequences, bytes(self.stream) not in _FALSE)
+        return Asked(adapter, sequences, self.streamed)
 
 
 read_said = msgspec.json.Decoder(Said).decode
-_FALSE = (b"", b"null", b"false")
 
 
 def given(value: msgspec.Raw) -> bool:
@@ -74,7 +77,7 @@ def streamed(body: bytes) -> bool:
     if b'"stream"' not in body:
         return False
     try:
-        return bytes(read_said(body).stream) not in _FALSE
+        return read_said(body).streamed
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
 
