@@ -553,12 +553,13 @@ def invoke(options: argparse.Namespace) -> None:
         return
     try:
         answer = Aws(options.poll).send(request)
-        # Parts end anywhere, also within a character: they are put together as bytes.
-        parts = (part["PayloadPart"]["Bytes"] for part in answer["Body"])
-        chunk = b""
-        for chunk in parts if options.stream else [answer["Body"].read()]:
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
+        with contextlib.closing(answer["Body"]) as body:
+            # Parts end anywhere, also within a character: they are put together as bytes.
+            parts = (part["PayloadPart"]["Bytes"] for part in body)
+            chunk = b""
+            for chunk in parts if options.stream else [body.read()]:
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
         if not chunk.endswith(b"\n"):
             print()
     except EventStreamError as error:
