@@ -795,13 +795,19 @@ class World:
             for name, sample in self.samples().items():
                 series.setdefault(name, []).append(sample)
             await asyncio.sleep(2)
-        print(f"\n{'slopes':30}{'MiB/hour':>15}{'±':>10}{'files/hour':>15}{'±':>10}")
+        # In halves: what has warmed up in the first one has stopped growing in the second.
+        columns = "".join(
+            f"{it:>20}" for it in ("MiB/hour", "in 2nd half", "files/hour", "in 2nd half")
+        )
+        print(f"\n{'slopes':26}{columns}")
         for name, found in sorted(series.items()):
-            if len(found) == len(times) > 2:
-                memory = slope(times, [it.memory for it in found])
-                files = slope(times, [it.files for it in found])
-                told = f"{memory[0]:>15.1f}{memory[1]:>10.1f}{files[0]:>15.1f}{files[1]:>10.1f}"
-                print(f"{name:30}{told}")
+            if len(found) == len(times) > 5:
+                cells = ""
+                for values in ([it.memory for it in found], [it.files for it in found]):
+                    for begin in (0, len(times) // 2):
+                        rise, error = slope(times[begin:], values[begin:])
+                        cells += f"{f'{rise:.1f} ± {error:.1f}':>20}"
+                print(f"{name:26}{cells}")
 
 
 FAULTS: dict[str, tuple[Callable[[World, str], Awaitable[None]], str]] = {

@@ -159,15 +159,15 @@ def test_o_direct_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("range_", "ports"), [("42001-42009", (42001, 42002, 42003)), ("42001-42002", (42001, 42002))]
+    ("range_", "ports"), [("21001-21009", (21001, 21002, 21003)), ("21001-21002", (21001, 21002))]
 )
 def test_ports_are_in_sagemakers_range(range_, ports):
     assert look({"SAGEMAKER_SAFE_PORT_RANGE": range_}).ports == ports
 
 
 def test_a_port_that_is_taken_is_left_out():
-    with socket.create_server(("127.0.0.1", 42012)):
-        assert look({"SAGEMAKER_SAFE_PORT_RANGE": "42011-42019"}).ports == (42011, 42013, 42014)
+    with socket.create_server(("127.0.0.1", 21012)):
+        assert look({"SAGEMAKER_SAFE_PORT_RANGE": "21011-21019"}).ports == (21011, 21013, 21014)
 
 
 def test_ports_are_found_without_a_range():
