@@ -87,6 +87,11 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
         # vLLM compiles some helpers of its sampler even so: 20 s at the first request, a compiler
         # needed on the machine, and no faster on a CPU.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
+    if not machine.gpus:
+        # oneDNN keeps code for each shape that a batch has had. With its default of 1,024 shapes, a
+        # tiny model's worker had a heap of 1.4 GiB after 20 minutes of mixed load and still grew;
+        # with 256 it stays near 0.75 GiB, and requests take no longer.
+        wanted["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
     count = ranks(settings, machine)
     if not machine.gpus and count > 1:
         # Left alone, vLLM wants a NUMA node for each rank. Each gets its share of the CPUs instead.

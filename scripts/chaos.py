@@ -94,6 +94,11 @@ RECOVERY_S = 150.0
 STOP_S = 30.0  # SageMaker and Kubernetes kill then
 START_S = 300.0
 UNFORESEEN = "a request failed unexpectedly"  # as serving/errors.py logs it
+PROCESSES = {  # of a server, and what their command lines have
+    "cache server": "lmcache_server",
+    "engine core": "VLLM::EngineCore",
+    "engine worker": "VLLM::Worker",
+}
 LIMIT = resource.RLIM_INFINITY
 
 
@@ -534,12 +539,13 @@ class World:
             await asyncio.sleep(0.05)
 
     def samples(self) -> dict[str, Sample]:
-        """The servers' own processes, the router's and the cache servers'; not the engines'."""
+        """Each process's, but for helpers'."""
         found = {}
         for it in (*self.servers, self.router):
             processes = {it.name: psutil.Process(it.process.pid)}
-            for child in it.children("lmcache_server"):
-                processes[f"cache server of {it.name}"] = child
+            for kind, command in PROCESSES.items():
+                for child in it.children(command):
+                    processes[f"{kind} of {it.name}"] = child
             for name, process in processes.items():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     memory = process.memory_info()

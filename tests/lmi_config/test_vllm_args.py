@@ -192,4 +192,5 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
 )
 def test_the_engines_environment(environ, here, expected):
     always = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    assert environment(read(environ), here, environ) == always | expected
+    on_cpu = {} if here.gpus else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+    assert environment(read(environ), here, environ) == always | on_cpu | expected

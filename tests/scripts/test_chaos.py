@@ -328,7 +328,9 @@ def test_the_ledger_as_it_is_printed():
 
 def test_what_has_grown():
     before = {"server": Sample(500, 50), "router": Sample(30, 20), "other": Sample(1, 1)}
+    before["engine worker of server"] = Sample(800, 50)
     after = {"server": Sample(570, 70), "router": Sample(93, 44), "new": Sample(1, 1)}
+    after["engine worker of server"] = Sample(1300, 50)
     assert grown(before, after) == []
     after = {"server": Sample(580, 50), "router": Sample(30, 45)}
     assert grown(before, after) == [
