@@ -88,9 +88,9 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
         # needed on the machine, and no faster on a CPU.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     if not machine.gpus:
-        # oneDNN keeps code for each shape that a batch has had. With its default of 1,024 shapes, a
-        # tiny model's worker had a heap of 1.4 GiB after 20 minutes of mixed load and still grew;
-        # with 256 it stays near 0.75 GiB, and requests take no longer.
+        # oneDNN keeps code for each shape that a batch has had: with its default of 1,024 shapes,
+        # 0.3 GiB more within minutes for a tiny model, and a heap that grew to 1.4 GiB in 20 of
+        # them. With 256 it is 0.06 GiB, the heap 0.6 to 1 GiB, and requests take no longer.
         wanted["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
     count = ranks(settings, machine)
     if not machine.gpus and count > 1:

@@ -137,7 +137,7 @@ class Ledger:
 def grown(before: dict[str, Sample], after: dict[str, Sample]) -> list[str]:
     """What has grown beyond its tolerance between two quiet moments, in words.
 
-    Not the engines' processes: their heaps take half an hour to have seen batches of all sizes.
+    Not the engines' processes: their heaps take longer to have seen batches of all sizes.
     """
     found = []
     for name in before.keys() & after.keys():
