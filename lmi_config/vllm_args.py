@@ -83,23 +83,22 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
         wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = traces_protocol(environ)
     if "SAGEMAKER_SAFE_PORT_RANGE" in environ and len(machine.ports) > 2:
         wanted["VLLM_PORT"] = str(machine.ports[-1] + 1)
-    if not machine.gpus and settings.enforce_eager is not False:
-        # vLLM compiles some helpers of its sampler even so: 20 s at the first request, a compiler
-        # needed on the machine, and no faster on a CPU.
-        wanted["TORCHDYNAMO_DISABLE"] = "1"
     if not machine.gpus:
         # oneDNN keeps code for each shape that a batch has had: with its default of 1,024 shapes,
         # 0.3 GiB more within minutes for a tiny model, and a heap that grew to 1.4 GiB in 20 of
         # them. With 256 it is 0.06 GiB, the heap 0.6 to 1 GiB, and requests take no longer.
         wanted["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
-    count = ranks(settings, machine)
-    if not machine.gpus and count > 1:
-        # Left alone, vLLM wants a NUMA node for each rank. Each gets its share of the CPUs instead.
-        share = len(machine.cpus) // count
-        shares = [machine.cpus[rank * share : (rank + 1) * share] for rank in range(count)]
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-            ",".join(str(cpu) for cpu in cpus) for cpus in shares
-        )
+        if settings.enforce_eager is not False:
+            # vLLM compiles some helpers of its sampler even so: 20 s at the first request, a
+            # compiler needed on the machine, and no faster on a CPU.
+            wanted["TORCHDYNAMO_DISABLE"] = "1"
+        if (count := ranks(settings, machine)) > 1:
+            # Left alone, vLLM wants a NUMA node for each rank. Each gets its share of the CPUs.
+            share = len(machine.cpus) // count
+            shares = [machine.cpus[rank * share : (rank + 1) * share] for rank in range(count)]
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+                ",".join(str(cpu) for cpu in cpus) for cpus in shares
+            )
     if workerless(settings, machine):
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM overrules the executor
     return {name: value for name, value in wanted.items() if name not in environ}

@@ -39,7 +39,7 @@ import aiohttp
 import psutil
 import tiny_lora
 import tiny_model
-from chaos_ledger import End, Fault, Ledger, Sample, Verdict, grown, slope, table
+from chaos_ledger import End, Fault, Ledger, Sample, Verdict, grown, slopes, table
 from chaos_traffic import (
     ADAPTER,
     ERRORS,
@@ -801,19 +801,7 @@ class World:
             for name, sample in self.samples().items():
                 series.setdefault(name, []).append(sample)
             await asyncio.sleep(2)
-        # In halves: what has warmed up in the first one has stopped growing in the second.
-        columns = "".join(
-            f"{it:>20}" for it in ("MiB/hour", "in 2nd half", "files/hour", "in 2nd half")
-        )
-        print(f"\n{'slopes':26}{columns}")
-        for name, found in sorted(series.items()):
-            if len(found) == len(times) > 5:
-                cells = ""
-                for values in ([it.memory for it in found], [it.files for it in found]):
-                    for begin in (0, len(times) // 2):
-                        rise, error = slope(times[begin:], values[begin:])
-                        cells += f"{f'{rise:.1f} ± {error:.1f}':>20}"
-                print(f"{name:26}{cells}")
+        print(f"\n{slopes(times, series)}")
 
 
 FAULTS: dict[str, tuple[Callable[[World, str], Awaitable[None]], str]] = {

@@ -160,6 +160,23 @@ def table(before: dict[str, Sample], after: dict[str, Sample]) -> str:
     return "\n".join(lines)
 
 
+def slopes(times: Sequence[float], series: dict[str, list[Sample]]) -> str:
+    """By how much each process grows, in all and in the second half of the time.
+
+    What has only warmed up in the first half has stopped growing in the second. times: seconds.
+    """
+    heads = ("MiB/hour", "in 2nd half", "files/hour", "in 2nd half")
+    lines = [f"{'slopes':26}" + "".join(f"{it:>20}" for it in heads)]
+    begins = (0, len(times) // 2)
+    for name, found in sorted(series.items()):
+        if len(found) == len(times) > 5:
+            both = ([it.memory for it in found], [it.files for it in found])
+            told = [slope(times[it:], values[it:]) for values in both for it in begins]
+            cells = "".join(f"{f'{rise:.1f} ± {error:.1f}':>20}" for rise, error in told)
+            lines.append(f"{name:26}{cells}")
+    return "\n".join(lines)
+
+
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
     """Of the least-squares line: the increase in an hour and twice its standard error.
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from chaos import Program, running
-from chaos_ledger import End, Ledger, Sample, Verdict, grown, slope, table
+from chaos_ledger import End, Ledger, Sample, Verdict, grown, slope, slopes, table
 from chaos_traffic import (
     ERRORS,
     Ask,
@@ -352,3 +352,15 @@ def test_slopes_are_those_of_an_hour():
         covered += abs(rise - 5) < error
     assert 180 <= covered < 200
     assert math.isfinite(error)
+
+
+def test_slopes_of_what_only_warms_up():
+    times = [float(it) for it in range(0, 3600, 60)]
+    warms_up = [Sample(100 + min(it, 1800) / 180, 40) for it in times]
+    text = slopes(times, {"server": warms_up, "one that ended": warms_up[:9]})
+    heads, row = text.splitlines()
+    assert heads.count("in 2nd half") == 2
+    assert row.startswith("server ")
+    whole, *others = [float(it) for it in row.replace("±", "").split()[1::2]]
+    assert 5 < whole < 20
+    assert others == [0, 0, 0]
