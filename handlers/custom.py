@@ -6,23 +6,26 @@ ends this process where a call takes too long. The server's side is serving/user
 Both sides send frames: 4 bytes with the length of the rest, then a msgpack array. From the server
 (call, what, data): call is a number, data what the function gets. Back (call, kind, data), where
 kind is one of Kind.
+
+A handler's answer is held back where its client is slow: of one call at most WINDOW bytes, and the
+part that goes beyond, are on their way until the server asks for more. Each call has a window of
+its own, so none waits for another's client.
 """
 
 import asyncio
 import contextlib
-import ctypes
+import functools
 import importlib.util
 import inspect
 import json
 import os
 import re
 import resource
-import signal
 import socket
 import struct
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -31,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from handlers import djl_python
+from handlers import djl_python, isolation
 from handlers.decorators import marked
 from handlers.djl_python.inputs import Input
 from handlers.djl_python.outputs import Output, encoded
@@ -39,7 +42,17 @@ from handlers.djl_python.response import Response
 
 FILE = "model.py"
 THREADS = 32  # calls of sync functions at a time
+WINDOW = 256 * 1024
+"""Bytes of one answer's parts that the server has not asked for more after."""
+TOOLKIT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
+"""The functions of SageMaker's inference toolkit. Nothing here calls them."""
 LENGTH = struct.Struct("<I")
+HANDLE_OF_ADAPTER = (
+    "handle is called in the model's own model.py, never in an adapter's; an adapter may have an "
+    "input_formatter and an output_formatter"
+)
+NO_BODY = (204, 304)
+"""Statuses of answers that have no body (RFC 9110, 15.3.5 and 15.4.5)."""
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\xa0-\xff]*")
 
 
@@ -50,7 +63,9 @@ class What(StrEnum):
     WHOLE = "whole"  # data: the engine's JSON answer → the formatted answer
     CHUNK = "chunk"  # data: an event of its stream → the formatted one
     HANDLE = "handle"  # data: (properties, body) → a custom handler's answer
-    CANCEL = "cancel"  # nobody waits for the call any more; it has no answer
+    INIT = "init"  # data: properties → handle() is called with them and no content, as LMI does
+    MORE = "more"  # data: so many bytes of the call's parts have been used
+    CANCEL = "cancel"  # nobody waits for the call any more, which is to end: it is HEARD, then ends
 
 
 class Kind(StrEnum):
@@ -59,6 +74,8 @@ class Kind(StrEnum):
     LOADED = "loaded"  # data: the names of the functions that the file has
     FAILED = "failed"  # data: why, in a line
     DONE = "done"  # data: the result, and the end of the call
+    BEGUN = "begun"  # a custom handler is called now: until then the call can go elsewhere
+    HEARD = "heard"  # of a CANCEL
     HEAD = "head"  # data: (status, headers) of a handler's answer
     PART = "part"  # data: the next piece of a handler's answer
 
@@ -78,6 +95,8 @@ class Lazy:
         if self._found is None:
             from transformers import AutoTokenizer
 
+            if not os.access(self._folder, os.R_OK | os.X_OK):
+                raise PermissionError(f"{self._folder}: user {os.getuid()} may not read it")
             self._found = AutoTokenizer.from_pretrained(self._folder)
         return self._found
 
@@ -92,28 +111,38 @@ class Lazy:
 
 
 class Code:
-    """The functions of a loaded file."""
+    """The functions of a loaded file. Raises Fault where it has one that would never be called."""
 
-    def __init__(self, module: ModuleType, folder: Path, tokenizer: Lazy) -> None:
+    def __init__(
+        self, module: ModuleType, folder: Path, tokenizer: Lazy, of_adapter: bool = False
+    ) -> None:
         self._folder = folder
         self._threads = ThreadPoolExecutor(THREADS)
         handle = getattr(module, "handle", None)
+        called = inspect.iscoroutinefunction(handle) and not of_adapter
         self.functions: dict[str, Callable[..., Any]] = {
             name: function
             for name, function in (
                 ("input", marked(module, "input_formatter")),
                 ("output", marked(module, "output_formatter")),
-                ("handle", handle if inspect.iscoroutinefunction(handle) else None),
+                ("handle", handle if called else None),
             )
             if function
         }
+        if reason := _never_called(module, self.functions, of_adapter):
+            raise Fault(reason)
         self._extras = _extras(self.functions.get("input"), tokenizer)
 
-    async def answer(self, what: str, data: Any) -> AsyncIterator[tuple[Kind, Any]]:
+    async def answer(self, what: str, data: Any) -> AsyncGenerator[tuple[Kind, Any], None]:
         """Call a function. Raises Fault."""
         if what == What.HANDLE:
-            async for kind, part in self._handled(*data):
-                yield kind, part
+            async with contextlib.aclosing(self._handled(*data)) as parts:
+                async for kind, part in parts:
+                    yield kind, part
+            return
+        if what == What.INIT:
+            await self._initialised(data)
+            yield Kind.DONE, None
             return
         if what == What.INPUT:
             result = await self._called("input", _payload(data), **self._extras)
@@ -126,17 +155,41 @@ class Code:
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         function = self.functions[name]
-        try:
-            if inspect.iscoroutinefunction(function):
+        if inspect.iscoroutinefunction(function):
+            try:
                 return await function(*args, **kwargs)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
-        except BaseException as error:
-            raise Fault(told(error, self._folder)) from None
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                raise Fault(told(error, self._folder)) from None
+
+        def run() -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:  # some of which no future takes, StopIteration for one
+                raise Fault(told(error, self._folder)) from None
+
+        job = self._threads.submit(run)
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            if job.running():  # it was cancelled, but nothing ends a thread from outside
+                await asyncio.wait([asyncio.wrap_future(job)])
+
+    async def _initialised(self, properties: dict[str, str]) -> None:
+        """Have the handler initialise itself, with what LMI gives it for that: an empty Input."""
+        what = "in the initialising call, whose inputs.is_empty()"
+        try:
+            result = await self._called("handle", Input(properties))
+        except Fault as fault:
+            raise Fault(f"{fault} {what}") from None
+        if isinstance(result, Output) and not 200 <= _status(result.code) < 300:
+            said = result.body.decode(errors="replace")
+            raise Fault(f"handle answered {result.code} {what}: {said:.500}")
 
     async def _handled(
         self, properties: dict[str, str], body: bytes
-    ) -> AsyncIterator[tuple[Kind, Any]]:
+    ) -> AsyncGenerator[tuple[Kind, Any], None]:
         """What a custom handler answers; DONE with None where it leaves that to the engine."""
         result = await self._called("handle", Input(properties, body))
         if result is None:
@@ -150,14 +203,43 @@ class Code:
                 if not begun:
                     yield Kind.HEAD, (status, headers)
                     begun = True
+                if status in NO_BODY:
+                    break
                 yield Kind.PART, content
                 if isinstance(piece, Output) and piece.last:
                     break
-        except Fault:
+        except (Fault, GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:
             raise Fault(told(error, self._folder)) from None
+        finally:
+            if hasattr(pieces, "aclose"):
+                await pieces.aclose()
         yield Kind.DONE, b""
+
+
+def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bool) -> str | None:
+    """Why the file has a function for requests that would never be called: nobody would notice."""
+    handle = getattr(module, "handle", None)
+    if callable(handle) and "handle" not in functions:
+        if of_adapter:
+            return HANDLE_OF_ADAPTER
+        if inspect.isasyncgenfunction(handle):
+            return (
+                "handle yields, and would not be called; have `async def handle(inputs)` return "
+                "an async generator"
+            )
+        return (
+            "handle is not `async def`, and would not be called; make it `async def "
+            "handle(inputs)`, and have what blocks run by `await asyncio.to_thread(...)`"
+        )
+    toolkit = [name for name in TOOLKIT if callable(getattr(module, name, None))]
+    if toolkit and not functions:
+        return (
+            f"{', '.join(toolkit)} would not be called: SageMaker's inference toolkit is not "
+            "here; write `async def handle(inputs)`, or an input_formatter and an output_formatter"
+        )
+    return None
 
 
 def _extras(formatter: Callable[..., Any] | None, tokenizer: Lazy) -> dict[str, Any]:
@@ -199,11 +281,25 @@ def _piece(result: Any) -> tuple[int, dict[str, str], bytes]:
             if not _HEADER.fullmatch(f"{name}:{value}"):
                 raise Fault(f"the handler set a header that cannot be sent: {name!r:.100}")
             headers[name.lower()] = value
-        return int(result.code), headers, result.body
+        return _status(result.code), headers, result.body
     return 200, {"content-type": "application/json"}, _encoded("the handler", result)
 
 
-async def _once(result: Any) -> AsyncIterator[Any]:
+def _status(code: Any) -> int:
+    """The status of an answer. Raises Fault for what is none; 1xx only precede an answer."""
+    try:
+        status = int(code)
+        fits = 200 <= status <= 599 and status == float(code)
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise Fault(
+            f"the handler set {code!r:.50} as the status; it should be a number from 200 to 599"
+        )
+    return status
+
+
+async def _once(result: Any) -> AsyncGenerator[Any, None]:
     yield result
 
 
@@ -226,7 +322,7 @@ def told(error: BaseException, folder: Path = Path(FILE)) -> str:
     return f"{type(error).__name__}: {message}{where}"
 
 
-def load(folder: Path, tokenizer: Lazy) -> Code:
+def load(folder: Path, tokenizer: Lazy, of_adapter: bool = False) -> Code:
     """Run the folder's model.py. Raises Fault with what is wrong with it."""
     sys.modules["djl_python"] = djl_python  # what customers' files import is LMI's package
     sys.path.insert(0, str(folder))
@@ -237,39 +333,74 @@ def load(folder: Path, tokenizer: Lazy) -> Code:
     sys.modules["model"] = module
     try:
         spec.loader.exec_module(module)
-        return Code(module, folder, tokenizer)
+        return Code(module, folder, tokenizer, of_adapter)
+    except Fault:
+        raise
     except BaseException as error:
         raise Fault(told(error, folder)) from None
+
+
+class _Window:
+    """How much of a call's answer may be on its way to the server."""
+
+    def __init__(self) -> None:
+        self._left = WINDOW
+        self._more = asyncio.Event()
+
+    async def take(self, size: int) -> None:
+        while self._left <= 0:
+            self._more.clear()
+            await self._more.wait()
+        self._left -= size
+
+    def give(self, size: int) -> None:
+        self._left += size
+        self._more.set()
 
 
 async def serve(connection: socket.socket, code: Code) -> None:
     """Answer calls until the server has gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: dict[int, asyncio.Task[None]] = {}
+    windows: dict[int, _Window] = {}
 
     def send(call: int, kind: Kind, data: Any) -> None:
         writer.write(framed((call, kind, data)))
 
     async def answer(call: int, what: str, data: Any) -> None:
+        if what == What.HANDLE:
+            send(call, Kind.BEGUN, None)
         try:
-            async for kind, part in code.answer(what, data):
-                send(call, kind, part)
-                await writer.drain()
+            async with contextlib.aclosing(code.answer(what, data)) as parts:
+                async for kind, part in parts:
+                    if kind == Kind.PART:
+                        await windows[call].take(len(part))
+                    send(call, kind, part)
+                    await writer.drain()
         except Fault as fault:
             send(call, Kind.FAILED, str(fault))
         except Exception as error:
             send(call, Kind.FAILED, told(error, Path(__file__).parent))
-        finally:
-            del tasks[call]
+
+    def end(call: int, task: asyncio.Task[None]) -> None:
+        del tasks[call], windows[call]
+        if task.cancelled():
+            send(call, Kind.FAILED, "it was cancelled")
 
     send(0, Kind.LOADED, [*code.functions])
     while True:
         call, what, data = await frame(reader)
         if what == What.CANCEL:
             if call in tasks:
+                send(call, Kind.HEARD, None)
                 tasks[call].cancel()
-            continue
-        tasks[call] = asyncio.create_task(answer(call, what, data))
+        elif what == What.MORE:
+            if call in windows:
+                windows[call].give(data)
+        else:
+            windows[call] = _Window()
+            task = tasks[call] = asyncio.create_task(answer(call, what, data))
+            task.add_done_callback(functools.partial(end, call))
 
 
 def framed(content: Any) -> bytes:
@@ -283,17 +414,39 @@ async def frame(reader: asyncio.StreamReader) -> Any:
     return msgspec.msgpack.decode(await reader.readexactly(length))
 
 
-def main(socket_number: str, folder: str, tokenizer: str, memory: str) -> None:
-    # The end of the connection tells that the server has gone, but blocked code would not hear it.
-    pr_set_pdeathsig = 1  # prctl(2)
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _isolated(folder: Path, tokenizer: Path, user: int, memory: int) -> tuple[Path, Path]:
+    """Give up what an adapter's code is not to have. Returns by which paths the folders are found.
+
+    Raises Fault where the code could not be read after that.
+    """
+    if memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    try:
+        moved = isolation.give_up(user, [folder, tokenizer])
+    except OSError as error:
+        raise Fault(f"cannot become user {user}, as whom adapters' code runs: {error}") from None
+    if not os.access(moved[folder] / FILE, os.R_OK):
+        raise Fault(
+            f"{folder / FILE} cannot be read by user {user}, as whom adapters' code runs; "
+            f"`chmod -R a+rX {folder}` lets it"
+        )
+    return moved[folder], moved[tokenizer]
+
+
+def main(socket_number: str, folder: str, tokenizer: str, memory: str, user: str = "") -> None:
+    """user: as whom an adapter's code runs, 0 for the server's own; empty for the model's code."""
     connection = socket.socket(fileno=int(socket_number))
     limit = int(memory)
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     os.chdir(folder)
+    here, there = Path(folder), Path(tokenizer)
     try:
-        code = load(Path(folder), Lazy(tokenizer))
+        if user:
+            here, there = _isolated(here, there, int(user), limit)
+        # The end of the connection says so too, but blocked code would not hear of it.
+        isolation.end_with_parent()
+        code = load(here, Lazy(str(there)), of_adapter=bool(user))
     except Fault as fault:
         connection.sendall(framed((0, Kind.FAILED, str(fault))))
         return

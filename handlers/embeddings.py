@@ -9,7 +9,9 @@ from handlers.records import EngineCall, read
 
 class _Request(msgspec.Struct):
     inputs: str | list[str]
+    parameters: dict[str, Any] | None = None
     model: str | None = None
+    cache_salt: str | None = None
 
 
 class _Vector(msgspec.Struct):
@@ -34,6 +36,11 @@ def parse(body: bytes, normalize: bool) -> EngineCall:
     call: dict[str, Any] = {"input": request.inputs, "use_activation": normalize}
     if request.model:
         call["model"] = request.model
+    salt = request.cache_salt
+    if salt is None:
+        salt = (request.parameters or {}).get("cache_salt")
+    if salt is not None:
+        call["cache_salt"] = salt
     return EngineCall("/v1/embeddings", msgspec.json.encode(call), _Reply())
 
 

@@ -12,6 +12,8 @@ import msgspec
 from handlers.records import EngineCall, FormatError, read
 
 DEFAULT_MAX_NEW_TOKENS = 30
+BESIDE = 128 * 1024
+"""Bytes beside `inputs` and `adapters` where they are lists: each of the inputs gets a copy."""
 
 _RENAMED = {
     "max_new_tokens": "max_tokens",
@@ -60,10 +62,18 @@ class _Request(msgspec.Struct):
     parameters: dict[str, Any] | None = None
     stream: bool | None = None
     model: str | None = None
+    cache_salt: str | None = None
+
+
+class _Lists(msgspec.Struct):
+    inputs: msgspec.Raw = msgspec.Raw()
+    adapters: msgspec.Raw = msgspec.Raw()
 
 
 _read_request = msgspec.json.Decoder(_Request).decode
-_read_object = msgspec.json.Decoder(dict[str, Any]).decode
+_read_values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_read_lists = msgspec.json.Decoder(_Lists).decode
 _encode = msgspec.json.encode
 
 
@@ -98,6 +108,8 @@ def parse(body: bytes) -> EngineCall:
         call["stop"] = stop
     if request.model:
         call["model"] = request.model
+    if request.cache_salt is not None:
+        call["cache_salt"] = request.cache_salt
     if stream or parameters.details:
         call.setdefault("logprobs", 0)  # of the chosen tokens alone
         call["return_token_ids"] = True
@@ -110,16 +122,27 @@ def parse(body: bytes) -> EngineCall:
 
 
 def split(body: bytes, count: int) -> list[bytes]:
-    """One request for each of the inputs. Raises FormatError where there are not so many."""
-    request = read(_read_object, body)
-    inputs = request.get("inputs")
-    if not isinstance(inputs, list) or len(inputs) != count:
+    """One request for each of the inputs, each with what is beside them and the adapters.
+
+    Raises FormatError where there are not so many inputs, and where too much is beside them.
+    """
+    lists = read(_read_lists, body)
+    if not bytes(lists.inputs).startswith(b"["):
+        lists.inputs = msgspec.Raw(b"[]")
+    prompts = read(_read_list, lists.inputs)
+    if len(prompts) != count:
         raise FormatError(
             f"adapters is a list of {count}; inputs should be a list of as many", "adapters"
         )
-    if request.get("stream"):
+    if len(body) - len(lists.inputs) - len(lists.adapters) > BESIDE:
+        raise FormatError(
+            f"a request with a list of adapters may have {BESIDE} bytes beside it and its inputs"
+        )
+    request = read(_read_values, body)
+    del request["inputs"], request["adapters"]
+    if bytes(request.get("stream", b"null")) not in (b"null", b"false"):
         raise FormatError("a list of inputs cannot be streamed; send one per request", "inputs")
-    return [_encode(request | {"inputs": prompt}) for prompt in inputs]
+    return [_encode({**request, "inputs": prompt}) for prompt in prompts]
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

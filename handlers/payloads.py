@@ -2,6 +2,8 @@
 
 import csv
 import io
+import itertools
+from collections.abc import Iterator
 
 import msgspec
 
@@ -13,24 +15,40 @@ KEYS = ("prompt", "inputs", "messages", "requestType")
 JSON_LINES = ("application/jsonlines", "application/x-jsonlines", "application/jsonl")
 
 
-def requests(body: bytes, content_type: str) -> list[bytes]:
+ROWS = 1024
+"""Prompts in a CSV."""
+LINE = 2**20
+"""Bytes in a line of a CSV. A field has at most 128 KiB."""
+LINES = 100_000
+"""JSON lines in a body."""
+
+
+def requests(body: bytes, content_type: str) -> Iterator[bytes]:
     """The requests in a body: one, or for JSON lines one for each line that is not blank.
 
     content_type: as the header has it. Text is a prompt, unless it is a JSON request after all, and
     a CSV has its prompts in the column `inputs`; what is of no type that is known counts as JSON.
-    Raises FormatError for text that is not UTF-8, a CSV without the column, and lines without any.
+    Raises FormatError for text that is not UTF-8, a CSV without the column, lines without any, and
+    too many of them.
     """
     match content_type.partition(";")[0].strip().lower():
         case "text/plain" if not _is_request(body):
-            return [_lmi(_text(body))]
+            return iter([_lmi(_text(body))])
         case "text/csv":
-            return [_lmi(_column(_text(body)))]
+            return iter([_lmi(_column(body))])
         case kind if kind in JSON_LINES:
-            lines = [line for line in body.splitlines() if line.strip()]
-            if not lines:
-                raise FormatError("the body has no lines")
-            return lines
-    return [body]
+            return _lines(body)
+    return iter([body])
+
+
+def _lines(body: bytes) -> Iterator[bytes]:
+    if body.count(b"\n") > LINES:
+        raise FormatError(f"the body has more than {LINES} lines")
+    lines = (line for line in io.BytesIO(body) if line.strip())
+    first = next(lines, None)
+    if first is None:
+        raise FormatError("the body has no lines")
+    return itertools.chain([first], lines)
 
 
 def _lmi(inputs: str | list[str]) -> bytes:
@@ -44,22 +62,43 @@ def _text(body: bytes) -> str:
         raise FormatError(f"the body is not UTF-8: {error.reason}") from None
 
 
+_Keys = msgspec.defstruct("_Keys", [(key, msgspec.Raw, msgspec.Raw()) for key in KEYS])
+_read_keys = msgspec.json.Decoder(_Keys).decode
+
+
 def _is_request(body: bytes) -> bool:
     try:
-        found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        found = _read_keys(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
-    return any(key in found for key in KEYS)
+    return any(bytes(getattr(found, key)) for key in KEYS)
 
 
-def _column(text: str) -> list[str]:
+def _column(body: bytes) -> list[str]:
+    """The column `inputs`. No more is read than a CSV may have."""
+    found: list[str] = []
     try:
-        rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        found = [row.get("inputs") for row in rows]
+        rows = csv.DictReader(_csv_lines(body), strict=True)
         if "inputs" not in (rows.fieldnames or ()):
             raise FormatError("the first line of the CSV should name a column `inputs`")
+        for row in rows:
+            if (value := row.get("inputs")) is None:
+                raise FormatError("every row of the CSV should have `inputs`")
+            if len(found) == ROWS:
+                raise FormatError(f"the CSV has more than {ROWS} rows; send them in several")
+            found.append(value)
     except csv.Error as error:
         raise FormatError(f"the body is not CSV: {error}") from None
-    if not found or None in found:
-        raise FormatError("every row of the CSV should have `inputs`, and there should be one")
-    return [value for value in found if value is not None]
+    except UnicodeDecodeError as error:
+        raise FormatError(f"the body is not UTF-8: {error.reason}") from None
+    if not found:
+        raise FormatError("the CSV has no rows; there should be one")
+    return found
+
+
+def _csv_lines(body: bytes) -> Iterator[str]:
+    text = io.TextIOWrapper(io.BytesIO(body), "utf-8", newline="")
+    while line := text.readline(LINE + 1):
+        if len(line) > LINE:
+            raise FormatError(f"a line of the CSV is longer than {LINE} characters")
+        yield line

@@ -1,10 +1,12 @@
 """Who gets how much of the machine's memory: the engine first, what is left is for KV caches."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from lmi_config.machine import Machine
 from lmi_config.model import ModelFacts
 from lmi_config.options import Settings
+from lmi_config.settings import SettingsError
 from lmi_config.vllm_args import ranks, tensor_parallel
 
 MIB = 1024**2
@@ -27,6 +29,34 @@ MARGIN = 0.1
 KV_ON_CPU = 4 * GIB
 UTILIZATION = 0.92
 """vLLM's default of gpu_memory_utilization."""
+
+
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""vLLM's older way to size the KV cache without a GPU, in GiB. Where it is set, vLLM (0.32) passes
+over kv_cache_memory_bytes (vllm/platforms/cpu.py)."""
+
+
+def settled(settings: Settings, machine: Machine, environ: Mapping[str, str]) -> Settings:
+    """The settings with the size of the KV cache that vLLM will take from VLLM_CPU_KVCACHE_SPACE.
+
+    Raises SettingsError where that is no size, or an option says another.
+    """
+    given = environ.get(KV_SPACE, "")
+    if machine.gpus or not given:
+        return settings
+    if not given.isdecimal() or not int(given):
+        raise SettingsError([f"{KV_SPACE}={given!r}: should be a whole number of GiB, like 4"])
+    size = int(given) * GIB
+    origin = settings.origins.get("kv_cache_memory_bytes")
+    if origin and settings.kv_cache_memory_bytes != size:
+        raise SettingsError(
+            [
+                f"{KV_SPACE}={given} and {origin}={settings.kv_cache_memory_bytes} both size the "
+                "engine's KV cache; keep one"
+            ]
+        )
+    origins = {"kv_cache_memory_bytes": KV_SPACE, **settings.origins}
+    return dataclasses.replace(settings, kv_cache_memory_bytes=size, origins=origins)
 
 
 @dataclasses.dataclass(frozen=True)

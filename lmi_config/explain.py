@@ -1,16 +1,18 @@
 """A plan told: as a table that fits one screen, and as JSON. Nothing secret is in either."""
 
+import contextlib
 import dataclasses
 import json
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmi_config import budget, kv_tiers, preflight, vllm_args
+from lmi_config import budget, preflight, vllm_args
 from lmi_config.kv_tiers import DOCUMENT, told
 from lmi_config.options import OPTIONS
 from lmi_config.plan import Plan, draft_id
-from lmi_config.settings import secret
+from lmi_config.redaction import masked, secret
+from lmi_config.values import AUTO
 
 
 def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -34,8 +36,7 @@ def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _engine(plan: Plan) -> dict[str, Any]:
     """vLLM's options, with what is secret hidden."""
-    found = plan.engine(plan.settings.model_id, draft_id(plan.settings))
-    return {name: _safe(name, value) for name, value in found.items()}
+    return {name: _safe(name, value) for name, value in plan.options.items()}
 
 
 def _safe(name: str, value: Any) -> Any:
@@ -44,9 +45,12 @@ def _safe(name: str, value: Any) -> Any:
         return "(hidden)"
     if isinstance(value, Mapping):
         return {key: _safe(str(key), item) for key, item in value.items()}
-    if isinstance(value, str) and value.startswith("{"):
-        return _safe(name, json.loads(value))
-    return value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):  # no JSON, like a chat template
+            if isinstance(found := json.loads(value), dict):
+                return _safe(name, found)
+        return masked(value)
+    return tuple(map(masked, value)) if isinstance(value, tuple) else value
 
 
 def _shown(name: str, value: Any) -> str:
@@ -73,7 +77,9 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         drafted = " and the draft's" if plan.draft and plan.draft.facts.kv else ""
         yield "KV per token", f"{each / 1024:g} KiB", f"{model.layers or '?'} layers{drafted}"
     longest = settings.max_model_len or model.max_length
-    if longest:
+    if longest == AUTO:
+        yield "longest request", "auto", "what fits the KV cache; vLLM decides"
+    elif longest:
         origin = settings.origins.get("max_model_len", "the model's own")
         yield "longest request", f"{longest:,} tokens", origin
     if plan.draft:
@@ -145,7 +151,7 @@ def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
         tiers = dataclasses.replace(
             plan.tiers, shared=shared and dataclasses.replace(shared, adapter=shared.masked)
         )
-        yield "lmcache", kv_tiers.server_arguments(tiers, plan.machine)
+        yield "lmcache", plan.cache_command(tiers)
 
 
 def as_text(plan: Plan) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmi_config import lmcache
 from lmi_config.budget import GIB, SHARED_MEMORY, Budget, kv_per_token
@@ -19,12 +19,9 @@ from lmi_config.model import ModelFacts
 from lmi_config.options import Settings
 from lmi_config.settings import SettingsError
 
-CONNECTOR = "PatientConnector"
-CONNECTOR_MODULE = "serving.kv_connector"
-DISK_MODULE = "serving.checked_files"
 POLICY, POLICY_SKIPPING_L1 = "slipway", "slipway_skip_l1"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"
-"""Our own parts in vLLM and in LMCache's server, by the names they are asked for."""
+"""Slipway's own parts in LMCache's server, by the names under which it registers them."""
 STORES = {"native_plugin": "disk", "fs_native": "folder"}
 """LMCache's names of its kinds of stores that would say nothing to an operator, and ours."""
 IN_PROCESS = "LMCacheConnectorV1"
@@ -45,8 +42,6 @@ DISK_MARGIN = 0.1
 COMPILED = 2 * GIB
 """Room on the same disk for what vLLM compiles and for logs."""
 _STEP = GIB // 8
-DECISION = Path("/tmp/slipway/lmcache.yaml")
-"""Where `serve` writes down what was decided."""
 _POOL = "lmcache_l1_pool_"  # before the name of LMCache's files in /dev/shm
 LAZY = 20
 """GiB of the pool that LMCache takes at the start; its default."""
@@ -137,10 +132,28 @@ def plan(
             shared = lmcache.store(settings.kv_l2_url, region)
         except ValueError as error:
             raise SettingsError([f"OPTION_KV_L2_URL: {error}"]) from None
-    if file is None and not (_manual(settings) and not settings.lmcache_auto_config):
+    translation = _translated(settings, file)
+    if translation is None:
         return _automatic(settings, machine, model, budget, shared, to_fetch)
-    options = lmcache.merged(file or {}, settings.lmcache)
-    return _manually(lmcache.translate(options), machine, budget, ranks, shared)
+    return _manually(translation, machine, budget, ranks, shared)
+
+
+def disk_path(settings: Settings, file: Mapping[str, object] | None) -> str:
+    """The folder of the disk tier, for the machine's disk to be looked at there.
+
+    file: as for plan(). Raises SettingsError as plan() does.
+    """
+    translation = None if faults(settings) else _translated(settings, file)
+    if translation and translation.disk:
+        return translation.disk.path
+    return settings.kv_disk_path
+
+
+def _translated(settings: Settings, file: Mapping[str, object] | None) -> Translation | None:
+    """LMCache's own configuration; None where it has no say."""
+    if file is None and not (_manual(settings) and not settings.lmcache_auto_config):
+        return None
+    return lmcache.translate(lmcache.merged(file or {}, settings.lmcache))
 
 
 def _automatic(
@@ -230,11 +243,18 @@ def _manually(
             f"max_local_cpu_size: {translation.l1_gib:g} GiB for each of {ranks} ranks need "
             f"{told(l1)} of memory, and the engine leaves {told(budget.free)}"
         )
-    disk, path, direct = 0, "", False
-    if translation.disk:
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    disk, path, direct, reason = 0, "", False, "left out: not asked for"
+    if translation.disk and machine.disk.in_memory:
+        reason = (
+            f"left out: {translation.disk.path} is a {machine.disk.kind}, which is memory; name a "
+            "folder on a disk as local_disk"
+        )
+    elif translation.disk:
         disk = round(translation.disk.gib * GIB) * ranks
         path = translation.disk.path
         direct = translation.disk.odirect and machine.disk.direct
+        reason = f"max_local_disk_size{each}"
         if disk > machine.disk.free:
             found.append(
                 f"max_local_disk_size: {translation.disk.gib:g} GiB for each of {ranks} ranks need "
@@ -244,9 +264,10 @@ def _manually(
         found.append("OPTION_KV_L2_URL and remote_url both name a shared store; keep one")
     if found:
         raise SettingsError(found)
-    each = f" for each of {ranks} ranks" if ranks > 1 else ""
     notes = list(translation.ignored)
-    if translation.disk and translation.disk.odirect and not direct:
+    if translation.disk and not disk:
+        notes.append(f"no disk tier: {reason}")
+    elif translation.disk and translation.disk.odirect and not direct:
         notes.append(f"use_odirect: {path} refuses it; written through the page cache")
     return Tiers(
         l1=l1,
@@ -260,23 +281,37 @@ def _manually(
         connector=translation.connector,
         reasons={
             "l1": f"max_local_cpu_size{each}",
-            "disk": f"max_local_disk_size{each}" if disk else "left out: not asked for",
+            "disk": reason,
             "chunk_size": "chunk_size",
         },
         notes=tuple(notes),
     )
 
 
-def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
+class Ports(NamedTuple):
+    """The cache server's ports: for the engine, for its API, and for its metrics."""
+
+    engine: int
+    http: int
+    prometheus: int
+
+
+def ports(machine: Machine) -> Ports:
+    """Of the machine's free ports those that the cache server gets."""
+    return Ports(*machine.ports[: len(Ports._fields)])
+
+
+def server_arguments(tiers: Tiers, machine: Machine, disk_store: str) -> list[str]:
     """The command line of `lmcache`. Its ports are open to this machine alone.
 
-    Sizes are in GiB, which LMCache calls GB (`size_gb * (1 << 30)` in its configuration).
+    disk_store: the path of the class that keeps the disk tier's files, as `module.Class`. Sizes are
+    in GiB, which LMCache calls GB (`size_gb * (1 << 30)` in its configuration).
     """
-    port, http, prometheus = machine.ports[:3]
+    engine, http, prometheus = ports(machine)
     arguments = [
         "server",
         "--host=127.0.0.1",
-        f"--port={port}",
+        f"--port={engine}",
         "--http-host=127.0.0.1",
         f"--http-port={http}",
         f"--prometheus-port={prometheus}",
@@ -297,10 +332,11 @@ def server_arguments(tiers: Tiers, machine: Machine) -> list[str]:
     skip = tiers.skip_l1 and (tiers.disk or tiers.shared)
     arguments.append(f"--l2-store-policy={POLICY_SKIPPING_L1 if skip else POLICY}")
     if tiers.disk:
+        module, _, name = disk_store.rpartition(".")
         disk = {
             "type": "native_plugin",
-            "module_path": DISK_MODULE,
-            "class_name": "CheckedFiles",
+            "module_path": module,
+            "class_name": name,
             "adapter_params": {"path": tiers.path, "direct": tiers.direct},
             "max_capacity_gb": tiers.disk / GIB,
             "eviction": {"eviction_policy": "LRU"},  # without it the capacity bounds nothing
@@ -316,7 +352,7 @@ def shared_pool(tiers: Tiers, machine: Machine) -> Path | None:
     """
     if machine.gpus or machine.shm < tiers.l1 + SHARED_MEMORY:
         return None
-    return Path("/dev/shm") / f"{_POOL}slipway-{machine.ports[0]}"
+    return Path("/dev/shm") / f"{_POOL}slipway-{ports(machine).engine}"
 
 
 def server_environment(tiers: Tiers) -> dict[str, str]:
@@ -328,15 +364,17 @@ def server_environment(tiers: Tiers) -> dict[str, str]:
     return {**tiers.shared.env, SHARED_STORE: json.dumps(dict(tiers.shared.adapter))}
 
 
-def connector(tiers: Tiers, machine: Machine) -> dict[str, Any]:
-    """vLLM's kv_transfer_config for these tiers."""
+def connector(tiers: Tiers, machine: Machine, path: str) -> dict[str, Any]:
+    """vLLM's kv_transfer_config for these tiers. path: of the connector, as `module.Class`."""
+    module, _, name = path.rpartition(".")
     return {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_connector": name,
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # vLLM would fail the request
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": machine.ports[0],
+            "lmcache.mp.port": ports(machine).engine,
             # How long the engine may stand still for a server that is away: 21 s were seen with
             # LMCache's own 300 s and 10 s. Without a GPU it copies KV itself, and waits for that.
             "lmcache.mp.mq_timeout": 10.0 if machine.gpus else 5.0,

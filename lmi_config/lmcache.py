@@ -12,12 +12,13 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
-from lmi_config.settings import SettingsError, secret
+from lmi_config.redaction import masked, secret
+from lmi_config.settings import SettingsError, nearly
 
 Reader = Callable[[object], Any]
 """Turns a text or YAML's value into an option's, or raises ValueError saying what it should be."""
@@ -567,6 +568,14 @@ def merged(file: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, 
     return options
 
 
+def misspelt(names: Iterable[str]) -> Iterator[str]:
+    """`LMCACHE_*` variables that are no options of LMCache's, but nearly one: a sentence each."""
+    known = [f"LMCACHE_{it.upper()}" for it in (*_TOP.readers, *_TOP.refused, *_TOP.needless)]
+    for name in names:
+        if name.removeprefix("LMCACHE_").lower() not in _TOP:
+            yield from nearly(name, name, {it: it for it in known})
+
+
 def translate(config: Mapping[str, object]) -> Translation:
     """Translate LMCache's in-process options. Null counts as not set; defaults are LMCache's.
 
@@ -662,8 +671,9 @@ def _faults(faults: list[str], name: str, value: object) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        hidden = secret(name) or name.lower().endswith("extra_config")
-        faults.append(f"{name}={'(hidden)' if hidden else repr(value)}: should be {error}")
+        hidden = secret(name) or name.lower().endswith(("extra_config", "remote_url"))
+        shown = "(hidden)" if hidden else masked(repr(value))
+        faults.append(f"{name}={shown}: should be {error}")
 
 
 def _unquoted(text: str) -> str:

@@ -2,20 +2,29 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import mmap
 import os
+import re
 import socket
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 PAGE = 4096
 """Bytes that O_DIRECT reads and writes are a multiple of; no disk's block is larger."""
 
+KV = "slipway-kv"
+"""The disk tier's own folder, in the one that it is given. Nothing outside it is ever changed."""
 LOCK = ".lock"
-"""In a folder of the disk tier: locked by the servers that use it."""
+"""In that folder: locked while the caches in it change hands. In each cache: locked by the servers
+that use it. Without it, a folder was not made by us."""
+_SHARED, _ALONE = fcntl.LOCK_SH | fcntl.LOCK_NB, fcntl.LOCK_EX | fcntl.LOCK_NB
+_CACHE = re.compile(r"[0-9a-f]{16}")  # a fingerprint
+_KV_FILE = re.compile(r".*@0x.*\.(data|tmp)")  # as LMCache's file client names them
 
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "none"
 
@@ -33,7 +42,7 @@ class Gpu:
 class Disk:
     """A folder's file system. free, total: bytes; direct: whether O_DIRECT works there.
 
-    KV caches in the folder that no server holds count as free.
+    KV caches in the folder that a server would remove count as free.
     """
 
     path: str
@@ -90,7 +99,8 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Folders that may hold a controller's files for us, with the version of their cgroup.
+    """Folders that may hold a controller's files for us, with the version of their cgroup: our own
+    cgroup and all above it, whose limits hold for us too.
 
     A process sees its own cgroup at the mount's top when the container has a cgroup namespace, and
     under the path in /proc/self/cgroup when it has none. Lines of that file are
@@ -105,8 +115,9 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
             version, mount = 1, root / "sys/fs/cgroup" / controller
         else:
             continue
-        yield version, mount / path.strip("/")
-        yield version, mount
+        own = PurePosixPath(path.strip("/"))
+        for part in (own, *own.parents):
+            yield version, mount / part
 
 
 def _number(path: Path) -> int | None:
@@ -130,20 +141,29 @@ def _memory(root: Path) -> tuple[int, int, bool]:
     """Bytes that may be in use, bytes of them that are free, and whether a container limits them.
 
     What a cgroup uses counts file pages; those that were not touched lately are given up before
-    anything is killed, so they are free (memory.stat, `inactive_file`).
+    anything is killed, so they are free (memory.stat, `inactive_file`). Above memory.high processes
+    are slowed down until they hardly run. In version 1 memory.stat has the least limit of all
+    cgroups above, also of those that a container does not see (`hierarchical_memory_limit`).
     """
     host = _table(root / "proc/meminfo")
     total = host["MemTotal"] * 1024
     memory, free = total, host.get("MemAvailable", host["MemTotal"]) * 1024
     for version, group in _groups(root, "memory"):
-        names = ("memory.max", "memory.current", "inactive_file")
-        if version == 1:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        limit, used = _number(group / names[0]), _number(group / names[1])
-        if limit is None or limit > _NO_LIMIT:
+        statistics = _table(group / "memory.stat")
+        if version == 2:
+            limits = [_number(group / "memory.max"), _number(group / "memory.high")]
+            used, idle = _number(group / "memory.current"), statistics.get("inactive_file", 0)
+        else:
+            limits = [
+                _number(group / "memory.limit_in_bytes"),
+                statistics.get("hierarchical_memory_limit"),
+            ]
+            used = _number(group / "memory.usage_in_bytes")
+            idle = statistics.get("total_inactive_file", 0)
+        limit = min(limit for limit in (*limits, _NO_LIMIT) if limit is not None)
+        if limit >= _NO_LIMIT:
             continue
         memory = min(memory, limit)
-        idle = _table(group / "memory.stat").get(names[2], 0)
         free = min(free, limit - max((used or 0) - idle, 0))
     return memory, max(min(free, memory), 0), memory < total
 
@@ -190,28 +210,82 @@ def _free(path: Path) -> tuple[int, int]:
 
 def _disk(path: Path, root: Path) -> Disk:
     free, total = _free(path)
-    if path.is_dir():
-        folders = [folder for folder in path.iterdir() if folder.is_dir() and not held(folder)]
-        for folder in folders:
-            free += sum(file.stat().st_blocks * 512 for file in folder.glob("*.data"))
+    free += reclaimable(path)
     existing = _existing(path)
     direct = os.access(existing, os.W_OK) and _direct(existing)
     return Disk(path=str(path), kind=_kind(existing, root), free=free, total=total, direct=direct)
 
 
-def held(folder: Path) -> bool:
-    """Whether a running server uses this folder of the disk tier."""
+def reclaimable(path: Path) -> int:
+    """Bytes of the KV caches of earlier servers, below the folder of the disk tier.
+
+    It is 0 while a server makes room there.
+    """
+    found = 0
+    with contextlib.suppress(OSError), kv_folder(path) as home, locked(home, _SHARED):
+        for _, folder in unused_caches(home):
+            found += sum(file.st_blocks * 512 for file in kv_files(folder).values())
+    return found
+
+
+@contextlib.contextmanager
+def kv_folder(path: Path) -> Iterator[int]:
+    """The disk tier's own folder below `path`, as a descriptor.
+
+    Raises OSError where there is none, it is a link, or another user's.
+    """
+    with _opened(path / KV, os.O_RDONLY | os.O_DIRECTORY) as home:
+        owner = os.fstat(home).st_uid
+        if owner != os.geteuid():
+            raise PermissionError(errno.EPERM, f"belongs to user {owner}", str(path / KV))
+        yield home
+
+
+@contextlib.contextmanager
+def locked(folder: int, how: int) -> Iterator[int]:
+    """Hold a folder's lock in the block. how: as for flock(2).
+
+    Raises OSError where there is none, or it cannot be had.
+    """
+    with _opened(LOCK, os.O_RDWR, folder) as lock:
+        fcntl.flock(lock, how)
+        yield lock
+
+
+def unused_caches(home: int) -> Iterator[tuple[str, int]]:
+    """The caches in the disk tier's own folder that no server holds: name and descriptor. Each is
+    held until the next. Whatever else there is in the folder is passed over.
+    """
+    for name in sorted(os.listdir(home)):
+        if _CACHE.fullmatch(name):
+            with (
+                contextlib.suppress(OSError),
+                _opened(name, os.O_RDONLY | os.O_DIRECTORY, home) as folder,
+                locked(folder, _ALONE),
+            ):
+                yield name, folder
+
+
+def kv_files(folder: int) -> dict[str, os.stat_result]:
+    """The files of KV in a cache, by name. What others put there is left out."""
+    found = {}
+    for name in os.listdir(folder):
+        if _KV_FILE.fullmatch(name):
+            with contextlib.suppress(OSError):
+                file = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISREG(file.st_mode):
+                    found[name] = file
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    """Open what is no link. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, dir_fd=folder)
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        yield descriptor
     finally:
-        os.close(lock)
-    return False
+        os.close(descriptor)
 
 
 def _kind(path: Path, root: Path) -> str:

@@ -25,7 +25,7 @@ _WEIGHTS = (
 )
 _TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
-_LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
+LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _FIRST_READ = 128 * 1024  # holds nearly every header; what is longer takes a second request
 _LARGEST = 2**48  # of all numbers a model could mean; JSON knows no limit
 
@@ -557,8 +557,15 @@ def _indexed(checkpoint: Checkpoint, index: str) -> set[str]:
     return set(listed.values())
 
 
-def header(checkpoint: Checkpoint, name: str, size: int) -> dict[str, Tensor]:
-    """The tensors of one safetensors file of `size` bytes. Raises ModelError if it is not whole."""
+def header(
+    checkpoint: Checkpoint, name: str, size: int, longest: int = LONGEST_HEADER
+) -> dict[str, Tensor]:
+    """The tensors of one safetensors file of `size` bytes. longest: bytes of its header.
+
+    What the safetensors library (0.8) refuses is refused: tensors that overlap, leave holes or are
+    not of the size that their type and shape say. Of types that are not known here the size is not
+    checked. Raises ModelError.
+    """
     file = f"{checkpoint.where}/{name}"
     start = checkpoint.head(name, _FIRST_READ) if size else b""
     if start.startswith(b"version "):
@@ -566,42 +573,89 @@ def header(checkpoint: Checkpoint, name: str, size: int) -> dict[str, Tensor]:
     length = int.from_bytes(start[:8], "little")
     if size < 8 or 8 + length > size:
         raise ModelError(f"{file} is cut short after {size} bytes; {_FETCH_AGAIN}")
-    if length > _LONGEST_HEADER:
-        raise ModelError(f"{file}: a header of {length} bytes is no safetensors; {_FETCH_AGAIN}")
+    if length > longest:
+        raise ModelError(
+            f"{file}: a header of {length} bytes is longer than {longest}; {_FETCH_AGAIN}"
+        )
     if 8 + length > len(start):
         start = checkpoint.head(name, 8 + length)
-    found = {}
-    end = 0
-    for tensor, entry in _object(file, start[8 : 8 + length]).items():
-        if tensor == "__metadata__":
-            continue
-        match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(_), int(last)]} if (
-                all(type(each) is int and each >= 0 for each in shape)
-            ):
-                found[tensor] = Tensor(dtype, tuple(shape))
-                end = max(end, last)
-            case _:
-                raise ModelError(
-                    f"{file}: what its header says of {tensor:.80} is no tensor; " + _FETCH_AGAIN
-                )
-    if 8 + length + end != size:
+    entries = _object(file, start[8 : 8 + length], "utf-8")
+    match entries.pop("__metadata__", None):
+        case None:
+            pass
+        case dict() as texts if all(isinstance(text, str) for text in texts.values()):
+            pass
+        case _:
+            raise ModelError(f"{file}: __metadata__ has to be an object of texts; {_FETCH_AGAIN}")
+    found, places = {}, []
+    for tensor, entry in entries.items():
+        found[tensor], begin, end = _tensor(file, tensor, entry)
+        places.append((begin, end, tensor))
+    reached = 0
+    for begin, end, tensor in sorted(places):
+        if begin != reached:
+            raise ModelError(
+                f"{file}: {tensor:.80} begins at byte {begin}, but the data before it ends at "
+                f"{reached}; {_FETCH_AGAIN}"
+            )
+        reached = end
+    if 8 + length + reached != size:
         raise ModelError(
-            f"{file} has {size} bytes, but by its header {8 + length + end}; {_FETCH_AGAIN}"
+            f"{file} has {size} bytes, but by its header {8 + length + reached}; {_FETCH_AGAIN}"
         )
     return found
 
 
-def json_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelError where it holds none."""
-    size = checkpoint.sizes[name]
-    content = checkpoint.head(name, min(size, _LONGEST_HEADER)) if size else b""
-    return _object(f"{checkpoint.where}/{name}", content)
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Bits of a number, by the names of safetensors' types."""
 
 
-def _object(file: str, content: bytes) -> dict[str, Any]:
+def _tensor(file: str, name: str, entry: object) -> tuple[Tensor, int, int]:
+    """A tensor, and where it begins and ends in the data."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
+            type(each) is int and 0 <= each < 2**64 for each in (*shape, begin, end)
+        ):
+            bits = _BITS.get(dtype)
+            if bits and _product(bits, shape) != 8 * (end - begin):
+                raise ModelError(
+                    f"{file}: {name:.80} is {dtype} of shape {shape!s:.80}, which does not fit "
+                    f"its {end - begin} bytes; {_FETCH_AGAIN}"
+                )
+            return Tensor(dtype, tuple(shape)), begin, end
+    raise ModelError(f"{file}: what its header says of {name:.80} is no tensor; {_FETCH_AGAIN}")
+
+
+def _product(bits: int, shape: Iterable[int]) -> int | None:
+    """Bits of a tensor, or None where 64 bits cannot count its numbers on the way there."""
+    numbers = 1
+    for each in shape:
+        numbers *= each
+        if numbers >= 2**64:
+            return None
+    return numbers * bits
+
+
+def json_object(checkpoint: Checkpoint, name: str, longest: int = LONGEST_HEADER) -> dict[str, Any]:
+    """The object in a JSON file of at most so many bytes. Raises ModelError where it holds none."""
+    file, size = f"{checkpoint.where}/{name}", checkpoint.sizes[name]
+    if size > longest:
+        raise ModelError(f"{file} has {size} bytes, more than {longest}; {_FETCH_AGAIN}")
+    return _object(file, checkpoint.head(name, size) if size else b"")
+
+
+def _object(file: str, content: bytes, encoding: str | None = None) -> dict[str, Any]:
+    """encoding: the only one that is allowed; else it is found out, as JSON's readers do."""
     try:
-        found = json.loads(content)
+        found = json.loads(content.decode(encoding) if encoding else content)
     except RecursionError:
         raise ModelError(f"{file} is nested too deeply; {_FETCH_AGAIN}") from None
     except ValueError as error:

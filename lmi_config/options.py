@@ -16,6 +16,8 @@ from typing import Any, Literal
 from lmi_config.unused import REFUSED
 from lmi_config.values import (
     Reader,
+    address,
+    amount,
     boolean,
     choice,
     degree,
@@ -29,7 +31,6 @@ from lmi_config.values import (
     log_level,
     mebibytes,
     model_len,
-    number,
     one_of,
     rate,
     replicas,
@@ -70,6 +71,7 @@ class Option:
     vllm: the vLLM option it becomes. `OPTION_<VLLM>` and `SM_VLLM_<VLLM>` are then names as well,
     and must agree with the others.
     otherwise: what holds when it is not set, where the default does not tell.
+    secret: whether its value may be in no log and no plan.
     """
 
     names: tuple[str, ...]
@@ -79,6 +81,7 @@ class Option:
     others: Mapping[str, Reader]
     default: Any
     otherwise: str | None
+    secret: bool
     heading: str | None
 
 
@@ -90,6 +93,7 @@ def _option(
     otherwise: str | None = None,
     vllm: str | None = None,
     others: Mapping[str, Reader] | None = None,
+    secret: bool = False,
     heading: str | None = None,
 ) -> Any:
     about = Option(
@@ -100,6 +104,7 @@ def _option(
         others=others or {},
         default=default,
         otherwise=otherwise,
+        secret=secret,
         heading=heading,
     )
     return dataclasses.field(default=default, metadata={"option": about})
@@ -218,6 +223,22 @@ class Settings:
         default=8080,
         vllm="port",
         help="The port to listen on.",
+    )
+    host: str = _option(
+        address,
+        "OPTION_HOST",
+        default="127.0.0.1",
+        vllm="host",
+        help="The address to listen on: 127.0.0.1 is reached from this machine alone, 0.0.0.0 are "
+        "all addresses, `::` also those of IPv6. The image sets it to 0.0.0.0.",
+    )
+    cors_allowed_origin: tuple[str, ...] = _option(
+        words,
+        "SERVING_CORS_ALLOWED_ORIGIN",
+        default=(),
+        otherwise="the server's own",
+        help="Origins, separated by commas, whose web pages may call, like `https://app.example`; "
+        "`*` are all.",
     )
     max_request_size: int = _option(
         integer(low=1),
@@ -378,7 +399,8 @@ class Settings:
         integer(low=1),
         "OPTION_MAX_SESSIONS",
         default=10_000,
-        help="Sessions that may live at once; one more is answered 503.",
+        help="Sessions that are remembered. One more takes the place of the oldest that was never "
+        "used, or else of the one that was not used for longest.",
     )
     formatter_timeout: int = _option(
         integer(low=1),
@@ -427,10 +449,11 @@ class Settings:
         "OPTION_KV_CACHE_MEMORY_BYTES",
         vllm="kv_cache_memory_bytes",
         otherwise="what is left of the GPU's share; without a GPU what fits, at most 4 GiB",
-        help="Memory of one rank's KV cache in the engine, in bytes.",
+        help="Memory of one rank's KV cache in the engine, in bytes. Without a GPU vLLM's own "
+        "variable `VLLM_CPU_KVCACHE_SPACE` does the same, in GiB.",
     )
     cpu_offload_gb_per_gpu: float | None = _option(
-        number,
+        amount,
         "OPTION_CPU_OFFLOAD_GB_PER_GPU",
         vllm="cpu_offload_gb",
         otherwise="0",
@@ -487,6 +510,7 @@ class Settings:
     kv_l2_url: str | None = _option(
         text,
         "OPTION_KV_L2_URL",
+        secret=True,
         help="A store that instances share: `redis://`, `rediss://`, `valkey://`, `valkeys://`, "
         "`s3://bucket`, `file:///folder`, `tieredstorage://host:port`.",
     )
@@ -505,8 +529,9 @@ class Settings:
     cache_salt_header: str | None = _option(
         text,
         "OPTION_CACHE_SALT_HEADER",
-        help="A request header that names a tenant. Requests share KV caches, the engine's own and "
-        "all tiers, only with requests of the same tenant. A body's `cache_salt` parts them "
+        help="A request header that names a tenant, which a gateway sets in the place of the "
+        "client's own; twice, it is refused. Requests share KV caches, the engine's own and all "
+        "tiers, only with requests of the same tenant. A body's `cache_salt` separates them "
         "further.",
     )
     kv_transfer_config: Mapping[str, Any] | None = _option(
@@ -534,7 +559,7 @@ class Settings:
         "EAGLE-3, draft model, ...) is read from its own files.",
     )
     num_speculative_tokens: int | None = _option(
-        integer(),
+        integer(low=1),
         "OPTION_NUM_SPECULATIVE_TOKENS",
         vllm="spec_tokens",
         otherwise="the draft's own, or 3",
@@ -593,6 +618,14 @@ class Settings:
         "OPTION_ADAPTER_DISK",
         default=20 * 10**9,
         help="Bytes that the files of adapters from S3 and archives may take, like 20g.",
+    )
+
+    adapter_code: bool | None = _option(
+        boolean,
+        "OPTION_ADAPTER_CODE",
+        otherwise="true; false in secure mode",
+        help="Run the `model.py` of adapters, apart from the server and its secrets "
+        "(docs/security.md). Where it is false, an adapter that has one is refused.",
     )
 
     router_replicas: str | None = _option(
@@ -710,6 +743,11 @@ class Settings:
     """Whether SageMaker's limits to the time of an answer hold."""
 
     @property
+    def runs_adapter_code(self) -> bool:
+        """Whether adapters may have a model.py."""
+        return not self.secure_mode if self.adapter_code is None else self.adapter_code
+
+    @property
     def whole_timeout(self) -> int | None:
         """Seconds that an answer which is not streamed may take."""
         return self.predict_timeout or (SAGEMAKER_WHOLE_S if self.interactive else None)
@@ -755,8 +793,24 @@ def vllm_options() -> Mapping[str, Reader]:
     """vLLM's own options that are passed on: name → reader."""
     declared = {option.vllm for option in OPTIONS.values()}
     listed = json.loads(Path(__file__).with_name("vllm_options.json").read_text())
-    return {
+    found = {
         name: kind(row["kind"], tuple(row.get("choices", ())))
         for name, row in listed.items()
         if name not in declared and name not in REFUSED
     }
+    return {**found, **{name: integer(low=1) for name in ("nnodes", "data_parallel_size")}}
+
+
+def names_option(name: str) -> bool:
+    """Whether a handler would take a property of this name for an option, be it set or not.
+
+    A client's header by such a name would otherwise stand in the place of what is not set.
+    """
+    return name.lower().removeprefix("option.") in _properties()
+
+
+@functools.cache
+def _properties() -> frozenset[str]:
+    names = {it for option in OPTIONS.values() for it in (option.vllm, *option.names) if it}
+    spelled = {name.removeprefix(PREFIX).lower() for name in names}
+    return frozenset({*OPTIONS, *spelled, *vllm_options(), "model_dir"})

@@ -18,41 +18,63 @@ SPECULATIVE_TOKENS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """Slipway's classes that vLLM and LMCache load, each by its path, as `module.Class`.
+
+    connector: vLLM's, to LMCache's server. disk_store: LMCache's, for the files of the disk tier.
+    cpu_lora: what vLLM's workers are extended with where adapters run without a GPU.
+    """
+
+    connector: str
+    disk_store: str
+    cpu_lora: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that was decided. `make()` makes it.
 
-    environment: variables for this process before vLLM is imported. cache_server: the command line
-    of `lmcache`, or None; cache_environment: its further variables, with what is secret.
+    environment: variables for this process before vLLM is imported. cache_environment: further ones
+    for the cache server, with what is secret. options: vLLM's, by its names, in which the model and
+    its draft are named as the operator names them.
     findings: what the operator should know, a sentence each.
     """
 
     settings: Settings
     machine: Machine
+    parts: EngineParts
     model: ModelFacts
     draft: Draft | None
     memory: Budget
     gpu: GpuBudget | None
     tiers: Tiers | None
     environment: Mapping[str, str]
-    cache_server: tuple[str, ...] | None
     cache_environment: Mapping[str, str] = dataclasses.field(repr=False)
+    options: Mapping[str, Any] = dataclasses.field(repr=False)
     findings: tuple[str, ...]
 
     def engine(self, model: str, draft: str | None, tiers: bool = True) -> dict[str, Any]:
-        """vLLM's options by its names, when the model and its draft are in these folders.
+        """The options, with the folders that the model and its draft are in.
 
         tiers: whether the cache server that was planned is there.
         """
-        derived: dict[str, Any] = {}
-        if self.memory.kv is not None:
-            derived["kv_cache_memory_bytes"] = self.memory.kv
-        if tiers and self.tiers and self.tiers.l1:
-            derived["kv_transfer_config"] = kv_tiers.connector(self.tiers, self.machine)
-        if self.settings.kv_events:
-            derived["kv_events_config"] = vllm_args.kv_events(self.settings)
-        if speculation := _speculation(self.settings, self.draft, draft):
-            derived["speculative_config"] = speculation
-        return vllm_args.options(self.settings, self.machine, model, derived)
+        options = {**self.options, "model": model}
+        if draft:
+            options["speculative_config"] = {**options["speculative_config"], "model": draft}
+        if not tiers and self.tiers and self.tiers.l1:
+            del options["kv_transfer_config"]
+            if self.settings.kv_transfer_config:
+                options["kv_transfer_config"] = self.settings.kv_transfer_config
+        return options
+
+    @property
+    def cache_server(self) -> list[str] | None:
+        """The command line of `lmcache`, or None where there are no tiers."""
+        return self.cache_command(self.tiers) if self.tiers and self.tiers.l1 else None
+
+    def cache_command(self, tiers: Tiers) -> list[str]:
+        """The command line of `lmcache` for these tiers: as planned, or as they came to be."""
+        return kv_tiers.server_arguments(tiers, self.machine, self.parts.disk_store)
 
 
 def draft_id(settings: Settings) -> str | None:
@@ -68,6 +90,7 @@ def make(
     model: ModelFacts,
     drafted: Draft | None,
     environ: Mapping[str, str],
+    parts: EngineParts,
     lmcache_file: Mapping[str, object] | None = None,
     to_fetch: int = 0,
     room: int = 0,
@@ -79,6 +102,7 @@ def make(
 
     Raises SettingsError where it cannot work.
     """
+    settings = budget.settled(settings, machine, environ)
     count = vllm_args.ranks(settings, machine)
     faults = (
         kv_tiers.faults(settings)
@@ -88,7 +112,7 @@ def make(
     if faults:
         raise SettingsError(faults)
     cached = kv_tiers.wanted(settings)
-    if cached and len(machine.ports) < 3:
+    if cached and len(machine.ports) < len(kv_tiers.Ports._fields):
         raise SettingsError(
             [
                 f"SAGEMAKER_SAFE_PORT_RANGE={environ.get('SAGEMAKER_SAFE_PORT_RANGE')!r}: KV cache "
@@ -110,19 +134,27 @@ def make(
     running = tiers is not None and tiers.l1 > 0
     if cached and not running:
         memory = budget.memory(settings, machine, model, draft_facts, cached=False)
+    derived: dict[str, Any] = {}
+    if memory.kv is not None:
+        derived["kv_cache_memory_bytes"] = memory.kv
+    if tiers and running:
+        derived["kv_transfer_config"] = kv_tiers.connector(tiers, machine, parts.connector)
+    if settings.kv_events:
+        derived["kv_events_config"] = vllm_args.kv_events(settings)
+    if speculation := _speculation(settings, drafted):
+        derived["speculative_config"] = speculation
     return Plan(
         settings=settings,
         machine=machine,
+        parts=parts,
         model=model,
         draft=drafted,
         memory=memory,
         gpu=gpu,
         tiers=tiers,
         environment=vllm_args.environment(settings, machine, environ),
-        cache_server=(
-            tuple(kv_tiers.server_arguments(tiers, machine)) if tiers and running else None
-        ),
         cache_environment=kv_tiers.server_environment(tiers) if tiers else {},
+        options=vllm_args.options(settings, machine, settings.model_id, derived, parts.cpu_lora),
         findings=(
             *preflight.findings(settings, machine, model, memory, gpu, tiers),
             *preflight.downloads(to_fetch, room),
@@ -130,14 +162,12 @@ def make(
     )
 
 
-def _speculation(
-    settings: Settings, drafted: Draft | None, path: str | None
-) -> dict[str, Any] | None:
+def _speculation(settings: Settings, drafted: Draft | None) -> dict[str, Any] | None:
     """vLLM's speculative_config, from the operator's or from the draft alone."""
     config = dict(settings.speculative_config or {})
-    if path:
-        config["model"] = path
-    if settings.num_speculative_tokens:
+    if model := draft_id(settings):
+        config["model"] = model
+    if settings.num_speculative_tokens is not None:
         config["num_speculative_tokens"] = settings.num_speculative_tokens
     if drafted:
         if drafted.method:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
+from lmi_config import lmcache
 from lmi_config.budget import Budget, GpuBudget, kv_per_token
 from lmi_config.kv_tiers import Tiers, told
 from lmi_config.machine import Machine
 from lmi_config.model import ModelFacts
 from lmi_config.options import Settings
+from lmi_config.values import AUTO
 from lmi_config.vllm_args import ranks, workerless
 
 DRIVER = 580
@@ -49,6 +51,7 @@ def findings(
             f"max_model_len={length} is more than the model's {model.max_length}; vLLM will refuse "
             "it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"
         )
+    yield from lmcache.misspelt(sorted(settings.lmcache))
     if settings.lmcache and not tiers:
         names = ", ".join(sorted(settings.lmcache)[:3])
         yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"
@@ -99,7 +102,8 @@ def _length(
     settings: Settings, machine: Machine, model: ModelFacts, budget: Budget, gpu: GpuBudget | None
 ) -> Iterator[str]:
     tokens = kv_tokens(settings, machine, model, budget, gpu)
-    length = settings.max_model_len if (settings.max_model_len or 0) > 0 else model.max_length
+    length = settings.max_model_len
+    length = model.max_length if length in (None, AUTO) else length
     if tokens and length and tokens < length:
         yield (
             f"the KV cache will hold about {tokens:,} tokens, less than the longest request of "

@@ -5,7 +5,7 @@ Which one counts, as in LMI: SAGEMAKER_* variables, files, HF_*, OPTION_*, then 
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from lmi_config.options import (
     Settings,
     vllm_options,
 )
+from lmi_config.redaction import masked, secret
 from lmi_config.unused import REFUSED, UNUSED
 from lmi_config.values import Reader
 
-_SECRET = re.compile(r"TOKEN(?!S)|KEY|SECRET|PASSWORD|CREDENTIAL|_URL$")
-_FALSE = ("false", "0")
+_PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
+_NEAR = 0.85  # a letter or two; Kubernetes' SERVING_SERVICE_HOST is not meant
 _PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"}
 _TRACES, _SIGNALS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
@@ -37,11 +38,6 @@ class SettingsError(ValueError):
         self.faults = tuple(faults)
         count = "1 option" if len(self.faults) == 1 else f"{len(self.faults)} options"
         super().__init__(f"{count} cannot be used:" + "".join(f"\n  {f}" for f in self.faults))
-
-
-def secret(name: str) -> bool:
-    """Whether an option of this name may hold what nobody should read in a log."""
-    return bool(_SECRET.search(name.upper()))
 
 
 def read(environ: Mapping[str, str]) -> Settings:
@@ -172,6 +168,7 @@ class _Reading:
         engine: dict[str, Any] = {}
         for name in sorted(self.given.keys() - _NAMES - UNUSED.keys()):
             if not name.startswith((PREFIX, VLLM_PREFIX)) and name not in self._from_files:
+                self._look_twice(name)
                 continue
             if name.startswith("LMCACHE_"):
                 continue
@@ -244,20 +241,28 @@ class _Reading:
         try:
             return read(given.text)
         except (ValueError, RecursionError) as error:
-            shown = "(hidden)" if secret(name) else repr(given.text)
             should = error if isinstance(error, ValueError) else "less deeply nested"
-            self.faults.append(f"{_assigned(given.name)}{shown}: should be {should}")
+            self.faults.append(f"{self._told(name)}: should be {should}")
             return None
 
+    def _told(self, name: str) -> str:
+        """A name with the value that was given, as far as it may be read."""
+        given = self.given[name]
+        shown = "(hidden)" if secret(name) else masked(repr(given.text))
+        return _assigned(given.name) + shown
+
     def _disagree(self, one: str, other: str) -> None:
-        shown = [
-            _assigned(self.given[name].name)
-            + ("(hidden)" if secret(name) else repr(self.given[name].text))
-            for name in (one, other)
-        ]
         self.faults.append(
-            f"{shown[0]} and {shown[1]} set the same option to different values; keep one"
+            f"{self._told(one)} and {self._told(other)} set the same option to different values; "
+            "keep one"
         )
+
+    def _look_twice(self, name: str) -> None:
+        """Note a variable that is none of ours, and nearly one: others have such prefixes too."""
+        if not name.startswith(_PREFIXES):
+            return
+        known = {_bare(it): it for it in sorted(_NAMES | UNUSED.keys())}
+        self._notes += nearly(name, _bare(name), known)
 
     def _stranger(self, name: str) -> str:
         known = sorted(_NAMES | UNUSED.keys() | {f"{PREFIX}{o.upper()}" for o in vllm_options()})
@@ -270,6 +275,20 @@ class _Reading:
 def _assigned(name: str) -> str:
     """How a value is told with its name: X='1' for a variable, `file: x = '1'` from a file."""
     return f"{name} = " if ": " in name else f"{name}="
+
+
+def nearly(name: str, sought: str, known: Mapping[str, str]) -> Iterator[str]:
+    """What to say of a variable that does nothing and is nearly one that does: a sentence or none.
+
+    sought: what of its name is compared. known: the same of the names that do something → those.
+    """
+    if near := difflib.get_close_matches(sought, known, n=1, cutoff=_NEAR):
+        yield f"{name} is not known and does nothing; did you mean {known[near[0]]}?"
+
+
+def _bare(name: str) -> str:
+    """A name without the prefix that says whose it is."""
+    return re.sub(r"^(SERVING|SAGEMAKER|OPTION|HF)_", "", name)
 
 
 def _vllm_names(option: str) -> tuple[str, str]:

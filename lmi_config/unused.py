@@ -86,12 +86,13 @@ UNUSED: Mapping[str, str] = {
             "SAGEMAKER_HEALTH_CHECK_OVERRIDE",
             "SERVING_ALLOW_MULTI_STATUS",
             "SERVING_CHUNKED_READ_TIMEOUT",
-            "SERVING_CORS_ALLOWED_HEADERS",
-            "SERVING_CORS_ALLOWED_METHODS",
-            "SERVING_CORS_ALLOWED_ORIGIN",
             "SERVING_REQUEST_ID_HEADER_KEY",
         ),
         _LATER,
+    ),
+    **dict.fromkeys(
+        ("SERVING_CORS_ALLOWED_HEADERS", "SERVING_CORS_ALLOWED_METHODS"),
+        "all that the API has are allowed to SERVING_CORS_ALLOWED_ORIGIN",
     ),
     "SAGEMAKER_MULTI_MODEL": "one server serves one model",
     "SERVING_HEALTH_CHECK_OVERRIDE": "/ping always fails when the engine does",
@@ -128,7 +129,6 @@ REFUSED: Mapping[str, str] = {
             "h11_max_header_count",
             "h11_max_incomplete_event_size",
             "headless",
-            "host",
             "middleware",
             "root_path",
             "ssl_ca_certs",
@@ -142,6 +142,6 @@ REFUSED: Mapping[str, str] = {
         _HTTP,
     ),
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",
-    "shutdown_timeout": "Slipway drains requests itself, within 25 seconds of SIGTERM",
+    "shutdown_timeout": "Slipway drains requests itself, within 23 seconds of SIGTERM",
 }
 """vLLM options that cannot be given, each with the reason."""

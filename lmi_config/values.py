@@ -25,7 +25,17 @@ def words(value: str) -> tuple[str, ...]:
         if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
             raise ValueError('a JSON list of strings, like ["a", "b"], or words between commas')
         return tuple(found)
-    return tuple(word.strip() for word in value.split(",") if word.strip())
+    if not (found := tuple(word.strip() for word in value.split(",") if word.strip())):
+        raise ValueError("at least one word")
+    return found
+
+
+def address(value: str) -> str:
+    """Read an IP address."""
+    try:
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        raise ValueError("an address, like 127.0.0.1, 0.0.0.0 or ::") from None
 
 
 def boolean(value: str) -> bool:
@@ -76,7 +86,10 @@ def size(value: str) -> int:
     """Read a number with vLLM's suffixes: k, m, g, t are powers of 1000, K, M, G, T of 1024."""
     match = re.fullmatch(r"(\d+)(?:([kmgt])|([KMGT]))?|(\d+\.\d+)([kmgt])", value)
     if not match:
-        raise ValueError("a whole number, or one with a suffix like 8k (8,000) or 8K (8,192)")
+        raise ValueError(
+            "a whole number, or one with a suffix like 8k (8,000) or 8K (8,192); 4 GB are 4g, "
+            "4 GiB are 4G"
+        )
     whole, decimal, binary, real, real_decimal = match.groups()
     if binary:
         return int(whole) << 10 * ("KMGT".index(binary) + 1)
@@ -85,10 +98,14 @@ def size(value: str) -> int:
     return int(whole)
 
 
+AUTO = -1
+"""The length that asks vLLM for the longest that fits its memory."""
+
+
 def model_len(value: str) -> int:
-    """Read a length in tokens; "auto" and -1 ask vLLM for the longest that fits its memory."""
+    """Read a length in tokens, or "auto" or -1 for AUTO."""
     if value.lower() in ("auto", "-1"):
-        return -1
+        return AUTO
     try:
         length = size(value)
         if length < 1:
@@ -150,6 +167,15 @@ def number(value: str) -> float:
             raise ValueError
     except ValueError:
         raise ValueError("a number") from None
+    return found
+
+
+def amount(value: str) -> float:
+    try:
+        if (found := number(value)) < 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError("a number, at least 0") from None
     return found
 
 

@@ -1,7 +1,7 @@
 """Settings and Machine → the arguments and environment that vLLM is started with."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmi_config.machine import Machine
@@ -11,7 +11,7 @@ from lmi_config.settings import SettingsError, traces_protocol
 _DERIVED = {
     "model",  # where it was fetched to
     "download_dir",  # vLLM downloads nothing
-    "port",  # ... and listens nowhere
+    *("host", "port"),  # ... and listens nowhere
     "spec_model",  # a part of speculative_config
     "spec_tokens",
 }
@@ -27,21 +27,25 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-CPU_LORA = "serving.cpu_lora.Extension"
-"""What mends vLLM's mixing of adapters into rows of the base model, in its worker's process."""
 WORKER_SHM = 256 * 1024**2
 """What one worker process wants of /dev/shm: 240 MB for its queues, as seen."""
 
 
 def options(
-    settings: Settings, machine: Machine, model: str, derived: Mapping[str, Any]
+    settings: Settings,
+    machine: Machine,
+    model: str,
+    derived: Mapping[str, Any],
+    cpu_lora: str,
 ) -> dict[str, Any]:
     """vLLM's options for these settings on this machine, by vLLM's names.
 
     model: the folder it is in by now. derived: options that follow from what else is known, by
-    vLLM's names; they come before the operator's.
+    vLLM's names; they come before the operator's. cpu_lora: the path of the class that a worker is
+    extended with where adapters run without a GPU.
 
-    Raises SettingsError where the machine has fewer devices than the settings ask for.
+    Raises SettingsError where the machine has fewer devices than the settings ask for, and for a
+    word of a list that vLLM would take for another option.
     """
     found: dict[str, Any] = {"model": model, "served_model_name": settings.model_names}
     found["tensor_parallel_size"] = tensor_parallel(settings, machine)
@@ -54,12 +58,29 @@ def options(
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
     if not machine.gpus:
         if settings.enable_lora:
-            found.setdefault("worker_extension_cls", CPU_LORA)
+            found.setdefault("worker_extension_cls", cpu_lora)
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)
     if workerless(settings, machine):
         found["distributed_executor_backend"] = "uni"
-    return found | {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
+    found |= {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
+    if faults := list(_flags(settings, found)):
+        raise SettingsError(faults)
+    return found
+
+
+def _flags(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
+    """Words of lists that begin with a dash: a sentence each.
+
+    A list is given to vLLM in words of their own, so argparse would read such a one as an option:
+    a model's name as --trust-remote-code.
+    """
+    fields = {option.vllm: field for field, option in OPTIONS.items()}
+    for name, value in options.items():
+        for word in value if isinstance(value, tuple) else ():
+            if word.startswith("-"):
+                origin = settings.origins.get(fields.get(name, name), f"OPTION_{name.upper()}")
+                yield f"{origin}: {word!r} begins with a dash; choose a name that does not"
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ import tiny_model
 from bench_overhead import PLAIN_PORT, PROMPT, SLIPWAY_PORT, server, spread
 
 from lmi_config import vllm_args
-from serving.prepare import prepare
+from serving.server.prepare import prepare
 
 SLOTS = 4
 LOADS = 24

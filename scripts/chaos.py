@@ -14,6 +14,7 @@ is printed says how each request ended. The exit code is 0 if none was lost or w
 without its fault, and neither memory nor file descriptors grew.
 
 --soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
+--hostile has clients attack the servers and the router beside it (chaos_hostile.py).
 """
 
 import argparse
@@ -36,10 +37,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import chaos_hostile
 import psutil
 import tiny_lora
 import tiny_model
-from chaos_ledger import End, Fault, Ledger, Sample, Verdict, grown, slopes, table
+from chaos_hostile import Target, attack, bombs, pings, watch
+from chaos_ledger import GROWS_SHARE, End, Fault, Ledger, Sample, Verdict, grown, slopes, table
 from chaos_traffic import (
     ADAPTER,
     ERRORS,
@@ -88,14 +91,19 @@ extra_config: {{use_odirect: true}}
 DISK_MIB = 512
 WARM_S = 15.0
 """Of traffic before the first quiet moment, and after the last fault."""
+IDLE_S = 80.0
+"""Longer than connections are kept on which nothing is sent, which attacks leave behind."""
 HELD_S = 8.0
 """How long a fault lasts that does not end by itself."""
 RECOVERY_S = 150.0
 STOP_S = 30.0  # SageMaker and Kubernetes kill then
 START_S = 300.0
+ATTACKERS = 4
+"""Hostile clients at the same time, each with up to thousands of connections."""
 UNFORESEEN = "a request failed unexpectedly"  # as serving/errors.py logs it
+NO_PREFIX_CACHE = {"OPTION_ENABLE_PREFIX_CACHING": "false"}  # so that hits come from the tiers
 PROCESSES = {  # of a server, and what their command lines have
-    "cache server": "lmcache_server",
+    "cache server": "kv_cache.lmcache",
     "engine core": "VLLM::EngineCore",
     "engine worker": "VLLM::Worker",
 }
@@ -113,7 +121,7 @@ class Program:
     ) -> None:
         self.name = name
         self._command = command
-        self._environ = {**os.environ, "SLIPWAY_PYTHON": sys.executable, **environ}
+        self.environ = {**os.environ, "SLIPWAY_PYTHON": sys.executable, **environ}
         self.log = folder / f"{name.replace(' ', '-')}.log"
         self._ledger = ledger
         self.exits: int | None = None
@@ -124,7 +132,7 @@ class Program:
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command,
-                env=self._environ,
+                env=self.environ,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -255,8 +263,12 @@ class Disk:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """One that no outgoing connection takes before it is used, or while its process is down."""
+    while True:
+        with contextlib.suppress(OSError):
+            port = random.randrange(15_000, 30_000)
+            with socket.create_server(("127.0.0.1", port)):
+                return port
 
 
 def model(folder: Path) -> Path:
@@ -344,6 +356,7 @@ class World:
             port,
             OPTION_ROUTER_REPLICAS=",".join(self.urls),
             OPTION_MODEL_ID=str(path),
+            **({"OPTION_ROUTING_STRATEGY": "kvaware"} if options.hostile else {}),
         )
         self.client = Client(f"http://127.0.0.1:{port}", self.ledger)
         self.aside = Client(f"http://127.0.0.1:{port}", Ledger())  # what is not part of the traffic
@@ -359,6 +372,10 @@ class World:
         program = Program(name, command, environ, self.folder, self.ledger)
         self.closing.callback(program.kill)
         return program
+
+    def _events(self) -> dict[str, str]:
+        """KV events, so that the router reads prompts, which clients may have made to harm it."""
+        return {"OPTION_KV_EVENTS": "true", "OPTION_KV_EVENTS_PORT": str(free_port())}
 
     def _add_server(self, n: int, path: Path) -> None:
         disk = Disk(self.folder / f"disk-{n + 1}")
@@ -376,12 +393,12 @@ class World:
             OPTION_DTYPE="float32",
             OPTION_MAX_MODEL_LEN="4096",
             OPTION_KV_CACHE_MEMORY_BYTES="256M",
-            OPTION_ENABLE_PREFIX_CACHING="false",  # so that hits come from the tiers
+            **(self._events() if self.options.hostile else NO_PREFIX_CACHE),
             OPTION_ENABLE_LORA="true",
             OPTION_MAX_LORAS="4",
             OPTION_ADAPTER_ROOTS=str(self.folder / "sources"),
+            OPTION_ADAPTER_DISK="200M",
             OPTION_LMCACHE_CONFIG_FILE=str(tiers),
-            OPTION_KV_DISK_PATH=str(disk.folder),
             OPTION_KV_L2_URL=self.store.url,
             OPTION_SESSIONS_PATH=str(self.folder / "sessions"),
             # Each its own CPU: on shared ones the engines' threads wait for each other.
@@ -389,15 +406,19 @@ class World:
         )
         self.servers.append(server)
 
+    @property
+    def programs(self) -> list[Program]:
+        return [*self.servers, self.router]
+
     # its life
 
     async def start(self) -> None:
         """Start all of it, and record the right answers."""
         began = time.monotonic()
-        for it in (*self.servers, self.router):
+        for it in self.programs:
             it.start()
         if not await self.until(self.well, START_S):
-            lines = [f"{it.name}: {it.last_line()}" for it in (*self.servers, self.router)]
+            lines = [f"{it.name}: {it.last_line()}" for it in self.programs]
             sys.exit("they did not get ready\n" + "\n".join(lines))
         say(f"{len(self.servers)} servers and the router are ready", began)
         await self._record()
@@ -437,7 +458,7 @@ class World:
         users = [self._user(random.Random(drawn.random())) for _ in range(self.options.users)]
         others = [self._changing(), self._sending_garbage(), self._dropping()]
         async with asyncio.TaskGroup() as tasks:
-            keeping = [tasks.create_task(it.keep()) for it in (*self.servers, self.router)]
+            keeping = [tasks.create_task(it.keep()) for it in self.programs]
             traffic = [tasks.create_task(self._on(it)) for it in (*users, *others)]
             self.going.set()
             await asyncio.sleep(WARM_S)
@@ -445,11 +466,14 @@ class World:
             self.going.set()
             if self.options.soak:
                 await self._soak()
+            elif self.options.hostile:
+                await self._hostile()
             else:
                 await self._faults()
             await asyncio.sleep(WARM_S)
             after = await self.quiet()
-            self.ledger.problems += grown(before, after)
+            share = 0 if self.options.hostile else GROWS_SHARE
+            self.ledger.problems += grown(before, after, share)
             self.going.set()
             await asyncio.sleep(2)
             say("asking all to stop, under load")
@@ -483,7 +507,7 @@ class World:
         await self.aside.close()
 
     def look_into_logs(self) -> None:
-        for it in (*self.servers, self.router):
+        for it in self.programs:
             if count := it.logged().count(UNFORESEEN):
                 self.ledger.problems.append(f"{it.name} logged {count} unforeseen exceptions")
 
@@ -541,7 +565,7 @@ class World:
     def samples(self) -> dict[str, Sample]:
         """Each process's, but for helpers'."""
         found = {}
-        for it in (*self.servers, self.router):
+        for it in self.programs:
             processes = {it.name: psutil.Process(it.process.pid)}
             for kind, command in PROCESSES.items():
                 for child in it.children(command):
@@ -730,13 +754,13 @@ class World:
 
     async def _cache_server(self, name: str, act: Callable[[psutil.Process], None]) -> None:
         n = self.random.randrange(len(self.servers))
-        old = self.servers[n].children("lmcache_server")
+        old = self.servers[n].children("kv_cache.lmcache")
         fault = self.ledger.fault(name)
         for it in old:
             act(it)
 
         async def back() -> bool:
-            found = self.servers[n].children("lmcache_server")
+            found = self.servers[n].children("kv_cache.lmcache")
             up = await self.metric(self.urls[n], "slipway_kv_cache_server_up")
             return up == 1 and any(it not in old for it in found)
 
@@ -778,7 +802,7 @@ class World:
 
     async def disk_full(self, name: str) -> None:
         n = self.random.randrange(len(self.servers))
-        disk, writers = self.disks[n], self.servers[n].children("lmcache_server")
+        disk, writers = self.disks[n], self.servers[n].children("kv_cache.lmcache")
         kind = "ENOSPC" if disk.mounted else "writes limited"
         fault = self.ledger.fault(f"{name} ({kind})")
         disk.fill(writers)
@@ -790,6 +814,35 @@ class World:
             return disk.newest() > freed
 
         await self._recovered(fault, stored, began)
+
+    async def _hostile(self) -> None:
+        """Have clients attack for as long as asked, and look whether /ping is answered."""
+        archives = bombs(self.folder / "sources" / "archives")
+        targets = []
+        for program, port in ((it, int(it.environ["OPTION_PORT"])) for it in self.programs):
+            limit = psutil.Process(program.process.pid).rlimit(psutil.RLIMIT_NOFILE)[0]
+            targets.append(Target(program.name, port, limit))
+        bystander = Target("bystander", free_port(), 0)
+        command = (sys.executable, chaos_hostile.__file__, "answer", str(bystander.port))
+        answering = await asyncio.create_subprocess_exec(*command)
+        until = time.monotonic() + 60 * self.options.minutes
+        async with asyncio.TaskGroup() as tasks:
+            watching = [tasks.create_task(watch(it)) for it in (*targets, bystander)]
+            attackers = [
+                attack(targets, f"{self.options.seed} {n}", self.ledger, archives, until)
+                for n in range(ATTACKERS)
+            ]
+            try:
+                await asyncio.gather(*attackers)
+            finally:
+                for task in watching:
+                    task.cancel()
+                answering.kill()
+                await answering.wait()
+        text, problems = pings(targets, bystander)
+        print(f"\n{text}", flush=True)
+        self.ledger.problems += problems
+        await asyncio.sleep(IDLE_S)
 
     async def _soak(self) -> None:
         """Measure for as long as asked."""
@@ -848,6 +901,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=5, help="of faults, or of soaking")
     parser.add_argument("--soak", action="store_true", help="no faults; print slopes")
+    parser.add_argument("--hostile", action="store_true", help="no faults, but hostile clients")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and of the faults' order")
     parser.add_argument("--servers", type=int, default=2, help="2 or more")
     parser.add_argument("--users", type=int, default=8, help="who ask at the same time")

@@ -134,8 +134,11 @@ class Ledger:
         return "\n".join(lines)
 
 
-def grown(before: dict[str, Sample], after: dict[str, Sample]) -> list[str]:
-    """What has grown beyond its tolerance between two quiet moments, in words.
+def grown(
+    before: dict[str, Sample], after: dict[str, Sample], share: float = GROWS_SHARE
+) -> list[str]:
+    """What has grown beyond its tolerance between two quiet moments, in words. share: of its
+    memory that a process may have more, where that is more than GROWS_MIB.
 
     Not the engines' processes: their heaps take longer to have seen batches of all sizes.
     """
@@ -144,7 +147,7 @@ def grown(before: dict[str, Sample], after: dict[str, Sample]) -> list[str]:
         if name.startswith("engine"):
             continue
         old, new = before[name], after[name]
-        if new.memory - old.memory > max(GROWS_MIB, GROWS_SHARE * old.memory):
+        if new.memory - old.memory > max(GROWS_MIB, share * old.memory):
             found.append(f"{name} grew from {old.memory:.0f} to {new.memory:.0f} MiB")
         if new.files - old.files > GROWS_FILES:
             found.append(f"{name} had {old.files} file descriptors, and has {new.files}")

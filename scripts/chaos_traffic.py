@@ -392,7 +392,7 @@ def fresh(number: str, adapter: str) -> Ask:
 _HEAD = b"POST %b HTTP/1.1\r\nhost: chaos\r\ncontent-type: application/json\r\n"
 
 
-def _posted(body: bytes, path: bytes = b"/invocations", *more: bytes) -> bytes:
+def posted(body: bytes, path: bytes = b"/invocations", *more: bytes) -> bytes:
     head = _HEAD % path + b"".join(it + b"\r\n" for it in more)
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
@@ -405,36 +405,36 @@ def garbage() -> list[tuple[str, bytes, frozenset[int]]]:
         ("not HTTP", b"\x16\x03\x01\x00\xa5\x01\x00" * 30 + b"\r\n\r\n", frozenset((400,))),
         ("no version", b"GET /ping\r\n\r\n", frozenset((400,))),
         ("HTTP/3.0", b"GET /ping HTTP/3.0\r\nhost: a\r\n\r\n", frozenset((400,))),
-        ("a header of 100 kB", _posted(b"{}", v1, b"x: " + b"y" * 100_000), frozenset((431,))),
-        ("two lengths", _posted(b"{}", v1, b"content-length: 7"), bad),
-        ("length and chunked", _posted(b"{}", v1, b"transfer-encoding: gzip"), bad),
+        ("a header of 100 kB", posted(b"{}", v1, b"x: " + b"y" * 100_000), frozenset((431,))),
+        ("two lengths", posted(b"{}", v1, b"content-length: 7"), bad),
+        ("length and chunked", posted(b"{}", v1, b"transfer-encoding: gzip"), bad),
         ("bad chunk", _HEAD % v1 + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n", bad),
         ("100 GB announced", _HEAD % v1 + b"content-length: 100000000000\r\n\r\n{",
          frozenset((413,))),
-        ("no JSON", _posted(b'{"inputs": "a'), bad),
-        ("no UTF-8", _posted(b'{"inputs": "\xff\xfe"}'), bad),
-        ("nothing", _posted(b""), bad),
-        ("nested 50,000 deep", _posted(deep), bad),
-        ("nested, OpenAI", _posted(deep.replace(b"inputs", b"prompt"), v1), bad),
-        ("NaN", _posted(b'{"inputs":"a","parameters":{"temperature":NaN}}'), bad),
-        ("infinity", _posted(b'{"prompt":"a","temperature":1e999}', v1), bad),
-        ("inputs is a number", _posted(b'{"inputs": 5}'), bad),
-        ("prompt is an object", _posted(b'{"prompt": {"a": 1}}', v1), bad),
-        ("tokens that are not there", _posted(b'{"prompt": [99999999], "max_tokens": 1}', v1), bad),
-        ("negative tokens", _posted(b'{"prompt": [-1], "max_tokens": 1}', v1), bad),
-        ("max_tokens is text", _posted(b'{"prompt":"a","max_tokens":"many"}', v1), bad),
-        ("temperature of -1", _posted(b'{"inputs":"a","parameters":{"temperature":-1}}'), bad),
-        ("too long", _posted(json.dumps(completion("word " * 20_000)).encode(), v1), bad),
-        ("messages without role", _posted(b'{"messages":[{}]}'), bad),
-        ("no such adapter", _posted(b'{"inputs":"a","adapters":"nobody"}'), bad),
-        ("no such model", _posted(b'{"prompt":"a","model":"nobody"}', v1), missing),
-        ("inner name", _posted(b'{"prompt":"a","model":"one@0000"}', v1), missing),
-        ("no such session", _posted(b'{"inputs":"a"}', b"/invocations",
+        ("no JSON", posted(b'{"inputs": "a'), bad),
+        ("no UTF-8", posted(b'{"inputs": "\xff\xfe"}'), bad),
+        ("nothing", posted(b""), bad),
+        ("nested 50,000 deep", posted(deep), bad),
+        ("nested, OpenAI", posted(deep.replace(b"inputs", b"prompt"), v1), bad),
+        ("NaN", posted(b'{"inputs":"a","parameters":{"temperature":NaN}}'), bad),
+        ("infinity", posted(b'{"prompt":"a","temperature":1e999}', v1), bad),
+        ("inputs is a number", posted(b'{"inputs": 5}'), bad),
+        ("prompt is an object", posted(b'{"prompt": {"a": 1}}', v1), bad),
+        ("tokens that are not there", posted(b'{"prompt": [99999999], "max_tokens": 1}', v1), bad),
+        ("negative tokens", posted(b'{"prompt": [-1], "max_tokens": 1}', v1), bad),
+        ("max_tokens is text", posted(b'{"prompt":"a","max_tokens":"many"}', v1), bad),
+        ("temperature of -1", posted(b'{"inputs":"a","parameters":{"temperature":-1}}'), bad),
+        ("too long", posted(json.dumps(completion("word " * 20_000)).encode(), v1), bad),
+        ("messages without role", posted(b'{"messages":[{}]}'), bad),
+        ("no such adapter", posted(b'{"inputs":"a","adapters":"nobody"}'), bad),
+        ("no such model", posted(b'{"prompt":"a","model":"nobody"}', v1), missing),
+        ("inner name", posted(b'{"prompt":"a","model":"one@0000"}', v1), missing),
+        ("no such session", posted(b'{"inputs":"a"}', b"/invocations",
                                     b"X-Amzn-SageMaker-Session-Id: ../../etc/passwd"), bad),
-        ("no such path", _posted(b"{}", b"/v1/load_lora_adapter"), frozenset((404,))),
+        ("no such path", posted(b"{}", b"/v1/load_lora_adapter"), frozenset((404,))),
         ("no such method", b"PUT /invocations HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n",
          frozenset((405,))),
-        ("adapter from elsewhere", _posted(b"", b"/adapters?name=a&src=/etc"),
+        ("adapter from elsewhere", posted(b"", b"/adapters?name=a&src=/etc"),
          frozenset((424, 400, 403))),
     ]  # fmt: skip
 
@@ -493,7 +493,7 @@ async def send_garbage(client: Client, port: int, it: tuple[str, bytes, frozense
 async def drop(port: int, drawn: random.Random) -> None:
     """Be a client that leaves: before it has sent all, before the answer, or amid it."""
     body = json.dumps(completion(words(drawn.random(), 100), max_tokens=200, stream=True)).encode()
-    data = _posted(body, b"/v1/completions")
+    data = posted(body, b"/v1/completions")
     try:
         reader, writer = await connected(port)
         how = drawn.randrange(4)

@@ -23,11 +23,29 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, EventStreamError
 
 from lmi_config import settings
-from lmi_config.options import MODEL_STORE
+from lmi_config.options import MODEL_STORE, Settings
+from lmi_config.redaction import secret
 
 VARIANT = "main"
 AMI = "al2023-ami-sagemaker-inference-gpu-4-1"
 """Driver 580, for CUDA 13; on the platform's default the GPU image does not start."""
+
+GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
+_USUAL = {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+SINGLE = ("g4dn", "g5", "g6", "g6e")
+"""Families whose other sizes have one GPU."""
+GPUS: Mapping[str, Mapping[str, int]] = {
+    **dict.fromkeys(SINGLE, _USUAL),
+    "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
+    "p3dn": {"24xlarge": 8},
+    "p4d": {"24xlarge": 8},
+    "p4de": {"24xlarge": 8},
+    "p5": {"4xlarge": 1, "48xlarge": 8},
+    "p5e": {"48xlarge": 8},
+    "p5en": {"48xlarge": 8},
+    "p6-b200": {"48xlarge": 8},
+}
+"""GPUs of an instance, by family and size (aws.amazon.com/ec2/instance-types)."""
 
 MAX_ENTRIES, MAX_BYTES, MAX_ALL = 100, 1024, 32 * 1024
 """What CreateModel takes as environment: variables, bytes of a name or value, bytes in all."""
@@ -69,9 +87,7 @@ def _hidden(value: Any) -> Any:
         return [_hidden(each) for each in value]
     if not isinstance(value, Mapping):
         return value
-    return {
-        name: "(hidden)" if settings.secret(name) else _hidden(each) for name, each in value.items()
-    }
+    return {name: "(hidden)" if secret(name) else _hidden(each) for name, each in value.items()}
 
 
 def _made(create: Request) -> tuple[str, str]:
@@ -109,7 +125,7 @@ def log_events(group: str, stream: str) -> Request:
 def deployment(options: argparse.Namespace) -> list[Request]:
     """What makes the endpoint that `deploy` was asked for, in order."""
     name = options.name
-    gpu = bool(re.match(r"ml\.[gp]\d", options.instance_type))
+    gpu = bool(GPU_INSTANCE.match(options.instance_type))
     timeouts = {
         "ModelDataDownloadTimeoutInSeconds": options.startup_timeout,
         "ContainerStartupHealthCheckTimeoutInSeconds": options.startup_timeout,
@@ -144,7 +160,7 @@ def deployment(options: argparse.Namespace) -> list[Request]:
     else:
         variant["ModelName"] = name
     compute = {"MinMemoryRequiredInMb": options.memory_mb}
-    if gpus := int(gpu) if options.gpus is None else options.gpus:
+    if options.components and (gpus := _gpus(options) if options.gpus is None else options.gpus):
         compute["NumberOfAcceleratorDevicesRequired"] = gpus
     base = {
         "InferenceComponentName": name,
@@ -163,6 +179,38 @@ def deployment(options: argparse.Namespace) -> list[Request]:
         Request("CreateEndpoint", {"EndpointName": name, "EndpointConfigName": name}),
         *([Request("CreateInferenceComponent", base)] if options.components else []),
     ]
+
+
+def _gpus(options: argparse.Namespace) -> int:
+    """GPUs that one copy needs: as many as it is spread over, which are by default its share of
+    the instance's. Raises Failed where that is not known, or the instance has fewer.
+    """
+    instance = options.instance_type
+    if not GPU_INSTANCE.match(instance):
+        return 0
+    _, family, size = (*instance.split("."), "")[:3]
+    here = GPUS.get(family, {}).get(size, 1 if family in SINGLE else 0)
+    if not here:
+        raise Failed(f"how many GPUs {instance} has is not known; say with --gpus how many to use")
+    wanted = _settings(environment(options))
+    degree = wanted.tensor_parallel_degree
+    each: int = wanted.pipeline_parallel_degree * wanted.engine.get("data_parallel_size", 1)
+    if degree == "max":
+        neighbours: int = math.ceil(options.copies / options.instances)
+        return max(here // neighbours, 1)
+    if degree * each > here:
+        raise Failed(
+            f"a copy is spread over {degree * each} GPUs, and {instance} has {here}; choose a "
+            "larger instance, or a lower OPTION_TENSOR_PARALLEL_DEGREE"
+        )
+    return degree * each
+
+
+def _settings(environment: Mapping[str, str]) -> Settings:
+    try:
+        return settings.merged(settings.from_environ(environment), {})
+    except settings.SettingsError as error:
+        raise Failed(str(error)) from None
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -227,7 +275,7 @@ def _differing(wanted: Any, found: Any, path: str) -> Iterator[str]:
         for number, (want, there) in enumerate(zip(wanted, found, strict=True)):
             yield from _differing(want, there, f"{path}[{number}]")
     elif (wanted or None) != (found or None):  # nothing may be told as empty or not at all
-        if settings.secret(path.rpartition(".")[2]):
+        if secret(path.rpartition(".")[2]):
             yield f"{path[1:]} (hidden)"
         else:
             told = ["nothing" if each is None else each for each in (found, wanted)]
@@ -252,14 +300,11 @@ def notes(environment: Mapping[str, str], artifact: str | None) -> list[str]:
     if faults:
         fix = "serving.properties or slipway.yaml beside the model can hold it"
         raise Failed("\n".join(f"{fault}; {fix}" for fault in faults))
-    try:
-        read = settings.merged(settings.from_environ(environment), {})
-    except settings.SettingsError as error:
-        raise Failed(str(error)) from None
+    read = _settings(environment)
     told = [*read.notes]
     if read.model_id == MODEL_STORE and not artifact:
         told.append("no model is named, so the image has to bring one")
-    if secrets := [name for name in environment if settings.secret(name)]:
+    if secrets := [name for name in environment if secret(name)]:
         told.append(
             f"{', '.join(secrets)}: whoever may describe the model can read it; if it is a secret, "
             "let the role give the container what it needs, or put the model on S3"
@@ -736,7 +781,12 @@ def parser() -> argparse.ArgumentParser:
         "--env", type=_assignment, action="append", default=[], help="OPTION_X=value, repeatable"
     )
     it.add_argument("--env-file", type=_env_file, default={}, help="a file with NAME=value lines")
-    it.add_argument("--gpus", type=_between(0), help="of a copy (default: 1 on GPU instances)")
+    it.add_argument(
+        "--gpus",
+        type=_between(0),
+        help="of a copy (default: as many as OPTION_TENSOR_PARALLEL_DEGREE says, or its share of "
+        "all that the instance has)",
+    )
     it.add_argument(
         "--memory-mb",
         type=_between(128),

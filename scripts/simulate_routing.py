@@ -50,10 +50,11 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from serving.router import kv_index, policies
-from serving.router.kv_index import BlockRemoved, BlockStored, KvIndex
-from serving.router.policies import Asked, Choice, Load, Policy, Session, Work
-from serving.router.prefix_index import BYTES_PER_TOKEN, CHUNK, PrefixIndex
+from serving.router.policy import kv_index, policies
+from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
+from serving.router.policy.policies import Choice, Load, Policy, Session, Work
+from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK, PrefixIndex
+from serving.router.policy.request import RoutingRequest
 
 REPLICAS = 7
 BLOCK = CHUNK // BYTES_PER_TOKEN
@@ -126,29 +127,31 @@ class Request:
         return sum(length for _, length in self.parts)
 
 
-class Prompt(Asked):
-    """What strategies are told, and for those of others the text as well. links: a chain of the
-    request and its answer.
-    """
+class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
+    """What strategies know of a request, and for those of others its text as well."""
 
-    def __init__(self, request: Request, links: Sequence[int], tokenized: bool) -> None:
+    parts: Parts
+
+    @classmethod
+    def of(cls, request: Request, links: Sequence[int], tokenized: bool) -> "Prompt":
+        """links: a chain of the request and its answer."""
         tokens = request.tokens
         links = links[: tokens // BLOCK]
         keys = [link & TOKEN for link in links] if tokenized else []
-        super().__init__(
+        return cls(
             tokens=tokens,
             chain=links,
             blocks=kv_index.chain(keys, 1, kv_index.seed()) if tokenized else None,
             block_size=BLOCK,
             adapter=f"adapter{request.adapter}" if request.adapter else "",
             session=request.session,
+            parts=request.parts,
         )
-        self._parts = request.parts
 
     @cached_property
     def fine(self) -> list[int]:
         """A chain with links of 128 characters."""
-        return chain(self._parts, 128 // BYTES_PER_TOKEN)
+        return chain(self.parts, 128 // BYTES_PER_TOKEN)
 
 
 # --- Engines ---
@@ -374,17 +377,17 @@ class Engine:
 class Plain:
     """A strategy that remembers nothing: the one measure of a replica, random among equals."""
 
-    def measure(self, asked: Prompt, replica: Load, now: float) -> float:
+    def measure(self, request: Prompt, replica: Load, now: float) -> float:
         return 0.0
 
-    def choose(self, asked: Asked, replicas: Sequence[Load], now: float) -> Choice:
-        assert isinstance(asked, Prompt)
-        measures = [self.measure(asked, replica, now) for replica in replicas]
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
+        assert isinstance(request, Prompt)
+        measures = [self.measure(request, replica, now) for replica in replicas]
         least = min(measures)
         equals = [it for it, measure in zip(replicas, measures, strict=True) if measure == least]
         return Choice(random.choice(equals), 0)
 
-    def learn(self, asked: Asked, replica: str, now: float) -> None:
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         pass
 
     def forget(self, replica: str) -> None:
@@ -392,7 +395,7 @@ class Plain:
 
 
 class LeastRequests(Plain):
-    def measure(self, asked: Prompt, replica: Load, now: float) -> float:
+    def measure(self, request: Prompt, replica: Load, now: float) -> float:
         return replica.in_flight
 
 
@@ -402,34 +405,34 @@ class Indexed(Plain):
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
 
-    def cached(self, asked: Asked, replica: Load, now: float) -> int:
-        return self.index.matched(replica.name, asked.chain, now) * BLOCK
+    def cached(self, request: RoutingRequest, replica: Load, now: float) -> int:
+        return self.index.matched(replica.name, request.chain, now) * BLOCK
 
-    def learn(self, asked: Asked, replica: str, now: float) -> None:
-        self.index.insert(replica, asked.chain, now)
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        self.index.insert(replica, request.chain, now)
 
     def forget(self, replica: str) -> None:
         self.index.forget(replica)
 
 
 class LoadAware(Indexed):
-    def choose(self, asked: Asked, replicas: Sequence[Load], now: float) -> Choice:
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         self._mean = sum(replica.in_flight for replica in replicas) / len(replicas)
-        return super().choose(asked, replicas, now)
+        return super().choose(request, replicas, now)
 
-    def measure(self, asked: Prompt, replica: Load, now: float) -> float:
+    def measure(self, request: Prompt, replica: Load, now: float) -> float:
         load = (replica.in_flight - self._mean) / max(1.0, self._mean)
-        return load - self.cached(asked, replica, now) / asked.tokens
+        return load - self.cached(request, replica, now) / request.tokens
 
 
 class Product(Indexed):
-    def choose(self, asked: Asked, replicas: Sequence[Load], now: float) -> Choice:
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         def measure(replica: Load) -> int:
-            uncached = asked.tokens - self.cached(asked, replica, now)
+            uncached = request.tokens - self.cached(request, replica, now)
             return (uncached + replica.queued) * (replica.in_flight + 1)
 
         best = min(replicas, key=measure)
-        return Choice(best, self.cached(asked, best, now))
+        return Choice(best, self.cached(request, best, now))
 
 
 class CacheAware(Indexed):
@@ -437,20 +440,20 @@ class CacheAware(Indexed):
         super().__init__(index)
         self._inserted: Counter[str] = Counter()
 
-    def choose(self, asked: Asked, replicas: Sequence[Load], now: float) -> Choice:
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         least = min(replicas, key=lambda replica: replica.in_flight)
         most = max(replica.in_flight for replica in replicas)
         if most - least.in_flight > 64 and most > 1.5 * least.in_flight:
             return Choice(least, 0)
-        best = max(replicas, key=lambda replica: self.cached(asked, replica, now))
-        if self.cached(asked, best, now) > 0.3 * asked.tokens:
+        best = max(replicas, key=lambda replica: self.cached(request, replica, now))
+        if self.cached(request, best, now) > 0.3 * request.tokens:
             return Choice(best, 0)
         return Choice(min(replicas, key=lambda replica: self._inserted[replica.name]), 0)
 
-    def learn(self, asked: Asked, replica: str, now: float) -> None:
-        known = self.index.matched(replica, asked.chain, now)
-        self._inserted[replica] += len(asked.chain) - known
-        super().learn(asked, replica, now)
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        known = self.index.matched(replica, request.chain, now)
+        self._inserted[replica] += len(request.chain) - known
+        super().learn(request, replica, now)
 
 
 class TheirPrefixAware(Plain):
@@ -459,10 +462,10 @@ class TheirPrefixAware(Plain):
     def __init__(self) -> None:
         self._sent: dict[int, set[str]] = defaultdict(set)
 
-    def choose(self, asked: Asked, replicas: Sequence[Load], now: float) -> Choice:
-        assert isinstance(asked, Prompt)
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
+        assert isinstance(request, Prompt)
         last = list(replicas)
-        for link in asked.fine:
+        for link in request.fine:
             sent = self._sent.get(link, ())
             found = [replica for replica in last if replica.name in sent]
             if not found:
@@ -470,9 +473,9 @@ class TheirPrefixAware(Plain):
             last = found
         return Choice(random.choice(last), 0)
 
-    def learn(self, asked: Asked, replica: str, now: float) -> None:
-        assert isinstance(asked, Prompt)
-        for link in asked.fine:
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        assert isinstance(request, Prompt)
+        for link in request.fine:
             self._sent[link].add(replica)
 
 
@@ -486,18 +489,18 @@ class TheirKvAware(Plain):
         self._sent: dict[str, deque[float]] = defaultdict(deque)
         self._ring = Session()
 
-    def choose(self, asked: Asked, replicas: Sequence[Load], now: float) -> Choice:
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         owner, matched = None, 0
         for replica in replicas:
-            blocks = self._index.matched(replica.name, asked.blocks or (), now)
+            blocks = self._index.matched(replica.name, request.blocks or (), now)
             if blocks * BLOCK >= 256:  # their chunk; the first who has one is all they look at
                 owner, matched = replica, blocks * BLOCK // 256 * 256
                 break
-        if owner and matched >= asked.tokens - 2000:
+        if owner and matched >= request.tokens - 2000:
             return Choice(owner, 0)
-        if asked.session:
+        if request.session:
             still = [Load(replica.name) for replica in replicas]  # a ring does not look at load
-            name = self._ring.choose(asked, still, now).replica.name
+            name = self._ring.choose(request, still, now).replica.name
             return Choice(next(replica for replica in replicas if replica.name == name), 0)
         return Choice(min(replicas, key=lambda replica: self._recent(replica.name, now)), 0)
 
@@ -507,7 +510,7 @@ class TheirKvAware(Plain):
             sent.popleft()
         return len(sent)
 
-    def learn(self, asked: Asked, replica: str, now: float) -> None:
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         self._sent[replica].append(now)
 
 
@@ -572,13 +575,13 @@ class Fleet:
         now = self.clock.now
         answer = (-request.parts[-1][0], request.output)
         links = chain((*request.parts, answer), BLOCK, request.adapter)
-        asked = Prompt(request, links, self._listens)
-        load, cached = self._policy.choose(asked, self._up, now)
-        self._policy.learn(asked, load.name, now)
-        work = load.begin(asked.tokens, cached, streamed=True, now=now)
+        prompt = Prompt.of(request, links, self._listens)
+        load, cached = self._policy.choose(prompt, self._up, now)
+        self._policy.learn(prompt, load.name, now)
+        work = load.begin(prompt.tokens, cached, streamed=True, now=now)
         request.replica = load.name
         engine = self._engines[load.name]
-        run = Run(request, asked.tokens, links, engine, load, work)
+        run = Run(request, prompt.tokens, links, engine, load, work)
         self._runs[run] = None
         self.clock.at(now + self.case.profile.overhead_s, partial(engine.receive, run))
 

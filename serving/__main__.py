@@ -9,8 +9,8 @@ import time
 def _stop_early(number: int, frame: object) -> None:
     """End at once: nothing has been started that would have to be stopped."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    told = f'"time": "{stamp}", "level": "info", "logger": "serving", "message": "stopped"'
-    os.write(2, f'{{{told}, "stage": "options"}}\n'.encode())
+    line = f'"time": "{stamp}", "level": "info", "logger": "serving", "message": "stopped"'
+    os.write(2, f'{{{line}, "stage": "options"}}\n'.encode())
     os._exit(0)
 
 
@@ -25,10 +25,12 @@ if __name__ == "__main__":
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from serving.last_words import Ending
+from lmi_config import explain, settings
+from lmi_config.settings import SettingsError
+from serving.exit import USAGE_ERROR, Exit, failure, report
+from serving.observability import logs, redaction
+from serving.observability.capture import capture_output
 
 USAGE = """usage: python -m serving [serve | plan [--json] | route]
 
@@ -39,95 +41,78 @@ USAGE = """usage: python -m serving [serve | plan [--json] | route]
 Options are environment variables and files; docs/options.md lists them.
 """
 
-USAGE_ERROR = 2
-"""What the process exits with when it is called wrongly; `server.py` has the other codes."""
-
 
 def main(arguments: list[str], environ: Mapping[str, str]) -> int:
     match arguments or ["serve"]:
         case ["serve"]:
-            return _until_the_end(_serve, environ)
+            return _run(_serve, environ)
         case ["route"]:
-            return _until_the_end(_route, environ)
+            return _run(_route, environ)
         case ["plan"] | ["plan", "--json"]:
             return _plan(arguments[1:], environ)
-        case _:
-            print(USAGE, file=sys.stderr)
+    print(USAGE, file=sys.stderr)
     return USAGE_ERROR
 
 
-# Each verb imports only what it needs: `plan` answers without the web server's imports.
+# Each verb imports what it alone needs: `plan` answers without the web server's imports.
 
 
 def _plan(arguments: list[str], environ: Mapping[str, str]) -> int:
-    from lmi_config import explain
-    from lmi_config.settings import SettingsError
-    from serving.prepare import prepare
+    from serving.server.prepare import prepare
 
+    redaction.hide(environ)  # a secret may also stand in the value of another option
     try:
         plan = prepare(environ).plan
     except SettingsError as error:
-        print(error, file=sys.stderr)
+        print(redaction.redacted(str(error)), file=sys.stderr)
         return USAGE_ERROR
     if arguments:
-        print(json.dumps(explain.as_json(plan), indent=2))
+        print(json.dumps(redaction.plain(explain.as_json(plan)), indent=2))
     else:
-        print(explain.as_text(plan))
+        print(redaction.redacted(explain.as_text(plan)))
     return 0
 
 
-def _until_the_end(
-    verb: "Callable[[Mapping[str, str]], Ending]", environ: Mapping[str, str]
-) -> int:
+def _run(verb: Callable[[Mapping[str, str]], Exit], environ: Mapping[str, str]) -> int:
     """Run a verb that logs. However it ends, the last line says why."""
-    from lmi_config.settings import SettingsError
-    from serving import last_words, logs
-    from serving.last_words import Ending
-
     logs.configure(environ)
     try:
-        ending = verb(environ)
-    except SettingsError as error:
-        for fault in error.faults if len(error.faults) > 1 else ():  # the last line may cut them
-            last_words.log.error("%s", fault)
-        ending = Ending(USAGE_ERROR, "options", "; ".join(error.faults))
+        end = verb(environ)
     except Exception as error:
-        last_words.log.exception("an error of Slipway's own")
-        ending = Ending(1, "unforeseen", f"{type(error).__name__}: {error}")
-    last_words.tell(ending)
-    return ending.code
+        end = failure(error)
+    report(end)
+    return end.code
 
 
-def _serve(environ: Mapping[str, str]) -> "Ending":
-    from serving import logs
-    from serving.prepare import prepare
+def _serve(environ: Mapping[str, str]) -> Exit:
+    from serving.kv_cache import pool
+    from serving.server.prepare import prepare
 
-    prepared = prepare(environ)
-    logs.set_level(prepared.plan.settings.log_level)
-    os.environ.update(prepared.plan.environment)  # vLLM reads it when it is imported
-    os.environ.update(logs.for_engine(environ, prepared.plan.settings.log_level))
-    with logs.folded():
-        from serving.server import serve
+    with pool.cleanup():  # before the machine's memory is looked at
+        deployment = prepare(environ)
+        level = deployment.plan.settings.log_level
+        logs.set_level(level)
+        os.environ.update(deployment.plan.environment)  # vLLM reads it when it is imported
+        os.environ.update(logs.engine_environment(environ, level))
+        with capture_output():
+            from serving.server.server import serve
 
-        return serve(prepared)
+            return serve(deployment)
 
 
-def _route(environ: Mapping[str, str]) -> "Ending":
-    from lmi_config import settings
-    from serving import logs
-
-    asked = settings.read(environ)
-    if not asked.router_replicas:
-        raise settings.SettingsError(
+def _route(environ: Mapping[str, str]) -> Exit:
+    options = settings.read(environ)
+    if not options.router_replicas:
+        raise SettingsError(
             ["OPTION_ROUTER_REPLICAS is not set: it names the servers, as http://a:8080"]
         )
-    logs.set_level(asked.log_level)
+    logs.set_level(options.log_level)
     with tempfile.TemporaryDirectory(prefix="slipway-") as counters:
-        if asked.router_processes > 1:  # Prometheus' client reads it when it is imported
+        if options.router_processes > 1:  # Prometheus' client reads it when it is imported
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = counters
-        from serving.router.server import route
+        from serving.router.workers import route
 
-        return route(asked, environ)
+        return route(options, environ)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What can go wrong with a request, and how each path tells it: one table, three body shapes."""
+"""What can go wrong with a request, and what it is on the wire: one table, a shape for each API."""
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 from lmi_config.options import Settings
+from serving.protocol import INVOCATIONS_PATH, OPENAI
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,16 @@ class BadRequest(ServingError):
         self.parameter = parameter
 
 
+class Malformed(ServingError):
+    """What came is no HTTP/1.1, or may be read in two ways."""
+
+
 class NotFound(ServingError):
     """The request names a model or a path that is not here."""
+
+
+class Forbidden(ServingError):
+    """The request comes from a web page that may not send it."""
 
 
 class MethodNotAllowed(ServingError):
@@ -59,6 +68,20 @@ class AdapterRefused(ServingError):
 
 class AdapterFailed(ServingError):
     """The engine could not load an adapter; it may be tried again."""
+
+
+class AlreadyLoaded(AdapterFailed):
+    """The engine has an adapter of this inner name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the engine has {name} already")
+
+
+class NotLoaded(AdapterFailed):
+    """The engine has no adapter of this inner name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the engine does not have {name}")
 
 
 class UserCodeFailed(ServingError):
@@ -91,7 +114,14 @@ class TimedOut(ServingError):
 
 
 class HeadTooLarge(ServingError):
-    """The request's line and headers are longer than the router takes."""
+    """The request's line and headers are longer than the server takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request's line and headers are longer than {limit} bytes")
+
+
+class TooSlow(ServingError):
+    """The client took too long to send its request."""
 
 
 class ReplicaFailed(ServingError):
@@ -110,8 +140,8 @@ class ServerFailed(ServingError):
     """Slipway itself broke while it served the request; its log has the cause."""
 
 
-class _Told(NamedTuple):
-    """How one kind of error is told: its status, and its name in the two APIs that have names."""
+class _Row(NamedTuple):
+    """One kind of error: its status, and its name in the two APIs that have names."""
 
     status: int
     status_on_invocations: int
@@ -120,24 +150,29 @@ class _Told(NamedTuple):
 
 
 # LMI answers 424 to every fault of the client that its Python side finds, and clients match on it.
-_TABLE: Mapping[type[ServingError], _Told] = {
-    BadRequest: _Told(400, 424, "BadRequestError", "BadRequestException"),
-    NotFound: _Told(404, 404, "NotFoundError", "ResourceNotFoundException"),
-    MethodNotAllowed: _Told(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
-    TooLarge: _Told(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
-    Conflict: _Told(409, 409, "ConflictError", "IllegalArgumentException"),
-    AdapterRefused: _Told(424, 424, "FailedDependencyError", "TranslateException"),
-    AdapterFailed: _Told(424, 424, "FailedDependencyError", "TranslateException"),
-    UserCodeFailed: _Told(424, 424, "FailedDependencyError", "TranslateException"),
-    NoSlot: _Told(507, 507, "InsufficientStorageError", "OutOfMemoryException"),
-    NotReady: _Told(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
-    Overloaded: _Told(503, 503, "ServiceUnavailableError", "WlmCapacityException"),
-    TimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
-    HeadTooLarge: _Told(431, 431, "BadRequestError", "BadRequestException"),
-    ReplicaFailed: _Told(502, 502, "BadGatewayError", "BadGatewayException"),
-    ReplicaTimedOut: _Told(504, 504, "TimeoutError", "TimeoutException"),
-    EngineFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
-    ServerFailed: _Told(500, 500, "InternalServerError", "InternalServerException"),
+_TABLE: Mapping[type[ServingError], _Row] = {
+    BadRequest: _Row(400, 424, "BadRequestError", "BadRequestException"),
+    Malformed: _Row(400, 400, "BadRequestError", "BadRequestException"),
+    NotFound: _Row(404, 404, "NotFoundError", "ResourceNotFoundException"),
+    Forbidden: _Row(403, 403, "PermissionDeniedError", "AccessDeniedException"),
+    MethodNotAllowed: _Row(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
+    TooLarge: _Row(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
+    Conflict: _Row(409, 409, "ConflictError", "IllegalArgumentException"),
+    AdapterRefused: _Row(424, 424, "FailedDependencyError", "TranslateException"),
+    AdapterFailed: _Row(424, 424, "FailedDependencyError", "TranslateException"),
+    AlreadyLoaded: _Row(424, 424, "FailedDependencyError", "TranslateException"),
+    NotLoaded: _Row(424, 424, "FailedDependencyError", "TranslateException"),
+    UserCodeFailed: _Row(424, 424, "FailedDependencyError", "TranslateException"),
+    NoSlot: _Row(507, 507, "InsufficientStorageError", "OutOfMemoryException"),
+    NotReady: _Row(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
+    Overloaded: _Row(503, 503, "ServiceUnavailableError", "WlmCapacityException"),
+    TimedOut: _Row(504, 504, "TimeoutError", "TimeoutException"),
+    HeadTooLarge: _Row(431, 431, "BadRequestError", "BadRequestException"),
+    TooSlow: _Row(408, 408, "BadRequestError", "BadRequestException"),
+    ReplicaFailed: _Row(502, 502, "BadGatewayError", "BadGatewayException"),
+    ReplicaTimedOut: _Row(504, 504, "TimeoutError", "TimeoutException"),
+    EngineFailed: _Row(500, 500, "InternalServerError", "InternalServerException"),
+    ServerFailed: _Row(500, 500, "InternalServerError", "InternalServerException"),
 }
 
 Codes = Mapping[type[ServingError], int]
@@ -159,88 +194,6 @@ def codes(settings: Settings) -> Codes:
 _NONE: Codes = {}
 
 
-def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
-    """The exception for an error that the engine answered in OpenAI's shape.
-
-    vLLM likes to repeat what it was sent; a message that repeats the prompt is not passed on.
-    """
-    try:
-        error = msgspec.json.decode(answer)["error"]
-        message, parameter = str(error["message"]), error.get("param")
-    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
-        message, parameter = "the engine answered with an error", None
-    if _repeats(message, request):
-        message = f"{parameter or 'the request'} is not valid"
-    if status == 404:
-        return NotFound(message)
-    if status == 503:
-        return NotReady(message)
-    if status >= 500:
-        return EngineFailed(message)
-    return BadRequest(message, parameter)
-
-
-_PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not what is in it
-
-
-def _repeats(message: str, request: bytes) -> bool:
-    """Whether a message has a text of the request's prompt in it, or the beginning of one."""
-    try:
-        body = msgspec.json.decode(request, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
-    prompts = [body.get(key) for key in ("prompt", "input", "messages", "suffix")]
-    shown = (message, _ESCAPE.sub(_unescaped, message))
-    return any(
-        beginning in it and re.search(rf"(?<!\w){re.escape(beginning)}", it)
-        for text in _texts(prompts)
-        if (beginning := text.strip()[:24])
-        for it in shown
-    )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    left = [value]  # no recursion: what the decoder bears is nested too deeply for it
-    while left:
-        it = left.pop()
-        if isinstance(it, str):
-            yield it
-        elif isinstance(it, list):
-            left.extend(it)
-        elif isinstance(it, dict):
-            left.extend(item for key, item in it.items() if key not in _PROTOCOL_KEYS)
-
-
-_ESCAPE = re.compile(
-    r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|.)", re.DOTALL
-)
-
-
-def _unescaped(escape: re.Match[str]) -> str:
-    """What a message that shows a text as Python or JSON writes it means."""
-    code = escape[1]
-    if len(code) > 1:
-        return chr(int(code[1:], 16))
-    return {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}.get(code, code)
-
-
-INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")
-"""The paths of LMI's that are one: the last two are those of its server and of SageMaker's
-multi-model endpoints.
-"""
-INVOCATIONS_PATH = "(?:" + re.sub(r"\{\w+\}", "[^/]+", "|".join(INVOCATIONS)) + ")"
-"""The same as a regular expression."""
-_INVOCATIONS = re.compile(INVOCATIONS_PATH)
-
-
-def status(error: ServingError, path: str, codes: Codes = _NONE) -> int:
-    """The HTTP status that tells this error on this path."""
-    told = _TABLE[type(error)]
-    return codes.get(type(error)) or (
-        told.status_on_invocations if _INVOCATIONS.fullmatch(path) else told.status
-    )
-
-
 def headers(error: ServingError) -> dict[str, str]:
     """What the answer's head says of the error besides the status."""
     match error:
@@ -253,33 +206,67 @@ def headers(error: ServingError) -> dict[str, str]:
     return {}
 
 
-def body(error: ServingError, path: str, codes: Codes = _NONE) -> bytes:
-    """The JSON body that tells this error on this path, in the shape of the path's API."""
-    code, message = status(error, path, codes), str(error)
-    told = _TABLE[type(error)]
-    shape: dict[str, Any]
+class ErrorShape:
+    """How an API has errors: in which statuses, and in which bodies. This is LMI's own.
+
+    codes: statuses that the operator wants in the place of those in the table.
+    """
+
+    def __init__(self, codes: Codes = _NONE) -> None:
+        self._codes = codes
+
+    def status(self, error: ServingError) -> int:
+        return self._codes.get(type(error)) or self._status(_TABLE[type(error)])
+
+    def body(self, error: ServingError) -> bytes:
+        return msgspec.json.encode(self._shaped(error, self.status(error)))
+
+    def response(self, error: ServingError) -> Response:
+        """The whole answer."""
+        return Response(
+            self.body(error),
+            status_code=self.status(error),
+            headers=headers(error),
+            media_type="application/json",
+        )
+
+    def _status(self, row: _Row) -> int:
+        return row.status
+
+    def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
+        return {"code": code, "type": _TABLE[type(error)].lmi_type, "message": str(error)}
+
+
+class InvocationsErrors(ErrorShape):
+    """As LMI's Python side has them."""
+
+    def _status(self, row: _Row) -> int:
+        return row.status_on_invocations
+
+    def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
+        return {"code": code, "error": str(error)}
+
+
+class OpenAIErrors(ErrorShape):
+    """As OpenAI has them."""
+
+    def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
+        kind, parameter = _TABLE[type(error)].openai_type, getattr(error, "parameter", None)
+        parts = {"message": str(error), "type": kind, "param": parameter, "code": code}
+        return {"error": parts}
+
+
+_INVOCATIONS = re.compile(INVOCATIONS_PATH)
+
+
+def shape(path: str, codes: Codes = _NONE) -> ErrorShape:
+    """The shape of a path's API."""
     if _INVOCATIONS.fullmatch(path):
-        shape = {"code": code, "error": message}
-    elif path.startswith("/v1/"):
-        parameter = getattr(error, "parameter", None)
-        parts = {"message": message, "type": told.openai_type, "param": parameter, "code": code}
-        shape = {"error": parts}
-    else:
-        shape = {"code": code, "type": told.lmi_type, "message": message}
-    return msgspec.json.encode(shape)
+        return InvocationsErrors(codes)
+    return OpenAIErrors(codes) if path.startswith(OPENAI) else ErrorShape(codes)
 
 
 def unforeseen() -> ServingError:
-    """What an exception that nobody foresaw is told as. To be called while it is handled."""
+    """The error for an exception that nobody foresaw. To be called while it is handled."""
     log.exception("a request failed unexpectedly")
     return ServerFailed("the server failed on this request; its log says why")
-
-
-def response(error: ServingError, path: str, codes: Codes = _NONE) -> Response:
-    """The whole answer that tells this error on this path."""
-    return Response(
-        body(error, path, codes),
-        status_code=status(error, path, codes),
-        headers=headers(error),
-        media_type="application/json",
-    )

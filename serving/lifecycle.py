@@ -6,18 +6,37 @@ Everything that changes or reads the stage goes through this file, and so does w
 import enum
 import time
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from serving.errors import NotReady
 
-# SageMaker and Kubernetes kill 30 s after SIGTERM: 25 to finish requests, the rest to stop.
-DRAIN_S = 25.0
+GRACE_S = 30.0
+"""SageMaker and Kubernetes kill so long after SIGTERM."""
 
-# What the process exits with; 0 when it was asked to stop.
-DIED = 1
-START_FAILED = 3
+
+class Shutdown(NamedTuple):
+    """Seconds that each step of an orderly end may take, one after the other."""
+
+    drain: float = 23.0
+    """Requests finish."""
+    farewell: float = 1.0
+    """Answers are written to those that did not."""
+    settle: float = 0.2
+    """The last lines of processes that have died are read."""
+    engine: float = 3.5
+    """Handlers, the engine's processes and the cache server end by themselves."""
+    connections: int = 1
+    """Connections are closed."""
+    log: float = 0.5
+    """What children wrote last is logged."""
+
+
+SHUTDOWN = Shutdown()
 
 
 class Stage(enum.StrEnum):
+    """Where a server is in its life, as /ping says it."""
+
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -35,46 +54,69 @@ _NEXT = {
 
 _PING_STATUS = {Stage.READY: 200, Stage.FAILED: 500}  # 503 in every other stage
 
-# What is noted at the start → its name as a step; all else tells of the model being fetched.
-_STEPS = {
-    "importing vLLM": "importing",
-    "waiting for the cache server": "cache_server",
-    "loading the model": "loading",
-    "preparing the API": "preparing",
-    "warming up": "warming_up",
-}
+
+class Step(enum.StrEnum):
+    """A step of the start, by its name in `slipway_start_seconds`."""
+
+    sentence: str
+    """What /ping and the log say meanwhile; of FETCHING the source says what, and how much."""
+
+    def __new__(cls, name: str, sentence: str = "") -> "Step":
+        step = str.__new__(cls, name)
+        step._value_ = name
+        step.sentence = sentence
+        return step
+
+    PLANNING = "planning"
+    """Before there is a server: Python starts, options and the machine are looked at."""
+    BEGINNING = "beginning", "beginning"
+    FETCHING = "fetching"
+    IMPORTING = "importing", "importing vLLM"
+    CACHE_SERVER = "cache_server", "waiting for the cache server"
+    LOADING = "loading", "loading the model"
+    PREPARING = "preparing", "preparing the API"
+    WARMING_UP = "warming_up", "warming up"
+
+
+class Note(Protocol):
+    """Takes down what the start is busy with, for people who wait."""
+
+    def __call__(self, step: Step, text: str = "") -> None:
+        """text: more than the step's own sentence."""
 
 
 class Lifecycle:
-    """Where the server is in its life. `detail` says what it is doing there, or why it failed."""
+    """Where the server is in its life."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = self._stepped = clock()
-        self._step = "beginning"
-        self.steps: dict[str, float] = {}
+        self._began = self._step_began = clock()
+        self._step = Step.BEGINNING
+        self.steps: dict[Step, float] = {}
         """Seconds that each step of the start took, in their order."""
         self.stage = Stage.STARTING
-        self.detail = "beginning"
+        self.detail = Step.BEGINNING.sentence
+        """What the server is doing in this stage, or why it failed."""
 
     def enter(self, stage: Stage, detail: str = "") -> None:
         """Go on to another stage. Raises RuntimeError when no path leads there from here."""
         if stage not in _NEXT[self.stage]:
             raise RuntimeError(f"cannot go from {self.stage} to {stage}")
         if self.stage is Stage.STARTING:
-            self._end_step("")
+            self._end_step()
         self.stage = stage
         self.detail = detail
 
-    def note(self, detail: str) -> None:
-        """Say what is being done within the present stage."""
-        self._end_step(_STEPS.get(detail, "fetching"))
-        self.detail = detail
+    def note(self, step: Step, text: str = "") -> None:
+        """Go on to a step of the start. text: more than the step's own sentence."""
+        self._end_step()
+        self._step = step
+        self.detail = text or step.sentence
 
-    def _end_step(self, following: str) -> None:
+    def _end_step(self) -> None:
         now = self._clock()
-        self.steps[self._step] = self.steps.get(self._step, 0.0) + now - self._stepped
-        self._step, self._stepped = following, now
+        self.steps[self._step] = self.steps.get(self._step, 0.0) + now - self._step_began
+        self._step_began = now
 
     @property
     def elapsed(self) -> float:

@@ -1,9 +1,18 @@
-"""A folder's model.py in a process of its own (handlers/custom.py): started, called, ended.
+"""A folder's model.py, which runs in a process of its own (handlers/custom.py).
 
-A call that takes too long is answered with an error, and its process makes room for another one; a
+A call that nobody waits for any more, because it took too long, its client left or the server
+drains, is cancelled, and has to end. Where it does not, a new process replaces the one it is in:
+
+- The process has acknowledged the cancellation, so its other calls go on: it retires, which is to
+  say that it gets no new calls, and is ended after the last, or when another one has to retire.
+- It has not, so a call blocks its event loop and with it all of its calls: it is killed. Calls that
+  it had not begun go to the new one.
+
+So there are at most three processes: one that is called, one that starts, one that retires. A
 process that ends by itself, for want of memory for example, is started again at the next call.
 """
 
+import ast
 import asyncio
 import contextlib
 import itertools
@@ -12,40 +21,105 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
-from handlers.custom import FILE, Kind, What, frame, framed
+import msgspec
+
+from handlers import isolation
+from handlers.custom import FILE, HANDLE_OF_ADAPTER, LENGTH, WINDOW, Kind, What, framed, told
+from lmi_config.model import Checkpoint
+from lmi_config.options import names_option
 from serving.errors import UserCodeFailed
-from serving.logs import redacted
+from serving.observability.redaction import redacted
 
 log = logging.getLogger(__name__)
 
 LOAD_S = 120.0
 """For a file to be loaded: it may import large libraries."""
-GONE_S = 1.0  # after it was killed
+INITIAL_S = 1200.0
+"""For the initialising call, which may load a model: LMI's own limit to that."""
+GONE_S = 1.0  # for a process to end after it was killed
+GRACE_S = 5.0
+"""For a call that took too long to end after it was cancelled, but at most a third of its limit."""
+LEFT_S = 30.0
+"""The same for a call that might have gone on, had its client not left. An `async def handle` that
+blocks while it computes is usual, and no reason to have its model loaded again.
+"""
+LOSSES = 3
+"""Processes that were lost with no answer between them; then the model cannot be served."""
+RETRY_S = 5.0  # between tries to start a process for a model that cannot be served without it
+MESSAGE = 4096  # characters of what went wrong
+LONGEST_FRAME = 256 * 1024**2
+"""Bytes that adapters' code may send at a time."""
+
+
+LONGEST = 1024 * 1024
+"""Bytes of an adapter's model.py, which is parsed when the adapter is registered."""
+_NO_CODE = (
+    f"it has a {FILE}, and its answers would be others without it; OPTION_ADAPTER_CODE=true lets "
+    "adapters run code"
+)
+
+
+def faults_of_adapter(checkpoint: Checkpoint, may_run: bool) -> list[str]:
+    """What can be said against an adapter's model.py, where it has one, without running it.
+
+    may_run: adapters may have code.
+    """
+    if FILE not in checkpoint.sizes:
+        return []
+    if not may_run:
+        return [_NO_CODE]
+    size = checkpoint.sizes[FILE]
+    if size > LONGEST:
+        return [f"{FILE} has {size} bytes, more than {LONGEST}"]
+    try:
+        tree = ast.parse(checkpoint.head(FILE, size), FILE)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [told(error)]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    names = {node.name for node in tree.body if isinstance(node, kinds)}
+    return [HANDLE_OF_ADAPTER] if "handle" in names else []
 
 
 class Limits(NamedTuple):
-    """seconds: for one call of a formatter. handler_seconds: for a custom handler, between two
-    pieces of its answer. memory: bytes, or 0 for no limit.
-    """
+    """What a model.py may use, in seconds and bytes."""
 
-    seconds: float
-    handler_seconds: float
+    formatter_s: float
+    """For one call of a formatter."""
+    handler_s: float
+    """For a custom handler, between two pieces of its answer."""
     memory: int
+    """Of its process, or 0 for no limit."""
+    initial_s: float = INITIAL_S
+    """For the initialising call of a custom handler."""
 
 
-async def started(folder: Path, tokenizer: Path, limits: Limits) -> "UserCode | None":
-    """The folder's model.py, where it has one, and one of its functions is for us.
+async def start_user_code(
+    folder: Path,
+    tokenizer: Path,
+    limits: Limits,
+    properties: Mapping[str, str] | None = None,
+    of_adapter: bool = False,
+) -> "UserCode | None":
+    """Start the folder's model.py, where it has one and the server calls one of its functions.
 
-    tokenizer: the folder of the model whose tokenizer formatters get. Raises UserCodeFailed.
+    tokenizer: the folder of the model whose tokenizer formatters get. properties: the model's,
+    which a custom handler gets. of_adapter: it runs without the server's rights and secrets. Raises
+    UserCodeFailed.
     """
     if not (folder / FILE).is_file():
         return None
-    code = UserCode(folder, tokenizer, limits)
-    await code.start()
+    code = UserCode(folder, tokenizer, limits, properties, of_adapter)
+    try:
+        await code.start()
+    except BaseException:
+        await code.stop()
+        raise
     if code.functions:
         return code
     await code.stop()
@@ -53,94 +127,193 @@ async def started(folder: Path, tokenizer: Path, limits: Limits) -> "UserCode | 
 
 
 class UserCode:
-    """The functions of a folder's model.py.
+    """The functions of a folder's model.py, and the processes that run them.
 
-    functions: those of `input`, `output` and `handle` that it has. Calls raise UserCodeFailed.
+    functions: those of `input`, `output` and `handle` that it has. Calls raise UserCodeFailed. The
+    parameters are start_user_code()'s.
     """
 
-    def __init__(self, folder: Path, tokenizer: Path, limits: Limits) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Path,
+        limits: Limits,
+        properties: Mapping[str, str] | None = None,
+        of_adapter: bool = False,
+    ) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
         self._limits = limits
+        # LMI's files look for what is beside them there.
+        self._properties = {**(properties or {}), "model_dir": str(folder)}
+        self._user = isolation.take_user() if of_adapter else None
+        # Its processes
         self._process: _Process | None = None
-        self._starting = asyncio.Lock()
+        self._retiring: _Process | None = None
+        self._starting: asyncio.Task[_Process] | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        # How they fare
+        self._losses = 0  # processes since the last answer
+        self._fault: str | None = None  # of the last start
+        self._stopped = False
         self.functions: frozenset[str] = frozenset()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the model cannot be served now, in a sentence, or None where it may be."""
+        if self._fault:
+            return f"{FILE} could not be started again: {self._fault}"
+        if self._losses >= LOSSES:
+            return f"{self._losses} processes of {FILE} were lost with no answer between them"
+        return None
 
     async def start(self) -> None:
         """Load the file. Raises UserCodeFailed with what is wrong with it."""
-        self.functions = (await self._running()).functions
+        self.functions = (await self._ready_process()).functions
 
-    async def input(self, body: bytes) -> bytes:
+    async def format_request(self, body: bytes) -> bytes:
         """A request's JSON as the input formatter makes it."""
-        return await self._formatted(What.INPUT, body)
+        return await self._format(What.INPUT, body)
 
-    async def whole(self, answer: bytes) -> bytes:
+    async def format_answer(self, answer: bytes) -> bytes:
         """The engine's JSON answer as the output formatter makes it."""
-        return await self._formatted(What.WHOLE, answer)
+        return await self._format(What.WHOLE, answer)
 
-    async def chunk(self, event: bytes) -> bytes:
+    async def format_event(self, event: bytes) -> bytes:
         """One event of the engine's stream as the output formatter makes it."""
-        return await self._formatted(What.CHUNK, event)
+        return await self._format(What.CHUNK, event)
 
     async def handle(
-        self, properties: dict[str, str], body: bytes
+        self, headers: Mapping[str, str], body: bytes
     ) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """What the custom handler answers: its head and its parts, or DONE with None."""
-        process = await self._running()
-        answers = process.call(What.HANDLE, (properties, body))
-        async with contextlib.aclosing(answers):
-            while True:
-                try:
-                    async with asyncio.timeout(self._limits.handler_seconds):
-                        kind, data = await anext(answers)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise self._too_long(
-                        process, What.HANDLE, self._limits.handler_seconds
-                    ) from None
-                yield kind, data
+        """What the custom handler answers: its head and its parts, or DONE with None.
+
+        headers: the request's. Those by the name of an option are not passed on.
+        """
+        kept = {name: value for name, value in headers.items() if not names_option(name)}
+        data = {**kept, **self._properties}, body
+        limit = self._limits.handler_s
+        for last in (False, True):  # another process where the first does not begin it
+            answers = (await self._ready_process()).call(What.HANDLE, data, limit)
+            try:
+                async with contextlib.aclosing(answers):
+                    while True:
+                        async with asyncio.timeout(limit):
+                            answer = await anext(answers)
+                        self._losses = 0
+                        yield answer
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise _too_long(What.HANDLE, limit) from None
+            except _NotBegun as error:
+                if last:
+                    raise _failed(What.HANDLE, str(error)) from None
 
     async def stop(self) -> None:
-        if self._process:
-            self._process.kill()
-            await self._process.gone()
+        """End its processes. Nothing can be called after that."""
+        self._stopped = True
+        if self._retry:
+            self._retry.cancel()
+        if self._starting:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        for process in (self._process, self._retiring):
+            if process:
+                process.kill()
+                await process.gone()
+        if self._user:
+            isolation.return_user(self._user)
+            self._user = 0
 
-    async def _formatted(self, what: What, data: bytes) -> bytes:
-        process = await self._running()
-        try:
-            async with (
-                asyncio.timeout(self._limits.seconds),
-                contextlib.aclosing(process.call(what, data)) as answers,
-            ):
-                _, found = await anext(answers)
-        except TimeoutError:
-            raise self._too_long(process, what, self._limits.seconds) from None
-        return bytes(found)
+    async def _format(self, what: What, data: bytes) -> bytes:
+        limit = self._limits.formatter_s
+        for last in (False, True):
+            answers = (await self._ready_process()).call(what, data, limit)
+            try:
+                async with asyncio.timeout(limit), contextlib.aclosing(answers):
+                    _, result = await anext(answers)
+                self._losses = 0
+                return bytes(result or b"")
+            except TimeoutError:
+                raise _too_long(what, limit) from None
+            except _NotBegun as error:
+                if last:
+                    raise _failed(what, str(error)) from None
+        raise AssertionError
 
-    def _too_long(self, process: "_Process", what: What, seconds: float) -> UserCodeFailed:
-        process.retire()
-        if self._process is process:
-            self._process = None
-        option = "PREDICT" if what == What.HANDLE else "FORMATTER"
-        reason = f"it took longer than {seconds:g} s; OPTION_{option}_TIMEOUT sets the limit"
-        return _failed(what, reason)
-
-    async def _running(self) -> "_Process":
-        async with self._starting:
-            if not self._process or self._process.ended:
-                self._process = await _start(self._folder, self._tokenizer, self._limits.memory)
+    async def _ready_process(self) -> "_Process":
+        """A process that answers. A start goes on when the request that it is for has left."""
+        if self._process and not self._process.ended:
+            await self._process.until_responsive()
+        if self._process and not self._process.ended:
             return self._process
+        return await asyncio.shield(self._begin_start())
+
+    def _begin_start(self) -> "asyncio.Task[_Process]":
+        if not self._starting:
+            self._starting = asyncio.create_task(self._start_process())
+            self._starting.add_done_callback(self._on_started)
+        return self._starting
+
+    async def _start_process(self) -> "_Process":
+        if self._process:
+            await self._process.gone()  # a handler's may have held a GPU's memory
+        self._process = await _start(
+            self._folder, self._tokenizer, self._limits, self._properties, self._user, self._replace
+        )
+        return self._process
+
+    def _on_started(self, task: "asyncio.Task[_Process]") -> None:
+        self._starting = None
+        if task.cancelled() or self._stopped:
+            return
+        error = task.exception()
+        self._fault = str(error) if error else None
+        if error:
+            log.warning("%s could not be started again: %s", self._folder / FILE, error)
+            if "handle" in self.functions:
+                self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._start_again)
+
+    def _start_again(self) -> None:
+        if not self._process or self._process.ended:
+            self._begin_start()
+
+    def _replace(self, process: "_Process", reason: str) -> None:
+        """Replace a process that has ended, or retires."""
+        if self._stopped or process is not self._process:
+            return
+        log.warning("a new process for %s: %s", self._folder / FILE, reason)
+        self._losses += 1
+        if not process.ended:
+            if self._retiring:
+                self._retiring.kill()
+            self._retiring, self._process = process, None
+        if self._losses < LOSSES:  # else with the next call
+            self._begin_start()
 
 
-async def _start(folder: Path, tokenizer: Path, memory: int) -> "_Process":
+async def _start(
+    folder: Path,
+    tokenizer: Path,
+    limits: Limits,
+    properties: Mapping[str, str],
+    user: int | None,
+    on_lost: Callable[["_Process", str], None],
+) -> "_Process":
+    """Start a process, load the file in it, and initialise its custom handler if it has one.
+
+    user: as whom an adapter's code runs, 0 for ourselves; None for the model's own code.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-u", "-m", "handlers.custom"),
-            *(str(theirs.fileno()), str(folder), str(tokenizer), str(memory)),
+            *(str(theirs.fileno()), str(folder), str(tokenizer), str(limits.memory)),
+            "" if user is None else str(user),
             pass_fds=[theirs.fileno()],
             cwd=Path(__file__).parent.parent,
+            env=None if user is None else isolation.environment(os.environ),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -148,20 +321,63 @@ async def _start(folder: Path, tokenizer: Path, memory: int) -> "_Process":
         )
     ours.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=ours)
-    started = _Process(process, reader, writer, folder.name)
+    longest_frame = 2**32 if user is None else LONGEST_FRAME
+    code = _Process(process, reader, writer, folder.name, longest_frame, on_lost)
     try:
-        async with asyncio.timeout(LOAD_S):
-            await started.load()
+        async with _within(LOAD_S, "loaded"):
+            await code.load()
+        if "handle" in code.functions:
+            log.info("%s: handle is called with an empty Input, to initialise it", folder / FILE)
+            async with _within(limits.initial_s, "initialised"):
+                await code.initialise(properties)
+    except BaseException:
+        code.kill()
+        await code.gone()
+        raise
+    return code
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float, participle: str) -> AsyncGenerator[None, None]:
+    """Raise UserCodeFailed where the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
     except TimeoutError:
-        raise UserCodeFailed(f"{FILE} was not loaded after {LOAD_S:g} s") from None
-    finally:
-        if not started.functions:
-            started.kill()
-    return started
+        raise UserCodeFailed(f"{FILE} was not {participle} after {seconds:g} s") from None
+
+
+class _NotBegun(Exception):
+    """A call whose process has ended before it began. The message says why it has ended."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that a process has not answered yet."""
+
+    what: What
+    limit: float
+    active: float | None
+    """When it began, or its last piece came; None while it has not begun."""
+    answers: "asyncio.Queue[tuple[Kind, Any] | Exception]" = field(default_factory=asyncio.Queue)
+    abandoned: bool = False
+    """Nobody waits for it any more, and the process was sent its cancellation."""
+    acknowledged: bool = False
+    """The process has read the cancellation."""
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def may_block(self) -> bool:
+        """Whether it may be what keeps the process from reading what it is sent."""
+        return self.abandoned and self.active is not None and not self.acknowledged
 
 
 class _Process:
-    """A running process and the calls that wait for it."""
+    """A process that runs a model.py, and its calls.
+
+    name: in the log. longest_frame: bytes that it may send at a time. on_lost: called with the
+    reason when it has ended, or retires.
+    """
 
     def __init__(
         self,
@@ -169,80 +385,202 @@ class _Process:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         name: str,
+        longest_frame: int,
+        on_lost: Callable[["_Process", str], None],
     ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
         self._name = name
+        self._longest_frame = longest_frame
+        self._on_lost = on_lost
+        self._now = asyncio.get_running_loop().time
+        # Its calls
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Queue[tuple[Kind, Any]]] = {}
-        self._retired = False
-        self._tasks = [asyncio.create_task(self._log())]
+        self._calls: dict[int, _Call] = {}
+        # Its state
         self.functions: frozenset[str] = frozenset()
         self.ended = False
+        self._retires = False
+        self._responsive = asyncio.Event()
+        self._responsive.set()
+        self._tasks = [asyncio.create_task(self._pass_on_output())]
 
     async def load(self) -> None:
+        """Wait until the file is loaded. Raises UserCodeFailed."""
         try:
-            _, kind, data = await frame(self._reader)
-        except asyncio.IncompleteReadError:
+            _, kind, data = await self._read_frame()
+        except (asyncio.IncompleteReadError, ConnectionError):
             raise UserCodeFailed(f"{FILE} ended its process while it was loaded") from None
+        except _BadFrame as error:
+            raise UserCodeFailed(str(error)) from None
         if kind == Kind.FAILED:
-            raise UserCodeFailed(redacted(data))
-        self.functions = frozenset(data)
-        self._tasks.append(asyncio.create_task(self._read()))
+            raise UserCodeFailed(redacted(data[:MESSAGE]))
+        self.functions = frozenset(map(str, data or ()))
+        self._tasks.append(asyncio.create_task(self._read_answers()))
 
-    async def call(self, what: What, data: Any) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """Call a function; yields what comes back of it, DONE as the last."""
-        number = next(self._numbers)
-        answers = self._calls[number] = asyncio.Queue()
-        done = False
+    async def initialise(self, properties: Mapping[str, str]) -> None:
+        """Make the custom handler's initialising call. Raises UserCodeFailed."""
         try:
-            if self.ended:
-                answers.put_nowait((Kind.FAILED, _DIED))
-            else:
-                self._writer.write(framed((number, what, data)))
-            while not done:
-                kind, found = await answers.get()
-                done = kind in (Kind.DONE, Kind.FAILED)
-                if kind == Kind.FAILED:
-                    raise _failed(what, redacted(found))
-                yield kind, found
+            async with contextlib.aclosing(self.call(What.INIT, properties, 0)) as answers:
+                await anext(answers)
+        except _NotBegun as error:
+            raise UserCodeFailed(f"{error} while it was initialised") from None
+
+    async def until_responsive(self) -> None:
+        """Wait until no call may block it any more, or it has ended."""
+        await self._responsive.wait()
+
+    async def call(
+        self, what: What, data: Any, limit: float
+    ) -> AsyncGenerator[tuple[Kind, Any], None]:
+        """Call a function; yields what comes back of it, DONE as the last.
+
+        limit: seconds that it may take, which the caller enforces. Raises _NotBegun.
+        """
+        if self.ended:
+            raise _NotBegun(_DIED)
+        number = next(self._numbers)
+        call = _Call(what, limit, None if what == What.HANDLE else self._now())
+        self._calls[number] = call
+        self._send(number, what, data)
+        used = 0
+        try:
+            while True:
+                answer = await call.answers.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+                kind, piece = answer
+                if kind == Kind.DONE:
+                    return
+                if kind == Kind.PART:
+                    used += len(piece)
+                if used >= WINDOW // 2:
+                    self._send(number, What.MORE, used)
+                    used = 0
         finally:
-            del self._calls[number]
-            if not done:
-                self._writer.write(framed((number, What.CANCEL, None)))
-            if self._retired and not self._calls:
-                self.kill()
+            if number in self._calls:
+                self._abandon(number, call)
 
-    def retire(self) -> None:
-        """End the process when the calls that are under way have been answered or given up."""
-        self._retired = True
-        if not self._calls:
-            self.kill()
-
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
+        """Kill it. reason: for those who wait for an answer."""
         self.ended = True
+        self._responsive.set()
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        for number, call in [*self._calls.items()]:
+            reason = reason or _DIED
+            begun = call.active is not None
+            self._finish(number, _failed(call.what, reason) if begun else _NotBegun(reason))
 
     async def gone(self) -> None:
         """Wait until the process has ended, but not for what it may have started itself."""
         await asyncio.wait(self._tasks, timeout=GONE_S)
 
-    async def _read(self) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                number, kind, data = await frame(self._reader)
-                if number in self._calls:
-                    self._calls[number].put_nowait((Kind(kind), data))
-        self.ended = True
-        for answers in self._calls.values():
-            answers.put_nowait((Kind.FAILED, _DIED))
-        self.kill()
+    def _send(self, number: int, what: What, data: Any) -> None:
+        if not self.ended:
+            self._writer.write(framed((number, what, data)))
 
-    async def _log(self) -> None:
-        """Pass on what the user's code prints, a line at a time and without secrets."""
+    def _abandon(self, number: int, call: _Call) -> None:
+        """Cancel a call that nobody waits for any more."""
+        call.abandoned = True
+        self._send(number, What.CANCEL, None)
+        self._watch(call)
+        self._end_if_retired()
+
+    def _watch(self, call: _Call) -> None:
+        """Give an abandoned call so much time to end."""
+        if call.active is None:  # it may begin before its cancellation is read
+            return
+        remaining = call.active + call.limit - self._now()
+        seconds = max(min(GRACE_S, call.limit / 3), min(LEFT_S, remaining))
+        loop = asyncio.get_running_loop()
+        call.timer = loop.call_later(seconds, self._overdue, call)
+        self._update_responsive()
+
+    def _overdue(self, call: _Call) -> None:
+        """Retire, or end, because an abandoned call did not end."""
+        if call.acknowledged:
+            self._retires = True
+            self._on_lost(self, "a call that was cancelled did not end")
+            self._end_if_retired()
+        else:
+            self.kill(_BLOCKED)
+            self._on_lost(self, _BLOCKED)
+
+    def _finish(self, number: int, answer: tuple[Kind, Any] | Exception) -> None:
+        call = self._calls.pop(number)
+        if call.timer:
+            call.timer.cancel()
+        call.answers.put_nowait(answer)
+        self._update_responsive()
+        self._end_if_retired()
+
+    def _update_responsive(self) -> None:
+        if self.ended or not any(call.may_block for call in self._calls.values()):
+            self._responsive.set()
+        else:
+            self._responsive.clear()
+
+    def _end_if_retired(self) -> None:
+        """End a process that retires, when nobody waits for any of its calls."""
+        waited_for = any(not call.abandoned for call in self._calls.values())
+        if self._retires and not self.ended and not waited_for:
+            self.kill()
+
+    async def _read_frame(self) -> tuple[int, Kind, Any]:
+        """What the process sends next, which may be anything.
+
+        Raises asyncio.IncompleteReadError or ConnectionError at the end, and _BadFrame.
+        """
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > self._longest_frame:
+            limit = self._longest_frame
+            raise _BadFrame(f"{FILE} sent {length} bytes at once; {limit} are the limit")
+        try:
+            number, kind, data = _ANSWER.decode(await self._reader.readexactly(length))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise _BadFrame(f"{FILE} sent what is no answer: {error}") from None
+        if not isinstance(data, _DATA[kind]):
+            raise _BadFrame(f"{FILE} sent what is no answer: {kind} with {type(data).__name__}")
+        return number, kind, data
+
+    async def _read_answers(self) -> None:
+        reason = _DIED
+        try:
+            while True:
+                number, kind, data = await self._read_frame()
+                if call := self._calls.get(number):
+                    self._receive(number, call, kind, data)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except _BadFrame as error:
+            reason = str(error)
+        if not self.ended:
+            self.kill(reason)
+            self._on_lost(self, reason)
+
+    def _receive(self, number: int, call: _Call, kind: Kind, data: Any) -> None:
+        match kind:
+            case Kind.DONE:
+                self._finish(number, (kind, data))
+            case Kind.FAILED:
+                self._finish(number, _failed(call.what, redacted(data[:MESSAGE])))
+            case Kind.HEARD:
+                call.acknowledged = True
+                self._update_responsive()
+            case Kind.BEGUN | Kind.HEAD | Kind.PART if call.what == What.HANDLE:
+                call.active = self._now()
+                if call.abandoned:
+                    if not call.timer:
+                        self._watch(call)
+                elif kind != Kind.BEGUN:
+                    call.answers.put_nowait((kind, data))
+
+    async def _pass_on_output(self) -> None:
+        """Log what the user's code prints, a line at a time and without secrets."""
         assert self._process.stdout
         lines = self._process.stdout
         while True:
@@ -258,12 +596,37 @@ class _Process:
         await self._process.wait()
 
 
+class _BadFrame(Exception):
+    """A frame that is not of handlers/custom.py's format. The message says why."""
+
+
+_ANSWER = msgspec.msgpack.Decoder(tuple[int, Kind, Any])
+_DATA: Mapping[Kind, type | tuple[type, ...]] = {
+    Kind.LOADED: list,
+    Kind.FAILED: str,
+    Kind.DONE: (bytes, NoneType),
+    Kind.BEGUN: NoneType,
+    Kind.HEARD: NoneType,
+    Kind.HEAD: list,
+    Kind.PART: bytes,
+}
+"""The type of the data of each kind."""
+
 _DIED = (
     f"the process of {FILE} ended; it may have run out of memory, which OPTION_FORMATTER_MEMORY "
     "limits"
 )
+_BLOCKED = (
+    f"another call blocked the process of {FILE} for longer than it may, and the process was ended"
+)
+
+
+def _too_long(what: What, seconds: float) -> UserCodeFailed:
+    option = "PREDICT" if what == What.HANDLE else "FORMATTER"
+    reason = f"it took longer than {seconds:g} s; OPTION_{option}_TIMEOUT sets the limit"
+    return _failed(what, reason)
 
 
 def _failed(what: What, reason: str) -> UserCodeFailed:
-    part = "handler" if what == What.HANDLE else "formatter"
+    part = "handler" if what in (What.HANDLE, What.INIT) else "formatter"
     return UserCodeFailed(f"Custom {part} failed: {reason}")

@@ -25,3 +25,10 @@ def limited(memory: int) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             group.rmdir()
+
+
+def killed(group: Path) -> int:
+    """How many processes the kernel has killed in a group because its memory was full."""
+    files = [group / name for name in ("memory.events", "memory.oom_control")]
+    table = next(file for file in files if file.exists()).read_text()
+    return int(dict(line.split() for line in table.splitlines()).get("oom_kill", 0))

@@ -1,5 +1,6 @@
 """compose.yaml as Compose itself reads it, and the series that the monitoring beside it uses."""
 
+import ast
 import json
 import re
 import subprocess
@@ -7,12 +8,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import promql_parser
 import yaml
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +23,9 @@ SLIPWAY_RECORD_SERIES=1 scripts/test e2e -k test_compose writes it anew.
 """
 VARIABLES = {"$server": ".*", "$__rate_interval": "1m"}
 OF_THE_SCRAPE = {"instance", "job"}
-_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+_KINDS = {"Counter", "CounterMetricFamily", "Gauge", "GaugeMetricFamily", "Histogram", "Info"}
+_OF_INFO = {"slipway_build": frozenset(("version", "vllm", "lmcache"))}
+"""Labels that are given when a server begins, not when the series is declared."""
 
 Known = dict[str, set[str]]
 """Labels by series."""
@@ -108,17 +109,46 @@ def of_the_dashboard() -> set[str]:
     return {name for it in panels() for name, _ in used(it.text).series}
 
 
-def declared(*modules: ModuleType) -> Known:
-    """The series that these modules of ours declare."""
-    found: Known = {}
-    for module in modules:
-        for it in vars(module).values():
-            if isinstance(it, MetricWrapperBase):
-                (family,) = it.describe()
-                for suffix in _SUFFIXES[family.type]:
-                    more = {"le"} if suffix == "_bucket" else set()
-                    found[family.name + suffix] = {*it._labelnames} | more
-    return found
+class Declared(NamedTuple):
+    """A series of Slipway's own, as the code that counts it declares it."""
+
+    kind: str
+    name: str
+    labels: frozenset[str]
+    owner: str
+    """The file below serving/."""
+
+    @property
+    def documented(self) -> str:
+        """What the documentation calls it: a histogram without its parts."""
+        return self.name if self.kind == "Histogram" else next(iter(self.exported))
+
+    @property
+    def exported(self) -> Known:
+        """What /metrics has of it."""
+        suffixes = {"Histogram": ("_bucket", "_sum", "_count"), "Info": ("_info",)}
+        total = ("_total",) if self.kind.startswith("Counter") else ("",)
+        return {
+            self.name + suffix: {*self.labels, "le"} if suffix == "_bucket" else {*self.labels}
+            for suffix in suffixes.get(self.kind, total)
+        }
+
+
+def declared(owner: str = "") -> Iterator[Declared]:
+    """All that the code declares, whether it can be imported here or not. owner: a folder of it."""
+    for file in (ROOT / "serving" / owner).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(ast.Name(kind), [ast.Constant(str(name)), *_]) if kind in _KINDS:
+                    labels = frozenset(_labels(node)) | _OF_INFO.get(name, frozenset())
+                    yield Declared(kind, name, labels, str(file.relative_to(ROOT / "serving")))
+
+
+def _labels(call: ast.Call) -> list[str]:
+    """The one list of words among what a series is declared with."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    lists = [ast.literal_eval(value) for value in values if isinstance(value, ast.List)]
+    return lists[0] if lists else []
 
 
 def exported(text: str) -> Known:

@@ -1,6 +1,7 @@
 """A real S3 server (moto's), with a log of what is asked of it."""
 
 import threading
+from urllib.parse import parse_qs
 
 import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -10,6 +11,7 @@ from werkzeug.serving import make_server
 class Watched:
     """moto's server, with a log of what is asked of it and ways to make it difficult.
 
+    fetched: the objects that were asked for. listed: the prefixes of which it listed the objects.
     answers: bucket → error code and status that it answers everything with. While `gate` is closed,
     only first parts of objects are answered.
     """
@@ -26,12 +28,14 @@ class Watched:
             aws_secret_access_key="secret",
         )
         self.fetched: list[str] = []
+        self.listed: list[str] = []
         self.answers: dict[str, tuple[str, str]] = {}
         self.gate = threading.Event()
         self.reset()
 
     def reset(self) -> None:
         self.fetched.clear()
+        self.listed.clear()
         self.answers.clear()
         self.gate.set()
 
@@ -40,6 +44,9 @@ class Watched:
         if answer := self.answers.get(bucket):
             start_response(answer[1], [("Content-Type", "application/xml")])
             return [f"<Error><Code>{answer[0]}</Code><Message>u:secret</Message></Error>".encode()]
+        query = parse_qs(environ["QUERY_STRING"])
+        if "list-type" in query:
+            self.listed += query.get("prefix", [""])
         if environ["REQUEST_METHOD"] == "GET" and key:
             if not environ.get("HTTP_RANGE", "bytes=0-").startswith("bytes=0-"):
                 self.gate.wait(20)

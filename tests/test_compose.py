@@ -9,8 +9,6 @@ import pytest
 import yaml
 
 from lmi_config import settings
-from serving import adapters, retries, turns
-from serving.router import metrics
 from tests import composed
 from tests.composed import MONITORING, OF_THE_SCRAPE, ROOT
 
@@ -177,7 +175,8 @@ QUERIES = [*composed.panels(), *composed.alerts()]
 
 @pytest.fixture(scope="module")
 def known():
-    return {**composed.recorded(), **composed.declared(adapters, turns, retries, metrics)}
+    ours = {name: labels for it in composed.declared() for name, labels in it.exported.items()}
+    return {**composed.recorded(), **ours}
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda it: it.where)
@@ -215,7 +214,8 @@ def test_all_of_the_routers_series_are_shown():
     def whole(names):
         return {re.sub("_(bucket|sum|count)$", "", name) for name in names}
 
-    assert whole(composed.declared(metrics)) <= whole(composed.of_the_dashboard())
+    declared = {name for it in composed.declared("router") for name in it.exported}
+    assert whole(declared) <= whole(composed.of_the_dashboard())
 
 
 def test_alerts_are_explained():

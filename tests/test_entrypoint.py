@@ -136,6 +136,21 @@ def test_plan_as_json_follows_a_real_memory_limit(model):
     assert 0 < found["tiers"]["l1_bytes"] < limit / 2
 
 
+@pytest.mark.parametrize("arguments", [("plan",), ("plan", "--json")])
+def test_plan_shows_no_secret_wherever_it_stands(model, arguments):
+    ended = run(
+        *arguments,
+        OPTION_MODEL_ID=str(model),
+        HF_TOKEN="very-secret",
+        OPTION_SERVED_MODEL_NAME="a,very-secret",
+        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT="http://me:hush@collector:4317",
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "collector:4317" in ended.stdout
+    assert "very-secret" not in ended.stdout
+    assert "hush" not in ended.stdout
+
+
 def test_plan_needs_neither_torch_nor_vllm(model):
     code = (
         "import sys; from serving.__main__ import main; main(['plan'], {'OPTION_MODEL_ID': "
@@ -178,7 +193,7 @@ def test_a_port_that_is_taken_is_told(tmp_path):
         options = {"OPTION_MODEL_ID": str(tmp_path), "OPTION_LOAD_FORMAT": "dummy"}
         ended = run("serve", **options, OPTION_PORT=port)
     assert ended.returncode == 3
-    assert f"cannot listen on port {port}: Address already in use" in ended.stderr
+    assert f"cannot listen on port {port} of 127.0.0.1: Address already in use" in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

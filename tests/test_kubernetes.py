@@ -20,17 +20,19 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from prometheus_client import Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from lmi_config import settings, vllm_args
 from lmi_config.options import Settings
 from lmi_config.values import Endpoints, replica_source
-from serving import server, turns
-from serving.app import create_app
-from serving.invocations import Front
-from serving.lifecycle import DRAIN_S, Lifecycle
+from serving.api.app import create_app
+from serving.api.backend import Backend
+from serving.inference import queue
+from serving.lifecycle import SHUTDOWN, Lifecycle
 from serving.router import metrics
-from serving.router.server import Router
+from serving.router.http.buffers import Buffers
+from serving.router.http.request import Request
+from serving.router.router import Router
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts/kubernetes"
@@ -503,14 +505,14 @@ def test_the_role_is_the_one_that_discovery_needs() -> None:
 async def _routed(path: str) -> int:
     """What a router answers that has no replica."""
     statuses: list[int] = []
-    client: Any = SimpleNamespace(whole=lambda status, *rest: statuses.append(status))
-    request: Any = SimpleNamespace(method=b"GET", path=path, named={}, for_all=False, known=False)
-    Router(Settings(), {}).answer(client, request)
+    client: Any = SimpleNamespace(respond=lambda status, *rest: statuses.append(status))
+    request = Request(b"GET", path.encode(), "1.1", [], Buffers(), keep_alive=True)
+    Router(Settings(), {}).dispatch(client, request)
     return statuses[0]
 
 
 def test_probes_ask_what_is_answered() -> None:
-    app: Any = create_app(Front(Lifecycle(), Settings()))
+    app: Any = create_app(Backend(Lifecycle(), Settings()), Settings())
     served = {route.path for route in app.routes}
     for it in OURS:
         probes = {name: it.container[name] for name in it.container if name.endswith("Probe")}
@@ -541,15 +543,15 @@ def test_starts_fail_with_a_reason_first(part: Part) -> None:
     ids=lambda part: f"{part.file}-{part.verb}",
 )
 def test_the_end_has_time(part: Part) -> None:
-    drains = DRAIN_S + server.FAREWELL_S + server.STOP_S
+    drains = sum(SHUTDOWN)
     if part.verb == "route":
-        drains = DRAIN_S
+        drains = SHUTDOWN.drain
     sleeps = part.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert part.pod["spec"]["terminationGracePeriodSeconds"] >= sleeps + drains
     if part.file == "multi_node.yaml":  # workers stay until the leader has finished
         (worker,) = (it for it in PARTS if it.file == part.file and it is not part)
         stays = worker.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert stays >= sleeps + DRAIN_S
+        assert stays >= sleeps + SHUTDOWN.drain
         assert worker.pod["spec"]["terminationGracePeriodSeconds"] > stays
 
 
@@ -600,10 +602,12 @@ def test_scaling_asks_for_series_that_exist() -> None:
     (scaled,) = MANIFESTS["autoscaling.yaml"]
     ours = {
         family.name + "_total" * isinstance(series, Counter)
-        for series in (*vars(metrics).values(), *vars(turns).values())
+        for series in (*vars(metrics).values(), *vars(queue).values())
         if isinstance(series, Counter | Gauge)
         for family in series.describe()
     }
+    replicas = metrics.CurrentSeries(CollectorRegistry(), {}, frozenset())
+    ours |= {family.name for family in replicas.collect()}
     found = find_spec("vllm")
     assert found
     assert found.origin

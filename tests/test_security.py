@@ -2,9 +2,13 @@
 
 import ast
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.defences import DEFENCES
+from tests.without_defences import outcomes
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -42,3 +46,22 @@ def test_an_option_that_it_names_exists(option):
 
     declared = {name for it in OPTIONS.values() for name in (*it.names, *it.others)}
     assert option in declared | {f"OPTION_{name.upper()}" for name in vllm_options()}
+
+
+_IMAGE = "it is in the image, and tests/image looks at it"
+BEYOND_PATCHING: Mapping[str, str] = {
+    "A header leads to another path (`CustomAttributes: route=…`)": "nothing reads the header",
+    "Stacks in errors": "they are vLLM's own, and tests/e2e has it make some",
+    "Root, and a root that can be written to": _IMAGE,
+    "What is in the image": _IMAGE,
+}
+"""Threats whose defence no patch can take out, and why."""
+
+
+def test_each_defence_has_a_test_that_fails_without_it(tmp_path):
+    threats = {row[0]: row[3] for row in ROWS}
+    assert threats.keys() == DEFENCES.keys() | BEYOND_PATCHING.keys()
+    for threat, removed in DEFENCES.items():
+        assert f"`{removed.test.partition('[')[0]}`" in threats[threat], threat
+    found = outcomes(tmp_path / "outcomes.json")
+    assert [threat for threat, failed in found.items() if not failed] == []

@@ -1,8 +1,12 @@
 """The router's series."""
 
+import warnings
 from collections import Counter as Counts
+from collections.abc import Iterator, Mapping, Set
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 REQUESTS = Counter(
     "slipway_router_requests",
@@ -29,28 +33,61 @@ FALLBACKS = Counter(
     "Requests for which kvaware knew no more than prefixaware.",
     ["reason"],
 )
-READY = Gauge(
-    "slipway_router_replica_ready",
-    "Whether the replica takes requests.",
-    ["replica"],
-    multiprocess_mode="livemin",
-)
-IN_FLIGHT = Gauge(
-    "slipway_router_in_flight",
-    "Requests under way.",
-    ["replica"],
-    multiprocess_mode="livesum",
-)
+
+
+class CurrentSeries(Collector):
+    """All series, without those of replicas that are gone for long.
+
+    Prometheus' client cannot take series out of the files that several processes share, so those of
+    replicas that are gone are left out as they are read.
+    """
+
+    def __init__(
+        self, source: Collector, states: Mapping[str, tuple[bool, int]], counted: Set[str]
+    ) -> None:
+        """source: all series. states: by replica, whether it takes requests, and how many it has
+        under way. counted: the replicas whose series are shown.
+        """
+        self._source = source
+        self._states = states
+        self._counted = counted
+
+    def collect(self) -> Iterator[Metric]:
+        """The series, as Prometheus' client wants them."""
+        for metric in self._source.collect():
+            metric.samples = [
+                sample
+                for sample in metric.samples
+                if sample.labels.get("replica") in (None, "", *self._counted)
+            ]
+            yield metric
+        ready = GaugeMetricFamily(
+            "slipway_router_replica_ready",
+            "Whether the replica takes requests.",
+            labels=["replica"],
+        )
+        in_flight = GaugeMetricFamily(
+            "slipway_router_in_flight", "Requests under way.", labels=["replica"]
+        )
+        for name, (takes, under_way) in self._states.items():
+            ready.add_metric([name], takes)
+            in_flight.add_metric([name], under_way)
+        yield from (ready, in_flight)
+
+
+def forget(replica: str) -> None:
+    """Drop what this process has counted of a replica."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the shared files keep it
+        REQUESTS.remove_by_labels({"replica": replica})
 
 
 class Tally:
-    """What is counted for every request, kept as plain numbers until it is asked for.
-
-    requests: by replica, status of its answer (0 without) and how they ended.
-    """
+    """What is counted for every request, kept as plain numbers until series are read."""
 
     def __init__(self) -> None:
         self.requests: Counts[tuple[str, int, str]] = Counts()
+        """By replica, status of its answer (0 without) and how they ended."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
 

@@ -34,7 +34,6 @@ def served(tiny_options, root, tmp_path_factory):
         "OPTION_MAX_CPU_LORAS": "3",
         "OPTION_ADAPTER_ROOTS": str(root),
         "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
-        "OPTION_KV_DISK_PATH": str(folder / "kv"),
         "OPTION_DTYPE": "float32",
     }
     with serving(folder / "log", **environ) as it:

@@ -8,6 +8,7 @@ import tiny_lora
 import tiny_model
 
 from tests.e2e.conftest import ROOT, serving
+from tests.e2e.test_security import Pings
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 COMPAT = ROOT / "tests" / "compat"
@@ -105,7 +106,14 @@ def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
         assert len(many) == 8
         theirs = it.openai.embeddings.create(model="lmi", input="import", encoding_format="float")
         assert theirs.data[0].embedding == pytest.approx(one, abs=0.01)
+        tokens = it.client.post("/v1/embeddings", json={"input": [[5, 6], [7]]})
+        assert len(tokens.json()["data"]) == 2
         assert it.invoke({"prompt": "a"}).status_code == 404
+        with Pings(it.url) as pings:
+            # Read as each of vLLM's five kinds of request, these took minutes of the event loop.
+            answer = it.client.post("/v1/embeddings", json={"input": [1] * 500_000})
+            assert answer.status_code == 400
+        assert pings.slowest < 2  # what SageMaker allows it
 
 
 @pytest.mark.parametrize(
@@ -113,10 +121,17 @@ def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
     [
         ("syntax_error", "model.py, line 1: expected ':': 'def helper()'"),
         ("import_error", "No module named 'no_such_module' (model.py, line 1)"),
+        ("handler_sync", "handle is not `async def`, and would not be called"),
+        ("handler_not_initialised", "no_such_weights' (model.py, line 9) in the initialising call"),
+        ("handler_missing", "model.py has no function that is called: `async def handle(inputs)`"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_stops_the_start(tiny_options, tmp_path, name, told):
-    environ = {**tiny_options, "OPTION_MODEL_ID": str(model_with(tmp_path / "model", name))}
+def test_a_file_that_cannot_be_used_stops_the_start(tiny_options, tmp_path, name, told):
+    environ = {
+        **tiny_options,
+        "OPTION_MODEL_ID": str(model_with(tmp_path / "model", name)),
+        "OPTION_ENTRYPOINT": "model.py",
+    }
     with serving(tmp_path / "log", **environ) as it:
         assert it.process.wait(60) == 3
     last = json.loads(it.log.read_text().splitlines()[-1])

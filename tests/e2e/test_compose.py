@@ -98,7 +98,6 @@ def servers(here, valkey, tiny_options, tmp_path_factory):
                 "OPTION_KV_CACHE_MEMORY_BYTES": tiny_options["OPTION_KV_CACHE_MEMORY_BYTES"],
                 "OPTION_LMCACHE_AUTO_CONFIG": "false",
                 "OPTION_LMCACHE_CONFIG_FILE": str(own / "lmcache.yaml"),
-                "OPTION_KV_DISK_PATH": str(own / "kv"),
             }
             more = {
                 "OPTION_ENABLE_LORA": "true",

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import boto3
 import psutil
@@ -11,7 +10,8 @@ import pytest
 import tiny_model
 from moto.server import ThreadedMotoServer
 
-from tests.cgroups import limited
+from serving import folders
+from tests.cgroups import killed, limited
 from tests.e2e.conftest import serving
 
 GIB = 1024**3
@@ -118,9 +118,8 @@ def test_it_answers_and_fills_its_tiers_without_an_oom_kill(served, folder, grou
         }
         assert served.invoke(body).status_code == 200
     assert served.metric("vllm:external_prefix_cache_queries_total") > 12 * 2000
-    assert list((folder / "kv").iterdir())
-    control = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
-    assert control.get("oom_kill", "0") == "0"
+    assert list((folder / "kv").rglob("*.data"))
+    assert killed(group) == 0
 
 
 def test_the_names_of_an_s3_model(served):
@@ -128,11 +127,12 @@ def test_the_names_of_an_s3_model(served):
     assert names == ["tiny-llama", "lmi"]
 
 
-def test_it_stops_with_its_cache_server(served):
+def test_it_stops_with_its_cache_server(served, folder):
     lmcache = served.engine_processes("lmcache")
     assert len(lmcache) == 1
     os.kill(served.process.pid, signal.SIGTERM)
     assert served.process.wait(30) == 0
     assert not psutil.pid_exists(lmcache[0].pid)
     assert served.left_behind() == []
-    assert Path("/tmp/slipway/lmcache.yaml").is_file()
+    decision = (folders.place(str(served.port)) / "lmcache.yaml").read_text()
+    assert f'local_disk: "file://{folder}/kv"\n' in decision

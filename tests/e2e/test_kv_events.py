@@ -3,7 +3,9 @@ up for the next.
 """
 
 import asyncio
+import contextlib
 import json
+import random
 import socket
 import time
 
@@ -11,9 +13,10 @@ import pytest
 import tiny_lora
 import tiny_model
 
-from serving.router import kv_events, tokens
-from serving.router.kv_events import Follower
-from serving.router.kv_index import KvIndex, chain, request_seed
+from serving.router.kv import events
+from serving.router.kv.events import Follower
+from serving.router.kv.tokenizer import Tokenizer, fetch
+from serving.router.policy.kv_index import KvIndex, chain, request_seed
 from tests.e2e.conftest import serving
 
 TEXT = "".join(f"import statement {n}. " for n in range(120))  # several blocks
@@ -27,15 +30,15 @@ def anyio_backend():
 
 
 def free_ports():
-    """Two in a row."""
+    """Two in a row, which no outgoing connection takes before they are used."""
     while True:
-        with socket.create_server(("", 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                with socket.create_server(("", port + 1)):
-                    return port
-            except OSError:
-                continue
+        port = random.randrange(15_000, 30_000)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("", port)),
+            socket.create_server(("", port + 1)),
+        ):
+            return port
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +62,10 @@ def served(tiny_options, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    found = tokens.load(str(tiny_model.make()), {})
-    yield found
-    found.close()
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fetch(str(tiny_model.make()), {}, folder)
+    return Tokenizer.load(folder, trust_remote_code=False)
 
 
 class Followed:
@@ -71,7 +74,7 @@ class Followed:
         self.tokenizer = tokenizer
         self.index = KvIndex()
         answer = served.client.get("/kv_event_sources").content
-        sources = kv_events.sources(answer, "127.0.0.1")
+        sources = events.sources(answer, "127.0.0.1")
         assert sources.keys() == {0}
         self.task = asyncio.create_task(Follower(self.index, "a", sources).run())
 
@@ -89,7 +92,7 @@ class Followed:
 
     async def chain(self, path, body, adapter=None, salt=None):
         assert self.index.block_size
-        found = await self.tokenizer.tokens(path, json.dumps(body).encode())
+        found = self.tokenizer.tokens(path, json.dumps(body).encode())
         inner = self.index.inner(adapter) if adapter else None
         return chain(found, self.index.block_size, request_seed(inner, None, salt))
 

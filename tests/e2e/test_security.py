@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -82,7 +83,8 @@ HOSTILE = [
         "embeds",
     ),
     (PROMPT | {"n": 5000}, "n times the prompts"),
-    (PROMPT | {"prompt": ["a"] * 5000}, "prompt"),
+    (PROMPT | {"prompt": ["a"] * 5000}, "inputs"),
+    (PROMPT | {"prompt": ["a"] * 1500}, "n times the prompts"),
     (PROMPT | {"logprobs": 5000}, "logprobs"),
     (PROMPT | {"prompt_logprobs": 5000}, "logprobs"),
     (PROMPT | {"logprobs": 5000, "logprob_token_ids": [*range(2000)]}, "logprob_token_ids"),
@@ -209,3 +211,10 @@ def test_what_is_usual_is_served_in_secure_mode(secured):
     assert served.invoke({"inputs": "An import"}, **header).status_code == 200
     answer = served.invoke({"messages": [{"role": "user", "content": "Hello"}]})
     assert "template" in answer.json()["error"]
+
+
+def test_it_is_reached_from_this_machine_alone(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port), timeout=5)

@@ -111,7 +111,6 @@ def test_all_together(options, tmp_path):
         "OPTION_TENSOR_PARALLEL_DEGREE": "2",
         "OPTION_SPECULATIVE_DRAFT_MODEL": str(train_eagle.make("eagle")),
         "OPTION_LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml"),
-        "OPTION_KV_DISK_PATH": str(tmp_path / "kv"),
     }
     with serving(tmp_path / "log", **options, **more) as it:
         it.ready()

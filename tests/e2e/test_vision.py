@@ -17,6 +17,7 @@ def seeing(tiny_options, tmp_path_factory):
         "OPTION_MODEL_ID": str(tiny_vision.make()),
         "OPTION_MAX_MODEL_LEN": "1024",
         "OPTION_ALLOWED_MEDIA_DOMAINS": "localhost",
+        "OPTION_CACHE_SALT_HEADER": "X-Tenant",
     }
     with serving(tmp_path_factory.mktemp("seeing") / "log", **environ) as it:
         it.ready()
@@ -29,8 +30,8 @@ def png(colour):
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def chat(url):
-    image = {"type": "image_url", "image_url": {"url": url}}
+def chat(url, **more):
+    image = {"type": "image_url", "image_url": url and {"url": url}, **more}
     content = [image, {"type": "text", "text": "import"}]
     body = {"messages": [{"role": "user", "content": content}]}
     return body | {"max_tokens": 5, "temperature": 0}
@@ -58,3 +59,36 @@ def test_images_that_cannot_be_had(seeing, url, told):
     assert answer.status_code == 424
     assert told in answer.json()["error"]
     assert seeing.invoke(chat(png("red"))).status_code == 200
+
+
+def answered(seeing, tenant, url, **more):
+    """The status, and the text where it is 200."""
+    answer = seeing.invoke(chat(url, **more), **{"X-Tenant": tenant})
+    if answer.status_code != 200:
+        return answer.status_code, None
+    return 200, answer.json()["choices"][0]["message"]["content"]
+
+
+def test_a_uuid_names_only_the_tenants_own_image(seeing):
+    """The engine takes an image that it has from its cache, by the uuid that a client gave it."""
+    red, blue = png("red"), png("blue")
+    _, of_red = answered(seeing, "a", red)
+    _, of_blue = answered(seeing, "b", blue)
+    assert of_red != of_blue
+    assert answered(seeing, "a", red, uuid="invoice") == (200, of_red)
+    assert answered(seeing, "a", None, uuid="invoice") == (200, of_red)
+    assert answered(seeing, "b", None, uuid="invoice") == (424, None)  # it has sent none so named
+    assert answered(seeing, "b", blue, uuid="invoice") == (200, of_blue)
+    assert answered(seeing, "b", None, uuid="invoice") == (200, of_blue)
+    assert answered(seeing, "a", None, uuid="invoice") == (200, of_red)
+
+
+def test_tenants_share_no_images_in_the_engines_caches(seeing):
+    """Else the time to an answer tells whether somebody has sent the same image."""
+
+    def hits(tenant):
+        before = seeing.metric("vllm:mm_cache_hits_total")
+        assert answered(seeing, tenant, png("green"))[0] == 200
+        return seeing.metric("vllm:mm_cache_hits_total") - before
+
+    assert [hits(tenant) for tenant in ("a", "a", "b", "b")] == [0, 1, 0, 1]

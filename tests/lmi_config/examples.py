@@ -4,9 +4,11 @@ from typing import Any
 
 from lmi_config.machine import Disk, Gpu, Machine
 from lmi_config.model import KvShape, ModelFacts
+from lmi_config.plan import EngineParts
 
 GIB = 1024**3
 DISK = Disk(path="/tmp/lmcache", kind="ext4", free=500 * GIB, total=1000 * GIB, direct=True)
+PARTS = EngineParts(connector="our.parts.Connector", disk_store="our.Files", cpu_lora="our.Lora")
 H100 = Gpu(name="NVIDIA H100", memory=80 * GIB, driver="580.65.06")
 
 

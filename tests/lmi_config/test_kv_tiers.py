@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from lmi_config import explain, kv_tiers, lmcache, plan
 from lmi_config.model import KvShape
 from lmi_config.settings import SettingsError, read
-from tests.lmi_config.examples import DISK, GIB, H100, machine, model
+from tests.lmi_config.examples import DISK, GIB, H100, PARTS, machine, model
 
 AUTO = {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
 
 
 def planned(environ=AUTO, here=None, facts=None, file=None, to_fetch=0):
     return plan.make(
-        read(environ), here or machine(), facts or model(2), None, environ, file, to_fetch
+        read(environ), here or machine(), facts or model(2), None, environ, PARTS, file, to_fetch
     )
 
 
@@ -131,8 +131,8 @@ def test_the_cache_servers_command_line():
         "--l2-prefetch-policy=slipway",
         "--l1-init-size-gb=20",
         "--l2-store-policy=slipway",
-        '--l2-adapter={"type":"native_plugin","module_path":"serving.checked_files",'
-        '"class_name":"CheckedFiles","adapter_params":{"path":"/tmp/lmcache","direct":true},'
+        '--l2-adapter={"type":"native_plugin","module_path":"our",'
+        '"class_name":"Files","adapter_params":{"path":"/tmp/lmcache","direct":true},'
         '"max_capacity_gb":398.0,"eviction":{"eviction_policy":"LRU"}}',
     ]
     assert found.cache_environment == {
@@ -141,9 +141,10 @@ def test_the_cache_servers_command_line():
     }
     assert "hush" not in explain.as_text(found) + str(explain.as_json(found))
     assert found.engine("m", None)["kv_transfer_config"] == {
-        "kv_connector": "PatientConnector",
-        "kv_connector_module_path": "serving.kv_connector",
+        "kv_connector": "Connector",
+        "kv_connector_module_path": "our.parts",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": 5001,
@@ -178,7 +179,7 @@ def test_lmis_manual_connector_means_lmcaches_configuration():
     found = planned(environ)
     assert found.tiers.l1 == 3 * GIB
     config = found.engine("m", None)["kv_transfer_config"]
-    assert config["kv_connector"] == "PatientConnector"
+    assert config["kv_connector"] == "Connector"
 
 
 def test_another_connector_is_passed_on():

@@ -18,6 +18,7 @@ def tree(root, files):
 
 
 V1 = "sys/fs/cgroup/memory"
+V2 = "sys/fs/cgroup"
 GROUPS = "proc/self/cgroup"
 
 
@@ -40,6 +41,42 @@ GROUPS = "proc/self/cgroup"
             },
             3 * GIB,
         ),
+        # Limits on cgroups above: a systemd slice, or Docker's --cgroup-parent.
+        (
+            {
+                GROUPS: "0::/a.slice/b.slice/c.scope\n",
+                f"{V2}/a.slice/b.slice/c.scope/memory.max": "max\n",
+                f"{V2}/a.slice/b.slice/memory.max": "max\n",
+                f"{V2}/a.slice/memory.max": f"{4 * GIB}\n",
+            },
+            4 * GIB,
+        ),
+        (
+            {
+                GROUPS: "5:memory:/a/b/c\n",
+                f"{V1}/a/b/c/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+                f"{V1}/a/memory.limit_in_bytes": f"{5 * GIB}\n",
+            },
+            5 * GIB,
+        ),
+        # ... and where the container does not see the cgroup that has it.
+        (
+            {
+                GROUPS: "5:memory:/not/mounted\n",
+                f"{V1}/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+                f"{V1}/memory.stat": f"cache 0\nhierarchical_memory_limit {6 * GIB}\n",
+            },
+            6 * GIB,
+        ),
+        (
+            {
+                GROUPS: "0::/a\n",
+                f"{V2}/a/memory.max": f"{8 * GIB}\n",
+                f"{V2}/a/memory.high": f"{7 * GIB}\n",
+            },
+            7 * GIB,
+        ),
+        ({GROUPS: "0::/\n", f"{V2}/memory.max": "max\n", f"{V2}/memory.high": "max\n"}, 16 * GIB),
     ],
 )
 def test_memory_is_the_containers(tmp_path, files, memory):
@@ -68,6 +105,16 @@ def test_memory_is_the_containers(tmp_path, files, memory):
             },
             0,
         ),
+        (  # others are in the cgroup above us, too
+            {
+                GROUPS: "0::/a/b\n",
+                f"{V2}/a/b/memory.max": f"{2 * GIB}\n",
+                f"{V2}/a/b/memory.current": "0\n",
+                f"{V2}/a/memory.max": f"{4 * GIB}\n",
+                f"{V2}/a/memory.current": f"{3 * GIB}\n",
+            },
+            GIB,
+        ),
     ],
 )
 def test_free_memory_is_what_may_still_be_used(tmp_path, files, free):
@@ -95,6 +142,25 @@ def test_free_memory_is_what_may_still_be_used(tmp_path, files, free):
                 "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
             },
             None,
+        ),
+        (
+            {
+                GROUPS: "0::/a/b/c\n",
+                f"{V2}/a/b/c/cpu.max": "max 100000\n",
+                f"{V2}/a/b/cpu.max": "400000 100000\n",
+                f"{V2}/a/cpu.max": "200000 100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                GROUPS: "4:cpu:/a/b\n",
+                "sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+            3,
         ),
     ],
 )

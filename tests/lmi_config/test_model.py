@@ -578,6 +578,59 @@ def test_weights_that_are_not_whole_are_refused(content, message):
     assert message in str(raised.value)
 
 
+def entry(dtype="F32", shape=(1,), begin=0, end=4) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}
+
+
+HEADERS = [
+    ({}, 0, None),
+    ({"a": entry(), "b": entry(begin=4, end=8)}, 8, None),
+    ({"b": entry(begin=4, end=8), "a": entry()}, 8, None),
+    ({"a": entry(shape=())}, 4, None),
+    ({"a": entry(shape=(0,), end=0), "b": entry()}, 4, None),
+    ({"a": entry("F4", (2,), 0, 1), "b": entry("F6_E2M3", (4,), 1, 4)}, 4, None),
+    ({"a": entry("BOOL", (3,), 0, 3)}, 3, None),
+    ({"__metadata__": None, "a": entry() | {"other": 1}}, 4, None),
+    ({"a": entry(begin=4, end=8)}, 8, "a begins at byte 4, but the data before it ends at 0"),
+    ({"a": entry(), "b": entry()}, 4, "b begins at byte 0, but the data before it ends at 4"),
+    ({"a": entry(), "b": entry(begin=8, end=12)}, 12, "b begins at byte 8"),
+    ({"a": entry(begin=4, end=0)}, 4, "does not fit its -4 bytes"),
+    ({"a": entry(shape=(2,))}, 4, "a is F32 of shape [2], which does not fit its 4 bytes"),
+    ({"a": entry("F4", (1,), 0, 1)}, 1, "does not fit"),
+    ({"a": entry(shape=(2**40, 2**40, 0), end=0)}, 0, "does not fit"),
+    ({"a": entry(shape=[2**62] * 50_000, end=0)}, 0, "does not fit"),
+    ({"a": entry(shape=(True,))}, 4, "is no tensor"),
+    ({"a": entry(begin=False)}, 4, "is no tensor"),
+    ({"a": entry(end=2**64)}, 4, "is no tensor"),
+    ({"__metadata__": {"a": 1}}, 0, "has to be an object of texts"),
+    ({"__metadata__": []}, 0, "has to be an object of texts"),
+    ("{}\0\0", 0, "is not JSON"),
+    ("{}".encode("utf-16-le"), 0, "is not JSON"),
+    (b'{"\xff": 1}', 0, "is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("content", "size", "message"), HEADERS)
+def test_headers_are_read_as_safetensors_reads_them(content, size, message, tmp_path):
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    file = framed(content if isinstance(content, bytes) else content.encode()) + bytes(size)
+    outcome = None
+    try:
+        look(model({}, weights=False, **{"model.safetensors": file}))
+    except ModelError as error:
+        outcome = str(error)
+    assert message in (outcome or "") if message else outcome is None
+    library = pytest.importorskip("safetensors")
+    (tmp_path / "file").write_bytes(file)
+    try:
+        library.safe_open(tmp_path / "file", "np")
+    except library.SafetensorError:
+        assert message
+    else:
+        assert not message
+
+
 def test_a_header_beyond_reason_is_not_read():
     class Huge(Memory):
         def head(self, name: str, length: int) -> bytes:
@@ -587,7 +640,7 @@ def test_a_header_beyond_reason_is_not_read():
     files = {"config.json": b"{}", "model.safetensors": (10**9).to_bytes(8, "little")}
     huge = Huge(files)
     huge.sizes["model.safetensors"] = 10**10
-    with pytest.raises(ModelError, match="a header of 1000000000 bytes is no safetensors"):
+    with pytest.raises(ModelError, match="a header of 1000000000 bytes is longer than"):
         look(huge)
 
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from lmi_config import draft, explain, plan
 from lmi_config.settings import SettingsError, read
-from tests.lmi_config.examples import GIB, H100, machine, model
+from tests.lmi_config.examples import GIB, H100, PARTS, machine, model
 from tests.lmi_config.test_draft import EAGLE3, EAGLE3_TENSORS, Memory, target
 from tests.lmi_config.test_settings import NAMES, VALUES
 
 
 def planned(environ, here=None, facts=None, drafted=None):
-    return plan.make(read(environ), here or machine(), facts or model(2), drafted, environ)
+    return plan.make(read(environ), here or machine(), facts or model(2), drafted, environ, PARTS)
 
 
 TEXT = """\
@@ -56,7 +56,7 @@ options:
   hf_token = (hidden)                                           SM_VLLM_HF_TOKEN
   served_model_name = org/model, lmi                            derived
   enable_prompt_tokens_details = True                           derived
-  kv_transfer_config = {"kv_connector": "PatientConnector",...  derived
+  kv_transfer_config = {"kv_connector": "Connector", "kv_co...  derived
 """
 
 
@@ -98,6 +98,49 @@ def test_what_is_secret_in_a_value_is_hidden():
     found = planned(environ | {"OPTION_EC_TRANSFER_CONFIG": '{"a": {"password": "hush"}}'})
     assert "hush" not in explain.as_text(found) + json.dumps(explain.as_json(found))
     assert found.engine("m", None)["kv_transfer_config"] == config
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://me:hush@collector:4317"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://me:hu/sh@collector:4317"},
+    ],
+)
+def test_a_password_in_a_url_is_hidden(environ):
+    found = planned(environ)
+    shown = explain.as_text(found) + json.dumps(explain.as_json(found))
+    assert "hush" not in shown
+    assert "hu/sh" not in shown
+
+
+def test_a_tokenizer_is_no_secret():
+    found = planned({"OPTION_TOKENIZER": "Qwen/Qwen3-8B", "OPTION_SESSION_KEY": "session_id"})
+    options = {it["name"]: it["value"] for it in explain.as_json(found)["options"]}
+    assert options["tokenizer"] == "Qwen/Qwen3-8B"
+    assert options["session_key"] == "session_id"
+
+
+def test_a_template_in_the_variable_itself_is_shown_as_it_is():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = planned({"OPTION_CHAT_TEMPLATE": template})
+    options = {it["name"]: it["value"] for it in explain.as_json(found)["options"]}
+    assert options["chat_template"] == template
+    assert found.engine("m", None)["chat_template"] == template
+
+
+def test_a_length_that_vllm_chooses_is_no_number():
+    text = explain.as_text(planned({"OPTION_MAX_MODEL_LEN": "auto"}))
+    assert "longest request" in text
+    assert "-1 tokens" not in text
+
+
+@pytest.mark.parametrize(
+    "name", ["LMCACHE_CHUNK_SZIE", "SERVING_JOB_QUEUE_SZIE", "SERVING_PREDICT_TIMEOUT"]
+)
+def test_a_variable_that_is_nearly_one_of_ours_is_noted(name):
+    findings = planned({name: "5"}).findings
+    assert any(f"{name} is not known and does nothing; did you mean" in it for it in findings)
 
 
 OLD = dataclasses.replace(H100, driver="550.54.15")
@@ -169,7 +212,9 @@ def test_what_is_likely_to_go_wrong_is_told(environ, here, facts, finding):
 
 def test_a_download_without_room_is_told():
     environ: dict[str, str] = {}
-    found = plan.make(read(environ), machine(), TARGET, None, environ, to_fetch=2 * GIB, room=GIB)
+    found = plan.make(
+        read(environ), machine(), TARGET, None, environ, PARTS, to_fetch=2 * GIB, room=GIB
+    )
     assert found.findings == (
         "2.0 GiB have yet to be downloaded, and 1.0 GiB are free where they go; set "
         "SERVING_DOWNLOAD_DIR (S3) or HF_HOME (hub) to a larger disk",
@@ -241,7 +286,7 @@ def test_without_a_draft_the_operators_word_is_passed_on():
             "there is no draft; set OPTION_SPECULATIVE_",
         ),
         (
-            {"OPTION_SPECULATIVE_DRAFT_MODEL": "org/draft", "OPTION_NUM_SPECULATIVE_TOKENS": "0"},
+            {"OPTION_SPECULATIVE_CONFIG": '{"model": "org/draft", "num_speculative_tokens": 0}'},
             None,
             "num_speculative_tokens is 0",
         ),
@@ -335,3 +380,41 @@ def test_any_environment_and_machine_give_a_plan_or_the_one_error(environ, gpus,
         found = planned(environ, machine(gpus=gpus, memory=memory), facts, drafted)
         explain.as_text(found)
         json.dumps(explain.as_json(found))
+
+
+SPACE = "VLLM_CPU_KVCACHE_SPACE"
+
+
+def test_a_kv_cache_that_vllms_own_variable_sizes_is_planned_for():
+    """vLLM lets it win over its option, so the plan takes it into account and says who decided."""
+    found = planned({SPACE: "5"})
+    assert found.memory.kv == 5 * GIB
+    assert found.engine("m", None)["kv_cache_memory_bytes"] == 5 * GIB
+    (share,) = [it for it in found.memory.shares if it.name == "engine's KV cache"]
+    assert (share.size, share.reason) == (5 * GIB, SPACE)
+    assert planned({SPACE: ""}).memory.kv == planned({}).memory.kv
+    assert planned({SPACE: "5"}, machine(gpus=1)).memory.kv is None  # which GPUs know nothing of
+
+
+@pytest.mark.parametrize(
+    ("environ", "fault"),
+    [
+        (
+            {SPACE: "1", "OPTION_KV_CACHE_MEMORY_BYTES": "12M"},
+            f"{SPACE}=1 and OPTION_KV_CACHE_MEMORY_BYTES=12582912 both size the engine's KV cache; "
+            "keep one",
+        ),
+        ({SPACE: "many"}, f"{SPACE}='many': should be a whole number of GiB, like 4"),
+        ({SPACE: "0"}, f"{SPACE}='0': should be a whole number of GiB, like 4"),
+        ({SPACE: "-1"}, f"{SPACE}='-1': should be a whole number of GiB, like 4"),
+    ],
+)
+def test_two_sizes_of_one_kv_cache_are_refused(environ, fault):
+    with pytest.raises(SettingsError) as refused:
+        planned(environ)
+    assert refused.value.faults == (fault,)
+
+
+def test_the_same_size_twice_is_one_size():
+    found = planned({SPACE: "1", "OPTION_KV_CACHE_MEMORY_BYTES": "1G"})
+    assert found.memory.kv == GIB

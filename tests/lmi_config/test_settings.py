@@ -209,8 +209,12 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             "to different values; keep one",
         ),
         (
-            {"OPTION_HOST": "::1"},
-            "OPTION_HOST: vLLM has this option, but its own HTTP server is not used: Slipway "
+            {"OPTION_HOST": "everywhere"},
+            "OPTION_HOST='everywhere': should be an address, like 127.0.0.1, 0.0.0.0 or ::",
+        ),
+        (
+            {"OPTION_ROOT_PATH": "/a"},
+            "OPTION_ROOT_PATH: vLLM has this option, but its own HTTP server is not used: Slipway "
             "answers HTTP itself",
         ),
         (
@@ -240,6 +244,24 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             {"OPTION_ENTRYPOINT": "mine.py"},
             "OPTION_ENTRYPOINT='mine.py': should be model.py, or one of LMI's own handlers, like "
             "djl_python.lmi_vllm.vllm_async_service",
+        ),
+        (
+            {"OPTION_CPU_OFFLOAD_GB_PER_GPU": "-5"},
+            "OPTION_CPU_OFFLOAD_GB_PER_GPU='-5': should be a number, at least 0",
+        ),
+        ({"OPTION_NNODES": "0"}, "OPTION_NNODES='0': should be a whole number, at least 1"),
+        (
+            {"OPTION_SERVED_MODEL_NAME": ","},
+            "OPTION_SERVED_MODEL_NAME=',': should be at least one word",
+        ),
+        (
+            {"OPTION_NUM_SPECULATIVE_TOKENS": "0"},
+            "OPTION_NUM_SPECULATIVE_TOKENS='0': should be a whole number, at least 1",
+        ),
+        (
+            {"OPTION_KV_DISK_SIZE": "4GB"},
+            "OPTION_KV_DISK_SIZE='4GB': should be a whole number, or one with a suffix like "
+            "8k (8,000) or 8K (8,192); 4 GB are 4g, 4 GiB are 4G",
         ),
     ],
 )

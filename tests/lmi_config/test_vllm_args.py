@@ -2,7 +2,7 @@ import pytest
 
 from lmi_config.settings import SettingsError, read
 from lmi_config.vllm_args import arguments, environment, options
-from tests.lmi_config.examples import machine
+from tests.lmi_config.examples import PARTS, machine
 
 CPU = machine()
 GPU = machine(gpus=4)
@@ -10,7 +10,7 @@ SMALL_SHM = {"shm": 64 << 20}
 
 
 def command(environ, here, model="m", derived=()):
-    return arguments(options(read(environ), here, model, dict(derived)))
+    return arguments(options(read(environ), here, model, dict(derived), PARTS.cpu_lora))
 
 
 def test_the_whole_command_line_on_gpus():
@@ -55,6 +55,7 @@ def test_the_whole_command_line_on_gpus():
         ({"OPTION_PIPELINE_PARALLEL_DEGREE": "2"}, GPU, ["--tensor-parallel-size=2"]),
         ({"OPTION_PIPELINE_PARALLEL_SIZE": "2"}, GPU, ["--pipeline-parallel-size=2"]),
         ({"OPTION_TENSOR_PARALLEL_DEGREE": "8", "OPTION_NNODES": "2"}, GPU, ["--nnodes=2"]),
+        ({"OPTION_ENABLE_LORA": "true"}, CPU, ["--worker-extension-cls=our.Lora"]),
         ({}, machine(**SMALL_SHM), ["--distributed-executor-backend=uni"]),
         (
             {"OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "mp"},
@@ -194,3 +195,19 @@ def test_the_engines_environment(environ, here, expected):
     always = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     on_cpu = {} if here.gpus else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
     assert environment(read(environ), here, environ) == always | on_cpu | expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "origin"),
+    [
+        ({"OPTION_SERVED_MODEL_NAME": "x,--trust-remote-code"}, "OPTION_SERVED_MODEL_NAME"),
+        ({"OPTION_SERVED_MODEL_NAME": '["-x"]'}, "OPTION_SERVED_MODEL_NAME"),
+        ({"OPTION_ENDPOINT_NAME": "--middleware=a.b"}, "OPTION_SERVED_MODEL_NAME"),
+        ({"OPTION_MODEL_ID": "/models/--port=1"}, "OPTION_SERVED_MODEL_NAME"),
+        ({"OPTION_ALLOWED_MEDIA_DOMAINS": "a,-b"}, "OPTION_ALLOWED_MEDIA_DOMAINS"),
+        ({"SM_VLLM_COLLECT_DETAILED_TRACES": "-x"}, "SM_VLLM_COLLECT_DETAILED_TRACES"),
+    ],
+)
+def test_no_value_becomes_an_option(environ, origin):
+    with pytest.raises(SettingsError, match=rf"{origin}: '-.*' begins with a dash"):
+        command(environ, machine())

@@ -105,6 +105,50 @@ def test_machines_without_gpus_get_neither_gpus_nor_a_gpu_image():
 
 
 @pytest.mark.parametrize(
+    ("instance", "more", "gpus"),
+    [
+        ("ml.g4dn.xlarge", (), 1),
+        ("ml.g5.16xlarge", (), 1),
+        ("ml.g5.12xlarge", (), 4),
+        ("ml.p5.48xlarge", (), 8),
+        ("ml.g5.12xlarge", ("--gpus", "2"), 2),
+        ("ml.g5.12xlarge", ("--env", "OPTION_TENSOR_PARALLEL_DEGREE=2"), 2),
+        ("ml.g5.12xlarge", ("--env", "TENSOR_PARALLEL_DEGREE=1"), 1),
+        (
+            "ml.g5.12xlarge",
+            ("--env", "SM_NUM_GPUS=2", "--env", "OPTION_PIPELINE_PARALLEL_DEGREE=2"),
+            4,
+        ),
+        ("ml.p4d.24xlarge", ("--copies", "2"), 4),
+        ("ml.p4d.24xlarge", ("--copies", "2", "--instances", "2"), 8),
+        ("ml.g5.xlarge", ("--copies", "3"), 1),
+        ("ml.g99.xlarge", ("--gpus", "1"), 1),
+    ],
+)
+def test_a_copy_gets_the_gpus_that_it_is_spread_over(instance, more, gpus):
+    made = parameters(deployment(asked(*DEMO, "--instance-type", instance, *more)))
+    compute = made["CreateInferenceComponent"]["Specification"]["ComputeResourceRequirements"]
+    assert compute["NumberOfAcceleratorDevicesRequired"] == gpus
+
+
+@pytest.mark.parametrize(
+    ("instance", "more", "reason"),
+    [
+        ("ml.g99.xlarge", (), "how many GPUs ml.g99.xlarge has is not known; say with --gpus"),
+        (
+            "ml.g5.12xlarge",
+            ("--env", "OPTION_TENSOR_PARALLEL_DEGREE=8"),
+            "a copy is spread over 8 GPUs, and ml.g5.12xlarge has 4",
+        ),
+    ],
+)
+def test_gpus_that_are_not_there_are_told_before_money_is_spent(instance, more, reason):
+    with pytest.raises(Failed, match=reason):
+        deployment(asked(*DEMO, "--instance-type", instance, *more))
+    deployment(asked(*DEMO, "--no-components", "--instance-type", instance, *more))
+
+
+@pytest.mark.parametrize(
     ("model", "source"),
     [
         ("s3://bucket/model", ("s3://bucket/model/", "S3Prefix", "None")),

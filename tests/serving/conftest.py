@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from lmi_config.options import Settings
-from serving.server import Server
+from serving.lifecycle import Step
+from serving.server.server import Server
+from serving.server.startup import Runtime
 from tests.fake_engine import FakeEngine
 
 
@@ -24,6 +26,7 @@ class Running:
     """A real server on a real port, over a fake engine."""
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.engine = FakeEngine()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -33,15 +36,21 @@ class Running:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = Server(listener, settings, self.start)
+        self.engine.names = settings.model_names
         self.task = asyncio.create_task(self.server.run())
         self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
 
     async def start(self, note):
-        note("pretending")
+        note(Step.FETCHING, "pretending")
         await self.may_start.wait()
         if self.start_error:
             raise self.start_error
-        return self.engine
+        return Runtime(engine=self.engine, adapters=None, code=None, cache=None)
+
+    @property
+    def pipeline(self):
+        """What answers requests, once it is ready."""
+        return self.server.backend._pipeline
 
     async def ready(self):
         while (await self.client.get("/ping")).status_code != 200:
@@ -66,7 +75,7 @@ async def running(wait: bool = True, **settings: Any) -> AsyncIterator[Running]:
         await it.client.aclose()
         it.engine.gate.set()
         if not it.task.done():
-            it.server._on_signal()
+            it.server.stop()
         await asyncio.wait_for(it.task, 10)
 
 

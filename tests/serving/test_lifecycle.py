@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from serving.errors import NotReady
-from serving.lifecycle import Lifecycle, Stage
+from serving.lifecycle import Lifecycle, Stage, Step
 
 ALLOWED = {
     ("starting", "ready"),
@@ -24,22 +24,22 @@ WAYS = {
 
 
 def life(stage):
-    it = Lifecycle(clock=itertools.chain([10.0], itertools.repeat(12.34)).__next__)
+    lifecycle = Lifecycle(clock=itertools.chain([10.0], itertools.repeat(12.34)).__next__)
     for step in WAYS[stage]:
-        it.enter(Stage(step), "because")
-    return it
+        lifecycle.enter(Stage(step), "because")
+    return lifecycle
 
 
 @pytest.mark.parametrize(("here", "there"), list(itertools.product(WAYS, WAYS)))
 def test_stages_follow_each_other_or_refuse(here, there):
-    it = life(here)
+    lifecycle = life(here)
     if (here, there) in ALLOWED:
-        it.enter(Stage(there))
-        assert it.stage == there
+        lifecycle.enter(Stage(there))
+        assert lifecycle.stage == there
     else:
         with pytest.raises(RuntimeError, match=f"cannot go from {here} to {there}"):
-            it.enter(Stage(there))
-        assert it.stage == here
+            lifecycle.enter(Stage(there))
+        assert lifecycle.stage == here
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_stages_follow_each_other_or_refuse(here, there):
 )
 def test_ping_tells_the_stage(stage, status):
     detail = "beginning" if stage == "starting" else "because"
-    told = {"status": stage, "elapsed_s": 2.3, "detail": detail}
-    assert life(stage).ping() == (status, told)
+    body = {"status": stage, "elapsed_s": 2.3, "detail": detail}
+    assert life(stage).ping() == (status, body)
 
 
 def test_only_ready_serves():
@@ -61,23 +61,32 @@ def test_only_ready_serves():
 
 def test_the_start_is_measured_by_its_steps():
     now = [10.0]
-    it = Lifecycle(clock=lambda: now[0])
-    for took, detail in (
-        (1, "fetching a model: 2 GB"),
-        (2, "fetched a model: 2 GB in 9 s"),
-        (3, "importing vLLM"),
-        (4, "loading the model"),
-        (5, "warming up"),
+    lifecycle = Lifecycle(clock=lambda: now[0])
+    details = []
+    for took, step, text in (
+        (1, Step.FETCHING, "fetching a model: 2 GB"),
+        (2, Step.FETCHING, "fetched a model: 2 GB in 9 s"),
+        (3, Step.IMPORTING, ""),
+        (4, Step.LOADING, ""),
+        (5, Step.WARMING_UP, ""),
     ):
         now[0] += took
-        it.note(detail)
+        lifecycle.note(step, text)
+        details.append(lifecycle.detail)
     now[0] += 6
-    it.enter(Stage.READY)
-    assert it.steps == {
+    lifecycle.enter(Stage.READY)
+    assert lifecycle.steps == {
         "beginning": 1,
         "fetching": 5,
         "importing": 4,
         "loading": 5,
         "warming_up": 6,
     }
-    assert sum(it.steps.values()) == it.elapsed
+    assert sum(lifecycle.steps.values()) == lifecycle.elapsed
+    assert details == [
+        "fetching a model: 2 GB",
+        "fetched a model: 2 GB in 9 s",
+        "importing vLLM",
+        "loading the model",
+        "warming up",
+    ]

@@ -10,27 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from serving import logs
 from serving.errors import UserCodeFailed
-from serving.user_code import Limits, UserCode, started
+from serving.observability import logs, redaction
+from serving.user_code import Limits, UserCode, start_user_code
 
 pytestmark = pytest.mark.anyio
 
 COMPAT = Path(__file__).parent.parent / "compat"
-LIMITS = Limits(seconds=3, handler_seconds=3, memory=2**29)
+LIMITS = Limits(formatter_s=3, handler_s=3, memory=2**29)
 
 
 @contextlib.asynccontextmanager
 async def using(served, name):
     """The server with a file of tests/compat."""
-    code = await started(COMPAT / name, COMPAT, LIMITS)
+    code = await start_user_code(COMPAT / name, COMPAT, LIMITS, {"model_id": "/opt/ml/model"})
     assert code
-    served.engine.code = code
+    served.pipeline.code = code
     served.engine.bodies.clear()
     try:
         yield code
     finally:
-        served.engine.code = None
+        served.pipeline.code = None
         await code.stop()
 
 
@@ -107,7 +107,7 @@ async def test_a_custom_handler_that_streams(formatted):
     assert len(pieces) == 3
     assert (
         error["error"]
-        == "Custom handler failed: RuntimeError: three is too many (model.py, line 15)"
+        == "Custom handler failed: RuntimeError: three is too many (model.py, line 17)"
     )
 
 
@@ -118,7 +118,7 @@ async def test_a_handler_without_a_word_and_one_whose_client_leaves(formatted):
     request = asyncio.create_task(formatted.invoke({"count": 2, "wait": str(COMPAT)}))
     await asyncio.sleep(0.3)
     request.cancel()
-    assert await formatted.server.front.drained(1)
+    assert await formatted.pipeline.admission.drained(1)
     answer = await formatted.invoke({"count": 1, "wait": ""})
     assert lines(answer) == [{"number": 0}, {"left": 1}]
 
@@ -139,14 +139,14 @@ async def test_a_custom_handler_that_raises(formatted):
         424,
         {
             "code": 424,
-            "error": "Custom handler failed: RuntimeError: not today (model.py, line 2)",
+            "error": "Custom handler failed: RuntimeError: not today (model.py, line 3)",
         },
     )
 
 
 async def test_a_file_without_functions_for_us_changes_nothing():
-    assert await started(COMPAT / "handler_missing", COMPAT, LIMITS) is None
-    assert await started(COMPAT, COMPAT, LIMITS) is None
+    assert await start_user_code(COMPAT / "handler_missing", COMPAT, LIMITS) is None
+    assert await start_user_code(COMPAT, COMPAT, LIMITS) is None
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ async def test_a_file_without_functions_for_us_changes_nothing():
 )
 async def test_what_cannot_be_loaded_is_told_with_file_and_line(name, told):
     with pytest.raises(UserCodeFailed) as error:
-        await started(COMPAT / name, COMPAT, LIMITS)
+        await start_user_code(COMPAT / name, COMPAT, LIMITS)
     assert str(error.value) == told
 
 
@@ -223,7 +223,7 @@ async def test_one_that_misbehaves_harms_only_its_own_request(formatted, order, 
 
 async def test_secrets_that_it_prints_or_raises_are_hidden(shared, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
-    monkeypatch.setattr(logs, "_values", None)
+    monkeypatch.setattr(redaction, "_values", None)
     monkeypatch.setattr(logs, "_handler", None)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logs.configure(os.environ)
@@ -241,6 +241,6 @@ async def test_it_is_started_again_when_it_has_ended(tmp_path):
     first = code._process
     assert first
     first.kill()
-    assert b"processed_by" in await code.whole(b'{"choices": [{}]}')
+    assert b"processed_by" in await code.format_answer(b'{"choices": [{}]}')
     assert code._process is not first
     await code.stop()

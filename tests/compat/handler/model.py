@@ -5,6 +5,8 @@ from djl_python.encode_decode import decode
 
 
 async def handle(inputs: Input):
+    if inputs.is_empty():
+        return None  # the initialising call
     batch = inputs.get_batches()
     content_type = inputs.get_property("Content-Type")
     request = decode(batch[0], content_type)

@@ -6,6 +6,8 @@ left = []
 
 
 async def handle(inputs):
+    if inputs.is_empty():
+        return None
     request = inputs.get_as_json()
 
     async def pieces():

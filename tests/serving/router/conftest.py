@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from lmi_config.options import Settings
-from serving.router import replicas
-from serving.router.server import Router
+from serving.router.fleet import health
+from serving.router.router import Router
 
 Answer = Callable[["FakeReplica", "Asked", asyncio.StreamWriter], Awaitable[None]]
 
@@ -53,6 +53,7 @@ class FakeReplica:
         self.models: list[dict[str, object]] = [{"id": "base"}]
         self.born = 1.0
         self.tokens = 100_000
+        self.blocks = ""  # what it tells of its cache instead, where it makes no sense
         self.asked: list[Asked] = []
         self.answer: Answer | None = None
         self.connections: set[asyncio.StreamWriter] = set()
@@ -70,14 +71,17 @@ class FakeReplica:
 
     async def stop(self) -> None:
         """Die: take no connections, and break off those that are."""
-        if self._server:
-            self._server.close()
+        server, self._server = self._server, None
+        if server:
+            server.close()
             for writer in [*self.connections]:
                 writer.transport.abort()
             await asyncio.sleep(0.01)
-            self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._server:  # it was accepted before the replica died, and is served after
+            writer.transport.abort()
+            return
         self.connections.add(writer)
         try:
             while asked := await _read(reader):
@@ -95,7 +99,7 @@ class FakeReplica:
             case "/ping":
                 writer.write(whole(self.ping[0], json.dumps(self.ping[1]).encode()))
             case "/metrics":
-                cache = f'block_size="100",num_gpu_blocks="{self.tokens // 100}"'
+                cache = f'block_size="100",num_gpu_blocks="{self.blocks or self.tokens // 100}"'
                 info = f"vllm:cache_config_info{{{cache}}} 1"
                 born = f"process_start_time_seconds {self.born}"
                 writer.write(whole(200, f"{born}\n{info}\n".encode()))
@@ -154,7 +158,7 @@ class Routed:
     async def ready(self, count: int | None = None) -> None:
         """Wait until so many replicas are ready, or all."""
         count = len(self.fleet) if count is None else count
-        await until(lambda: sum(it.state == "ready" for it in self.router.fleet.replicas) == count)
+        await until(lambda: sum(it.state == "ready" for it in self.router.pool.replicas) == count)
 
     async def post(
         self, body: object, path: str = "/v1/completions", **more: Any
@@ -206,4 +210,4 @@ async def routing(count: int = 2, wait: bool = True, **settings: Any) -> AsyncIt
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Looks at replicas often."""
-    monkeypatch.setattr(replicas, "PING_S", 0.02)
+    monkeypatch.setattr(health, "PING_S", 0.02)

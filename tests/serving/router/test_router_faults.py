@@ -5,7 +5,6 @@ import contextlib
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.router import client, exchange, replicas
+from serving.http.sockets import most_routed, raise_open_files
+from serving.router import proxy
+from serving.router.fleet import health
+from serving.router.http import buffers
 from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, until, whole
 
 pytestmark = pytest.mark.anyio
@@ -122,8 +124,8 @@ async def routed(
     """A router in front of so many replicas, and of others."""
     stubs = [Process(str(STUB), "{port}") for _ in range(count)]
     urls = ",".join([*(it.url for it in stubs), *others])
-    strategy = {"OPTION_ROUTING_STRATEGY": "roundrobin"} | environ
-    router = Process("-m", "serving", "route", OPTION_ROUTER_REPLICAS=urls, **strategy)
+    options = {"OPTION_ROUTING_STRATEGY": "roundrobin", "OPTION_ROUTER_REPLICAS": urls} | environ
+    router = Process("-m", "serving", "route", **options)
     started = [*stubs, router]
     limits = httpx.Limits(max_connections=None)
     try:
@@ -250,6 +252,42 @@ async def test_processes_on_one_port():
         assert await it.router.left() == 0
 
 
+async def test_a_process_that_cannot_run_ends_the_router():
+    async with routed(OPTION_ROUTER_PROCESSES="2") as it:
+        stays, _ = workers(it.router)
+        async with asyncio.timeout(LATE_S):
+            while it.router.process.poll() is None:
+                for victim in set(workers(it.router)) - {stays}:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(victim, signal.SIGKILL)
+                await asyncio.sleep(0.05)
+        assert it.router.process.returncode == 1
+
+
+async def test_series_of_several_processes_forget_replicas_too(tmp_path):
+    file = tmp_path / "replicas"
+    async with routed(2) as other:
+        stays, gone = other.stubs
+        file.write_text(stays.url)
+        more = {"OPTION_ROUTER_REPLICAS": file.as_uri(), "OPTION_ROUTER_PROCESSES": "2"}
+        async with routed(0, [stays.url], **more) as it:
+            file.write_text(f"{stays.url}\n{gone.url}")
+            await it.ready(2)
+            for _ in range(4):
+                assert (await it.post()).status_code == 200
+            file.write_text(stays.url)
+            await it.ready(1)
+
+            async def shown() -> bool:
+                close = {"connection": "close"}
+                series = [(await it.client.get("/metrics", headers=close)).text for _ in range(6)]
+                return any(f'in_flight{{replica="{gone.url}"}}' in text for text in series)
+
+            async with asyncio.timeout(LATE_S):
+                while await shown():
+                    await asyncio.sleep(0.1)
+
+
 @pytest.fixture
 def told(capsys):
     """Says what was measured, whatever pytest captures."""
@@ -262,9 +300,8 @@ def told(capsys):
 
 
 async def test_ten_thousand_idle_connections(told):
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    count = min(10_000, hard - 500)
+    raise_open_files()
+    count = min(10_000, most_routed() - 500)
     async with routed() as it:
         before = it.router.memory()
         request = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -336,14 +373,14 @@ async def test_two_hundred_slow_readers(told):
 
 async def test_a_replica_that_goes_down_while_it_is_connected_to(monkeypatch):
     """The request is with another by then, and stays there."""
-    monkeypatch.setattr(exchange, "CONNECT_S", 0.2)
+    monkeypatch.setattr(proxy, "CONNECT_S", 0.2)
 
     async def slow(replica, asked, writer):
         await asyncio.sleep(0.5)
         writer.write(whole(200, b"slow"))
 
     async with routing(2, routing_strategy="roundrobin") as it:
-        full, other = it.router.fleet.replicas
+        full, other = it.router.pool.replicas
         for fake in it.fleet:
             fake.answer = slow
         with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
@@ -354,18 +391,18 @@ async def test_a_replica_that_goes_down_while_it_is_connected_to(monkeypatch):
             full.port = silent.getsockname()[1]
             answers = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(2)]
             await until(lambda: full.in_flight == 1 and other.in_flight == 1)
-            it.router._went(full)
+            it.router._on_gone(full)
             assert [(await answer).text for answer in answers] == ["slow"] * 2
             for connection in waiting:
                 connection.close()
         assert sum(len(fake.asked) for fake in it.fleet) == 2
-        await until(lambda: not it.router.exchanges)
+        await until(lambda: not it.router.proxied)
         assert (full.in_flight, other.in_flight) == (0, 0)
 
 
 async def test_a_streamed_request_that_no_replica_has_seen_goes_to_another(monkeypatch):
-    monkeypatch.setattr(client, "BUFFER", 1_000)
-    monkeypatch.setattr(replicas, "PING_S", 60.0)
+    monkeypatch.setattr(buffers, "MAX_BODY", 1_000)
+    monkeypatch.setattr(health, "PING_S", 60.0)
     async with routing(2, routing_strategy="roundrobin") as it:
         await it.fleet[0].stop()
 

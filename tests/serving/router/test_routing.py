@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import re
 
 import httpx
 import pytest
 
-from serving.router import client, exchange, replicas, server
-from tests.serving.router.conftest import END, STREAM, chunk, routing, until, whole
+from serving.router import router
+from serving.router.fleet import health, replicas
+from serving.router.http import buffers, downstream
+from serving.router.retry import RetryBudget
+from tests.serving.router.conftest import END, STREAM, Routed, chunk, routing, until, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -69,7 +73,7 @@ async def test_a_stream_comes_as_it_is_made():
             assert await anext(parts) == b"data: 1\n\n"
             go_on.set()
             assert [part async for part in parts] == [b"data: 2\n\n"]
-        await until(lambda: not it.router.exchanges)
+        await until(lambda: not it.router.proxied)
 
 
 async def test_every_byte_of_an_answer_may_come_by_itself():
@@ -182,7 +186,7 @@ async def test_head_requests():
 
 
 async def test_large_bodies_are_streamed(monkeypatch):
-    monkeypatch.setattr(client, "BUFFER", 100_000)
+    monkeypatch.setattr(buffers, "MAX_BODY", 100_000)
     async with routing(1, max_request_size=5_000_000) as it:
         body = b'"' + b"x" * 2_000_000 + b'"'
         assert (await it.post(body)).json()["size"] == len(body)
@@ -195,7 +199,7 @@ async def test_large_bodies_are_streamed(monkeypatch):
         assert answer.json()["size"] == len(body)
         assert it.fleet[0].asked[-1].headers["transfer-encoding"] == "chunked"
         assert all(asked.body == body for asked in it.fleet[0].asked)
-        assert it.router.buffered == 0
+        assert it.router.buffers.bodies == 0
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -211,7 +215,7 @@ async def test_too_large_bodies_are_refused(told):
         assert found.startswith(b"HTTP/1.1 413 ")
         assert b"SERVING_MAX_REQUEST_SIZE" in found
         assert not it.fleet[0].asked
-        assert it.router.buffered == 0
+        assert it.router.buffers.bodies == 0
 
 
 async def test_paths():
@@ -268,9 +272,9 @@ async def test_a_client_that_leaves_ends_the_replicas_work():
         await until(lambda: bool(it.fleet[0].asked))
         writer.close()
         await until(lambda: it.fleet[0].gone == 1)
-        (replica,) = it.router.fleet.replicas
+        (replica,) = it.router.pool.replicas
         assert (replica.in_flight, replica.queued) == (0, 0)
-        assert not it.router.exchanges
+        assert not it.router.proxied
 
 
 async def test_a_slow_reader_holds_the_replica_back():
@@ -303,7 +307,7 @@ async def test_a_slow_reader_holds_the_replica_back():
 # Retries and failures
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("status", [429, 502, 503])
 async def test_another_replica_is_asked_when_one_cannot(status):
     async def answer(replica, asked, writer):
         writer.write(whole(status, b"no"))
@@ -316,7 +320,7 @@ async def test_another_replica_is_asked_when_one_cannot(status):
         assert it.fleet[0].asked
 
 
-@pytest.mark.parametrize("status", [400, 404, 424, 500, 507])
+@pytest.mark.parametrize("status", [400, 404, 424, 500, 504, 507])
 async def test_other_answers_are_passed_on(status):
     async def answer(replica, asked, writer):
         writer.write(whole(status, b"no"))
@@ -382,7 +386,7 @@ async def test_a_replica_that_dies_while_it_answers_leaves_a_cut_answer():
 
 
 async def test_a_frozen_replica_is_left_and_its_requests_go_elsewhere(monkeypatch):
-    monkeypatch.setattr(replicas, "PING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(health, "PING_TIMEOUT_S", 0.1)
 
     async def answer(replica, asked, writer):
         await asyncio.sleep(60)
@@ -412,8 +416,8 @@ async def test_an_idle_connection_that_the_replica_has_closed_is_no_failure():
         it.fleet[0].answer = answer
         for _ in range(50):
             assert (await it.post({"prompt": "Hi"})).text == "once"
-        (replica,) = it.router.fleet.replicas
-        assert not replica.breaker.open(0)
+        (replica,) = it.router.pool.replicas
+        assert not replica.breaker.is_open(0)
 
 
 async def test_no_replica_at_all():
@@ -443,6 +447,73 @@ async def test_a_draining_replica_gets_no_new_requests(status):
             assert (await it.post({"prompt": "Hi"})).json()["replica"] == it.fleet[1].url
 
 
+async def test_time_outs_open_no_breaker():
+    """They are about requests and the load, not about the replica."""
+
+    async def answer(replica, asked, writer):
+        writer.write(whole(504, b"late"))
+
+    async with routing(2, routing_strategy="roundrobin") as it:
+        it.fleet[0].answer = answer
+        statuses = [(await it.post({"prompt": "Hi"})).status_code for _ in range(60)]
+        assert statuses.count(504) == 30
+
+
+async def test_a_replica_whose_answers_make_no_sense_is_looked_at_again(caplog):
+    async with routing(2, wait=False) as it:
+        odd, other = it.fleet
+        odd.blocks = "9" * 5_000  # Python reads no such number
+        await it.ready(1)
+        await until(lambda: "looking at it failed" in caplog.text)
+        rows = (await it.client.get("/replicas")).json()["replicas"]
+        assert [row["state"] for row in rows if row["replica"] == odd.url] == ["failed"]
+        assert (await it.post({"prompt": "Hi"})).json()["replica"] == other.url
+        odd.blocks = ""
+        await it.ready(2)
+
+
+BEGINS = [
+    ({"requestType": "NEW_SESSION"}, {}),
+    ({"inputs": "Hi"}, {"X-Amzn-SageMaker-Session-Id": "NEW_SESSION"}),
+]
+
+
+@pytest.mark.parametrize(("body", "headers"), BEGINS)
+@pytest.mark.parametrize("fault", ["503", "502", "closed", "down"])
+async def test_a_session_is_begun_once(body, headers, fault):
+    """The replica may have begun it before it failed."""
+
+    async def answer(replica, asked, writer):
+        if fault == "closed":
+            writer.transport.abort()
+        elif fault == "down":
+            await replica.stop()
+        else:
+            writer.write(whole(int(fault), b"no", "retry-after: 1"))
+
+    async with routing(3, routing_strategy="roundrobin") as it:
+        for _ in range(6):  # so that there are connections to use again
+            assert (await it.post({"prompt": "Hi"})).status_code == 200
+        for replica in it.fleet:
+            replica.answer = answer
+            replica.asked.clear()
+        found = await it.post(body, "/invocations", headers=headers)
+        assert found.status_code == (503 if fault == "503" else 502)
+        assert sum(len(replica.asked) for replica in it.fleet) == 1
+
+
+@pytest.mark.parametrize(("body", "headers"), BEGINS)
+async def test_a_session_that_no_replica_was_asked_for_is_begun_elsewhere(
+    monkeypatch, body, headers
+):
+    monkeypatch.setattr(health, "PING_S", 60.0)
+    async with routing(2, routing_strategy="roundrobin") as it:
+        await it.fleet[0].stop()
+        for _ in range(2):
+            found = await it.post(body, "/invocations", headers=headers)
+            assert found.json()["replica"] == it.fleet[1].url
+
+
 async def test_answers_that_are_mostly_errors_open_the_breaker():
     async def answer(replica, asked, writer):
         writer.write(whole(500, b"no"))
@@ -455,7 +526,7 @@ async def test_answers_that_are_mostly_errors_open_the_breaker():
 
 
 async def test_an_answer_that_does_not_begin_in_time(monkeypatch):
-    monkeypatch.setattr(server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
 
     async def answer(replica, asked, writer):
         await asyncio.sleep(60)
@@ -469,7 +540,7 @@ async def test_an_answer_that_does_not_begin_in_time(monkeypatch):
 
 
 async def test_an_answer_that_stands_still(monkeypatch):
-    monkeypatch.setattr(server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
 
     async def answer(replica, asked, writer):
         writer.write(STREAM + chunk(b"data: 1\n\n"))
@@ -482,10 +553,175 @@ async def test_an_answer_that_stands_still(monkeypatch):
 
 
 async def test_idle_clients_are_let_go(monkeypatch):
-    monkeypatch.setattr(server, "SWEEP_S", 0.02)
-    monkeypatch.setattr(server, "CLIENT_IDLE_S", 0.1)
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
+    monkeypatch.setattr(downstream, "KEEP_ALIVE_S", 0.1)
     async with routing(1) as it:
-        assert await it.answer(b"GET /ping HT") == b""
+        assert await it.answer(b"") == b""
+
+
+async def dripped(routed: Routed, head: bytes, piece: bytes, every: float) -> bytes:
+    """What a client is answered that sends a piece again and again."""
+    reader, writer = await routed.raw(head)
+    answer = asyncio.ensure_future(reader.read())
+    async with asyncio.timeout(20):
+        while not answer.done():
+            writer.write(piece)
+            await asyncio.wait([answer], timeout=every)
+    writer.close()
+    return await answer
+
+
+async def test_a_head_has_to_be_whole_in_time(monkeypatch):
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
+    monkeypatch.setattr(downstream, "HEAD_S", 0.5, raising=False)
+    async with routing(1) as it:
+        found = await dripped(it, POST + b"x: ", b"a", 0.05)
+        assert found.startswith(b"HTTP/1.1 408 ")
+        assert b"head was not whole" in found
+        # The time that an answer takes is not the next head's.
+        slow = posted(b'"Hi"')
+
+        async def answer(replica, asked, writer):
+            await asyncio.sleep(1)
+            writer.write(whole(200, b"late"))
+
+        it.fleet[0].answer = answer
+        reader, writer = await it.raw(slow + slow[:20])
+        assert b" 200 " in await reader.readuntil(b"late")
+        writer.write(slow[20:])
+        assert b" 200 " in await reader.readuntil(b"late")
+        writer.close()
+
+
+@pytest.mark.parametrize("buffer", [buffers.MAX_BODY, 1_000])
+async def test_a_body_has_a_least_rate(monkeypatch, buffer):
+    """Also where it is streamed."""
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
+    monkeypatch.setattr(downstream, "BEHIND_S", 0.5, raising=False)
+    monkeypatch.setattr(buffers, "MAX_BODY", buffer)
+    async with routing(1) as it:
+        head = POST + b"content-length: 1000000\r\n\r\n" + b"a" * 2_000
+        found = await dripped(it, head, b"a", 0.05)
+        assert found.startswith(b"HTTP/1.1 408 ")
+        assert b"less than 8192 bytes a second" in found
+        # Slow uploads that are faster than that are not ended, however long they take.
+        reader, writer = await it.raw(POST + b"content-length: 51200\r\n\r\n")
+        for _ in range(25):
+            writer.write(b"a" * 2048)
+            await asyncio.sleep(0.05)
+        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}"), 10)
+        writer.close()
+
+
+async def test_a_client_that_is_not_read_is_not_called_slow(monkeypatch):
+    """Its replica takes nothing for longer than a client may."""
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
+    monkeypatch.setattr(downstream, "BEHIND_S", 0.2, raising=False)
+    monkeypatch.setattr(buffers, "MAX_BODY", 100_000)
+    go_on = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await go_on.wait()
+        await reader.readexactly(30_000_000)
+        writer.write(whole(200, b"all of it"))
+        writer.close()
+
+    async with routing(1) as it:
+        late = await asyncio.start_server(serve, "127.0.0.1", 0, limit=65_536)
+        (replica,) = it.router.pool.replicas
+        port, replica.port = replica.port, late.sockets[0].getsockname()[1]
+        reader, writer = await it.raw(POST + b"content-length: 30000000\r\n\r\n")
+        writer.write(b"a" * 30_000_000)
+        await asyncio.sleep(1)
+        go_on.set()
+        await writer.drain()
+        assert (await reader.readuntil(b"all of it")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        replica.port = port
+        late.close()
+
+
+async def test_nobody_keeps_others_out_with_connections_alone(monkeypatch):
+    monkeypatch.setattr(router, "most_routed", lambda: 20, raising=False)
+    go_on = asyncio.Event()
+
+    async def answer(replica, asked, writer):
+        await go_on.wait()
+        writer.write(whole(200, b"done"))
+
+    async with routing(1) as it:
+        idle = [await it.raw(b"") for _ in range(30)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in idle]
+        assert (await it.post({"prompt": "Hi"})).status_code == 200
+        await until(lambda: sum(end.done() for end in ends) >= 11)
+        it.fleet[0].answer = answer
+        busy = [await it.raw(posted(b'"Hi"')) for _ in range(20)]
+        await until(lambda: len(it.router.proxied) == 20)
+        found = await it.answer(posted(b'"Hi"'))
+        assert found.startswith(b"HTTP/1.1 503 ")
+        assert b"there are 20 connections" in found
+        ping = b"GET /ping HTTP/1.1\r\nconnection: close\r\n\r\n"
+        assert (await it.answer(ping)).startswith(b"HTTP/1.1 200 ")
+        go_on.set()
+        for reader, writer in busy:
+            assert b" 200 " in await reader.readuntil(b"done")
+            writer.close()
+        for end, (_, writer) in zip(ends, idle, strict=True):
+            writer.close()
+            await asyncio.wait([end])
+
+
+async def test_heads_have_so_many_headers_and_take_so_much_memory(monkeypatch):
+    async with routing(1) as it:
+        many = posted(b'"Hi"', *[b"a:"] * 950, b"connection: close")
+        assert (await it.answer(many)).startswith(b"HTTP/1.1 200 ")
+        more = posted(b'"Hi"', *[b"a:"] * 1_000)
+        assert (await it.answer(more)).startswith(b"HTTP/1.1 431 ")
+        monkeypatch.setattr(buffers, "MAX_HEADS", 100_000)
+        found = await it.answer(many)
+        assert found.startswith(b"HTTP/1.1 503 ")
+        assert b"memory" in found
+        assert (await it.post({"prompt": "Hi"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "X-Tenant",
+        "X-Amzn-SageMaker-Adapter-Identifier",
+        "x-amzn-sagemaker-session-id",
+        "X-Session-Id",
+        "my-key",
+    ],
+)
+async def test_no_client_has_what_is_meant_for_replicas_taken_off(name):
+    async with routing(1, cache_salt_header="X-Tenant", session_key="My-Key") as it:
+        body = {"prompt": "Hi"}
+        for connection in (f"keep-alive, {name}", f"{name.upper()} ,close"):
+            headers = [(name, "the gateway's"), ("connection", connection)]
+            answer = await it.post(body, headers=headers)
+            assert answer.status_code == 400
+            assert name.lower() in answer.text
+            headers = [("connection", "keep-alive"), *headers]
+            assert (await it.post(body, "/invocations", headers=headers)).status_code == 400
+        assert not it.fleet[0].asked
+        headers = [(name, "the gateway's"), ("connection", "close, X-Mine"), ("x-mine", "1")]
+        assert (await it.post(body, headers=headers)).status_code == 200
+        (asked,) = it.fleet[0].asked
+        assert asked.headers[name.lower()] == "the gateway's"
+        assert "x-mine" not in asked.headers
+
+
+async def test_a_tenant_is_named_once():
+    async with routing(1, cache_salt_header="X-Tenant") as it:
+        for path in ("/v1/completions", "/invocations"):
+            headers = [("X-Tenant", "victim"), ("x-tenant", "attacker")]
+            answer = await it.post({"prompt": "Hi"}, path, headers=headers)
+            assert answer.status_code == 400
+            assert "x-tenant is there 2 times" in answer.text
+            assert "victim" not in answer.text
+        assert not it.fleet[0].asked
 
 
 async def test_answers_that_are_not_http():
@@ -627,6 +863,42 @@ async def test_a_change_that_only_ending_replicas_have_got_is_refused():
         assert (found.status_code, found.headers["retry-after"]) == (503, "1")
 
 
+async def test_a_change_is_answered_when_all_have_answered():
+    """Also where one has failed: nothing goes on behind the answer."""
+    ended = 0
+
+    async def breaks_off(replica, asked, writer):
+        writer.transport.abort()
+
+    async def slow(replica, asked, writer):
+        nonlocal ended
+        await asyncio.sleep(0.3)
+        ended += 1
+        writer.write(whole(200, b"{}"))
+
+    async with routing(3) as it:
+        it.fleet[0].answer = breaks_off
+        it.fleet[1].answer = it.fleet[2].answer = slow
+        found = await it.client.post("/adapters?name=poet&src=/poet", content=b"")
+        assert (found.status_code, ended) == (502, 2)
+
+
+async def test_a_change_of_adapters_that_finds_no_room_may_be_sent_again(monkeypatch):
+    monkeypatch.setattr(buffers, "MAX_BODIES", 100_000)
+    async with routing(1) as it:
+        half = POST + b"content-length: 100000\r\n\r\n" + b"a" * 60_000
+        writers = [(await it.raw(half))[1] for _ in range(2)]
+        await until(lambda: it.router.buffers.bodies == 120_000)
+        answer = await it.client.post("/adapters", content=b'{"name":"x","src":"/y"}')
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "memory" in answer.text
+        for writer in writers:
+            writer.close()
+        await until(lambda: not it.router.buffers.bodies)
+        answer = await it.client.post("/adapters", content=b'{"name":"x","src":"/y"}')
+        assert answer.status_code == 200
+
+
 async def test_pages_for_people_and_programs():
     async with routing(2) as it:
         await it.post({"prompt": "word " * 1000})
@@ -640,8 +912,36 @@ async def test_pages_for_people_and_programs():
         assert sum(counted % replica.url in series for replica in it.fleet) == 1
 
 
+async def test_series_of_replicas_that_are_gone_are_gone(monkeypatch, tmp_path):
+    file = tmp_path / "replicas"
+
+    async def shown() -> set[str]:
+        series = (await it.client.get("/metrics")).text
+        return set(re.findall(rf'(\w+)\{{[^}}]*replica="{gone.url}"', series))
+
+    everything = {"replica_ready", "in_flight", "requests_total", "requests_created"}
+    everything = {f"slipway_router_{name}" for name in everything}
+    async with routing(2, routing_strategy="roundrobin", wait=False) as other:
+        stays, gone = other.fleet
+        file.write_text(f"{stays.url}\n{gone.url}")
+        async with routing(0, router_replicas=file.as_uri(), routing_strategy="roundrobin") as it:
+            await it.ready(2)
+            for _ in range(2):
+                assert (await it.post({"prompt": "Hi"})).status_code == 200
+            assert await shown() == everything
+            file.write_text(stays.url)
+            await until(lambda: len(it.router.pool.replicas) == 1)
+            # What it was asked last is still to be read.
+            assert await shown() == {f"slipway_router_requests_{it}" for it in ("total", "created")}
+            monkeypatch.setattr(replicas, "COUNTED_S", 0.0, raising=False)
+            assert await shown() == set()
+            file.write_text(f"{stays.url}\n{gone.url}")
+            await it.ready(2)
+            assert await shown() == {"slipway_router_replica_ready", "slipway_router_in_flight"}
+
+
 async def test_retry_budget():
-    budget = exchange.RetryBudget()
+    budget = RetryBudget()
     assert [budget.spend() for _ in range(101)] == [True] * 100 + [False]
     for _ in range(11):
         budget.earn()

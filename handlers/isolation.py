@@ -1,0 +1,158 @@
+"""What the code of an adapter is kept from: nobody vouches for it.
+
+It runs as a user of its own, where the server may choose one, in a domain of Landlock's, where the
+kernel has it, with an environment without secrets, and with no capabilities and no way to more
+rights. That is no sandbox: the network, and every file that all users may read, stay within its
+reach.
+"""
+
+import ctypes
+import importlib
+import itertools
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+PROCESSES = 1024
+"""Processes and threads that one user of ours may have."""
+
+# Those that systemd gives to services for as long as they run; no package has them.
+_USERS = range(61184, 65520)
+
+_PASSED_ON = frozenset(
+    (
+        *("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "USER"),
+        *("PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8"),
+        *("VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+        "TOKENIZERS_PARALLELISM",
+    )
+)
+"""What a Python process needs of its environment."""
+
+_CAP_KILL, _CAP_SETGID, _CAP_SETUID = 5, 6, 7  # capabilities(7)
+_CAPABILITY_VERSION_3 = 0x20080522
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # landlock(7)
+_SCOPES = 6  # the version that has them
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38  # prctl(2)
+
+_in_use: set[int] = set()
+_next_users = itertools.cycle(_USERS)  # what one has left behind is long gone when it comes again
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that adapters' code gets. Secrets have no place in it."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name in _PASSED_ON or name.startswith("LC_")
+    }
+    return {**kept, "HOME": kept.get("TMPDIR", "/tmp"), "HF_HUB_OFFLINE": "1"}
+
+
+def take_user() -> int:
+    """The number of a user for an adapter's code, or 0 where we may not choose one.
+
+    No other adapter's has it as long as there are enough. Where we may not choose, the code runs as
+    ourselves, and we keep it from reading our memory and environment.
+    """
+    if not _may_choose():
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        return 0
+    candidates = itertools.islice(_next_users, len(_USERS))
+    user = next((user for user in candidates if user not in _in_use), None) or next(_next_users)
+    _in_use.add(user)
+    return user
+
+
+def return_user(user: int) -> None:
+    _in_use.discard(user)
+
+
+def _may_choose() -> bool:
+    """Whether we may start processes as other users, and end them."""
+    if os.geteuid() != 0:
+        return False
+    with Path("/proc/self/status").open() as status:
+        (held,) = (int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    return all(held >> bit & 1 for bit in (_CAP_KILL, _CAP_SETGID, _CAP_SETUID))
+
+
+def give_up(user: int, folders: Iterable[Path]) -> Mapping[Path, Path]:
+    """Become another user for good, with no way to more rights.
+
+    user: its number, which is its group's too, or 0 to stay who one is, where the server may not
+    change users. Returns by which path each of the folders is reached from now on: files under a
+    folder that only root may enter, such as /root, are reached by a descriptor that was opened
+    before. The same is done to where modules are imported from. Raises OSError where there cannot
+    be such a user.
+    """
+    needed = [str(folder) for folder in folders]
+    places = sorted(filter(os.path.isdir, {*needed, *sys.path}))
+    opened = {place: os.open(place, os.O_PATH | os.O_DIRECTORY) for place in places}
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if user:
+        resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    library = ctypes.CDLL(None)
+    library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    # Of this thread, effective, permitted and inheritable ones: none, if a root stays root.
+    library.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
+    _enter_domain()
+    moved = {
+        place: place if os.access(place, os.R_OK | os.X_OK) else f"/proc/self/fd/{number}"
+        for place, number in opened.items()
+    }
+    _import_from(moved)
+    return {Path(place): Path(moved.get(place, place)) for place in needed}
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process with the server. It forgets that at a change of user."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def landlock() -> int:
+    """The version of Landlock that the kernel has, or 0."""
+    version: int = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, 1)
+    return max(version, 0)
+
+
+def _enter_domain() -> None:
+    """Enter a domain of Landlock's: the process can read the memory of itself and of what it starts
+    alone and, from version 6 on, send signals to no others.
+
+    This thread has to be the only one. A domain has to forbid some access to files; here it is that
+    block devices are made.
+    """
+    version = landlock()
+    if not version:
+        return
+    make_block, unix_sockets_and_signals = 1 << 11, 0b11
+    forbidden = make_block, 0, unix_sockets_and_signals
+    rules = (ctypes.c_uint64 * 3)(*forbidden)
+    size = 24 if version >= _SCOPES else 8
+    library = ctypes.CDLL(None)
+    ruleset = library.syscall(_CREATE_RULESET, rules, size, 0)
+    library.syscall(_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+def _import_from(moved: Mapping[str, str]) -> None:
+    """Have Python find modules, and the rest of packages that it has begun with, where they are."""
+    sys.path[:] = [moved.get(entry, entry) for entry in sys.path]
+    for module in [*sys.modules.values()]:
+        if path := getattr(module, "__path__", None):
+            module.__path__ = [_moved(entry, moved) for entry in path]
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+
+
+def _moved(path: str, moved: Mapping[str, str]) -> str:
+    roots = (root for root in moved if Path(path).is_relative_to(root))
+    root = max(roots, key=len, default=None)
+    return path if root is None else moved[root] + path[len(root) :]

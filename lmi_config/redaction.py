@@ -1,0 +1,87 @@
+"""What is secret: a value by the name that it was given under, a part of a text by its shape."""
+
+import re
+import urllib.parse
+from collections.abc import Iterator
+
+from lmi_config.options import OPTIONS, PREFIX, VLLM_PREFIX, vllm_options
+
+HIDDEN = "[secret]"
+
+_VLLM_SECRETS = frozenset(("hf_token",))
+_WORDS = re.compile(r"[A-Z0-9]+")
+_SECRET = re.compile(
+    r".*(?:TOKEN|(?:KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?)|PASS|DSN|AUTHORIZATION"
+)
+_SECRET_LAST = frozenset(("AUTH", "HEADERS"))  # REDISCLI_AUTH, OTEL_EXPORTER_OTLP_HEADERS
+_PLACES = frozenset(("FILE", "PATH", "DIR", "SOCK"))  # AWS_WEB_IDENTITY_TOKEN_FILE, SSH_AUTH_SOCK
+
+
+def secret(name: str) -> bool:
+    """Whether the value of this name is secret: a variable's, an option's, or a JSON key's.
+
+    Slipway's and vLLM's options say so themselves; everything else is judged by its words.
+    """
+    option = name.upper().removeprefix(VLLM_PREFIX).removeprefix(PREFIX).lower()
+    if name in _DECLARED:
+        return _DECLARED[name]
+    if option in vllm_options():
+        return option in _VLLM_SECRETS
+    words = _WORDS.findall(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper())
+    if not words or words[-1] in _PLACES:
+        return False
+    return (
+        any(map(_SECRET.fullmatch, words))
+        or words[-1] in _SECRET_LAST
+        or (words[-1] == "PWD" and len(words) > 1)  # MYSQL_PWD; alone it is the shell's folder
+        or words[-2:] == ["CONNECTION", "STRING"]
+    )
+
+
+_DECLARED = {
+    name: option.secret
+    for field, option in OPTIONS.items()
+    for name in (field, *option.names, *option.others)
+}
+
+
+def parts(name: str, value: str) -> Iterator[str]:
+    """What of a variable's value should not be read: all of it, its lines, or the login of a URL.
+
+    Headers for collectors come as key=value pairs, URL-encoded and with commas between them
+    (OpenTelemetry's specification of the OTLP exporter); each value is secret alone.
+    """
+    if secret(name):
+        yield value
+        yield from value.splitlines()
+        if name.upper().endswith("HEADERS"):
+            for pair in value.split(","):
+                found = pair.partition("=")[2].strip()
+                plain = urllib.parse.unquote(found)
+                yield from (found, plain, plain.rpartition(" ")[2])  # the last without "Bearer"
+    if (login := _LOGIN.match(value)) and login["login"]:
+        yield login["password"] or login["login"]
+        yield urllib.parse.unquote(login["password"] or login["login"])
+
+
+# A password may have a "/" or "@" in it that should have been encoded: it ends at the last "@".
+_LOGIN = re.compile(r"[A-Za-z][\w+.-]*://(?P<login>[^\s:@/]*(?::(?P<password>\S+))?)@")
+
+_SHAPES = re.compile(
+    r"((?i:bearer)(?:\s+|%20))[^\s\"',}]+"
+    r"|((?i:authorization)\W{1,4}b?\W{0,2}(?i:basic|token|apikey)\s+)[^\s\"',}]+"
+    r"|((?i:secret[_-]?access[_-]?key|x-amz-security-token|api[_-]key|passwd|password)"
+    r"[\"']?\s{0,3}[:=]\s{0,3}[\"']?)(?!should\b|\()[^\s\"',}&]+"
+    r"|sagemaker-api-key-[\w+/=.~%-]+"
+    r"|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{36,}|\bsk-[\w-]{20,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"
+    r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{2,}"  # a JSON web token
+    # A login in a URL. What begins like a port is none.
+    r"|((?::|%3A)//?)[^\s/:\"']{0,200}(?::|%3A)(?!/|\d{1,5}[/,;?#)])[^\s\"']{1,500}(?=@|%40)"
+    r"|(X-Amz-(?:Signature|Security-Token)(?:=|%3D))[^&\s\"']+"
+)
+
+
+def masked(text: str) -> str:
+    """The text without what looks like a secret: tokens of known forms, passwords of URLs."""
+    return _SHAPES.sub(lambda found: "".join(it or "" for it in found.groups()) + HIDDEN, text)

@@ -1,0 +1,123 @@
+"""The adapter registry's HTTP face: SageMaker's calls and LMI's.
+
+SageMaker sends parameters in the query string, with an empty body; others send a JSON object. Both
+are read, the query first.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from serving.errors import BadRequest
+from serving.inference.pipeline import Pipeline
+from serving.inference.request import HttpCall, require_lora
+from serving.lora.adapter import Adapter
+from serving.protocol import ADAPTER_ALIAS
+
+LIMIT = 100
+"""Adapters on one page of the list, at most and by default."""
+
+
+async def every(call: HttpCall, pipeline: Pipeline) -> None:
+    """GET lists adapters, POST registers one."""
+    adapters, request = require_lora(pipeline.adapters), Request(call.scope)
+    if call.scope["method"] == "POST":
+        given = _parameters(await pipeline.bodies.read(call.scope, call.receive), request)
+        name, src = given.required("name"), given.required("src")
+        await adapters.register(name, src, given.flag("preload"), given.flag("pin"))
+        answer: Any = _done(request, name, "registered")
+    else:
+        answer = _page(adapters.listed(), request)
+    await JSONResponse(answer)(call.scope, call.receive, call.send)
+
+
+async def one(call: HttpCall, pipeline: Pipeline) -> None:
+    """GET describes an adapter, DELETE takes it away."""
+    adapters = require_lora(pipeline.adapters)
+    name = call.scope["path_params"]["name"]
+    if call.scope["method"] == "DELETE":
+        await adapters.unregister(name)
+        answer: Any = _done(Request(call.scope), name, "unregistered")
+    else:
+        answer = _described(adapters.get(name))
+    await JSONResponse(answer)(call.scope, call.receive, call.send)
+
+
+async def update(call: HttpCall, pipeline: Pipeline) -> None:
+    """POST changes an adapter."""
+    adapters = require_lora(pipeline.adapters)
+    name, request = call.scope["path_params"]["name"], Request(call.scope)
+    given = _parameters(await pipeline.bodies.read(call.scope, call.receive), request)
+    src = given.required("src") if "src" in given else None
+    await adapters.update(name, src, given.choice("preload"), given.choice("pin"))
+    await JSONResponse(_done(request, name, "updated"))(call.scope, call.receive, call.send)
+
+
+class _Parameters(dict[str, Any]):
+    """The parameters of a call."""
+
+    def required(self, name: str) -> str:
+        value = self.get(name)
+        if not isinstance(value, str) or not value:
+            raise BadRequest(
+                f"{name} is missing; it goes into the query string or a JSON body", name
+            )
+        return value
+
+    def choice(self, name: str) -> bool | None:
+        value = self.get(name)
+        match str(value).lower():
+            case "none" | "":
+                return None
+            case "true":
+                return True
+            case "false":
+                return False
+        raise BadRequest(f"{name}={value!r:.100} should be true or false", name)
+
+    def flag(self, name: str) -> bool:
+        return bool(self.choice(name))
+
+
+def _parameters(body: bytes, request: Request) -> _Parameters:
+    try:
+        found = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadRequest("the body should be empty or a JSON object") from None
+    return _Parameters({**found, **request.query_params})
+
+
+def _page(adapters: list[Adapter], request: Request) -> dict[str, Any]:
+    limit = _whole(request, "limit", LIMIT, 1, LIMIT)
+    start = _whole(request, "next_page_token", 0, 0, None)
+    page = {"adapters": [_described(adapter) for adapter in adapters[start : start + limit]]}
+    if start + limit < len(adapters):
+        return {"nextPageToken": str(start + limit), **page}
+    return page
+
+
+def _whole(request: Request, name: str, otherwise: int, low: int, high: int | None) -> int:
+    value = request.query_params.get(name, str(otherwise))
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < low:
+        raise BadRequest(f"{name}={value!r:.100} should be a whole number, at least {low}", name)
+    if high is not None and int(value) > high:
+        raise BadRequest(f"{name}={value} should be at most {high}", name)
+    return int(value)
+
+
+def _described(adapter: Adapter) -> dict[str, Any]:
+    return {
+        "name": adapter.name,
+        "src": adapter.src,
+        "preload": adapter.preload,
+        "pin": adapter.pin,
+    }
+
+
+def _done(request: Request, name: str, what: str) -> dict[str, str]:
+    """SageMaker sends a component's own name in a header; `name` is one that it made up."""
+    shown = request.headers.get(ADAPTER_ALIAS.decode(), name)
+    return {"status": f"Adapter {shown} {what}"}

@@ -1,0 +1,112 @@
+"""The HTTP app: its routes, as a list."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Scope
+
+from lmi_config.options import Settings
+from serving import errors, protocol
+from serving.api import adapters, info
+from serving.api.backend import Backend
+from serving.api.endpoint import Answer, Endpoint, RecordedEndpoint
+from serving.api.invocations import Invocations
+from serving.api.openai import OpenAI
+from serving.api.session_store import SessionStore
+from serving.api.sessions import Sessions
+from serving.errors import NotFound
+from serving.http.origins import Origins
+from serving.inference.pipeline import Pipeline
+from serving.inference.request import HttpCall
+
+Handler = Callable[[HttpCall, Pipeline], Awaitable[None]]
+
+
+def create_app(backend: Backend, settings: Settings) -> ASGIApp:
+    """The app that answers SageMaker's paths, the OpenAI paths and /metrics."""
+    codes = errors.codes(settings)
+    origins = Origins(settings.cors_allowed_origin, settings.host)
+    names = settings.model_names
+    sessions = Sessions(
+        SessionStore(
+            Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions
+        )
+        if settings.enable_stateful_sessions
+        else None
+    )
+
+    def ready(handler: Handler) -> Answer:
+        """A handler that is called when the server is ready, for a model that is here."""
+
+        def answer(call: HttpCall) -> Awaitable[None]:
+            pipeline = backend.pipeline
+            _require_model(call.scope, names)
+            return handler(call, pipeline)
+
+        return answer
+
+    def route(path: str, handler: Handler, *methods: str) -> Route:
+        shape = errors.shape(path, codes)
+        return Route(
+            path,
+            RecordedEndpoint(
+                path, ready(handler), methods, origins, lambda _: shape, backend.error_rates
+            ),
+        )
+
+    def plain(path: str, app: ASGIApp, *methods: str) -> Route:
+        return Route(path, Endpoint(app, methods, origins, errors.shape(path, codes)))
+
+    invocations = Invocations(settings, sessions).answer
+    openai = OpenAI(sessions).answer
+    router: ASGIApp = Router(
+        [
+            *(route(path, invocations, "POST") for path in protocol.INVOCATIONS),
+            *(route(path, openai, "POST") for path in protocol.ENGINE_PATHS),
+            route(protocol.EXECUTION_PARAMETERS, info.Parameters(settings).answer, "GET"),
+            route(protocol.MODELS, info.models, "GET"),
+            route(protocol.KV_EVENT_SOURCES, info.kv_event_sources, "GET"),
+            *(
+                route(f"{path}{rest}", handler, *methods)
+                for path in protocol.ADAPTERS
+                for rest, handler, methods in (
+                    ("", adapters.every, ("GET", "POST")),
+                    ("/{name}", adapters.one, ("GET", "DELETE")),
+                    ("/{name}/update", adapters.update, ("POST",)),
+                )
+            ),
+            plain(protocol.PING, info.Ping(backend)),
+            plain(protocol.METRICS, info.metrics, "GET"),
+        ],
+        redirect_slashes=False,
+        default=RecordedEndpoint(
+            "other",
+            _nothing,
+            (),
+            origins,
+            lambda path: errors.shape(path, codes),
+            backend.error_rates,
+        ),
+    )
+    if not settings.cors_allowed_origin:
+        return router
+    return CORSMiddleware(
+        router,
+        allow_origins=settings.cors_allowed_origin,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=["*"],
+        expose_headers=["*"],
+    )
+
+
+async def _nothing(call: HttpCall) -> None:
+    raise NotFound(f"there is nothing at {call.scope['path']}")
+
+
+def _require_model(scope: Scope, names: tuple[str, ...]) -> None:
+    """Raise NotFound where the path names a model, and it is another one."""
+    model = scope["path_params"].get("model", names[0])
+    if model not in names:
+        raise NotFound(f"model {model!r:.140} is not here; it is {names[0]}")

@@ -1,0 +1,44 @@
+"""What stands behind the API, from the server's start to its end."""
+
+from lmi_config.options import Settings
+from serving.engine.base import Engine
+from serving.inference.pipeline import Pipeline
+from serving.lifecycle import Lifecycle, Stage
+from serving.lora.registry import AdapterRegistry
+from serving.observability.error_rate import ErrorRates
+from serving.user_code import UserCode
+
+
+class Backend:
+    """Nothing while the server starts; from then on a pipeline."""
+
+    def __init__(self, lifecycle: Lifecycle, settings: Settings) -> None:
+        self._lifecycle = lifecycle
+        self._settings = settings
+        self._pipeline: Pipeline | None = None
+        self.error_rates = ErrorRates(settings)
+
+    def open(
+        self, engine: Engine, adapters: AdapterRegistry | None, code: UserCode | None
+    ) -> Pipeline:
+        """Answer requests from now on: the server is ready. code: the model's own model.py."""
+        self._pipeline = Pipeline(engine, adapters, code, self._settings)
+        self._lifecycle.enter(Stage.READY)
+        self.error_rates.clear()  # of requests that came too early
+        return self._pipeline
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What answers requests. Raises NotReady where there is none yet, or none any more."""
+        self._lifecycle.require_ready()
+        assert self._pipeline
+        return self._pipeline
+
+    def health(self) -> tuple[int, dict[str, object]]:
+        """The status and JSON body that /ping answers with now."""
+        status, answer = self._lifecycle.ping()
+        if status == 200:
+            trouble = self.error_rates.exceeded() or self.pipeline.code_failing
+            if trouble:
+                return 503, {**answer, "status": "failing", "detail": trouble}
+        return status, answer

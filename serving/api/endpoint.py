@@ -1,0 +1,112 @@
+"""The end of a route: where a request gets its record, and exceptions become answers.
+
+Starlette's own application would do this in two layers of middleware around every message that is
+sent, which shows in the cost of a streamed token.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving import errors
+from serving.cancellation import ClientLeft
+from serving.errors import ErrorShape, MethodNotAllowed, NotReady, ServingError
+from serving.http.origins import Origins
+from serving.inference.request import HttpCall
+from serving.observability.access_log import AccessRecord
+from serving.observability.error_rate import ErrorRates
+
+Answer = Callable[[HttpCall], Awaitable[None]]
+
+
+class Endpoint:
+    """An ASGI app whose errors are answered. It leaves no line in the log: probes are frequent.
+
+    methods: those it answers, or none for any. origins: from where requests may come. shape: of its
+    errors.
+    """
+
+    def __init__(
+        self, app: ASGIApp, methods: tuple[str, ...], origins: Origins, shape: ErrorShape
+    ) -> None:
+        self._app = app
+        self._gate = _Gate(methods, origins)
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = await self._gate.run(scope, lambda scope: self._app(scope, receive, send))
+        if error:
+            await self._shape.response(error)(scope, receive, send)
+
+
+class RecordedEndpoint:
+    """A route of the API: what it answers is recorded, and its errors are counted.
+
+    route: its path as the log and the series have it. shape: of its errors, by the path that was
+    asked for.
+    """
+
+    def __init__(
+        self,
+        route: str,
+        answer: Answer,
+        methods: tuple[str, ...],
+        origins: Origins,
+        shape: Callable[[str], ErrorShape],
+        rates: ErrorRates,
+    ) -> None:
+        self._route = route
+        self._answer = answer
+        self._gate = _Gate(methods, origins)
+        self._shape = shape
+        self._rates = rates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = AccessRecord(self._route, scope)
+        scope["headers"] = record.with_id(scope["headers"])
+        send, shape = record.wrap(send), self._shape(scope["path"])
+        try:
+            error = await self._gate.run(
+                scope, lambda scope: self._answer(HttpCall(scope, receive, send, record, shape))
+            )
+            if error:
+                record.error = error
+                if not record.status:
+                    await shape.response(error)(scope, receive, send)
+        finally:
+            if record.error:
+                self._rates.count(record.error)
+            record.close()
+
+
+class _Gate:
+    """Lets through what a route answers, and returns what it raises."""
+
+    def __init__(self, methods: tuple[str, ...], origins: Origins) -> None:
+        self._methods = (*methods, "HEAD") if "GET" in methods else methods
+        self._origins = origins
+
+    async def run(
+        self, scope: Scope, answer: Callable[[Scope], Awaitable[None]]
+    ) -> ServingError | None:
+        """Have a request answered. Returns the error that it is to be answered with instead."""
+        try:
+            # http/connections.py could not read it; ASGI has no other way to say so.
+            if refusal := scope.get("slipway.refusal"):
+                raise refusal
+            self._origins.require(scope["method"], dict(scope["headers"]))
+            if self._methods and scope["method"] not in self._methods:
+                raise MethodNotAllowed(scope["path"], scope["method"], self._methods)
+            if scope["method"] == "HEAD":  # it is answered as GET is; no body is sent
+                scope = {**scope, "method": "GET"}
+            await answer(scope)
+        except ServingError as error:
+            return error
+        except ClientLeft:
+            return None
+        except asyncio.CancelledError:  # by uvicorn, which would answer in words of its own
+            return NotReady("the server is stopping")
+        except Exception:
+            return errors.unforeseen()
+        return None

@@ -1,0 +1,102 @@
+"""/invocations, and the paths that are the same: the body says what is wanted."""
+
+import itertools
+from collections.abc import Iterator
+
+from starlette.types import Scope, Send
+
+from handlers import payloads
+from handlers.records import FormatError
+from lmi_config.options import Settings
+from serving.aio import in_thread
+from serving.api.parts import answer_lines, answer_list
+from serving.api.sessions import Sessions
+from serving.http.bodies import header
+from serving.inference.custom_handler import CustomHandlerCall
+from serving.inference.fields import bad_request, fields
+from serving.inference.pipeline import Pipeline
+from serving.inference.request import (
+    JSON_LINES,
+    SSE,
+    ClientRequest,
+    Framing,
+    HttpCall,
+    InferenceRequest,
+    adapters_named,
+)
+from serving.user_code import UserCode
+
+_AT_ONCE = 2**18  # bytes of a CSV that are read in a moment; a thread reads more
+
+
+class Invocations:
+    """Answers /invocations: calls for sessions, the model's own handler, and any format."""
+
+    def __init__(self, settings: Settings, sessions: Sessions) -> None:
+        self._default_accept = settings.default_accept.encode()
+        self._sessions = sessions
+
+    async def answer(self, call: HttpCall, pipeline: Pipeline) -> None:
+        async def answer(client: ClientRequest) -> None:
+            await self._run(client, await self._sessions.joined(client), pipeline)
+
+        async with pipeline.received(call) as client:
+            if response := await self._sessions.answer(client):
+                await response(call.scope, call.receive, call.send)
+            elif handler := pipeline.custom_handler:
+                await self._handle(handler, client, call, pipeline)
+            else:
+                await pipeline.answer_once(client, call.receive, answer)
+
+    async def _handle(
+        self, handler: UserCode, client: ClientRequest, call: HttpCall, pipeline: Pipeline
+    ) -> None:
+        """Have the model's own handler answer, or the engine what that leaves to it."""
+        pipeline.admission.require_places(0, room=False)  # the engine's does not help it
+        send = await self._sessions.joined(client)
+        with client.admitted.watching(call.receive):
+            if not await CustomHandlerCall(handler, client, send).answered():
+                await self._run(client, send, pipeline)
+
+    async def _run(self, client: ClientRequest, send: Send, pipeline: Pipeline) -> None:
+        """Have the engine answer: one request, several lines, or a list for several adapters."""
+        requests = await _requests(client)
+        body = next(requests)
+        if (second := next(requests, None)) is not None:
+            lines = itertools.chain([body, second], requests)
+            await answer_lines(client, lines, send, pipeline)
+            return
+        found = client.fields() if body is client.body else fields(body)
+        adapter = adapters_named(client.scope, found, pipeline.adapters)
+        if isinstance(adapter, list):
+            await answer_list(client, body, adapter, send, pipeline)
+            return
+        request = InferenceRequest(
+            client=client,
+            send=send,
+            cancellation=client.admitted,
+            body=body,
+            fields=found,
+            adapter=adapter,
+            framing=self._framing(client.scope),
+            begun=client.admitted.go,
+        )
+        await pipeline.run(request)
+
+    def _framing(self, scope: Scope) -> Framing:
+        accept = header(scope, b"accept")
+        if accept in (b"", b"*/*"):
+            accept = self._default_accept
+        return SSE if b"text/event-stream" in accept else JSON_LINES
+
+
+async def _requests(client: ClientRequest) -> Iterator[bytes]:
+    """The JSON requests in a body of any content type. Raises BadRequest."""
+    body, kind = client.body, header(client.scope, b"content-type").decode("latin-1")
+    try:
+        if len(body) > _AT_ONCE and kind.lower().startswith("text/csv"):
+            with client.admitted.raising():
+                return await in_thread(payloads.requests, body, kind)
+        return payloads.requests(body, kind)
+    except FormatError as error:
+        raise bad_request(error) from None

@@ -1,0 +1,142 @@
+"""Bodies of several requests for the engine: JSON lines, and a list with an adapter for each."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from starlette.types import Message, Send
+
+from handlers import lmi
+from handlers.records import FormatError
+from serving import errors
+from serving.cancellation import ClientLeft
+from serving.errors import BadRequest, ServingError
+from serving.inference.fields import bad_request, fields
+from serving.inference.pipeline import Pipeline
+from serving.inference.relay import json_headers
+from serving.inference.request import JSON_LINES, ClientRequest, InferenceRequest, adapter_named
+
+
+class _Answer:
+    """Collects the body of an answer."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        self.body += message.get("body", b"")
+
+
+async def answer_lines(
+    client: ClientRequest, lines: Iterator[bytes], send: Send, pipeline: Pipeline
+) -> None:
+    """Answer several requests, a line for each in their order; an error is a line too.
+
+    Only one line waits for the engine at a time, in the place that the body has. What ends the body
+    ends its lines, each by itself, and this waits for them.
+    """
+    headers = [(b"content-type", JSON_LINES.content_type)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    answers: deque[asyncio.Task[bytes]] = deque()
+
+    async def write(part: bytes) -> None:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async with asyncio.TaskGroup() as tasks:
+        for line in lines:
+            begun = asyncio.Event()
+            answers.append(tasks.create_task(_line(client, line, begun.set, pipeline)))
+            await begun.wait()
+            if len(answers) >= pipeline.engine.concurrency:
+                await write(await answers.popleft())
+            if client.admitted.cause:
+                break
+        while answers:
+            await write(await answers.popleft())
+    cause = client.admitted.cause
+    if isinstance(cause, ClientLeft):
+        raise cause
+    if cause:
+        await write(JSON_LINES.frame(client.errors.body(cause)) * sum(1 for _ in lines))
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _line(
+    client: ClientRequest, line: bytes, begun: Callable[[], None], pipeline: Pipeline
+) -> bytes:
+    """The line that answers one. begun: is called when the engine is given it, or never will be."""
+    answer = _Answer()
+    try:
+        with client.admitted.part() as cancellation:
+            found = fields(line)
+            adapter = adapter_named(client.scope, found, pipeline.adapters)
+            if found.streamed:
+                raise BadRequest("one of several lines cannot be streamed", "stream")
+            request = InferenceRequest(
+                client=client,
+                send=answer.send,
+                cancellation=cancellation,
+                body=line,
+                fields=found,
+                adapter=adapter,
+                framing=JSON_LINES,
+                begun=begun,
+                refusable=False,
+            )
+            await pipeline.run(request)
+            return JSON_LINES.frame(bytes(answer.body))
+    except ClientLeft:
+        return JSON_LINES.frame(b"")
+    except ServingError as error:
+        return JSON_LINES.frame(client.errors.body(error))
+    except Exception:
+        return JSON_LINES.frame(client.errors.body(errors.unforeseen()))
+    finally:
+        begun()
+
+
+async def answer_list(
+    client: ClientRequest, body: bytes, adapters: list[str], send: Send, pipeline: Pipeline
+) -> None:
+    """Answer a request for a list of inputs, each with an adapter of its own, at once.
+
+    The first error ends all of them, and is raised.
+    """
+    admitted = client.admitted
+    pipeline.admission.require_places(len(adapters) - 1)
+    try:
+        parts = lmi.split(body, len(adapters))
+    except FormatError as error:
+        raise bad_request(error) from None
+    admitted.take(len(parts) - 1)
+
+    async def answered(part: bytes, adapter: str) -> bytes:
+        answer = _Answer()
+        try:
+            request = InferenceRequest(
+                client=client,
+                send=answer.send,
+                cancellation=admitted,
+                body=part,
+                fields=fields(part),
+                adapter=adapter,
+                framing=JSON_LINES,
+                begun=admitted.go,
+            )
+            await pipeline.run(request)
+        except (ServingError, ClientLeft) as error:
+            admitted.cancel(error)
+        except Exception:
+            admitted.cancel(errors.unforeseen())
+        return bytes(answer.body)
+
+    async with asyncio.TaskGroup() as tasks:
+        answers = [
+            tasks.create_task(answered(part, adapter))
+            for part, adapter in zip(parts, adapters, strict=True)
+        ]
+    if admitted.cause:
+        raise admitted.cause
+    whole = b"[" + b",".join(answer.result() for answer in answers) + b"]"
+    await send({"type": "http.response.start", "status": 200, "headers": json_headers(whole)})
+    await send({"type": "http.response.body", "body": whole})

@@ -1,0 +1,75 @@
+"""SageMaker's stateful sessions over HTTP: calls that begin or end one, and requests within."""
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Scope, Send
+
+from serving.api.session_store import SessionStore
+from serving.errors import BadRequest
+from serving.http.bodies import header
+from serving.inference.request import ClientRequest
+from serving.protocol import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, shown
+
+# LMI and SageMaker's guide have the first name, AWS's library for containers the second.
+_NEW_SESSION = (shown(SESSION_ID), shown(NEW_SESSION_ID))
+_CLOSED_SESSION = shown(CLOSED_SESSION_ID)
+
+
+class Sessions:
+    """The sessions of requests. store: None where sessions are off."""
+
+    def __init__(self, store: SessionStore | None) -> None:
+        self._store = store
+
+    async def answer(self, client: ClientRequest) -> Response | None:
+        """The answer to a call that begins or ends a session; None for any other request."""
+        if not self._store or b"requestType" not in client.body:
+            return None
+        found = client.fields_of_json()
+        command = found.session_command if found else None
+        if not command:
+            return None
+        with client.admitted.raising():
+            return await self._answer(self._store, command, client.scope)
+
+    async def _answer(self, store: SessionStore, command: str, scope: Scope) -> Response:
+        if command == "NEW_SESSION":
+            session, value = await store.create()
+            answer, headers = f"Session {session} created", dict.fromkeys(_NEW_SESSION, value)
+        elif command == "CLOSE":
+            session = header(scope, SESSION_ID).decode("latin-1")
+            if not session:
+                raise BadRequest(f"{_NEW_SESSION[0]} should name the session to close")
+            await store.close(session)
+            answer, headers = f"Session {session} closed", {_CLOSED_SESSION: session}
+        else:
+            raise BadRequest(
+                f"requestType={command!r:.100}; it should be NEW_SESSION or CLOSE", "requestType"
+            )
+        return JSONResponse({"result": answer}, headers=headers)
+
+    async def joined(self, client: ClientRequest) -> Send:
+        """Check the session that a request names. Returns what answers it within its session: one
+        begins where the request asks for that, and is answered.
+        """
+        name, store, send = (
+            header(client.scope, SESSION_ID).decode("latin-1"),
+            self._store,
+            client.send,
+        )
+        if not name or not store:
+            return send
+        if name != "NEW_SESSION":
+            with client.admitted.raising():
+                await store.use(name)
+
+        async def send_in_session(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                session = name
+                if name == "NEW_SESSION":
+                    session, value = await store.create()
+                    more = [(key.lower().encode(), value.encode()) for key in _NEW_SESSION]
+                    message = {**message, "headers": [*message["headers"], *more]}
+                store.answered(session)
+            await send(message)
+
+        return send_in_session

@@ -1,0 +1,46 @@
+"""The seam: what the rest of Slipway knows of an engine, whichever it is."""
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from starlette.types import ASGIApp
+
+
+class EngineError(Exception):
+    """The engine could not be started. The message says why."""
+
+
+class Engine(Protocol):
+    """A running engine: an ASGI app that speaks the OpenAI API, has adapters, and may die."""
+
+    app: ASGIApp
+    concurrency: int
+    """Requests that it works on at once; more wait in it."""
+    embeds: bool
+    """Whether the model makes embeddings rather than text."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot answer any more, or None while it can."""
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter by its inner name. Raises AdapterFailed; AlreadyLoaded where the engine
+        has one of that name.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that no request uses. Raises NotLoaded where there is none."""
+
+    async def pin_adapter(self, name: str) -> None:
+        """Keep an adapter in its slot. Raises NotLoaded where there is none."""
+
+    async def stop(self) -> None:
+        """Stop the engine. Requests should have ended before."""
+
+
+class Prefilled(NamedTuple):
+    """The prompts that an engine has computed since its start, summed up."""
+
+    requests: float
+    tokens: float
+    seconds: float

@@ -1,0 +1,63 @@
+"""In the server's process: vLLM's app answers errors in OpenAI's shape, repeating no request.
+
+vLLM's own handlers put the value at fault into the message, and that may be the prompt.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pydantic
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.exceptions import VLLMError, VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+_HANDLED = (
+    *(HTTPException, RequestValidationError, VLLMError, ValueError, TypeError),
+    *(OverflowError, NotImplementedError, Exception),
+)
+
+
+def attach(app: FastAPI) -> None:
+    for kind in _HANDLED:
+        app.add_exception_handler(kind, _answer)
+
+
+async def _answer(request: Request, error: Exception) -> JSONResponse:
+    status, message, parameter = _described(error)
+    shape = {"message": message, "type": "", "param": parameter, "code": status}
+    return JSONResponse({"error": shape}, status)
+
+
+def _described(error: Exception) -> tuple[int, str, str | None]:
+    """The status, the message and the parameter at fault."""
+    if isinstance(error, RequestValidationError | pydantic.ValidationError):
+        return 400, *_first_fault(error.errors())
+    if isinstance(error, HTTPException):
+        return error.status_code, str(error.detail), None
+    if isinstance(error, EngineDeadError | EngineGenerateError):
+        return 500, "the engine failed; the server's log says why", None
+    info = create_error_response(error).error
+    if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError):
+        return info.code, error.args[0], error.parameter
+    if info.code >= 500 and not isinstance(error, VLLMError):
+        return info.code, "the engine failed on this request", None
+    return info.code, info.message, info.param
+
+
+def _first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
+    """A sentence for the first fault that pydantic found, and the parameter it is in."""
+    first = faults[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, VLLMValidationError):
+        return cause.args[0], cause.parameter
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {cause}", None
+    parameter = clean_loc_for_param(tuple(part for part in first["loc"] if part != "body"))
+    message = first["msg"].removeprefix("Value error, ")
+    return (f"{parameter}: {message}", parameter) if parameter else (message, None)

@@ -1,0 +1,235 @@
+"""In the engine core's process and in its workers': LMCache's connector, which here fails nothing.
+
+No fault of the cache server fails a request or ends the engine. vLLM imports the connector by its
+path. In vLLM's processes an exception ends the engine, and so does a report about a request that
+vLLM has forgotten. What LMCache's connector (0.5.6) leaves to chance is decided here:
+
+- A load that fails is reported by its request, and the prompt is computed again, without a second
+  try. LMCache reports blocks, those too that other requests share and compute with.
+- Nothing that storing or loading raises leaves a worker's step.
+- A request's blocks are freed once, when nobody reads or writes them any more (see Transfers).
+- A request waits for the tiers for a limited time only. LMCache waits for the server's answer
+  however long a store behind it takes; a store that hangs would hold every request.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+from lmcache.logging import init_logger
+from lmcache.v1.multiprocess.futures import MessagingFuture
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = init_logger(__name__)
+
+STORE_LIMIT_S = 10.0
+SERVER_LIMIT_S = 2.0
+"""How long a request waits for the tiers. A server that is there acknowledges it at once; what
+takes longer is a store.
+"""
+UNRESPONSIVE_LIMIT_S = 0.1
+"""The limit after a request has waited in vain, until one is answered in time again."""
+END_LIMIT_S = 1.0
+"""For the server to acknowledge that an engine ends; it need not."""
+MOST_REPORTS = 10_000
+
+
+class Transfers:
+    """The scheduler's record of the requests whose blocks the workers still read or write.
+
+    vLLM (0.32) frees the blocks of a request that has ended, and forgets it, at the first report
+    about it: that its load is done, or that its stores are. At the second it ends with an
+    assertion. Both come when a client leaves while its load is under way, and then the first comes
+    while the load still writes.
+    """
+
+    def __init__(self) -> None:
+        self._loading: set[str] = set()
+        self._ended: set[str] = set()
+        self._stored: set[str] = set()
+
+    def load(self, request_id: str) -> None:
+        """The workers are about to load its blocks."""
+        self._loading.add(request_id)
+
+    def end(self, request_id: str) -> None:
+        """The request has ended, and vLLM keeps its blocks until its stores are reported."""
+        self._ended.add(request_id)
+
+    def settle(self, loaded: set[str], stored: set[str]) -> tuple[set[str], set[str]]:
+        """Take what all workers report. Returns the requests that may go on, and those whose blocks
+        may be freed.
+        """
+        loaded = loaded & self._loading
+        self._loading -= loaded
+        self._stored |= stored & self._ended
+        free = self._stored - self._loading
+        going_on = loaded - self._ended
+        self._stored -= free
+        self._ended -= free
+        return going_on, free
+
+
+class _Reported(dict[str, None]):
+    """The set of requests that a worker has reported last, so that it reports none twice. LMCache
+    keeps all of them for ever; they come again within a few steps, if at all.
+    """
+
+    def update(self, request_ids: Iterable[str]) -> None:  # type: ignore[override]
+        super().update(dict.fromkeys(request_ids))
+        while len(self) > MOST_REPORTS:
+            del self[next(iter(self))]
+
+
+class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not type-checked
+    """LMCache's connector, with which a load that fails costs no more than computing again."""
+
+    _unresponsive = False
+    """Whether the last request that asked the tiers has waited in vain."""
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._report_request_errors = True
+        self._transfers = Transfers()
+        self._failed_loads: set[str] = set()
+        if role == KVConnectorRole.WORKER:
+            self.worker_adapter._returned_finished = _Reported()
+
+    # in the scheduler
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if request.request_id in self._failed_loads:
+            return self._bypass(request)
+        tracker = self.request_trackers.get(request.request_id)
+        began = (tracker and tracker.lookup_started_at) or monotonic()
+        match: tuple[int | None, bool]
+        try:
+            match = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        except Exception as error:  # of the client to the server
+            log.warning("the KV tiers cannot be asked: %s: %s", type(error).__name__, error)
+            return self._bypass(request)
+        adapter = self.scheduler_adapter
+        waited = monotonic() - began
+        if match[0] is not None:
+            # A prompt shorter than a chunk is answered at once, whatever hangs.
+            if request.num_tokens >= adapter.lmcache_tokens_per_chunk:
+                self._unresponsive = not match[0] and waited > SERVER_LIMIT_S
+            return match
+        acknowledged = request.request_id not in adapter._unacked_lookups
+        limit = STORE_LIMIT_S if acknowledged else SERVER_LIMIT_S
+        if waited < (UNRESPONSIVE_LIMIT_S if self._unresponsive else limit):
+            return match
+        if not self._unresponsive:
+            log.warning("the KV tiers did not answer within %.0f s; computing again", limit)
+        self._unresponsive = True
+        return self._bypass(request)
+
+    def _bypass(self, request: "Request") -> tuple[int, bool]:
+        """Have a request computed without the tiers."""
+        self.scheduler_adapter.cleanup_lookup_result(request.request_id)
+        # A new one: what the old one says of blocks and hits does not hold any more.
+        self.request_trackers.pop(request.request_id, None)
+        tracker = self._get_or_create_request_tracker(request)
+        tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        tracker = self.request_trackers[request.request_id]
+        if tracker.state == LMCacheMPRequestState.WAITING_FOR_LOAD:
+            self._transfers.load(request.request_id)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """vLLM reads the workers' reports after this."""
+        super().update_connector_output(connector_output)
+        going_on, free = self._transfers.settle(
+            connector_output.finished_recving or set(), connector_output.finished_sending or set()
+        )
+        connector_output.finished_recving, connector_output.finished_sending = going_on, free
+        self._failed_loads |= connector_output.failed_recving & going_on
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        kept: bool
+        kept, parameters = super().request_finished(request, block_ids)
+        if kept:
+            self._transfers.end(request.request_id)
+        self._failed_loads.discard(request.request_id)
+        return kept, parameters
+
+    # in the workers
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        with self._tolerating_faults("loaded"):
+            super().start_load_kv(forward_context, **kwargs)
+        adapter = self.worker_adapter
+        for transfer in self._get_connector_metadata().requests:
+            name = transfer.request_id
+            if transfer.direction == "RETRIEVE" and name not in adapter.retrieve_futures:
+                adapter._failed_request_ids.add(name)
+                adapter._dropped_retrieves.add(name)
+
+    def wait_for_save(self) -> None:
+        with self._tolerating_faults("stored"):
+            super().wait_for_save()
+
+    @contextlib.contextmanager
+    def _tolerating_faults(self, done: str) -> Iterator[None]:
+        """Log what the block raises, which starts transfers. done: what becomes of prompts' KV.
+
+        After a failure, or a wait that was in vain, the server counts as away until it has answered
+        LMCache's next ping and the caches are registered with it anew: it may have been restarted
+        between two pings, and would not answer about caches that it does not know.
+        """
+        began, adapter = monotonic(), self.worker_adapter
+        failed = False
+        try:
+            yield
+        except Exception as error:
+            failed = True
+            log.warning("prompts' KV is not %s: %s: %s", done, type(error).__name__, error)
+        if failed or monotonic() - began >= adapter._mq_timeout:
+            adapter._health_event.clear()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        adapter = self.worker_adapter
+        for name, future in adapter.store_futures.items():
+            adapter.store_futures[name] = _without_error(future)
+        for name, (future, blocks) in adapter.retrieve_futures.items():
+            adapter.retrieve_futures[name] = _without_error(future), blocks
+        finished: tuple[set[str] | None, set[str] | None]
+        finished = super().get_finished(finished_req_ids)
+        return finished
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.WORKER:
+            self.worker_adapter._mq_timeout = END_LIMIT_S
+        super().shutdown()
+
+
+def _without_error(future: "MessagingFuture[bool]") -> "MessagingFuture[bool]":
+    """The transfer, or a failed one in the place of one that would raise."""
+    try:
+        if future.query():
+            future.result(timeout=0)
+    except Exception as error:
+        log.warning("a transfer of KV failed: %s: %s", type(error).__name__, error)
+        failed: MessagingFuture[bool] = MessagingFuture()
+        failed.set_result(False)
+        return failed
+    return future

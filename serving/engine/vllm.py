@@ -1,0 +1,297 @@
+"""vLLM inside our process: started, warmed up, stopped (vLLM 0.32, by its Python interface)."""
+
+import contextlib
+import random
+import signal
+from argparse import Namespace
+from collections.abc import Collection, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client import REGISTRY
+from starlette.types import ASGIApp
+
+from serving.aio import in_thread
+from serving.engine.base import EngineError, Prefilled
+from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
+from serving.lifecycle import Note, Step
+from serving.protocol import COMPLETIONS, EMBEDDINGS, KV_EVENT_SOURCES
+
+MEASURED = 1024  # tokens of the prompt that shows how fast the engine is
+TERM_S = 1.5  # between SIGTERM and SIGKILL of the engine's processes
+
+
+def prefilled() -> Prefilled:
+    """Sums over all requests that have ended, from vLLM's series; cached tokens do not count."""
+    tokens, seconds = "vllm:request_prefill_kv_computed_tokens", "vllm:request_prefill_time_seconds"
+    names = [f"{tokens}_count", f"{tokens}_sum", f"{seconds}_sum"]
+    sums = dict.fromkeys(names, 0.0)
+    for series in REGISTRY.restricted_registry(names).collect():
+        for sample in series.samples:
+            if sample.name in sums:
+                sums[sample.name] += sample.value
+    return Prefilled(*sums.values())
+
+
+class VllmEngine:
+    """A running vLLM: its ASGI app and the client of its processes."""
+
+    def __init__(self, app: Any, client: Any, until_stopped: contextlib.AsyncExitStack) -> None:
+        self.app = app
+        config = client.vllm_config
+        ranks = config.parallel_config.data_parallel_size
+        self.concurrency: int = config.scheduler_config.max_num_seqs * ranks
+        self.embeds = client.model_config.runner_type == "pooling"
+        self._client = client
+        self._processes = client.engine_core.resources.engine_manager.processes
+        self._until_stopped = until_stopped
+
+    @property
+    def failure(self) -> str | None:
+        if not self._client.errored:
+            return None
+        # vLLM itself terminates those that are left.
+        codes = (process.exitcode or 0 for process in self._processes)
+        killed = next((code for code in codes if code < 0 and code != -signal.SIGTERM), None)
+        failure = "an engine process ended unexpectedly"
+        return f"{failure}: exit code {killed}" if killed else failure
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        models = self.app.state.openai_serving_models
+        if name in models.lora_requests:
+            raise AlreadyLoaded(name)
+        request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
+        answer = await models.load_lora_adapter(request)
+        if not isinstance(answer, str):
+            raise AdapterFailed(f"the engine cannot load it: {answer.error.message}")
+
+    async def unload_adapter(self, name: str) -> None:
+        from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+        number = self._number(name)
+        request = UnloadLoRAAdapterRequest(lora_name=name)
+        await self.app.state.openai_serving_models.unload_lora_adapter(request)
+        with _alive():
+            await self._client.remove_lora(number)
+
+    async def pin_adapter(self, name: str) -> None:
+        number = self._number(name)
+        with _alive():
+            await self._client.pin_lora(number)
+
+    def _number(self, name: str) -> int:
+        """vLLM's id of a loaded adapter."""
+        try:
+            return int(self.app.state.openai_serving_models.lora_requests[name].lora_int_id)
+        except KeyError:
+            raise NotLoaded(name) from None
+
+    async def stop(self) -> None:
+        await self._until_stopped.aclose()
+        await in_thread(self._client.shutdown, TERM_S)
+
+
+@contextlib.contextmanager
+def _alive() -> Iterator[None]:
+    """Raise EngineFailed where vLLM says that its engine has died. The server ends of it, too."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError:
+        raise EngineFailed("the engine has died") from None
+
+
+async def load(note: Note) -> None:
+    """Import vLLM, which takes many seconds, in a thread. Raises EngineError when it cannot be."""
+    note(Step.IMPORTING)
+    try:
+        await in_thread(_import)
+    except Exception as error:
+        raise EngineError(_reason(error)) from error
+
+
+async def start(arguments: list[str], note: Note) -> VllmEngine:
+    """Start vLLM, which was loaded, with these command-line arguments and have it generate once.
+
+    The event loop stays free to answer while vLLM loads and compiles in a thread. Raises
+    EngineError when vLLM cannot start; its processes may then still be there.
+    """
+    try:
+        args = await in_thread(_parse, arguments)
+        note(Step.LOADING)
+        client = await in_thread(_build, args)
+        note(Step.PREPARING)
+        engine = await _serve(client, args)
+        note(Step.WARMING_UP)
+        await _warm_up(engine.app, await client.get_supported_tasks())
+        if args.kv_transfer_config:
+            await _measure(engine.app, client.model_config)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(_reason(error)) from error
+    return engine
+
+
+def _import() -> None:
+    # Everything that a later step imports, so that none of them holds up the event loop.
+    import vllm.entrypoints.generate.api_router
+    import vllm.entrypoints.launchers.api_server.app_state
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.entrypoints.launchers.cli_args
+    import vllm.entrypoints.openai.chat_completion.batch_serving
+    import vllm.entrypoints.openai.responses.serving
+    import vllm.entrypoints.pooling.factories
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    from vllm.entrypoints.launchers import launcher
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not type-checked
+        def error(self, message: str) -> Any:  # argparse would print its usage and exit
+            raise ValueError(message)
+
+    args: Namespace = make_arg_parser(Parser()).parse_args(arguments)
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    launcher.validate_api_server_args(args)
+    return args
+
+
+def _build(args: Namespace) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+    from vllm.renderers import ChatParams
+    from vllm.renderers.chat_utils import load_chat_template
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # Ctrl-C reaches every process of a terminal's group. The engine's processes inherit this
+    # thread's mask and never see it: they are to work on while requests drain. Python's resource
+    # tracker unblocks the signal where it is started, so it is started first.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    usage = UsageContext.OPENAI_API_SERVER
+    client = AsyncLLM.from_vllm_config(
+        vllm_config=engine_args.create_engine_config(usage_context=usage),
+        usage_context=usage,
+        enable_log_requests=engine_args.enable_log_requests,
+        aggregate_engine_logging=engine_args.aggregate_engine_logging,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    # init_app_state() does this too, on the event loop, where it would hold up /ping for as long as
+    # a second tokenizer takes to load; done once, it is quick.
+    client.renderer.warmup(
+        ChatParams(
+            chat_template=load_chat_template(args.chat_template),
+            chat_template_content_format=args.chat_template_content_format,
+            chat_template_kwargs=resolve_default_chat_template_kwargs(args),
+        )
+    )
+    return client
+
+
+async def _serve(client: Any, args: Namespace) -> VllmEngine:
+    """Wrap the engine in the routes of vLLM's API that Slipway answers with.
+
+    vLLM's own build_app() also mounts its administration, and runs any model.py it finds in the
+    model folder as a SageMaker script; a model.py there is LMI's business.
+    """
+    from fastapi import FastAPI
+    from vllm.entrypoints.generate.api_router import register_generate_api_routers
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.utils.server_utils import lifespan
+    from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
+    from vllm.entrypoints.pooling.factories import register_pooling_api_routers
+    from vllm.entrypoints.serve.instrumentator.basic import kv_event_sources
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router as attach_metrics
+    from vllm.tasks import POOLING_TASKS
+
+    tasks = await client.get_supported_tasks()
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.args = args
+
+    def attach() -> None:
+        from serving.engine import error_handlers
+
+        attach_metrics(app)
+        attach_models(app)
+        app.add_api_route(KV_EVENT_SOURCES, kv_event_sources)
+        if "generate" in tasks:
+            register_generate_api_routers(app)
+        if "embed" in tasks:
+            from serving.engine.embedding_requests import router
+
+            app.include_router(router)  # before vLLM's: the first route that matches answers
+        if any(task in POOLING_TASKS for task in tasks):
+            register_pooling_api_routers(app, tasks, client.model_config)
+        error_handlers.attach(app)
+
+    await in_thread(attach)
+    await client.reset_mm_cache()
+    await init_app_state(client, app.state, args, tasks)
+    if "generate" in tasks:
+        from serving.engine.lean_stream import Completions
+
+        # vLLM makes this object from its arguments, and there is no place to hand in its class.
+        # Ours adds methods only, no state that __init__ would have to make.
+        app.state.openai_serving_completion.__class__ = Completions
+    until_stopped = contextlib.AsyncExitStack()
+    await until_stopped.enter_async_context(lifespan(app))
+    return VllmEngine(app, client, until_stopped)
+
+
+async def _warm_up(app: ASGIApp, tasks: Collection[str]) -> None:
+    """Have the engine answer once. vLLM's own health says nothing of whether it can."""
+    prompt = "Say that you are ready."
+    if "generate" in tasks:
+        # Drawn at random and with log probabilities: vLLM compiles both at their first use.
+        path, body = COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "logprobs": 0}
+    elif "embed" in tasks:
+        path, body = EMBEDDINGS, {"input": prompt}
+    else:
+        return
+    answer = await _post(app, path, body)
+    if answer.status_code != 200:
+        raise EngineError(f"the first generation failed: {answer.text}")
+
+
+async def _measure(app: ASGIApp, model: Any) -> None:
+    """Have the engine compute a prompt that no cache has, so that prefilled() shows its speed.
+
+    Without it an engine whose prompts all come from a slow store would never know better.
+    """
+    tokens = [random.randrange(256, min(model.get_vocab_size(), 1256)) for _ in range(MEASURED)]
+    body = {"prompt": tokens[: model.max_model_len - 1], "max_tokens": 1}
+    await _post(app, COMPLETIONS, body)
+
+
+async def _post(app: ASGIApp, path: str, body: object) -> httpx.Response:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        return await client.post(path, json=body, timeout=None)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,180 @@
+"""How the process ends: its exit code, and a last line that says why and what helps. The line is
+short enough for SageMaker's failure reason, and it is also where Kubernetes looks for it.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lmi_config.machine import out_of_memory_kills
+from lmi_config.settings import SettingsError
+from serving.observability.logs import JsonFormatter, make_record
+from serving.observability.redaction import redacted
+
+log = logging.getLogger(__name__)
+
+DIED = 1
+"""The exit code of what served and then failed, and of errors of Slipway's own."""
+USAGE_ERROR = 2
+"""The exit code of a wrong call: a verb, an option, a model that cannot be served."""
+START_FAILED = 3
+"""The exit code of a server that never became ready."""
+
+MAX_LINE = 900
+"""Characters of the last line."""
+TERMINATION_LOG = Path("/dev/termination-log")
+"""What `kubectl describe pod` shows as the message; it is there where Kubernetes is."""
+
+
+class Exit(NamedTuple):
+    """How the process ends."""
+
+    code: int
+    """0 where it was asked to stop."""
+    stage: str
+    """Where it was: options, start, serving, draining, routing or unforeseen."""
+    reason: str = ""
+    """Why it failed, in a sentence."""
+
+
+_MEMORY = (
+    "give the container more memory, or lower OPTION_KV_CACHE_MEMORY_BYTES, OPTION_MAX_MODEL_LEN "
+    "or the KV cache tiers"
+)
+_REMEDIES = tuple(
+    (re.compile(pattern, re.IGNORECASE), remedy)
+    for pattern, remedy in (
+        (r"cannot listen.*assign", "set OPTION_HOST to an address of this machine, or 0.0.0.0"),
+        (r"cannot listen on port", "end what listens there, or set OPTION_PORT"),
+        (r"OPTION_MODEL_LOADING_TIMEOUT", "raise it, or use a model that loads faster"),
+        (
+            r"/dev/shm|shm_open|shared memory|bus error|(?:exit code:?|':) -7\b",
+            "give the container more shared memory: docker run --shm-size=2g, or in Kubernetes an "
+            "emptyDir with medium Memory at /dev/shm",
+        ),
+        (
+            r"no space left on device|disk quota exceeded",
+            "use a larger volume, or set SERVING_DOWNLOAD_DIR (S3) or HF_HOME (hub) to one",
+        ),
+        (
+            r"KV cache.*larger than the available|max seq len|to serve at least one request",
+            "lower OPTION_MAX_MODEL_LEN, or give the KV cache more memory: "
+            "OPTION_KV_CACHE_MEMORY_BYTES, or on a GPU OPTION_GPU_MEMORY_UTILIZATION",
+        ),
+        (
+            r"max_model_len .* is greater than",
+            "lower OPTION_MAX_MODEL_LEN to what the model was made for",
+        ),
+        (
+            r"free memory on device .* is less than desired",
+            "end what else uses the GPU, or lower OPTION_GPU_MEMORY_UTILIZATION",
+        ),
+        (
+            r"CUDA out of memory|OutOfMemoryError|no available memory for the cache",
+            "use more GPUs (OPTION_TENSOR_PARALLEL_DEGREE) or larger ones, a quantised model, or a "
+            "lower OPTION_MAX_MODEL_LEN",
+        ),
+        (r"out of memory|(?:exit code:?|':) -9\b|cannot allocate memory|MemoryError", _MEMORY),
+        # vLLM does not always know the code of a worker that was killed.
+        (r"can't allocate memory|not enough memory|worker proc \S+ died", _MEMORY),
+        (
+            r"\bgated|unauthorized|forbidden|\b40[13]\b|access to model",
+            "accept the model's terms on the hub, and set HF_TOKEN to a token that may read it",
+        ),
+        (
+            r"trust_remote_code|contains custom code",
+            "set OPTION_TRUST_REMOTE_CODE=true, if the model's code is to be trusted",
+        ),
+        (
+            r"architectures? .*not supported|no vLLM implementation|failed to be inspected"
+            r"|does not recognize this architecture",
+            "use a model that vLLM supports: docs.vllm.ai lists them",
+        ),
+        (
+            r"driver version is insufficient|no CUDA-capable|found no NVIDIA driver|CUDA error 803",
+            "give the container its GPUs (docker run --gpus all) and the host a driver for the "
+            "image's CUDA; on SageMaker InferenceAmiVersion chooses it",
+        ),
+        (
+            r"\bNCCL\b|ProcessGroup",
+            "see that the GPUs reach each other and that /dev/shm is large enough; NCCL_DEBUG=INFO "
+            "tells more",
+        ),
+        (
+            r"ModuleNotFoundError|ImportError|undefined symbol",
+            "use the image as it was built; the reason names what is missing in this installation",
+        ),
+        (
+            r"no such (?:file|folder)|FileNotFoundError|not found|there is no|there are no",
+            "see that the name is right and that the model is complete",
+        ),
+    )
+)
+
+
+def remedy(reason: str, stage: str = "") -> str:
+    """What is likely to help."""
+    for pattern, helps in _REMEDIES:
+        if pattern.search(reason):
+            return helps
+    if stage == "options":
+        return "correct the option; docs/options.md has them all"
+    return "see the lines above"
+
+
+_VAGUE = re.compile(
+    r"engine core initialization failed|see (?:stack trace for )?root cause|EngineCore failed"
+    r"|EngineDeadError|WorkerProc (?:initialization )?failed|^(?:SystemExit|KeyboardInterrupt)"
+    r"|encountered an issue|Executor failed|an engine process ended unexpectedly$",
+    re.IGNORECASE,
+)
+
+
+def root_cause(reason: str, causes: Sequence[str]) -> str:
+    """The reason, or where it only points to another, the first of the causes that does not."""
+    if not _VAGUE.search(reason):
+        return reason
+    return next((cause for cause in causes if not _VAGUE.search(cause)), reason)
+
+
+def memory_ran_out(before: int | None) -> str:
+    """What to add to a reason when the kernel has killed more processes than it had `before`."""
+    now = out_of_memory_kills()
+    if before is None or now is None or now <= before:
+        return ""
+    return "; the container ran out of memory, and the kernel killed a process in it"
+
+
+def failure(error: Exception) -> Exit:
+    """How the process ends after an exception, of which the log has what the last line cannot."""
+    if isinstance(error, SettingsError):
+        if len(error.faults) > 1:
+            for fault in error.faults:
+                log.error("%s", fault)
+        return Exit(USAGE_ERROR, "options", "; ".join(error.faults))
+    log.error("an error of Slipway's own", exc_info=error)
+    return Exit(DIED, "unforeseen", f"{type(error).__name__}: {error}")
+
+
+def report(end: Exit) -> None:
+    """Write the last line: "failed" with stage, reason and fix, or "stopped" with the stage."""
+    if not end.code:
+        log.info("stopped", extra={"facts": {"stage": end.stage}})
+        return
+    reason = redacted(" ".join(end.reason.split()))
+    facts = {"stage": end.stage, "reason": reason, "fix": remedy(reason, end.stage)}
+    while (excess := len(_line(facts)) - MAX_LINE) > 0:
+        # JSON writes some characters as twelve.
+        reason = facts["reason"] = reason[: -max(excess // 12, 1) - 3] + "..."
+    log.error("failed", extra={"facts": facts})
+    with contextlib.suppress(OSError):
+        if TERMINATION_LOG.exists():
+            TERMINATION_LOG.write_text(_line(facts) + "\n")
+
+
+def _line(facts: Mapping[str, str]) -> str:
+    values = {"name": log.name, "msg": "failed", "facts": facts}
+    return JsonFormatter().format(make_record(logging.ERROR, values))

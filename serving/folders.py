@@ -1,0 +1,56 @@
+"""Folders under /tmp for what no option names a folder for, safe from the machine's other users.
+
+Every user may make folders and links in /tmp, so only folders that no other user has made are used.
+"""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+HOME = Path("/tmp/slipway")
+
+
+def place(name: str) -> Path:
+    """The path of the folder of this name: in /tmp/slipway, or in /tmp/slipway-UID where the first
+    is another user's or cannot be written. Makes nothing.
+    """
+    first, second = (home / name for home in _homes())
+    return first if _usable(first) else second
+
+
+def make(folder: Path) -> Path:
+    """Make a folder; one of place()'s for this user alone. Raises OSError, also where another user
+    has made one of those.
+    """
+    if folder.parent not in _homes():
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    for path in (folder.parent, folder):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        require_ours(path)
+    return folder
+
+
+def require_ours(path: Path) -> None:
+    """Raise PermissionError for what a user other than this one and root has made, unless it is a
+    mounted disk.
+    """
+    if not _ours(path):
+        owner = path.lstat().st_uid
+        raise PermissionError(errno.EPERM, f"belongs to user {owner}", str(path))
+
+
+def _homes() -> tuple[Path, Path]:
+    return HOME, HOME.with_name(f"{HOME.name}-{os.geteuid()}")
+
+
+def _ours(path: Path) -> bool:
+    return path.lstat().st_uid in (0, os.geteuid()) or path.is_mount()
+
+
+def _usable(path: Path) -> bool:
+    existing = [folder for folder in (path, path.parent) if os.path.lexists(folder)]
+    nearest = existing[0] if existing else path.parent.parent
+    return all(map(_ours, existing)) and os.access(nearest, os.W_OK, effective_ids=True)

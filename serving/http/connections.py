@@ -1,0 +1,379 @@
+"""HTTP/1.1 as `serve` speaks it: uvicorn's connections, with limits to size, time and number.
+
+The app answers what is wrong with a request, like every other error: a request that cannot be read
+reaches it with the error as `scope["slipway.refusal"]`, and for one whose body cannot be read
+`receive` raises the error.
+"""
+
+import asyncio
+import contextlib
+import functools
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import httptools
+import uvicorn
+from uvicorn._types import ASGIReceiveEvent
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from serving import errors
+from serving.errors import (
+    HeadTooLarge,
+    Malformed,
+    NotReady,
+    Overloaded,
+    ServerFailed,
+    ServingError,
+    TooSlow,
+)
+from serving.http.rules import (
+    AHEAD,
+    BEHIND_S,
+    HEAD_S,
+    KEEP_ALIVE_S,
+    LEAST_RATE,
+    LINGER_S,
+    MAX_HEAD,
+    MAX_HEADERS,
+    NOT_HTTP,
+    TOO_MANY_AHEAD,
+)
+from serving.http.sockets import Connections
+from serving.protocol import PING
+
+STALL_S = 300.0
+"""Seconds that a client may read nothing of an answer that waits for it."""
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn's server, with our connections. most: as many as it takes. shutdown_s: seconds that
+    answers have at the end.
+
+    Signals are the caller's: uvicorn would stop listening at once, and wait without end.
+    """
+
+    def __init__(self, app: Any, most: int, shutdown_s: int) -> None:
+        protocol = functools.partial(Connection, Connections(most))
+        super().__init__(
+            Config(
+                app,
+                http=cast(type[asyncio.Protocol], protocol),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=shutdown_s,
+            )
+        )
+        self._swept: float | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # once a second: cheaper than timers for each connection
+            now = asyncio.get_running_loop().time()
+            elapsed = now - (self._swept or now)
+            self._swept = now
+            for connection in [*self.server_state.connections]:
+                cast(Connection, connection).overdue(now, elapsed)
+        return await super().on_tick(counter)
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection: uvicorn's, with limits.
+
+    It differs in more: pipelined requests all learn that the client has left, trailers do not
+    become headers, and an Upgrade that is not taken up (RFC 9110, 7.8) leaves a request like any
+    other.
+    """
+
+    def __init__(
+        self,
+        others: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._others = others
+        self._cycles: deque[Cycle] = deque()
+        """Requests that have to be answered; the first is being answered."""
+        self._reading = ""
+        """What is being read: "head", "body", or nothing between two requests."""
+        self._waiting_since = self.loop.time()
+        """When the head began, or the connection became idle."""
+        self._answered = False
+        self._unparsed = 0
+        """Bytes since the head began, or since the last piece of the body."""
+        self._head = 0
+        """Bytes of the head that were parsed."""
+        self._upgrading = False
+        """Whether the parser reads a head that was read already."""
+        self._discarding = False
+        """Whether what still comes is not read."""
+        self._due = 0.0
+        """When the next piece of the body has to be here."""
+        self._unsent, self._stalled = 0, 0.0
+
+    # the transport's side
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._become_idle()
+        self._others.make_room(self, self.connections)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.idle.pop(self, None)
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reading == "body":
+            latest = self.loop.time() + BEHIND_S
+            self._due = min(latest, self._due + len(data) / LEAST_RATE)
+        while data and not self._discarding:
+            data = self._parse(data)
+
+    def _parse(self, data: bytes) -> bytes:
+        """Read on. Returns what another parser has to read."""
+        self._unparsed += len(data)
+        try:
+            self.parser.feed_data(data)
+            if self._unparsed > MAX_HEAD:
+                raise HeadTooLarge(MAX_HEAD)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._read_on():
+                return data[upgrade.args[0] :]
+            self._refuse(Malformed(NOT_HTTP))
+        except HeadTooLarge as error:
+            self._refuse(error)
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # what on_... raised
+            self._refuse(cause if isinstance(cause, ServingError) else Malformed(NOT_HTTP))
+        return b""
+
+    def _read_on(self) -> bool:
+        """Go on after a head with an Upgrade, where the parser stops, with a parser that has been
+        shown the same head without it. Returns whether that one can read it.
+        """
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in framing]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._upgrading = True
+        try:
+            self.parser.feed_data(b"".join((b"POST / HTTP/1.1\r\n", *lines, b"\r\n")))
+        except httptools.HttpParserError:
+            return False
+        finally:
+            self._upgrading = False
+        return True
+
+    # the parser's side: what is raised here, _parse() finds
+
+    def on_message_begin(self) -> None:
+        if self._upgrading:
+            return
+        super().on_message_begin()
+        self._reading = "head"
+        self._waiting_since = self.loop.time()
+        self._head = 0
+
+    def on_url(self, url: bytes) -> None:
+        if not self._upgrading:
+            self._count(len(url))
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading == "head":  # else it is a trailer
+            self._count(len(name) + len(value) + 4)
+            if len(self.headers) == MAX_HEADERS:
+                raise HeadTooLarge(MAX_HEAD)
+            super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > MAX_HEAD:
+            raise HeadTooLarge(MAX_HEAD)
+
+    def on_headers_complete(self) -> None:
+        self._unparsed = 0
+        if self._upgrading:
+            return
+        scope = self.scope
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["http_version"] = version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise Malformed(NOT_HTTP)
+        url = httptools.parse_url(self.url)
+        scope["raw_path"] = url.path
+        scope["path"] = urllib.parse.unquote(url.path.decode("ascii"))
+        scope["query_string"] = url.query or b""
+        if len(self.connections) > self._others.most and scope["path"] != PING:
+            most = self._others.most
+            raise Overloaded(f"there are {most} connections, as many as the server takes")
+        if len(self._cycles) == AHEAD:
+            raise Malformed(TOO_MANY_AHEAD)
+        self._reading = "body"
+        self._due = self.loop.time() + BEHIND_S
+        self._take(version != "1.0" and self.parser.should_keep_alive())
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body is still to come
+        self._unparsed = 0
+        self._reading = ""
+        super().on_message_complete()
+
+    # requests and answers
+
+    def _take(self, keep_alive: bool) -> None:
+        """Have the request whose head was read answered, after those before it."""
+        self.cycle = cycle = Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+        )
+        self._cycles.append(cycle)
+        if len(self._cycles) == 1:
+            self._others.idle.pop(self, None)
+            self._start_asgi_task(cycle, self.app)
+        else:
+            self.flow.pause_reading()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        self._answered = True
+        self._cycles.popleft()
+        if not self._cycles:
+            self._become_idle()
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._cycles:
+            self._start_asgi_task(self._cycles[0], self.app)
+
+    def _become_idle(self) -> None:
+        self._waiting_since = self.loop.time()
+        self._others.idle[self] = None
+
+    def _refuse(self, error: ServingError) -> None:
+        """Answer with an error what is being read, and read no more."""
+        self._discarding = True
+        if self._reading == "body":
+            cycle = cast(Cycle, self.cycle)
+            if cycle.response_complete:
+                self._linger()
+                return
+        else:
+            if not self._reading:
+                self.on_message_begin()
+            self.expect_100_continue = False
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            scope = cast(dict[str, Any], self.scope)
+            scope["method"] = self.parser.get_method().decode() if path else "GET"
+            scope.setdefault("path", path if path.startswith("/") else "/")
+            scope |= {"raw_path": b"", "query_string": b"", "slipway.refusal": error}
+            self._take(keep_alive=False)
+            cycle = cast(Cycle, self.cycle)
+        cycle.break_off(error, self._linger)
+
+    def _linger(self) -> None:
+        """Close, once what was written is sent and the client has had time to read it."""
+        self.flow.resume_reading()
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    # what the server asks for
+
+    def overdue(self, now: float, elapsed: float) -> None:
+        """Look for what has waited too long. elapsed: seconds since the last look."""
+        unsent = self.transport.get_write_buffer_size()
+        self._stalled = self._stalled + elapsed if unsent and unsent == self._unsent else 0.0
+        self._unsent = unsent
+        if self._stalled > STALL_S:
+            self.transport.abort()
+        if self._discarding:
+            return
+        if self.flow.read_paused or (self.cycle and self.cycle.waiting_for_100_continue):
+            self._due += elapsed
+        elif self._reading == "body":
+            if now > self._due:
+                self._refuse(TooSlow(f"the body comes at less than {LEAST_RATE} bytes a second"))
+        elif self._reading == "head":
+            if now - self._waiting_since > HEAD_S:
+                self._refuse(TooSlow(f"the request's head was not whole after {HEAD_S:g} s"))
+        elif not self._cycles and now - self._waiting_since > (
+            KEEP_ALIVE_S if self._answered else HEAD_S
+        ):
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close, now or after the answers that are under way. A body is not waited for."""
+        if not self._cycles:
+            self.transport.close()
+            return
+        self._cycles[-1].keep_alive = False
+        if self._reading == "body" and not self.cycle.response_started:
+            self._refuse(NotReady("the server is stopping"))
+
+
+class Cycle(RequestResponseCycle):
+    """A request and its answer."""
+
+    _fault: ServingError | None = None
+
+    def break_off(self, error: ServingError, close: Callable[[], None]) -> None:
+        """Let no more of the body come: `receive` raises the error. close: ends the connection,
+        once the answer is written.
+        """
+        self._fault = error
+        self.keep_alive = False
+        self.transport = cast(asyncio.Transport, _Closing(self.transport, close))
+        self.message_event.set()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await super().receive()
+        if self._fault and message["type"] == "http.request":
+            self.message_event.set()  # for the next call
+            raise self._fault
+        return message
+
+    async def send_500_response(self) -> None:
+        error = ServerFailed("the server broke off the request")
+        await errors.shape(self.scope["path"]).response(error)(
+            cast(Any, self.scope), cast(Any, self.receive), cast(Any, self.send)
+        )
+
+
+class _Closing:
+    """A transport, as an answer uses it, that is closed in another way."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close

@@ -1,0 +1,23 @@
+"""What serve and route demand of every HTTP request, wherever it goes."""
+
+MAX_HEAD = 64 * 1024
+"""Bytes of a request's line and headers, and of a replica's answer's."""
+MAX_HEADERS = 1_000
+"""As objects, headers of a few bytes are far larger than MAX_HEAD."""
+HEAD_S = 30.0
+"""Seconds from a new connection, or a head's first byte, to the end of the head."""
+KEEP_ALIVE_S = 75.0
+"""Seconds between two requests: longer than the 60 after which load balancers drop a connection."""
+LEAST_RATE = 8 * 1024
+"""Bytes a second of a body. A client may fall behind this by BEHIND_S, so that is also how long
+nothing at all may come. Time in which the server does not read does not count.
+"""
+BEHIND_S = 30.0
+AHEAD = 1_000
+"""Requests that a client may send ahead of their answers."""
+LINGER_S = 2.0
+"""A client that is still sending when it is refused gets so long to read why. Closed with something
+unread, its connection would be reset, and the answer lost.
+"""
+NOT_HTTP = "the request is not HTTP/1.1"
+TOO_MANY_AHEAD = "too many requests were sent ahead of their answers"

@@ -1,0 +1,150 @@
+"""A client's retry of a request that is still being answered: it gets that answer.
+
+boto3 sends a request again when it has waited for 60 s, up to twice, and closes the connection of
+the one before. So a request that has an Inference-Id is worked on for a moment after its client has
+left, and whoever asks the same under the same id in that time shares its answer.
+"""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+
+from prometheus_client import Counter
+from starlette.types import Message, Receive, Send
+
+from serving.aio import in_thread
+from serving.http.bodies import header
+from serving.inference.request import ClientRequest
+from serving.kv_cache.salt import Tenants
+from serving.protocol import ADAPTER_ID, INFERENCE_ID, SESSION_ID
+
+Run = Callable[[Receive, Send], Awaitable[None]]
+
+GRACE_S = 5.0
+"""How long a request without a client is worked on; botocore waits for 2 s at most before it sends
+one again.
+"""
+ABANDONED = 100
+"""Requests without a client that are kept; one more ends the oldest."""
+LARGEST = 2**20
+"""Bytes of an answer that waits for a client. Larger ones are dropped."""
+
+_AT_ONCE = 2**18  # bytes that are digested in a moment
+
+_DEDUPLICATED = Counter(
+    "slipway_requests_deduplicated", "Requests that got the answer of an equal one under way."
+)
+
+
+async def shared_key(client: ClientRequest, tenants: Tenants) -> Hashable:
+    """What a retry of a request has in common with it, or None where none would be known.
+
+    A stream is not shared: what its client has had already is not kept for another. Raises
+    BadRequest where several tenants are named.
+    """
+    scope, body = client.scope, client.body
+    if header(scope, SESSION_ID) == b"NEW_SESSION":
+        return None
+    if b'"stream"' in body and (fields := client.fields_of_json()) and fields.streamed:
+        return None
+    names = (INFERENCE_ID, ADAPTER_ID, SESSION_ID, b"accept", b"content-type")
+    headers = (tenants.tenant(scope), *(header(scope, name) for name in names))
+    # Other threads, which is the event loop's, go on while a long text is digested.
+    digest = await in_thread(_digest, body) if len(body) > _AT_ONCE else _digest(body)
+    return scope["path"], headers, digest
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
+
+
+class SharedCall:
+    """One request under way that several clients may wait for, and its answer."""
+
+    def __init__(self, run: Run) -> None:
+        self.clients = 0
+        self.answer: list[Message] = []
+        self.task = asyncio.ensure_future(run(self._receive, self._send))
+        self.timer: asyncio.TimerHandle | None = None
+        self._left = asyncio.Event()
+
+    def leave(self) -> None:
+        """End it as its client would by leaving."""
+        self._left.set()
+
+    async def _receive(self) -> Message:
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.answer.append(message)
+
+
+class Coalescer:
+    """Requests with an Inference-Id that are under way.
+
+    require_room: is called with the number of retries that wait; raises Overloaded where that is
+    too many.
+    """
+
+    def __init__(self, require_room: Callable[[int], None]) -> None:
+        self._require_room = require_room
+        self._following = 0
+        self._shared: dict[Hashable, SharedCall] = {}
+        self._abandoned: OrderedDict[Hashable, SharedCall] = OrderedDict()
+
+    async def answer(self, key: Hashable, run: Run, receive: Receive, send: Send) -> None:
+        """Answer with what `run` sends, or what it sends already for an equal request.
+
+        key: what makes requests equal. Raises what `run` raises, and Overloaded.
+        """
+        shared = self._shared.get(key)
+        follows = shared is not None
+        if shared:
+            self._require_room(self._following)
+            _DEDUPLICATED.inc()
+            self._abandoned.pop(key, None)
+            if shared.timer:
+                shared.timer.cancel()
+        else:
+            shared = self._shared[key] = SharedCall(run)
+            shared.task.add_done_callback(lambda _: self._over(key, shared))
+        self._following += follows
+        shared.clients += 1
+        leaving = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait({shared.task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            self._following -= follows
+            shared.clients -= 1
+            if not shared.clients and not shared.task.done():
+                self._abandon(key, shared)
+        if shared.task.done():
+            self._end(key, shared)
+            shared.task.result()
+            for message in shared.answer:
+                await send(message)
+
+    def _abandon(self, key: Hashable, shared: SharedCall) -> None:
+        loop = asyncio.get_running_loop()
+        shared.timer = loop.call_later(GRACE_S, self._end, key, shared)
+        self._abandoned[key] = shared
+        if len(self._abandoned) > ABANDONED:
+            self._end(*next(iter(self._abandoned.items())))
+
+    def _over(self, key: Hashable, shared: SharedCall) -> None:
+        """Keep an answer that nobody waits for until its time is over, unless it is an error."""
+        failed = shared.task.cancelled() or shared.task.exception()
+        size = sum(len(message.get("body", b"")) for message in shared.answer)
+        if failed or shared.clients or size > LARGEST:
+            self._end(key, shared)
+
+    def _end(self, key: Hashable, shared: SharedCall) -> None:
+        if shared.timer:
+            shared.timer.cancel()
+        if self._shared.get(key) is shared:
+            del self._shared[key]
+            self._abandoned.pop(key, None)
+        shared.leave()

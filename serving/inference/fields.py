@@ -1,0 +1,234 @@
+"""The keys of a request's body that somebody here decides by, read once.
+
+Which format a body is, is decided here and nowhere else. Values stay the bytes they are until they
+are needed, so that no list is too long to be looked at; all other keys are skipped.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from handlers import embeddings, lmi, openai
+from handlers.records import EngineCall, FormatError, read
+from serving.errors import BadRequest
+from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
+
+MOST = 2048
+"""Prompts of any request: limits.py has limits of each kind, for the engine's call."""
+ADAPTERS = 1024
+"""Names in a list of adapters."""
+
+_SHORT = 128 * 1024  # bytes in which no list is too long to be read whole
+_NONE = msgspec.Raw()
+
+Parse = Callable[[bytes], EngineCall]
+"""Reads a body of one format. Raises FormatError."""
+
+
+@functools.cache
+def formats(embeds: bool, normalize: bool) -> Mapping[str, Parse]:
+    """The formats on /invocations by their keys: the first of them that a body has is its format,
+    in the order in which LMI looks for them.
+
+    embeds: whether the model makes embeddings. normalize: whether they have the length 1.
+    """
+    return {
+        "prompt": openai.on(COMPLETIONS),
+        "inputs": functools.partial(embeddings.parse, normalize=normalize) if embeds else lmi.parse,
+        "messages": openai.on(CHAT_COMPLETIONS),
+    }
+
+
+class RequestFields(msgspec.Struct, gc=False):
+    """What a body says, of a client's or of the engine's call."""
+
+    # The format's key, names of adapters and models, and how much is wanted.
+    adapters: msgspec.Raw = _NONE
+    model: str | None = None
+    prompt: msgspec.Raw = _NONE
+    inputs: msgspec.Raw = _NONE
+    input: msgspec.Raw = _NONE
+    messages: msgspec.Raw = _NONE
+    request_type: msgspec.Raw = msgspec.field(default=_NONE, name="requestType")
+    stream: msgspec.Raw = _NONE
+    n: msgspec.Raw = _NONE
+    cache_salt: msgspec.Raw = _NONE
+    # What limits.py looks at besides.
+    kv_transfer_params: msgspec.Raw = _NONE
+    ec_transfer_params: msgspec.Raw = _NONE
+    vllm_xargs: msgspec.Raw = _NONE
+    request_id: msgspec.Raw = _NONE
+    session_id: msgspec.Raw = _NONE
+    bad_words: msgspec.Raw = _NONE
+    stop: msgspec.Raw = _NONE
+    stop_token_ids: msgspec.Raw = _NONE
+    allowed_token_ids: msgspec.Raw = _NONE
+    logit_bias: msgspec.Raw = _NONE
+    response_format: msgspec.Raw = _NONE
+    structured_outputs: msgspec.Raw = _NONE
+    tools: msgspec.Raw = _NONE
+    echo: msgspec.Raw = _NONE
+    logprobs: msgspec.Raw = _NONE
+    top_logprobs: msgspec.Raw = _NONE
+    prompt_logprobs: msgspec.Raw = _NONE
+    repetition_detection: msgspec.Raw = _NONE
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the client wants a stream."""
+        return bytes(self.stream) not in (b"", b"null", b"false")
+
+    @property
+    def sequences(self) -> int:
+        """Those that the engine will work on at once, of its own call."""
+        count = prompts(self.prompt or self.input)
+        return count * _number(self.n) if self.n else count
+
+    @property
+    def session_command(self) -> str | None:
+        """The requestType of a body that asks for nothing else."""
+        if self.prompt or self.inputs or self.messages:
+            return None
+        try:
+            return msgspec.json.decode(self.request_type, type=str)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+    def parser(self, known: Mapping[str, Parse]) -> Parse:
+        """What reads the body, of the formats that are known. Raises BadRequest."""
+        for key, parse in known.items():
+            if given(getattr(self, key)):
+                return parse
+        raise BadRequest("the body should have one of the keys prompt, inputs or messages")
+
+    def adapter_names(self) -> str | list[str] | None:
+        """The adapters that the body names. Raises BadRequest, also for too many."""
+        if not given(self.adapters):
+            return None
+        if prompts(self.adapters) > ADAPTERS:
+            raise BadRequest(f"adapters may have at most {ADAPTERS} names", "adapters")
+        try:  # within an object, for a message with the key's name
+            return read(_read_adapters, b'{"adapters":%b}' % bytes(self.adapters)).adapters
+        except FormatError as error:
+            raise bad_request(error) from None
+
+    def salt(self) -> str | None:
+        """The client's cache_salt. Raises BadRequest for what is no text, or an empty one."""
+        if not self.cache_salt:
+            return None
+        try:
+            salt = msgspec.json.decode(self.cache_salt, type=str | None)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            raise BadRequest("cache_salt should be a text", "cache_salt") from None
+        if salt == "":
+            raise BadRequest("cache_salt should not be empty", "cache_salt")
+        return salt
+
+    def require_few_prompts(self) -> None:
+        """Raise BadRequest for too many prompts of any format, before any of them is read."""
+        if prompts(self.prompt or self.inputs or self.input) > MOST:
+            raise BadRequest(f"a request may have at most {MOST} inputs", "input")
+
+
+class _Adapters(msgspec.Struct):
+    adapters: str | list[str] | None = None
+
+
+_read_adapters = msgspec.json.Decoder(_Adapters).decode
+_read_fields = msgspec.json.Decoder(RequestFields).decode
+
+
+def bad_request(error: FormatError) -> BadRequest:
+    """What a format does not allow, as the client is answered."""
+    return BadRequest(str(error), error.parameter)
+
+
+def fields(body: bytes) -> RequestFields:
+    """What a body says. Raises BadRequest.
+
+    vLLM reads bodies with Python's json, which takes more for JSON than JSON is. What this reader
+    refuses goes no further, or the engine would see names and salts that we did not.
+    """
+    try:
+        return read(_read_fields, body)
+    except FormatError as error:
+        raise bad_request(error) from None
+
+
+def fields_of_json(body: bytes) -> RequestFields | None:
+    """What a body says, where it is a request in JSON at all."""
+    try:
+        return _read_fields(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def with_texts(body: bytes, **texts: str) -> bytes:
+    """The JSON object with these keys, whatever it had under them: the last of two equal keys
+    counts (vLLM reads bodies with Python's json). What is no object stays as it is.
+    """
+    start = body.rstrip()
+    if not texts or not start.endswith(b"}"):
+        return body
+    start = start[:-1].rstrip()
+    comma = b"" if start.endswith(b"{") else b","
+    return b"".join((start, comma, msgspec.json.encode(texts)[1:]))
+
+
+def given(value: msgspec.Raw) -> bool:
+    """Whether a key is there, and not null."""
+    return bool(value) and (len(value) > 4 or bytes(value) != b"null")
+
+
+def is_list(value: msgspec.Raw) -> bool:
+    return bytes(memoryview(value)[:1]) == b"["
+
+
+_OF_ONE = {*(b"%d" % digit for digit in range(10)), b"{"}  # what a list begins with that is one
+
+
+def prompts(value: msgspec.Raw) -> int:
+    """How many prompts there are: in a text, a list of tokens and a conversation one, in a list of
+    these so many. Of a list that has more than MOST no more are read.
+    """
+    beginning = bytes(memoryview(value)[:64])
+    if not beginning.startswith(b"[") or beginning[1:].lstrip()[:1] in _OF_ONE:
+        return 1
+    if len(value) <= _SHORT:
+        return len(msgspec.json.decode(value, type=list[msgspec.Raw])) or 1
+    return _counted(value)
+
+
+def _counted(value: msgspec.Raw) -> int:
+    """The length of a list, read no further than is needed to know that it is too long."""
+    count = 0
+
+    def look(kind: type, item: object) -> _Anything:
+        nonlocal count
+        count += 1
+        if count > MOST:
+            raise _TooMany
+        return _ANYTHING
+
+    with contextlib.suppress(_TooMany):
+        msgspec.json.decode(value, type=list[_Anything], dec_hook=look)
+    return count
+
+
+class _Anything:
+    """A type that msgspec does not know: it asks for each."""
+
+
+_ANYTHING = _Anything()
+
+
+class _TooMany(Exception):
+    pass
+
+
+def _number(value: msgspec.Raw) -> int:
+    """A whole number, or 1."""
+    text = bytes(value)
+    return int(text) if text.isdigit() and len(text) < 6 else 1

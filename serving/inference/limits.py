@@ -1,0 +1,233 @@
+"""What of a client's body the engine may get: its internals are the operator's.
+
+vLLM (0.32) reads much more from a body than sampling parameters. What would let a client reach the
+KV connector, other hosts' caches or extensions is refused, unless the operator trusts all who can
+send requests, and what costs the engine more than it costs the client has a limit. vLLM itself
+refuses templates and processor arguments of clients, and limits `logprobs`, `logprob_token_ids`,
+the number of `stop` and `bad_words`, and the nesting of schemas.
+tests/serving/engine/test_vllm_requests.py has a reason for every field of vLLM's that has no limit.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from serving.errors import BadRequest
+from serving.inference.fields import RequestFields, given, is_list, prompts
+from serving.protocol import REQUEST_ID, VLLM_SESSION_ID
+
+T = TypeVar("T")
+
+_INTERNAL = (
+    "kv_transfer_params",  # connectors read and free KV blocks by it, also those of other hosts
+    "ec_transfer_params",  # the same for the encoder's cache
+    "vllm_xargs",  # for extensions, and becomes the two above; can make KV events be told again
+)
+_LONGEST = {
+    "request_id": 256,
+    "session_id": 256,
+    "bad_words": 16 * 1024,  # each is made into tokens on the event loop
+    "stop": 16 * 1024,  # each is looked for in the text, after every token
+    "stop_token_ids": 16 * 1024,  # every token is compared with all of them, one by one
+    "allowed_token_ids": 2 * 1024 * 1024,  # copied to the engine's process; a whole vocabulary fits
+    "logit_bias": 2 * 1024 * 1024,
+    "response_format": 64 * 1024,  # the time to compile a grammar grows with its square
+    "structured_outputs": 64 * 1024,
+    "tools": 256 * 1024,
+}
+"""Bytes of JSON that the value of a key may have."""
+
+SEQUENCES = 1024
+"""That one request may have generated: its prompts times `n`."""
+INPUTS = 2048
+"""That one request may have embedded; OpenAI has this limit."""
+TOKENS = 2 * 1024 * 1024
+"""That the prompts or inputs of one request may have, where they come as tokens."""
+MESSAGES = 8192
+"""Messages, and parts of them, that one request may have: vLLM takes up to 0.1 ms to read one, on
+the event loop.
+"""
+PATTERN, REPEATED = 64, 512
+"""Tokens that `repetition_detection` may have in a pattern, and in the pattern's repetitions.
+
+vLLM compares them in the loop that serves everybody, for every token of every sequence: at most
+about a millisecond with these.
+"""
+PROMPT_LOGPROBS = 16 * 1024 * 1024
+"""Bytes of the prompts, times `n`, times the log probabilities of each token: vLLM makes an object
+of each, some 200 bytes large, before it answers.
+"""
+HEADERS = frozenset(
+    (
+        *(b"content-type", b"content-length", REQUEST_ID),
+        *(b"traceparent", b"tracestate", VLLM_SESSION_ID),
+    )
+)
+"""All that the engine may see of a request's headers.
+
+By others vLLM (0.32) lets clients choose their rank and their place in the queue, and tells them
+the engine's load.
+"""
+
+COUNTED = ("n", "prompt", "input", "messages", "echo", "prompt_logprobs", "repetition_detection")
+"""Keys that have a limit of another kind than a length."""
+
+
+class _Message(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw()
+
+
+def _reader(kind: Any) -> Callable[[bytes], Any]:
+    return msgspec.json.Decoder(kind).decode
+
+
+_Token = Annotated[int, msgspec.Meta(ge=0)]
+_LISTS = {
+    "texts": _reader(list[str]),
+    "tokens": _reader(list[_Token]),
+    "lists": _reader(list[list[_Token]]),
+}
+_items = _reader(list[msgspec.Raw])
+_messages, _conversations = _reader(list[_Message]), _reader(list[list[_Message]])
+_whole = _reader(int)
+_lax = _reader(int | float | bool)  # as vLLM takes it
+
+
+class _Repetition(msgspec.Struct):
+    max_pattern_size: int = 0
+    min_count: int = 0
+
+
+_repetition = msgspec.json.Decoder(_Repetition).decode
+
+
+def check(call: RequestFields, trusted: bool) -> None:
+    """Raise BadRequest for a call that the engine may not get.
+
+    trusted: whether clients may send what reaches the engine's internals.
+    """
+    for key in () if trusted else _INTERNAL:
+        if given(getattr(call, key)):
+            raise BadRequest(
+                f"{key} is not for clients; OPTION_TRUST_REQUEST_INTERNALS=true lets them send it",
+                key,
+            )
+    for key, longest in _LONGEST.items():
+        if len(getattr(call, key)) > longest:
+            raise BadRequest(f"{key} has more than {longest} bytes", key)
+    n = _number(call.n, "n", 1)
+    for key in ("prompt", "input", "messages"):
+        if is_list(value := getattr(call, key)):
+            _check_list(bytes(value), key, _kind(bytes(value)))
+    if n * prompts(call.prompt) > SEQUENCES:
+        raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
+    _check_prompt_logprobs(call, n)
+    _check_repetition(call.repetition_detection)
+
+
+def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise BadRequest for headers that the engine may not get."""
+    longest = _LONGEST["session_id"]
+    if any(key == VLLM_SESSION_ID and len(value) > longest for key, value in headers):
+        raise BadRequest(f"X-Session-ID has more than {longest} bytes")
+
+
+def _check_list(value: bytes, key: str, kind: str) -> None:
+    """vLLM reads a list as each thing that it may be, and says of each item why it is none."""
+    if key != "prompt" and prompts(msgspec.Raw(value)) > INPUTS:
+        raise BadRequest(f"a request may have at most {INPUTS} inputs", "input")
+    if key != "messages" and kind in _LISTS:
+        _check_prompts(value, key, kind)
+    elif key != "prompt":
+        _check_messages(value, key, kind)
+
+
+def _check_prompts(value: bytes, key: str, kind: str) -> None:
+    if kind != "texts" and value.count(b",") >= TOKENS:
+        raise BadRequest(f"{key} has more than {TOKENS} tokens", key)
+    try:
+        _LISTS[kind](value)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise BadRequest(
+            f"{key} should be a text or tokens, or a list of such, all of one kind", key
+        ) from None
+
+
+def _check_messages(value: bytes, key: str, kind: str) -> None:
+    try:
+        if kind in ("lists", "conversations"):
+            found = [message for messages in _conversations(value) for message in messages]
+        else:
+            found = _messages(value)
+        contents = [bytes(message.content) for message in found]
+        parts = sum(len(_items(content)) for content in contents if content.startswith(b"["))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise BadRequest(f"{key} should be a list of messages", key) from None
+    if len(found) + parts > MESSAGES:
+        raise BadRequest(
+            f"a request may have {MESSAGES} messages and parts of messages, and this one has "
+            f"{len(found) + parts}",
+            key,
+        )
+
+
+_BEGINNING = re.compile(rb"\[\s*(\[?)\s*(\{?)")
+
+
+def _kind(value: bytes) -> str:
+    """What a list holds, by its beginning."""
+    found = _BEGINNING.match(value)
+    assert found
+    if found[2]:
+        return "conversations" if found[1] else "conversation"
+    if found[1]:
+        return "lists"
+    return "texts" if value[found.end() : found.end() + 1] in (b'"', b"]") else "tokens"
+
+
+def _check_prompt_logprobs(call: RequestFields, n: int) -> None:
+    each = _number(call.prompt_logprobs, "prompt_logprobs", None, _lax)
+    if each is None and bytes(call.echo) not in (b"", b"null", b"false"):
+        chat = given(call.messages)
+        key = "top_logprobs" if chat else "logprobs"  # a chat's `logprobs` is true or false
+        each = _number(getattr(call, key), key, 0 if chat else None, _lax)
+    if each is None or each < 0:  # vLLM refuses what is below 0, unless the operator allows it
+        return
+    size = len(call.prompt) + len(call.messages)
+    if size * n * (each + 1) > PROMPT_LOGPROBS:
+        raise BadRequest(
+            "log probabilities of prompts: their bytes, times n, times prompt_logprobs + 1, may be "
+            f"at most {PROMPT_LOGPROBS}",
+            "prompt_logprobs",
+        )
+
+
+def _check_repetition(value: msgspec.Raw) -> None:
+    if not given(value):
+        return
+    try:
+        found = _repetition(value)
+    except msgspec.MsgspecError:
+        raise BadRequest(
+            "repetition_detection should have whole numbers", "repetition_detection"
+        ) from None
+    size, count = found.max_pattern_size, found.min_count
+    if size > PATTERN or size * count > REPEATED:
+        raise BadRequest(
+            f"max_pattern_size may be at most {PATTERN}, and max_pattern_size times min_count at "
+            f"most {REPEATED}",
+            "repetition_detection",
+        )
+
+
+def _number(
+    value: msgspec.Raw, key: str, otherwise: T, read: Callable[[bytes], Any] = _whole
+) -> int | T:
+    if not given(value):
+        return otherwise
+    try:
+        return int(read(value))
+    except (msgspec.MsgspecError, OverflowError):
+        raise BadRequest(f"{key} should be a whole number", key) from None

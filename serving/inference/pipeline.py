@@ -1,0 +1,229 @@
+"""The way of every request for the engine, in its order. Nothing reaches the engine on another."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.types import Receive, Send
+
+from handlers.records import EngineCall, FormatError
+from lmi_config.options import Settings
+from serving import protocol
+from serving.engine.base import Engine
+from serving.errors import NotReady
+from serving.http.bodies import Bodies, header
+from serving.inference import limits, media
+from serving.inference.admission import Admission
+from serving.inference.coalescing import Coalescer, shared_key
+from serving.inference.fields import bad_request, fields, formats, with_texts
+from serving.inference.queue import QUEUED, FairQueue, Ticket
+from serving.inference.relay import Relay
+from serving.inference.request import ClientRequest, HttpCall, InferenceRequest
+from serving.kv_cache import salt as kv_salt
+from serving.kv_cache.salt import Tenants
+from serving.lora.adapter import Adapter
+from serving.lora.registry import AdapterRegistry
+from serving.user_code import UserCode
+
+AHEAD = 0.25
+"""Sequences that the engine is given beside those it works on, as a share of these."""
+
+_NO_ADAPTER: contextlib.nullcontext[Adapter | None] = contextlib.nullcontext(None)
+
+
+class Pipeline:
+    """What answers requests, once there is an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapters: AdapterRegistry | None,
+        code: UserCode | None,
+        settings: Settings,
+    ) -> None:
+        self.engine = engine
+        self.adapters = adapters
+        self.code = code
+        """The model's own model.py."""
+        self._settings = settings
+        self._model_name = settings.model_names[0]
+        self._queue = FairQueue(self._capacity)
+        self.admission = Admission(
+            self._queue, settings.job_queue_size, self._waiting_for_their_adapter
+        )
+        self.bodies = Bodies(settings.max_request_size)
+        self._coalescer = Coalescer(self.admission.require_room)
+        self._tenants = Tenants(settings.cache_salt_header)
+        QUEUED.set_function(lambda: self._queue.waiting + self._waiting_for_their_adapter())
+
+    @property
+    def custom_handler(self) -> UserCode | None:
+        """The model's own model.py, where it answers requests itself."""
+        return self.code if self.code and "handle" in self.code.functions else None
+
+    @property
+    def code_failing(self) -> str | None:
+        """Why the model's own model.py can answer nothing now, where that is so."""
+        return self.code.failure if self.code else None
+
+    @contextlib.asynccontextmanager
+    async def received(self, call: HttpCall) -> AsyncIterator[ClientRequest]:
+        """A client's request, which counts from its head on, once its body is there."""
+        with self.admission.admitted() as admitted:
+            admitted.end_after(self._settings.stream_timeout)  # which is the longest
+            share = self.bodies.share()
+            try:
+                with admitted.raising():
+                    body = await self.bodies.whole(call.scope, call.receive, share)
+                admitted.go_on()
+                yield ClientRequest(call.scope, call.send, admitted, call.record, call.errors, body)
+            finally:
+                share.free()
+
+    async def answer_once(
+        self,
+        client: ClientRequest,
+        receive: Receive,
+        answer: Callable[[ClientRequest], Awaitable[None]],
+    ) -> None:
+        """Have a request answered, or share the answer to an equal one that is under way."""
+        admitted, key = client.admitted, None
+        if 0 < len(header(client.scope, protocol.INFERENCE_ID)) <= 64:
+            with admitted.raising():
+                key = await shared_key(client, self._tenants)
+        if not key:
+            with admitted.watching(receive):
+                await answer(client)
+            return
+
+        async def shared(receive: Receive, send: Send) -> None:
+            with self.admission.again(admitted) as again, again.watching(receive):
+                again.go_on()
+                await answer(client.again(again, send))
+
+        admitted.go()  # what is shared has a place of its own, and retries have a limit of theirs
+        await self._coalescer.answer(key, shared, receive, client.send)
+
+    async def run(self, request: InferenceRequest) -> None:
+        """Have the engine answer a request in its turn. Raises ServingError and ClientLeft.
+
+        What the request waits for is cancelled where it ends early. The engine is not: it hears of
+        it as of a client that leaves, which frees what it works on.
+        """
+        self._limit_time(request)
+        async with self._adapter(request) as adapter:
+            with request.cancellation.raising():
+                request = await self._formatted(request, adapter)
+                call, sequences = await self._engine_call(request, adapter)
+                ticket = await self._turn(request, sequences)
+            try:
+                if self.engine.failure:
+                    raise NotReady("the engine failed while the request waited for it")
+                request.begun()
+                formatter = self._code(adapter, "output")
+                await Relay(request, call, adapter, formatter).run(self.engine.app)
+            finally:
+                self._queue.leave(ticket)
+
+    def _limit_time(self, request: InferenceRequest) -> None:
+        request.cancellation.end_after(self._timeout(request))
+
+    def _timeout(self, request: InferenceRequest) -> int | None:
+        """Seconds that the request may take, after which it is ended."""
+        settings = self._settings
+        return settings.stream_timeout if request.fields.streamed else settings.whole_timeout
+
+    def _adapter(
+        self, request: InferenceRequest
+    ) -> contextlib.AbstractAsyncContextManager[Adapter | None]:
+        """The request's adapter, which the engine has and keeps for so long."""
+        return self._loaded_adapter(request) if request.adapter else _NO_ADAPTER
+
+    @contextlib.asynccontextmanager
+    async def _loaded_adapter(self, request: InferenceRequest) -> AsyncIterator[Adapter]:
+        adapters, name = self.adapters, request.adapter
+        assert adapters  # else adapters_named() would have refused the name
+        assert name
+        if request.refusable:
+            self.admission.require_room(self._waiting_for_their_adapter())
+        async with contextlib.AsyncExitStack() as stack:
+            with request.cancellation.raising():
+                adapter = await stack.enter_async_context(adapters.using(name))
+            yield adapter
+
+    def _code(self, adapter: Adapter | None, function: str) -> UserCode | None:
+        """What has the function: an adapter's own model.py comes before the model's."""
+        for code in (adapter.code if adapter else None, self.code):
+            if code and function in code.functions:
+                return code
+        return None
+
+    async def _formatted(
+        self, request: InferenceRequest, adapter: Adapter | None
+    ) -> InferenceRequest:
+        """The request as the input formatter has it, where there is one: what the engine gets
+        counts, not what the client sent.
+        """
+        formatter = self._code(adapter, "input")
+        if not formatter:
+            return request
+        request = request.rewritten(await formatter.format_request(request.body))
+        self._limit_time(request)
+        return request
+
+    async def _engine_call(
+        self, request: InferenceRequest, adapter: Adapter | None
+    ) -> tuple[EngineCall, int]:
+        """The request as the engine takes it, with what only the server knows: the adapter's inner
+        name, salts, media; and how many sequences it is.
+        """
+        settings = self._settings
+        request.fields.require_few_prompts()
+        parse = request.parse or request.fields.parser(
+            formats(self.engine.embeds, settings.normalize)
+        )
+        try:
+            call = parse(request.body)
+        except FormatError as error:
+            raise bad_request(error) from None
+        call_fields = request.fields if call.body is request.body else fields(call.body)
+        limits.check(call_fields, settings.trust_request_internals)
+        scope = request.client.scope
+        limits.check_headers(scope["headers"])
+        inner = adapter.inner if adapter else None
+        salt = kv_salt.digest(self._tenants.tenant(scope), call_fields.salt(), inner)
+        allowed = settings.allowed_media_domains
+        body = await media.prepared(call.body, allowed, settings.max_request_size, salt)
+        texts = {"cache_salt": salt} if salt else {}
+        if adapter:
+            request.client.record.adapter = adapter.name
+            texts["model"] = adapter.inner
+        elif request.adapter == "":
+            texts["model"] = self._model_name
+        if texts or body is not call.body:
+            call = dataclasses.replace(call, body=with_texts(body, **texts))
+        return call, call_fields.sequences
+
+    async def _turn(self, request: InferenceRequest, sequences: int) -> Ticket:
+        """The request's turn at the engine. Raises Overloaded where it would come too late."""
+        within = None
+        if request.refusable:
+            within = request.cancellation.time_left(self._timeout(request))
+        return await self._queue.turn(request.adapter or "", sequences, within)
+
+    def _waiting_for_their_adapter(self) -> int:
+        """Requests that wait for room for their adapter, which keep no others out."""
+        adapters = self.adapters
+        return adapters.waiting if adapters else 0
+
+    def _capacity(self) -> int:
+        """Sequences that the engine may be asked for at once.
+
+        Some are there before it can work on them, so that it never waits for us. Where it is to
+        choose by priority, all are.
+        """
+        concurrency = self.engine.concurrency
+        if self._settings.engine.get("scheduling_policy") == "priority":
+            return concurrency + self._settings.job_queue_size
+        return concurrency + math.ceil(concurrency * AHEAD)

@@ -1,0 +1,157 @@
+"""Whose turn it is at the engine: what is more than it works on at once waits here.
+
+The engine has a queue of its own, first come, first served, in which a flood of requests for one
+adapter would stand before everybody else's. So it is asked for little more than it works on, and
+adapters take turns at what becomes free. What a request costs is not known before it has ended
+(tokens to generate weigh more than those of the prompt), so each turn counts the same.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from serving.errors import Overloaded
+
+QUEUED = Gauge(
+    "slipway_requests_queued", "Requests that wait for the engine, or for room for their adapter."
+)
+_IN_FLIGHT = Gauge("slipway_requests_in_flight", "Requests that the engine has been given.")
+_REFUSED = Counter(
+    "slipway_requests_refused",
+    "Requests told at once to come again: the queue is full, or they would wait for too long.",
+    ["reason"],
+)
+_WAITED = Histogram(
+    "slipway_request_wait_seconds",
+    "How long those requests waited for the engine that had to.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+)
+FULL, _LATE = _REFUSED.labels("queue_full"), _REFUSED.labels("too_late")
+
+_SMOOTHING = 0.1  # the weight of the last request in what requests take
+_LONGEST_RETRY_S = 30
+
+
+class Ticket:
+    """A request's place in the queue, and then in the engine.
+
+    sequences: those it counts for. called: done when its turn has come, or None where it came at
+    once; whoever gives up waiting may set it. in_flight: whether the engine has it.
+    """
+
+    __slots__ = ("began", "called", "in_flight", "lane", "sequences")
+
+    def __init__(self, lane: str, sequences: int, began: float) -> None:
+        self.lane = lane
+        self.sequences = sequences
+        self.began = began  # to wait, and then to be worked on; by the clock
+        self.in_flight = False
+        self.called: asyncio.Future[None] | None = None
+
+
+class FairQueue:
+    """The queue before the engine: lanes take turns, and in each lane the first comes first.
+
+    capacity: sequences that the engine may be asked for at once; while there are fewer, the next
+    request goes.
+    """
+
+    def __init__(
+        self, capacity: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._lanes: dict[str, dict[Ticket, None]] = {}  # the next one's first; none is empty
+        self._sequences = 0  # in the engine
+        self._taken_s: float | None = None  # what a request takes, times its sequences
+        self.waiting = 0
+        self.in_flight = 0
+        _IN_FLIGHT.set_function(lambda: self.in_flight)
+
+    @property
+    def room(self) -> int:
+        """Sequences that the engine may be asked for besides those it has."""
+        return max(self._capacity() - self._sequences, 0)
+
+    async def turn(self, lane: str, sequences: int, within: float | None) -> Ticket:
+        """Wait for a turn, as join() has it; leave() has to be called when it is over."""
+        ticket = self.join(lane, sequences, within)
+        if ticket.called:
+            try:
+                await ticket.called
+            except BaseException:
+                self.leave(ticket)
+                raise
+        return ticket
+
+    def join(self, lane: str, sequences: int = 1, within: float | None = None) -> Ticket:
+        """Take a turn, now or when it comes; leave() has to be called in any case.
+
+        within: seconds that the request can wait. Raises Overloaded where it would wait for longer,
+        by what requests took so far.
+        """
+        # A request for more than half of the room would keep all others out until the last of its
+        # sequences ends, however few are left of them by then. What it has more waits in vLLM.
+        ticket = Ticket(lane, min(sequences, max(self._capacity() // 2, 1)), self._clock())
+        if not self._lanes and self.room:
+            self._go(ticket)
+            return ticket
+        if within is not None and (wait := self._expected_s(lane)) > within:
+            _LATE.inc()
+            raise Overloaded(
+                f"the request would wait for about {wait:.0f} s, and "
+                f"OPTION_PREDICT_TIMEOUT leaves it {max(within, 0):.0f} s",
+                retry_after=min(math.ceil(wait - within), _LONGEST_RETRY_S),
+            )
+        ticket.called = asyncio.get_running_loop().create_future()
+        self._lanes.setdefault(lane, {})[ticket] = None
+        self.waiting += 1
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """End a turn that has come, or the wait for it."""
+        if ticket.in_flight:
+            self.in_flight -= 1
+            self._sequences -= ticket.sequences
+            taken = (self._clock() - ticket.began) * ticket.sequences
+            if self._taken_s is None:
+                self._taken_s = taken
+            self._taken_s += (taken - self._taken_s) * _SMOOTHING
+        else:
+            self._drop(ticket)
+        while self._lanes and self.room:
+            lane = next(iter(self._lanes))
+            ticket = next(iter(self._lanes[lane]))
+            self._drop(ticket)
+            assert ticket.called
+            if ticket.called.done():  # it has given up, and is about to be ended
+                continue
+            if lane in self._lanes:
+                self._lanes[lane] = self._lanes.pop(lane)  # to the end of the rotation
+            now = self._clock()
+            _WAITED.observe(now - ticket.began)
+            ticket.began = now
+            self._go(ticket)
+            ticket.called.set_result(None)
+
+    def _go(self, ticket: Ticket) -> None:
+        ticket.in_flight = True
+        self.in_flight += 1
+        self._sequences += ticket.sequences
+
+    def _drop(self, ticket: Ticket) -> None:
+        lane = self._lanes.get(ticket.lane, {})
+        if ticket in lane:
+            del lane[ticket]
+            self.waiting -= 1
+            if not lane:
+                del self._lanes[ticket.lane]
+
+    def _expected_s(self, lane: str) -> float:
+        """Seconds that one more request of this lane would wait."""
+        own = len(self._lanes.get(lane, ()))
+        before = sum(min(len(waiting), own + 1) for waiting in self._lanes.values())
+        return (before + 1) * (self._taken_s or 0) / self._capacity()

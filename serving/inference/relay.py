@@ -1,0 +1,287 @@
+"""One request's passage through the engine.
+
+It is given to the engine's ASGI app in this process, and what comes back is rendered. A stream that
+needs no rendering is passed on byte for byte.
+"""
+
+import enum
+import logging
+
+import msgspec
+from starlette.types import ASGIApp, Message, Scope
+
+from handlers.records import LEAN, EngineCall
+from serving import errors
+from serving.cancellation import ClientLeft
+from serving.engine.vllm_errors import from_engine
+from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
+from serving.inference.limits import HEADERS
+from serving.inference.request import SSE, InferenceRequest
+from serving.lora.adapter import Adapter
+from serving.user_code import UserCode
+
+log = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    """What is known of the engine's answer."""
+
+    WAITING = enum.auto()
+    """Nothing."""
+    STREAMING = enum.auto()
+    """Events, which go to the client one by one."""
+    PASSING = enum.auto()
+    """A whole answer that goes to the client as it comes."""
+    COLLECTING = enum.auto()
+    """A whole answer that is rendered when it is there."""
+    REFUSED = enum.auto()
+    """An error, which is collected too."""
+    DONE = enum.auto()
+    """The client has its end."""
+
+
+_NEXT = {
+    State.WAITING: {State.STREAMING, State.PASSING, State.COLLECTING, State.REFUSED},
+    State.STREAMING: {State.DONE},
+    State.PASSING: {State.DONE},
+    State.COLLECTING: {State.DONE},
+    State.REFUSED: set[State](),
+    State.DONE: set[State](),
+}
+
+
+class Relay:
+    """One request's passage through the engine.
+
+    adapter: the one the call goes to, whose inner name no client sees. formatter: it has the last
+    word on the answer, in the place of the call's own reply.
+    """
+
+    def __init__(
+        self,
+        request: InferenceRequest,
+        call: EngineCall,
+        adapter: Adapter | None,
+        formatter: UserCode | None,
+    ) -> None:
+        # The request
+        self._client = request.client
+        self._client_send = request.send
+        self._cancellation = request.cancellation
+        self._framing = request.framing
+        # The engine's call
+        self._call = call
+        self._given = False
+        self._adapter = adapter
+        # The answer
+        self._formatter = formatter
+        self._reply = None if formatter else call.reply
+        self._verbatim = not formatter and call.reply is None and request.framing is SSE
+        """Whether a stream goes to the client byte for byte."""
+        self._state = State.WAITING
+        self._head: Message | None = None
+        """Not sent before the first byte of the body is there: it may yet become an error's."""
+        self._parts: list[bytes] = []
+        """Of an answer that is collected."""
+        self._pending = b""
+        """The beginning of an event whose end is to come."""
+
+    async def run(self, engine: ASGIApp) -> None:
+        """Have the engine answer. Raises ServingError where nothing has been sent yet, and
+        ClientLeft.
+        """
+        try:
+            await engine(self._engine_scope(), self._receive, self._send)
+        except Exception:
+            # Starlette raises an unforeseen exception once more after it has answered 500 for it.
+            log.exception("the engine raised while it answered a request")
+        cause = self._cancellation.cause
+        match self._state:
+            case State.DONE:
+                return
+            case _ if isinstance(cause, ClientLeft):
+                raise cause
+            case _ if cause:
+                await self._fail(cause)
+            case State.REFUSED:
+                raise self._refusal()
+            case State.STREAMING | State.WAITING:
+                await self._fail(EngineFailed("the engine broke off; the server's log says why"))
+            case State.COLLECTING:
+                await self._answer(await self._rendered())
+
+    def _enter(self, state: State) -> None:
+        if state not in _NEXT[self._state]:
+            raise RuntimeError(f"an answer cannot go from {self._state} to {state}")
+        self._state = state
+
+    def _engine_scope(self) -> Scope:
+        scope = self._client.scope
+        passed = HEADERS
+        added = [(LEAN, b"1")] if self._reply and self._call.lean else []
+        if self._call.path != scope["path"]:
+            # On /invocations every body is JSON, whatever its content type says; vLLM insists.
+            passed = HEADERS - {b"content-type", b"content-length"}
+            added.append((b"content-type", b"application/json"))
+        headers = [header for header in scope["headers"] if header[0] in passed] + added
+        return {
+            "type": "http",
+            "http_version": scope["http_version"],
+            "method": scope["method"],
+            "scheme": scope["scheme"],
+            "client": scope["client"],
+            "server": scope["server"],
+            "query_string": scope["query_string"],
+            # Below version 2.4 a streaming answer listens for the client's leaving, and a
+            # request's end is heard; from there on Starlette would notice only when it sends.
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "path": self._call.path,
+            "raw_path": self._call.path.encode(),
+            "root_path": "",
+            "headers": headers,
+        }
+
+    async def _receive(self) -> Message:
+        if not self._given:
+            self._given = True
+            return {"type": "http.request", "body": self._call.body, "more_body": False}
+        await self._cancellation.heard()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._adapter:
+            message = _with_public_name(message, self._adapter)
+        if message["type"] == "http.response.start":
+            self._start(message)
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._state is State.STREAMING:
+            if not self._cancellation.cause:
+                await self._stream(body, more)
+        elif self._state is State.PASSING:
+            if not (self._head and self._cancellation.cause):
+                await self._send_body(body, more)
+        else:
+            self._parts.append(body)
+
+    def _start(self, message: Message) -> None:
+        headers = dict(message["headers"])
+        if message["status"] >= 400:
+            self._enter(State.REFUSED)
+        elif headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+            self._enter(State.STREAMING)
+            headers[b"content-type"] = self._framing.content_type
+            message = {**message, "headers": list(headers.items())}
+        else:
+            self._enter(State.COLLECTING if self._formatter or self._reply else State.PASSING)
+        self._head = message
+
+    async def _stream(self, body: bytes, more: bool) -> None:
+        if body.startswith(b'data: {"error"'):
+            error = self._in_band(body)
+            if self._head:
+                self._cancellation.cancel(error)
+                return
+            body = self._error_event(error)
+        elif not self._verbatim:
+            try:
+                if self._formatter:
+                    body = await self._formatted(self._formatter, body)
+                else:
+                    body = b"".join(self._render(data) for data in self._events(body))
+            except UserCodeFailed as failure:
+                self._cancellation.cancel(failure)
+                return
+            except Exception:  # of our own reply: the engine is not to blame
+                self._cancellation.cancel(errors.unforeseen())
+                return
+        if body or not more:
+            await self._send_body(body, more)
+
+    async def _formatted(self, formatter: UserCode, body: bytes) -> bytes:
+        texts = [
+            await formatter.format_event(b"data: %b\n\n" % event) for event in self._events(body)
+        ]
+        return b"".join(self._framing.text(text) for text in texts if text)
+
+    async def _rendered(self) -> bytes:
+        """The answer that was collected, as the client gets it."""
+        answer = b"".join(self._parts)
+        if self._formatter:
+            with self._cancellation.raising():
+                return await self._formatter.format_answer(answer)
+        assert self._reply
+        return self._reply.whole(answer)
+
+    def _events(self, body: bytes) -> list[bytes]:
+        """The data of the server-sent events in `body`. vLLM sends each as a body of its own."""
+        *whole, self._pending = (self._pending + body).split(b"\n\n")
+        return [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
+
+    def _render(self, data: bytes) -> bytes:
+        if self._reply:
+            return b"".join(self._framing.frame(line) for line in self._reply.event(data))
+        return b"" if data == b"[DONE]" else self._framing.frame(data)
+
+    def _in_band(self, body: bytes) -> ServingError:
+        """An error of the engine's after its first byte, which stands in the stream."""
+        data = body.removeprefix(b"data: ").partition(b"\n\n")[0]
+        try:
+            status = int(msgspec.json.decode(data)["error"]["code"])
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+            status = 500
+        error = from_engine(status, data, self._call.body)
+        if isinstance(error, EngineFailed):
+            error = EngineFailed("the engine failed while it generated; the server's log says why")
+        return error
+
+    def _error_event(self, error: ServingError) -> bytes:
+        self._client.record.error = error
+        return self._framing.frame(self._client.errors.body(error))
+
+    async def _fail(self, error: ServingError) -> None:
+        """Answer with an error: in band where the stream has begun, else by raising it."""
+        if self._head or self._state is not State.STREAMING:
+            raise error
+        end = b"data: [DONE]\n\n" if self._verbatim else b""
+        await self._send_body(self._error_event(error) + end, more=False)
+
+    def _refusal(self) -> ServingError:
+        assert self._head
+        status = self._head["status"]
+        error = from_engine(status, b"".join(self._parts), self._call.body)
+        if isinstance(error, NotFound) and str(error) == "Not Found":
+            return NotFound(f"the model does not answer {self._call.path}")
+        return error
+
+    async def _answer(self, body: bytes) -> None:
+        self._head = {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": json_headers(body),
+        }
+        await self._send_body(body, more=False)
+
+    async def _send_body(self, body: bytes, more: bool) -> None:
+        if not more:
+            self._enter(State.DONE)
+        if self._head:
+            await self._client_send(self._head)
+            self._head = None
+        await self._client_send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+
+
+def _with_public_name(message: Message, adapter: Adapter) -> Message:
+    """The engine's message with the adapter's own name in it: a body, or the head of one."""
+    if message["type"] == "http.response.body":
+        inner, name = adapter.inner.encode(), adapter.name.encode()
+        body = message.get("body", b"")
+        if not body.startswith((b'{"error"', b'data: {"error"')):
+            inner, name = b'"model":"%b"' % inner, b'"model":"%b"' % name
+        return {**message, "body": body.replace(inner, name)}
+    headers = [header for header in message["headers"] if header[0] != b"content-length"]
+    return {**message, "headers": headers}

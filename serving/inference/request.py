@@ -1,0 +1,154 @@
+"""A request, from its head to what the engine is asked for: values that are whole from the start.
+
+HttpCall is what a route gets, ClientRequest what a client wants once its body is there, and
+InferenceRequest what the engine is to answer: the client's request, a line of it, or one of its
+list.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.types import Receive, Scope, Send
+
+from serving.cancellation import Cancellation
+from serving.errors import BadRequest, ErrorShape, NotFound
+from serving.http.bodies import header
+from serving.inference.admission import Admitted
+from serving.inference.fields import Parse, RequestFields, fields, fields_of_json
+from serving.lora.registry import AdapterRegistry
+from serving.observability.access_log import AccessRecord
+from serving.protocol import ADAPTER_ID
+
+
+class Framing(NamedTuple):
+    """How the JSON objects of a stream are kept apart."""
+
+    content_type: bytes
+    before: bytes
+    after: bytes
+
+    def frame(self, data: bytes) -> bytes:
+        return self.before + data + self.after
+
+    def text(self, text: bytes) -> bytes:
+        """What a formatter wrote; it may have made a server-sent event of it already."""
+        if self.before and text.startswith(b"data:"):
+            return text.rstrip(b"\n") + self.after
+        return self.frame(text)
+
+
+JSON_LINES = Framing(b"application/jsonlines", b"", b"\n")
+SSE = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
+
+
+@dataclass(slots=True)
+class HttpCall:
+    """An HTTP request as a route gets it. errors: the shape in which its API has errors."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    record: AccessRecord
+    errors: ErrorShape
+
+
+@dataclass(slots=True)
+class ClientRequest:
+    """A client's request for inference, whose body is there.
+
+    send: what answers it. admitted: its end, and its places in the queue. errors: the shape in
+    which its API has errors. known: the body's fields, where they have been read already.
+    """
+
+    scope: Scope
+    send: Send
+    admitted: Admitted
+    record: AccessRecord
+    errors: ErrorShape
+    body: bytes
+    known: RequestFields | None = None
+
+    def again(self, admitted: Admitted, send: Send) -> "ClientRequest":
+        """The same request, for more clients than its first."""
+        return dataclasses.replace(self, admitted=admitted, send=send)
+
+    def fields(self) -> RequestFields:
+        """The body's, which are read once. Raises BadRequest."""
+        if self.known is None:
+            self.known = fields(self.body)
+        return self.known
+
+    def fields_of_json(self) -> RequestFields | None:
+        """The same, or None for a body that is no JSON request as it came."""
+        if self.known is None:
+            self.known = fields_of_json(self.body)
+        return self.known
+
+
+@dataclass(slots=True)
+class InferenceRequest:
+    """What the engine is to answer: a client's request, a line of it, or one of its list.
+
+    client: whose it is. send: what gets the answer. cancellation: its end, before that of the
+    client's where it is a line. adapter: its name, "" for the base model by name, None where
+    the request names none. framing: how the client wants a stream. begun: is called when the
+    engine is given it. parse: reads the body; None for a body of whatever format it has. refusable:
+    whether it can be refused because of what waits already.
+    """
+
+    client: ClientRequest
+    send: Send
+    cancellation: Cancellation
+    body: bytes
+    fields: RequestFields
+    adapter: str | None
+    framing: Framing
+    begun: Callable[[], None]
+    parse: Parse | None = None
+    refusable: bool = True
+
+    def rewritten(self, body: bytes) -> "InferenceRequest":
+        """The same with what a formatter made of its body. Raises BadRequest."""
+        return dataclasses.replace(self, body=body, fields=fields(body))
+
+
+def adapters_named(
+    scope: Scope, body: RequestFields, adapters: AdapterRegistry | None
+) -> str | list[str] | None:
+    """The adapter that a request names, or the adapters where it names a list of them, one for
+    each input; "" is the base model by name.
+
+    The header comes before the body's `adapters`, and that before `model`. Raises BadRequest for an
+    adapter that is not here, and NotFound for an adapter's inner name: the model is never taken in
+    an adapter's place, and no version for another.
+    """
+    named: str | list[str] | None = header(scope, ADAPTER_ID).decode("latin-1") or None
+    if not named:
+        named = body.adapter_names()
+        if named is None and body.model and adapters:
+            if "@" in body.model:
+                raise NotFound(f"The model {body.model!r:.140} does not exist.")
+            return body.model if body.model in adapters else None
+    for name in named if isinstance(named, list) else [named]:
+        if name and name not in require_lora(adapters):
+            raise BadRequest(f"adapter {name!r:.140} is not registered", "adapters")
+    return named
+
+
+def adapter_named(
+    scope: Scope, body: RequestFields, adapters: AdapterRegistry | None
+) -> str | None:
+    """The same for a request with one answer. Raises BadRequest for a list."""
+    named = adapters_named(scope, body, adapters)
+    if isinstance(named, list):
+        raise BadRequest("adapters should be a string", "adapters")
+    return named
+
+
+def require_lora(adapters: AdapterRegistry | None) -> AdapterRegistry:
+    """The registry. Raises BadRequest where there is none."""
+    if adapters is None:
+        raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
+    return adapters

@@ -1,0 +1,246 @@
+"""LMCache's server as our child: started before the engine, watched, restarted, stopped last.
+
+While it is away the engine's connector notices and serves without it; when it is back, the
+connector registers again and hits return. So nothing here is ever in a request's way.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from lmi_config.kv_tiers import STORES
+from serving.engine.base import Prefilled
+from serving.observability.trouble_log import TroubleLog
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0
+TERM_S = 1.0  # between SIGTERM and SIGKILL
+WATCH_S = 2.0  # between two looks at it; its metrics are as old as that
+HUNG_S = 15.0  # without an answer for so long, it is killed
+METRICS_BYTES = 4 << 20  # of its metrics; 10 times what it has with every kind of store
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before it is started again; doubled each time
+STEADY_S = 300.0  # after so long without trouble the next pause is the first again
+LONG = 384  # tokens to compute, on average; of shorter prompts the time is not in the computing
+FADES = 0.7  # what is left of the weight of the engine's speed after the next measurement
+
+
+class CacheServerError(Exception):
+    """The cache server did not start. The message says why."""
+
+
+class CacheServer(Collector):
+    """`lmcache server`, kept running from start() to stop(), and its series for Prometheus.
+
+    arguments: of `lmcache`. environ: variables beside our own; they may hold what is secret.
+    http_port: where it answers /metrics. capacity: bytes of each tier. prefilled: what the engine
+    has computed so far; the server decides by the engine's speed what is worth loading.
+    chunk_size: tokens. pool: the file of its memory, which it leaves behind when it is killed.
+    """
+
+    def __init__(
+        self,
+        *,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        http_port: int,
+        capacity: Mapping[str, int],
+        prefilled: Callable[[], Prefilled],
+        chunk_size: int,
+        pool: Path | None = None,
+    ) -> None:
+        self._arguments = arguments
+        self._environ = environ
+        self._url = f"http://127.0.0.1:{http_port}"
+        self._capacity = capacity
+        self._prefilled = prefilled
+        self._chunk_size = chunk_size
+        self._pool = pool
+        self._counted = Prefilled(0, 0, 0)
+        self._seconds_per_token = 0.0  # of the engine; 0 while nothing was measured
+        self._client = httpx.AsyncClient(trust_env=False, timeout=WATCH_S)
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._series: list[Metric] = []
+        self._unreadable = TroubleLog(log.warning, "the cache server's metrics cannot be read: %s")
+        self._restarts = 0
+        self.up = False
+
+    async def start(self) -> None:
+        """Start the server and wait until it answers. Raises CacheServerError; then only the series
+        that say so are left.
+        """
+        REGISTRY.register(self)
+        try:
+            await self._launch()
+        except BaseException:
+            await self._end()
+            raise
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        if self._keeping:
+            self._keeping.cancel()
+        await self._end()
+        await self._client.aclose()
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(self)
+
+    async def _launch(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "serving.kv_cache.lmcache", *self._arguments),
+            env={**os.environ, "LMCACHE_DISABLE_BANNER": "1", **self._environ},
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for us alone
+        )
+        deadline = time.monotonic() + START_S
+        while self._process.returncode is None:
+            if await self._answers():
+                self.up = True
+                return
+            if time.monotonic() > deadline:
+                await self._end()
+                raise CacheServerError(f"it does not answer after {START_S:.0f} s")
+            await asyncio.sleep(0.25)
+        raise CacheServerError(f"it ended with exit code {self._process.returncode}")
+
+    async def _keep(self) -> None:
+        """Watch the server, and start it again when it has ended or hangs; for ever."""
+        pause, began = FIRST_PAUSE_S, time.monotonic()
+        while True:
+            try:
+                if self.up:
+                    trouble = await self._trouble()
+                    self.up = False
+                    self._series = []
+                    await self._end()
+                    if time.monotonic() - began > STEADY_S:
+                        pause = FIRST_PAUSE_S
+                    log.error(
+                        "the cache server is away; requests are served without it: %s",
+                        trouble,
+                        extra={"facts": {"again_in_s": pause}},
+                    )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                self._restarts += 1
+                await self._launch()
+                began = time.monotonic()
+                log.warning("the cache server is back")
+            except Exception as error:  # as of a fork without memory: it must be tried again
+                facts = {"facts": {"again_in_s": pause, "kind": type(error).__name__}}
+                log.error("the cache server did not start: %s", error, extra=facts)
+
+    async def _trouble(self) -> str:
+        """Wait until the server has ended or hangs; say which."""
+        assert self._process
+        answered = time.monotonic()
+        # One wait for all the time: the process keeps each that is given up.
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while not ended.done():
+                if await self._answers():
+                    answered = time.monotonic()
+                    self._pass_on_speed()
+                    await self._read_series()
+                elif time.monotonic() - answered > HUNG_S:
+                    return f"it has not answered for {HUNG_S:.0f} s"
+                await asyncio.wait({ended}, timeout=WATCH_S)
+        finally:
+            ended.cancel()
+        return f"it ended with exit code {self._process.returncode}"
+
+    def _pass_on_speed(self) -> None:
+        """Measure how fast the engine computes prompts, and write it to the server's input."""
+        early, late = self._counted, self._prefilled()
+        requests, tokens, seconds = (new - old for new, old in zip(late, early, strict=True))
+        self._counted = late
+        if requests and tokens / requests >= LONG:
+            now = seconds / tokens
+            last = self._seconds_per_token or now
+            self._seconds_per_token = FADES * last + (1 - FADES) * now
+        if self._seconds_per_token:
+            assert self._process
+            assert self._process.stdin
+            self._process.stdin.write(b"%f\n" % (self._seconds_per_token * self._chunk_size))
+
+    async def _answers(self) -> bool:
+        try:
+            answer = await self._client.get(f"{self._url}/healthcheck")
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    async def _read_series(self) -> None:
+        """Keep the series of the server's metrics. Without them, nothing else changes."""
+        text = bytearray()
+        try:
+            async with self._client.stream("GET", f"{self._url}/metrics") as answer:
+                answer.raise_for_status()
+                async for piece in answer.aiter_bytes():
+                    text += piece
+                    if len(text) > METRICS_BYTES:
+                        raise ValueError(f"they are longer than {METRICS_BYTES} bytes")
+            self._series = await asyncio.to_thread(_series, text.decode())
+        except (httpx.HTTPError, ValueError) as error:
+            self._series = []
+            self._unreadable.note(error)
+        else:
+            self._unreadable.note(None)
+
+    async def _end(self) -> None:
+        process = self._process
+        if process and process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), TERM_S)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if self._pool:
+            self._pool.unlink(missing_ok=True)
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "slipway_kv_cache_server_up",
+            "Whether the cache server answers; requests are served without tiers while it is 0.",
+            int(self.up),
+        )
+        yield CounterMetricFamily(
+            "slipway_kv_cache_server_restarts", "Starts after the first.", self._restarts
+        )
+        sizes = GaugeMetricFamily(
+            "slipway_kv_tier_capacity_bytes", "The size of each KV cache tier.", labels=["tier"]
+        )
+        for tier, size in self._capacity.items():
+            sizes.add_metric([tier], size)
+        yield sizes
+        yield from self._series
+
+
+def _series(text: str) -> list[Metric]:
+    """The series that are for operators, of stores by our names. Raises ValueError."""
+    families = []
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith(("lmcache", "slipway")):  # not its process's own
+            family.samples = [
+                sample._replace(
+                    labels={name: STORES.get(label, label) for name, label in sample.labels.items()}
+                )
+                for sample in family.samples
+            ]
+            families.append(family)
+    return families

@@ -1,0 +1,249 @@
+"""One version of an adapter, its states, and how it comes into the engine and leaves it.
+
+The engine loads an adapter when it is first used, once for all who wait. What is in use is never
+unloaded. Inside, an adapter is called `name@digest`, so that no cache of the engine's can take one
+version of it for another.
+"""
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from serving.aio import in_thread
+from serving.engine.base import Engine
+from serving.errors import AdapterFailed, AlreadyLoaded, NotLoaded, ServingError
+from serving.lora.files import AdapterFiles, LocalCopy, Located
+from serving.lora.slots import BatchSlots, EngineSlots
+from serving.sources.source import SourceError
+from serving.user_code import UserCode
+
+log = logging.getLogger(__name__)
+
+_LOADS = Histogram(
+    "slipway_adapter_load_seconds",
+    "How long the engine took to load an adapter.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+)
+_FAILED = Counter("slipway_adapter_load_failures", "Loads that failed.")
+
+CodeStarter = Callable[[Path], Awaitable[UserCode | None]]
+"""Starts a folder's model.py, where it has one that does something."""
+
+
+@dataclass(frozen=True)
+class AdapterHost:
+    """What all adapters of a server share: the engine with its slots, and where files come from."""
+
+    engine: Engine
+    batch: BatchSlots["Adapter"]
+    slots: EngineSlots["Adapter"]
+    files: AdapterFiles
+    start_code: CodeStarter | None
+    """None where adapters may have no code."""
+
+
+class State(enum.StrEnum):
+    """Where an adapter is in its life.
+
+    REGISTERED: the engine does not have it. GONE: nor will it ever again.
+    """
+
+    REGISTERED = "registered"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+    GONE = "gone"
+
+
+_NEXT = {
+    State.REGISTERED: {State.LOADING, State.GONE},
+    State.LOADING: {State.LOADED, State.REGISTERED},
+    State.LOADED: {State.UNLOADING},
+    State.UNLOADING: {State.REGISTERED},
+    State.GONE: set[State](),
+}
+
+
+class Adapter:
+    """One version of an adapter, which has itself loaded and unloaded.
+
+    src, preload and pin are as they were registered, or changed since.
+    """
+
+    def __init__(self, name: str, located: Located, host: AdapterHost) -> None:
+        self.name = name
+        self.digest = located.digest
+        self.src = located.src
+        self.preload = False
+        self.pin = False
+        self._host = host
+        self._users = 0  # requests that are under way, and changes that have it loaded
+        self._state = State.REGISTERED
+        # What takes it from LOADING or UNLOADING to the next state, in a task that no client's
+        # leaving cancels; there is never a second one.
+        self._change: asyncio.Task[None] | None = None
+        # While it is loaded:
+        self.code: UserCode | None = None
+        self._resources = contextlib.AsyncExitStack()
+
+    @property
+    def inner(self) -> str:
+        """Its name in the engine."""
+        return f"{self.name}@{self.digest}"
+
+    @property
+    def located(self) -> Located:
+        return Located(self.src, self.digest)
+
+    @property
+    def loaded(self) -> bool:
+        return self._state is State.LOADED
+
+    @property
+    def wanted(self) -> bool:
+        """Whether requests use it, or wait for it."""
+        return self._users > 0
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may make room for another: the engine works on none of its requests."""
+        return self.loaded and not self.pin and self not in self._host.batch
+
+    @contextlib.asynccontextmanager
+    async def use(self, located: Located | None = None) -> AsyncIterator[None]:
+        """Have it loaded, and keep it so until the block ends.
+
+        located: where its files were found a moment ago; else they are looked for at `src`. Raises
+        AdapterFailed and NoSlot.
+        """
+        self._users += 1
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                if not self.pin:  # a pinned one has its room in the batch for good
+                    await stack.enter_async_context(self._host.batch.acquire(self))
+                await self._ensure_loaded(located or self.located)
+                yield
+        finally:
+            self._users -= 1
+            self._host.slots.notify()
+
+    async def configure(self, located: Located, load: bool, pin: bool) -> None:
+        """Take over how it is registered; where loading or pinning fails, it stays as it was.
+
+        located: the same version, perhaps at another place. Raises AdapterFailed and NoSlot.
+        """
+        if load:
+            async with self.use(located):
+                if pin and not self.pin:
+                    await self._host.engine.pin_adapter(self.inner)
+                    self.pin = True
+        self.preload = self.preload or load
+        self.src = located.src
+
+    async def unload(self) -> None:
+        """Leave the engine. To be called where it is loaded, and not used."""
+        self._begin(State.UNLOADING, self._unload())
+        await self._changed(State.UNLOADING)
+
+    async def retire(self) -> None:
+        """Leave the engine for good, once none uses it. No new request may get hold of it."""
+        while self._users:
+            await self._host.slots.change()
+        while self._change:
+            await asyncio.wait({self._change})
+        if self.loaded:
+            await self.unload()
+        self._end(State.GONE)
+
+    async def _ensure_loaded(self, located: Located) -> None:
+        """Have the engine load it, once for all who wait; where that fails, each of them fails."""
+        while not self.loaded:
+            if not self._change:
+                self._begin(State.LOADING, self._load(located))
+            await self._changed(State.LOADING)
+        self._host.slots.touch(self)
+
+    async def _load(self, located: Located) -> None:
+        """From LOADING to LOADED, or to REGISTERED where that fails or nobody waits for it."""
+        reached = State.REGISTERED
+        try:
+            if await self._host.slots.take(self):
+                with _FAILED.count_exceptions(), _LOADS.time():
+                    await self._bring(located)
+                reached = State.LOADED
+        finally:
+            self._end(reached)
+            if reached is State.REGISTERED:
+                self._host.slots.release(self)
+            self._host.slots.notify()
+
+    async def _bring(self, located: Located) -> None:
+        async with contextlib.AsyncExitStack() as resources:
+            copy = await self._fetch(located)
+            resources.callback(copy.release)
+            code = await self._host.start_code(copy.folder) if self._host.start_code else None
+            if code:
+                resources.push_async_callback(code.stop)
+            with contextlib.suppress(AlreadyLoaded):  # the name has the digest of what is in it
+                await self._host.engine.load_adapter(self.inner, copy.folder)
+            self.code = code
+            if code:  # which may have to be started again, from the same files
+                self._resources = resources.pop_all()
+
+    async def _fetch(self, located: Located) -> LocalCopy:
+        try:
+            return await in_thread(self._host.files.fetch, located)
+        except (SourceError, OSError) as error:
+            raise AdapterFailed(f"adapter {self.name} cannot be read: {error}") from None
+
+    async def _unload(self) -> None:
+        """From UNLOADING to REGISTERED, whatever the engine says of it."""
+        try:
+            with contextlib.suppress(NotLoaded):
+                await self._host.engine.unload_adapter(self.inner)
+        finally:
+            try:
+                await self._resources.aclose()
+            finally:
+                self.code = None
+                self._end(State.REGISTERED)
+                self._host.slots.release(self)
+                self._host.batch.assign()
+
+    def _begin(self, state: State, change: Coroutine[Any, Any, None]) -> None:
+        """Enter a state that ends when `change` calls _end()."""
+        self._enter(state)
+        self._change = asyncio.create_task(change)
+        self._change.add_done_callback(self._log_unheard)
+
+    def _end(self, state: State) -> None:
+        """Enter a state that lasts."""
+        self._enter(state)
+        self._change = None
+
+    def _enter(self, state: State) -> None:
+        if state not in _NEXT[self._state]:
+            raise RuntimeError(f"adapter {self.inner} cannot go from {self._state} to {state}")
+        self._state = state
+
+    async def _changed(self, state: State) -> None:
+        """Wait for the change that is under way, and raise what it raised if it left this state."""
+        change, left = self._change, self._state
+        assert change
+        await asyncio.wait({change})
+        if left is state:
+            change.result()
+
+    def _log_unheard(self, change: "asyncio.Task[None]") -> None:
+        """Log why a change failed when no request is there to be answered with it."""
+        error = None if change.cancelled() else change.exception()
+        if error and not self._users:
+            unforeseen = None if isinstance(error, ServingError) else error
+            log.warning("adapter %s: %s", self.name, error, exc_info=unforeseen)

@@ -1,0 +1,286 @@
+"""Where adapters' files come from: folders, archives and S3. All of it blocks."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from handlers.custom import FILE
+from lmi_config import secure
+from lmi_config.adapter import CONFIG, WEIGHTS
+from lmi_config.model import Checkpoint, Folder, ModelError
+from serving.errors import BadRequest, Conflict, NoSlot
+from serving.lora import archives
+from serving.sources.digests import Digests, combined
+from serving.sources.s3 import S3, Listing
+from serving.sources.source import SourceError, exclusive
+
+log = logging.getLogger(__name__)
+
+FILES = 10_000  # in the folder of an adapter that has code
+LARGE = 64 * 1024 * 1024
+"""Bytes of a file beside the weights from which on its time counts instead of its content."""
+_PACKED = (".tar.gz", ".tgz")
+_PLACE = re.compile(r"[0-9a-f]{24}")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_CHANGED = ("it has changed since it was registered", "delete it and register it again")
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """A version of an adapter: where its files are, and a digest of their content."""
+
+    src: str
+    digest: str
+    listing: Listing | None = None
+    """What S3 listed, of which the digest is. Where there is none, S3 is asked again."""
+
+    @property
+    def packed(self) -> bool:
+        return self.src.endswith(_PACKED)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalCopy:
+    """A folder with an adapter's files, which stays until it is released."""
+
+    folder: Path
+    release: Callable[[], None] = lambda: None
+
+
+class AdapterFiles:
+    """The adapters' files: finds them, and brings those that are elsewhere or packed onto disk.
+
+    roots: folders under which adapters on this machine may be. buckets: those of S3 whose adapters
+    may be had. store: where files from elsewhere are kept, at most `limit` bytes of them; those
+    used longest ago make room. controls: those of secure mode, where it is on.
+
+    Its methods raise BadRequest and Conflict for places that are not allowed, SourceError,
+    ModelError or OSError for what cannot be read, and NoSlot where the limit is too low.
+    """
+
+    def __init__(
+        self,
+        roots: tuple[Path, ...],
+        buckets: tuple[str, ...],
+        store: Path,
+        limit: int,
+        controls: tuple[str, ...] = (),
+    ) -> None:
+        self._roots = roots
+        self._buckets = buckets
+        self._store = store
+        self._limit = limit
+        self._controls = controls
+        self._digests = Digests()
+        self._lock = threading.Lock()
+        self._holders: Counter[Path] = Counter()  # place → copies that are not released
+        entries = [*store.iterdir()] if store.is_dir() else []
+        places = [path for path in entries if _PLACE.fullmatch(path.name) and path.is_dir()]
+        places.sort(key=lambda place: place.stat().st_mtime)
+        self._sizes = {place: _size(place) for place in places}  # the one used last at the end
+
+    @contextlib.contextmanager
+    def look(self, src: str) -> Iterator[tuple[Checkpoint, Located]]:
+        """What is known of an adapter without its weights, and which version it is.
+
+        An archive has to be fetched and unpacked for that; it stays until the block ends.
+        """
+        source = self._source(src)
+        if isinstance(source, S3):
+            listing = source.list()
+            located = Located(src, listing.digest, listing)
+            if not located.packed:
+                checkpoint = listing.checkpoint()
+                self._require_secure(src, lambda: secure.listed(checkpoint))
+                yield checkpoint, located
+                return
+        elif src.endswith(_PACKED):
+            located = Located(src, self._digest(source))
+        else:
+            self._require_secure(src, lambda: secure.look(source))
+            folder = Folder(source)
+            for name in folder.sizes:
+                if not self._allowed((source / name).resolve()):
+                    raise BadRequest(f"src={src!r:.500}: {name} is a link to elsewhere")
+            yield folder, Located(src, self._digest(source))
+            return
+        copy = self.fetch(located)
+        try:
+            self._require_secure(src, lambda: secure.look(copy.folder))
+            yield Folder(copy.folder), located
+        finally:
+            copy.release()
+
+    def _require_secure(self, src: str, look: Callable[[], list[secure.File]]) -> None:
+        """Raise BadRequest for files that secure mode forbids."""
+        if self._controls and (faults := secure.file_faults(self._controls, src, look())):
+            raise BadRequest("; ".join(faults))
+
+    def fetch(self, located: Located) -> LocalCopy:
+        """Bring a version's files onto disk, where they are not there already.
+
+        Raises SourceError where another version is there now.
+        """
+        source = self._source(located.src)
+        if isinstance(source, Path):
+            if self._digest(source) != located.digest:
+                raise SourceError(located.src, *_CHANGED)
+            if not located.packed:
+                return LocalCopy(source)
+        name = hashlib.sha256(f"{located.src} {located.digest}".encode()).hexdigest()[:24]
+        place = self._store / name
+        with self._lock:
+            self._holders[place] += 1
+        release = functools.partial(self._release, place)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            os.utime(place)
+            with exclusive(place / "lock", log.info):
+                return LocalCopy(self._bring(located, source, place), release)
+        except BaseException:
+            release()
+            raise
+
+    def _release(self, place: Path) -> None:
+        with self._lock:
+            self._holders[place] -= 1
+
+    def _bring(self, located: Located, source: Path | S3, place: Path) -> Path:
+        """The folder in a place that then has the files."""
+        unpacked = place / "files"
+        try:
+            if unpacked.is_dir():
+                return unpacked
+            if isinstance(source, Path):
+                self._unpack(located.src, source, unpacked, 0)
+                return unpacked
+            listing = located.listing or source.list()
+            if listing.digest != located.digest:
+                raise SourceError(located.src, *_CHANGED)
+            self._make_room(place, listing.size)
+            folder = listing.to(place).fetch(log.info)
+            if not source.only:
+                return folder
+            archive = folder / source.only
+            try:
+                self._unpack(located.src, archive, unpacked, listing.size)
+            finally:
+                archive.unlink()
+            return unpacked
+        finally:
+            with self._lock:  # what there is, whether it went well or not
+                self._sizes.pop(place, None)
+                self._sizes[place] = _size(place)
+
+    def _unpack(self, src: str, archive: Path, folder: Path, beside: int) -> None:
+        """Unpack an archive. beside: bytes that the folder's place has already.
+
+        The archive is read twice, so that one that cannot be unpacked takes no room from others.
+        """
+        part = folder.with_name("part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        try:
+            size = archives.size(archive, self._limit - beside)
+            self._make_room(folder.parent, beside + size)
+            archives.unpack(archive, part, size)
+            part.rename(folder)
+        except archives.ArchiveError as error:
+            reason = f"it is not a whole and safe tar.gz archive ({error})"
+            raise SourceError(src, reason, "pack it again") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _make_room(self, place: Path, size: int) -> None:
+        """Count so many bytes for a place that is held; files used longest ago make room.
+
+        Raises NoSlot, and removes nothing, where that is not enough.
+        """
+        with self._lock:
+            sizes = {other: size for other, size in self._sizes.items() if other != place}
+            if size + sum(sizes[other] for other in sizes if self._holders[other]) > self._limit:
+                raise NoSlot(
+                    f"there is no room for {size} bytes more of adapters' files; "
+                    "OPTION_ADAPTER_DISK sets how much they may take"
+                )
+            for other in [*sizes]:
+                if size + sum(sizes.values()) > self._limit and not self._holders[other]:
+                    shutil.rmtree(other, ignore_errors=True)
+                    del sizes[other]
+            self._sizes = {**sizes, place: size}
+
+    def _source(self, src: str) -> Path | S3:
+        """Where an adapter is, if it may be there."""
+        scheme = _SCHEME.match(src)
+        if scheme and scheme[1] == "s3":
+            bucket, _, key = src.removeprefix("s3://").rstrip("/").partition("/")
+            if bucket not in self._buckets:
+                raise Conflict(f"src={src!r:.500}: OPTION_ADAPTER_BUCKETS does not name {bucket!r}")
+            folder, _, name = key.rpartition("/") if key.endswith(_PACKED) else (key, "", "")
+            return S3(src, bucket, folder and f"{folder}/", self._store, name)
+        if scheme and scheme[1] != "file":
+            raise Conflict(f"src={src!r:.500}: adapters come from folders and s3:// only")
+        try:
+            path = Path(src.removeprefix("file://")).resolve()
+        except (ValueError, OSError, RuntimeError):  # a zero byte, a ring of links
+            raise BadRequest(f"src={src!r:.500} is no path") from None
+        if not self._allowed(path):
+            allowed = ", ".join(map(str, self._roots))
+            raise BadRequest(f"src={src!r:.500}: adapters may be under {allowed}")
+        return path
+
+    def _digest(self, source: Path) -> str:
+        """16 hex digits that differ when the content of a file or folder does."""
+        if source.is_file():
+            return combined({"": self._digests.of(source)})
+        if not source.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", str(source))
+        return combined({name: self._content(name, path) for name, path in _files(source)})
+
+    def _content(self, name: str, path: Path) -> str:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return "none"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{stat.S_IFMT(status.st_mode)} {path.is_symlink() and path.readlink()}"
+        if status.st_size > LARGE and name != WEIGHTS:
+            return f"{status.st_size} {status.st_mtime_ns}"
+        return self._digests.of(path)
+
+    def _allowed(self, path: Path) -> bool:
+        return any(path.is_relative_to(root) for root in self._roots)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """What may change an adapter's answers: its own two files, or all where there is code to read
+    them, but hidden files and Python's caches.
+    """
+    if not (folder / FILE).is_file():
+        yield from ((name, folder / name) for name in (CONFIG, WEIGHTS))
+        return
+    count = 0
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
+        count += len(folders) + len(names)
+        if count > FILES:
+            raise ModelError(f"{folder} has more than {FILES} files; an adapter's code is few")
+        for name in sorted((*names, *folders)):
+            if name[0] != ".":
+                path = Path(place, name)
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _size(place: Path) -> int:
+    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())

@@ -1,0 +1,184 @@
+"""The adapter registry: which adapters there are, by name. No HTTP.
+
+When an adapter is registered, its files are checked and a digest of them is made; it is loaded when
+it is first used. One that is unregistered goes when its last request has ended.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Collection, Mapping
+from weakref import WeakValueDictionary
+
+from prometheus_client import Counter, Gauge
+
+from lmi_config import adapter as facts
+from lmi_config.model import ModelError, Tensor
+from serving import user_code
+from serving.aio import in_thread
+from serving.engine.base import Engine
+from serving.errors import AdapterRefused, BadRequest, Conflict, NoSlot, NotFound
+from serving.lora.adapter import Adapter, AdapterHost, CodeStarter
+from serving.lora.files import AdapterFiles, Located
+from serving.lora.slots import BatchSlots, EngineSlots
+from serving.sources.source import SourceError
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
+LABELS = 100
+"""Adapters that have a series of their own, the first ones that are used; the others share one."""
+
+_REGISTERED = Gauge("slipway_adapters_registered", "Adapters that can be used.")
+_REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
+
+
+class AdapterRegistry:
+    """The adapters by name, each in its current version.
+
+    base: the model's tensors. max_rank: of an adapter. batch_slots: how many adapters a batch of
+    the engine has room for. engine_slots: how many the engine does. limit: how many may be
+    registered. start_code: starts the model.py of a folder; None where adapters may have none.
+    model_names: the model's own, which no adapter may have.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        files: AdapterFiles,
+        base: Mapping[str, Tensor],
+        max_rank: int,
+        batch_slots: int,
+        engine_slots: int,
+        limit: int,
+        start_code: CodeStarter | None,
+        model_names: Collection[str],
+    ) -> None:
+        self._model_names = model_names
+        self._files = files
+        self._base = base
+        self._max_rank = max_rank
+        self._limit = limit
+        self._may_run_code = start_code is not None
+        slots = EngineSlots[Adapter](engine_slots)
+        # A pinned one has its room in the batch for good.
+        self._batch = BatchSlots[Adapter](lambda: batch_slots - slots.pinned)
+        self._host = AdapterHost(engine, self._batch, slots, files, start_code)
+        self._registered: dict[str, Adapter] = {}
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # names come and go
+        self._labels: set[str] = set()
+        _REGISTERED.set_function(lambda: len(self._registered))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until their adapter is worked on."""
+        return self._batch.waiting
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._registered
+
+    def listed(self) -> list[Adapter]:
+        return [self._registered[name] for name in sorted(self._registered)]
+
+    def get(self, name: str) -> Adapter:
+        try:
+            return self._registered[name]
+        except KeyError:
+            raise NotFound(f"adapter {name!r:.140} is not registered") from None
+
+    async def register(self, name: str, src: str, preload: bool = False, pin: bool = False) -> None:
+        """Add an adapter; again with the same content does nothing more.
+
+        Raises BadRequest for a name or a place that cannot be, Conflict where the name has other
+        content, AdapterRefused where the files cannot be used, AdapterFailed or NoSlot where it was
+        to be loaded and that failed; then it is not registered.
+        """
+        if not NAME.fullmatch(name):
+            raise BadRequest(
+                f"name={name!r:.140}: should be letters, digits, '-', '_' and '.', at most 128, "
+                "with a letter or a digit at both ends"
+            )
+        if name in self._model_names:
+            raise Conflict(f"{name} is a name of the model itself; choose another for the adapter")
+        async with self._lock(name):
+            located = await in_thread(self._look, name, src)
+            known = self._registered.get(name)
+            if known and known.digest != located.digest:
+                raise Conflict(
+                    f"adapter {name} is registered with other content, from {known.src}; "
+                    "update it, or delete it first"
+                )
+            if not known and len(self._registered) >= self._limit:
+                raise NoSlot(
+                    f"{self._limit} adapters are registered; OPTION_MAX_ADAPTERS sets the limit"
+                )
+            adapter = self._registered[name] = known or Adapter(name, located, self._host)
+            try:
+                await adapter.configure(located, preload or pin, pin)
+            except (
+                Exception
+            ):  # it is cancelled where the server ends, and the client hears of it at once
+                if not known:
+                    del self._registered[name]
+                    await adapter.retire()
+                raise
+
+    async def update(
+        self, name: str, src: str | None, preload: bool | None, pin: bool | None
+    ) -> None:
+        """Change an adapter's content or how it is kept. Where that fails it stays as it was.
+
+        Raises as register() does, and NotFound.
+        """
+        self.get(name)
+        async with self._lock(name):
+            known = self.get(name)
+            if known.pin and pin is False:
+                raise BadRequest("an adapter cannot be unpinned; delete it and register it again")
+            located = await in_thread(self._look, name, src) if src else known.located
+            same = located.digest == known.digest
+            adapter = known if same else Adapter(name, located, self._host)
+            pin = known.pin or bool(pin)
+            try:
+                await adapter.configure(located, bool(preload) or pin, pin)
+            except BaseException:
+                if adapter is not known:
+                    await adapter.retire()
+                raise
+            if adapter is not known:
+                self._registered[name] = adapter
+                await known.retire()
+
+    async def unregister(self, name: str) -> None:
+        """Take an adapter away: from new requests at once, from the engine when none uses it."""
+        self.get(name)
+        async with self._lock(name):
+            adapter = self.get(name)
+            del self._registered[name]
+            await adapter.retire()
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[Adapter]:
+        """An adapter that the engine has, and keeps until the block ends.
+
+        Raises NotFound, AdapterFailed and NoSlot.
+        """
+        adapter = self.get(name)
+        async with adapter.use():
+            if len(self._labels) < LABELS:
+                self._labels.add(name)
+            _REQUESTS.labels(name if name in self._labels else "other").inc()
+            yield adapter
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def _look(self, name: str, src: str) -> Located:
+        """Check an adapter's files. Blocks; raises AdapterRefused, BadRequest and Conflict."""
+        try:
+            with self._files.look(src) as (checkpoint, located):
+                faults = facts.faults(facts.look(checkpoint), self._base, self._max_rank)
+                faults += user_code.faults_of_adapter(checkpoint, self._may_run_code)
+        except (ModelError, SourceError, OSError) as error:
+            raise AdapterRefused(f"adapter {name} cannot be used: {error}") from None
+        if faults:
+            raise AdapterRefused(f"adapter {name} cannot be used: {'; '.join(faults)}")
+        return located

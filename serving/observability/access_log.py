@@ -1,0 +1,117 @@
+"""What is kept of each request: its id, a line in the log, and series for Prometheus."""
+
+import functools
+import random
+import re
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+from starlette.types import Message, Scope, Send
+
+from serving import protocol
+from serving.errors import ServingError
+from serving.observability import logs
+from serving.observability.logs import REQUEST_ID
+from serving.observability.redaction import redacted
+
+_REQUESTS = Counter(
+    "slipway_requests",
+    "Requests by path, by whether they went to an adapter, and by status; 499: the client left.",
+    ["path", "adapter", "status"],
+)
+_SECONDS = Histogram(
+    "slipway_request_seconds",
+    "Time from a request's head to the end of its answer.",
+    ["path"],
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 300),
+)
+CLIENT_LEFT = 499
+
+_AN_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what can stand in a header, a line, a path
+_TOKENS = re.compile(rb'"(prompt_tokens|completion_tokens)":(\d+)')
+_TAIL = 700  # bytes at the end of an answer of vLLM's that `usage` is in
+
+
+def request_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """The id that a client gave its request, SageMaker's before others', or else a new one."""
+    found = dict(headers)
+    for name in (protocol.INFERENCE_ID, protocol.REQUEST_ID):
+        if (value := found.get(name)) and _AN_ID.fullmatch(value):
+            given = value.decode()
+            if redacted(given) == given:
+                return given
+    return f"{random.getrandbits(128):032x}"
+
+
+class AccessRecord:
+    """What is kept of one request: its id, its line in the log, its part in the series.
+
+    route: its path as the series have it, not what was asked for, which could be anything. adapter:
+    the one it went to. error: what it was answered with, or what broke off a stream.
+    """
+
+    def __init__(self, route: str, scope: Scope) -> None:
+        self._route = route
+        self._method = scope["method"]
+        self._began = time.perf_counter()
+        self._last: Message | None = None
+        self.id = request_id(scope["headers"])
+        self.status = 0
+        """Of the answer, once its head is sent."""
+        self.adapter: str | None = None
+        self.error: ServingError | None = None
+        self._header = (protocol.REQUEST_ID, self.id.encode())
+        REQUEST_ID.set(self.id)
+
+    def with_id(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """A request's headers with its id, by which vLLM calls it."""
+        others = [header for header in headers if header[0] != protocol.REQUEST_ID]
+        return [*others, self._header]
+
+    def wrap(self, send: Send) -> Send:
+        """What is to be called in the place of `send`, so that the answer is recorded."""
+
+        def recording(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), self._header]}
+            elif not message.get("more_body"):
+                self._last = message
+            return send(message)
+
+        return recording
+
+    def close(self) -> None:
+        """Count the request and write its line, at its end."""
+        seconds = time.perf_counter() - self._began
+        status = self.status or CLIENT_LEFT
+        _requests(self._route, self.adapter is not None, status // 100).inc()
+        _seconds(self._route).observe(seconds)
+        facts: dict[str, Any] = {
+            "method": self._method,
+            "path": self._route,
+            "status": status,
+            "ms": round(1000 * seconds, 1),
+        }
+        if self.adapter:
+            facts["adapter"] = redacted(self.adapter)
+        if self.error:
+            facts["error"] = type(self.error).__name__
+        if self._last is None:
+            facts["complete"] = False
+        elif body := self._last.get("body"):
+            for name, number in _TOKENS.findall(body, max(len(body) - _TAIL, 0)):
+                facts[name.decode()] = int(number)
+        logs.access(self.id, facts)
+
+
+@functools.cache
+def _requests(path: str, adapter: bool, status: int) -> Counter:
+    return _REQUESTS.labels(path, "adapter" if adapter else "base", f"{status}xx")
+
+
+@functools.cache
+def _seconds(path: str) -> Histogram:
+    return _SECONDS.labels(path)

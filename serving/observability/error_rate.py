@@ -1,0 +1,69 @@
+"""LMI's SERVING_ERROR_RATE_*: after too many errors /ping says so, and the server is replaced."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from lmi_config.options import Settings
+from serving.errors import (
+    AdapterFailed,
+    EngineFailed,
+    NotReady,
+    Overloaded,
+    ServerFailed,
+    ServingError,
+    TimedOut,
+    UserCodeFailed,
+)
+
+# LMI's kinds: what had no room or was not ready, what broke here, what broke in the model.
+_KINDS: Mapping[type[ServingError], str] = {
+    NotReady: "wlm",
+    Overloaded: "wlm",
+    ServerFailed: "server",
+    EngineFailed: "model",
+    TimedOut: "model",
+    AdapterFailed: "model",
+    UserCodeFailed: "model",
+}
+
+
+class ErrorRates:
+    """Counts errors by LMI's kinds, up to the operator's limits. What clients did wrong is none."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        limits = {
+            "wlm": settings.error_rate_wlm,
+            "server": settings.error_rate_server,
+            "model": settings.error_rate_model,
+            "any": settings.error_rate_any,
+        }
+        self._limits = {kind: limit for kind, limit in limits.items() if limit}
+        self._clock = clock
+        # The last of them alone say whether there were more than the limit.
+        self._times = {
+            kind: deque[float](maxlen=count + 1) for kind, (count, _) in self._limits.items()
+        }
+
+    def count(self, error: ServingError) -> None:
+        kind = next((kind for base, kind in _KINDS.items() if isinstance(error, base)), None)
+        if kind:
+            for name in {kind, "any"} & self._times.keys():
+                self._times[name].append(self._clock())
+
+    def clear(self) -> None:
+        """Forget the errors so far."""
+        for times in self._times.values():
+            times.clear()
+
+    def exceeded(self) -> str | None:
+        """Which limit is exceeded now, in a sentence; None where none is."""
+        now = self._clock()
+        for kind, times in self._times.items():
+            count, seconds = self._limits[kind]
+            if len(times) > count and now - times[0] <= seconds:
+                return (
+                    f"more than {count} errors in {seconds} s; "
+                    f"SERVING_ERROR_RATE_{kind.upper()} sets the limit"
+                )
+        return None

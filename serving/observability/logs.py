@@ -1,0 +1,206 @@
+"""The log: one JSON object a line, or readable text on a terminal, without secrets."""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from lmi_config.values import LOG_LEVELS
+from serving.observability.redaction import hide, plain, redacted
+
+MAX_REPEATS = 30
+"""Times that the same line is written in a minute."""
+_MINUTE = 60.0
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The id of the request that is being answered; every line that is written meanwhile has it."""
+
+
+def _stamp(seconds: float) -> str:
+    """A time in UTC, as ISO 8601 has it."""
+    whole = int(seconds)
+    return f"{_second(whole)}.{int(1000 * (seconds - whole)):03d}Z"
+
+
+@functools.lru_cache(maxsize=1)
+def _second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as a JSON object: time (UTC, ISO 8601), level, logger, message, the process
+    where it is not the server's, the request's id, and the call's `extra={"facts": …}`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _stamp(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.processName != "MainProcess":
+            line["process"] = record.processName
+        if request := REQUEST_ID.get():
+            line["request_id"] = request
+        line |= getattr(record, "facts", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(plain(line))
+
+
+class TextFormatter(logging.Formatter):
+    """Writes the same as text, for a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = dict(getattr(record, "facts", {}))
+        if request := REQUEST_ID.get():
+            facts["request_id"] = request
+        text = " ".join([super().format(record), *(f"{key}={facts[key]}" for key in facts)])
+        return redacted(text)
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+class Handler(logging.StreamHandler[TextIO]):
+    """Writes each line at most MAX_REPEATS times a minute, and then how often more it came."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        super().__init__(stream)
+        self.setFormatter(formatter)
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._until = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.created >= self._until:
+            self.report_repeats()
+            self._until = record.created + _MINUTE
+        # Lines of others have no template: those that differ in numbers are the same.
+        template = str(record.msg) if record.args else _DIGITS.sub("", str(record.msg))
+        if template == "%s":
+            template = record.getMessage()
+        key = record.name, template[:80]
+        self._counts[key] += 1
+        if self._counts[key] <= MAX_REPEATS:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Do nothing: there is nowhere left to write it, and standard error leads back to us."""
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+    def write(self, line: bytes) -> None:
+        """Write a line that is formatted already."""
+        assert self.lock
+        with self.lock, contextlib.suppress(OSError):  # nobody reads it any more
+            self.stream.buffer.write(line)
+            self.stream.buffer.flush()
+
+    def report_repeats(self) -> None:
+        """Write what was left out in the last minute."""
+        counts, self._counts = self._counts, Counter()
+        for (name, template), count in counts.items():
+            if count > MAX_REPEATS:
+                facts = {"suppressed": count - MAX_REPEATS, "like": template}
+                values = {"name": name, "msg": "the same came again and again", "facts": facts}
+                super().emit(make_record(logging.WARNING, values))
+
+
+def make_record(level: int, values: Mapping[str, Any]) -> logging.LogRecord:
+    """A record of what this process did not log itself. values: its fields besides the level."""
+    return logging.makeLogRecord(
+        {"levelno": level, "levelname": logging.getLevelName(level), **values}
+    )
+
+
+_handler: Handler | None = None
+
+
+def configure(environ: Mapping[str, str]) -> None:
+    """Send our log and what others log through Python to standard error."""
+    global _handler
+    hide(environ)
+    formatter = TextFormatter() if sys.stderr.isatty() else JsonFormatter()
+    _handler = Handler(sys.stderr, formatter)
+    logging.getLogger().handlers = [_handler]
+    logging.captureWarnings(True)
+    set_level("info")
+
+
+def process_handler() -> Handler:
+    """The handler of this process: the server's, or one like it in a process of vLLM's, which finds
+    this function by vllm_logging.json.
+    """
+    global _handler
+    if not _handler:
+        hide(os.environ)
+        _handler = Handler(sys.stderr, JsonFormatter())
+        logging.captureWarnings(True)
+        set_level(os.environ.get("VLLM_LOGGING_LEVEL", "info"))
+    return _handler
+
+
+_access = logging.getLogger("serving.access")
+
+
+def access(request: str, facts: dict[str, Any]) -> None:
+    """Write the line of a request. Neither its id nor its facts have a secret in them.
+
+    Without logging's machinery, which shows in what a small request costs.
+    """
+    if not _access.isEnabledFor(logging.INFO):
+        return
+    if not _handler or not isinstance(_handler.formatter, JsonFormatter):
+        _access.info("request", extra={"facts": facts})
+        return
+    line: dict[str, Any] = {
+        "time": _stamp(time.time()),
+        "level": "info",
+        "logger": _access.name,
+        "message": "request",
+        "request_id": request,
+    }
+    _handler.write(msgspec.json.encode(line | facts) + b"\n")
+
+
+def engine_environment(environ: Mapping[str, str], level: str) -> dict[str, str]:
+    """Variables that make vLLM's processes log as we do, unless the operator has it otherwise."""
+    wanted = {
+        "VLLM_LOGGING_LEVEL": level.upper(),
+        "PYTHONUNBUFFERED": "1",  # or what they print would come late
+    }
+    if environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0":
+        wanted["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("vllm_logging.json"))
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def set_level(level: str) -> None:
+    """Write lines of this level and above; of libraries warnings and above, at whatever level."""
+    for name in ("serving", "vllm"):
+        logging.getLogger(name).setLevel(level.upper())
+
+
+def step_level(steps: int) -> None:
+    """Make the log quieter by so many levels, or louder where the number is negative."""
+    ours = logging.getLogger("serving")
+    index = LOG_LEVELS.index(logging.getLevelName(ours.level).lower()) + steps
+    level = LOG_LEVELS[min(max(index, 0), len(LOG_LEVELS) - 1)]
+    set_level(level)
+    ours.log(ours.level, "the log's level is %s now", level)  # who asked wants to see it

@@ -1,0 +1,21 @@
+"""One log line for a trouble that is met again and again."""
+
+from collections.abc import Callable
+
+
+class TroubleLog:
+    """Logs a trouble when it begins, and not again before it has ended.
+
+    log: a logger's method. message: with one `%s`, for the trouble.
+    """
+
+    def __init__(self, log: Callable[..., None], message: str) -> None:
+        self._log = log
+        self._message = message
+        self._logged = False
+
+    def note(self, trouble: object | None) -> None:
+        """Take what a look has found: the trouble, or None."""
+        if trouble is not None and not self._logged:
+            self._log(self._message, trouble, stacklevel=2)
+        self._logged = trouble is not None

@@ -1,0 +1,54 @@
+"""Names on the wire, of `serve` and of `route`: headers, in the case in which ASGI and the router
+compare them, and paths.
+
+Sources: Amazon SageMaker's runtime API (InvokeEndpoint) and its container contract, OpenAI's API,
+and Slipway's own.
+"""
+
+import re
+from collections.abc import Iterable
+
+REQUEST_ID = b"x-request-id"
+INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
+ADAPTER_ID = b"x-amzn-sagemaker-adapter-identifier"
+ADAPTER_ALIAS = b"x-amzn-sagemaker-adapter-alias"
+SESSION_ID = b"x-amzn-sagemaker-session-id"
+NEW_SESSION_ID = b"x-amzn-sagemaker-new-session-id"
+CLOSED_SESSION_ID = b"x-amzn-sagemaker-closed-session-id"
+SAGEMAKER = b"x-amzn-sagemaker-"
+"""What all of SageMaker's begin with."""
+VLLM_SESSION_ID = b"x-session-id"
+"""What vLLM calls a conversation."""
+
+PING = "/ping"
+METRICS = "/metrics"
+REPLICAS = "/replicas"
+INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")
+"""The paths of LMI's that are one: the last two are those of its server and of SageMaker's
+multi-model endpoints.
+"""
+ADAPTERS = ("/adapters", "/models/{model}/adapters")
+
+
+def _pattern(paths: Iterable[str]) -> str:
+    return "|".join(re.sub("{[^}]*}", "[^/]+", path) for path in paths)
+
+
+INVOCATIONS_PATH = _pattern(INVOCATIONS)
+ADAPTERS_PATH = _pattern(ADAPTERS)
+"""The same as regular expressions."""
+OPENAI = "/v1/"
+"""What all of OpenAI's begin with."""
+CHAT_COMPLETIONS = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS)
+"""The engine's own paths that are answered. No other path of the engine's is reachable."""
+MODELS = "/v1/models"
+KV_EVENT_SOURCES = "/kv_event_sources"
+EXECUTION_PARAMETERS = "/execution-parameters"
+
+
+def shown(name: bytes) -> str:
+    """A header's name as it is written for people: X-Amzn-SageMaker-Session-Id."""
+    return name.decode().title().replace("Sagemaker", "SageMaker")

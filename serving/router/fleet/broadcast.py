@@ -1,0 +1,88 @@
+"""Changes of adapters, which all replicas are to have."""
+
+import asyncio
+from typing import NamedTuple
+
+import aiohttp
+
+from serving.errors import NotReady, ReplicaFailed
+from serving.protocol import ADAPTER_ALIAS, REQUEST_ID
+from serving.router.fleet.health import HealthChecks, has_ended, session
+from serving.router.fleet.replicas import Replica, ReplicaPool
+from serving.router.http.request import Request
+
+_PASSED_ON = (b"content-type", ADAPTER_ALIAS, REQUEST_ID)
+
+
+class Answer(NamedTuple):
+    """What a replica answered to a change."""
+
+    status: int
+    content_type: bytes
+    body: bytes
+    lines: tuple[bytes, ...]
+    """Further lines of its head."""
+
+
+class Broadcast:
+    """Sends a request to all replicas that are ready."""
+
+    def __init__(self, pool: ReplicaPool, health: HealthChecks, timeout_s: float) -> None:
+        """timeout_s: for the whole answer of one replica."""
+        self._pool = pool
+        self._health = health
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def send(self, request: Request) -> Answer:
+        """Have all replicas answer. Returns the worst of their answers; raises ServingError."""
+        ready = self._pool.ready
+        if not ready:
+            raise NotReady(self._pool.trouble())
+        async with session() as client:
+            calls = (self._send_to(replica, request, client) for replica in ready)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        self._health.expire_models(ready)
+        counted = []
+        for answer in answers:  # only now: all of them are to have the change
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer:
+                counted.append(answer)
+        if not counted:
+            raise NotReady("the replicas ended before they took the change")
+        return max(counted, key=lambda answer: answer.status)
+
+    async def _send_to(
+        self, replica: Replica, request: Request, client: aiohttp.ClientSession
+    ) -> Answer | None:
+        """A replica's answer; None where it serves no more.
+
+        Such a one does not count: when it starts anew, it has none of the adapters that were
+        registered with it before.
+        """
+        try:
+            answer = await self._answer(replica, request, client)
+            return None if answer.status == 503 and await has_ended(client, replica) else answer
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if await has_ended(client, replica):
+                return None
+            raise ReplicaFailed(f"a replica did not take the change: {error}") from None
+
+    async def _answer(
+        self, replica: Replica, request: Request, client: aiohttp.ClientSession
+    ) -> Answer:
+        async with client.request(
+            request.method.decode(),
+            replica.name + request.target.decode("latin-1"),
+            data=bytes(request.body),
+            headers={
+                name.decode(): value.decode("latin-1")
+                for name, value in request.headers
+                if name in _PASSED_ON
+            },
+            timeout=self._timeout,
+        ) as answer:
+            content_type = answer.headers.get("content-type", "application/json")
+            retry_after = answer.headers.get("retry-after")
+            lines = (f"retry-after: {retry_after}".encode(),) if retry_after else ()
+            return Answer(answer.status, content_type.encode(), await answer.read(), lines)

@@ -1,0 +1,75 @@
+"""Where the replicas are: a list, a file that is watched, or endpoints that Kubernetes knows."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+
+from lmi_config.values import replica, replica_source
+from serving.aio import in_thread
+from serving.router.fleet.fault_log import FaultLog
+from serving.router.fleet.kubernetes import endpoints
+
+LOOK_S = 0.5
+"""Between two looks at a file."""
+
+
+async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
+    """The base URLs of the replicas (scheme, host, port; no trailing slash), now and each time they
+    change. Ends only for a list, which never changes.
+
+    where: what `values.replicas` accepts. Of Kubernetes' endpoints it takes those that are ready or
+    still serve, but none that are terminating. Without `?port=` it is the port named `http`, or
+    else the first; a number is the pods' port, not the Service's.
+
+    While a file or Kubernetes cannot be read, the replicas stay as they were; nothing is yielded
+    before it could be read once. Each new reason is logged. Raises ValueError when `where` is none
+    of these.
+    """
+    source = replica_source(where)
+    if isinstance(source, frozenset):
+        yield source
+        return
+    last = None
+    sets = _watched(source) if isinstance(source, Path) else endpoints(source)
+    async with aclosing(sets):
+        async for urls in sets:
+            if urls != last:
+                yield urls
+            last = urls
+
+
+def listed(content: str) -> frozenset[str]:
+    """The replicas in a file: a URL a line, comments after `#`. Raises ValueError for others."""
+    urls = set()
+    for number, line in enumerate(content.splitlines(), 1):
+        if address := line.partition("#")[0].strip():
+            try:
+                urls.add(replica(address))
+            except ValueError as error:
+                raise ValueError(f"line {number} should be {error}") from None
+    return frozenset(urls)
+
+
+async def _watched(file: Path) -> AsyncGenerator[frozenset[str]]:
+    """A file's replicas, at each look.
+
+    It is read again and again rather than watched by inotify, which follows the file that was there
+    at first, not the path, where Kubernetes swaps a link two folders up and editors put a new file
+    in place; and which says nothing of file systems on a network.
+    """
+    faults = FaultLog(file)
+    before = None
+    while True:
+        try:
+            content = await in_thread(file.read_text)
+            # A file that is being written may be seen empty or cut off. Two looks agree on it less
+            # often.
+            if before in (None, content):
+                urls = listed(content)
+                faults.recovered()
+                yield urls
+            before = content
+        except (OSError, ValueError) as error:
+            faults.failed(str(error))
+        await asyncio.sleep(LOOK_S)

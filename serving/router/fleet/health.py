@@ -1,0 +1,198 @@
+"""Health checks: replicas are asked again and again whether they can serve, and what."""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Iterable
+
+import aiohttp
+import msgspec
+
+from serving.protocol import METRICS, MODELS, PING
+from serving.router.fleet.replicas import Replica, ReplicaPool, State
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+"""Between two probes of a replica."""
+PING_TIMEOUT_S = 5.0
+SILENT = 2
+"""Pings without an answer, one after the other, after which a replica is down. One that refuses
+connections is down at once.
+"""
+MODELS_S = 5.0
+"""Between two looks at a replica's models and adapters."""
+
+_FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+def session() -> aiohttp.ClientSession:
+    """A client for as many replicas as there are."""
+    timeout = aiohttp.ClientTimeout(total=PING_TIMEOUT_S)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
+    """Ask a replica whether it serves no more, nor will before it has started anew."""
+    try:
+        state, _ = _read_ping(*await _get(client, replica.name + PING))
+    except aiohttp.ClientConnectorError as error:
+        return isinstance(error.os_error, ConnectionRefusedError)
+    except _FAILURES:
+        return False
+    return state in (State.DRAINING, State.FAILED)
+
+
+class HealthChecks:
+    """Keeps a pool true to where replicas are, and to what they say of themselves."""
+
+    def __init__(self, pool: ReplicaPool) -> None:
+        self._pool = pool
+        self._probes: dict[str, Probe] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self, sets: AsyncIterator[frozenset[str]]) -> None:
+        """Check until cancelled. sets: the replicas' URLs, each time they change."""
+        async with session() as client:
+            try:
+                async for urls in sets:
+                    self._update(urls, client)
+                await asyncio.Event().wait()
+            finally:
+                for task in self._tasks.values():
+                    task.cancel()
+                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def expire_models(self, replicas: Iterable[Replica]) -> None:
+        """What these replicas serve may have changed: they are asked with their next probe."""
+        for replica in replicas:
+            if probe := self._probes.get(replica.name):
+                probe.expire_models()
+
+    def _update(self, urls: frozenset[str], client: aiohttp.ClientSession) -> None:
+        for url in self._tasks.keys() - urls:
+            self._tasks.pop(url).cancel()
+            del self._probes[url]
+        self._pool.update(urls)
+        for replica in self._pool.replicas:
+            if replica.name not in self._tasks:
+                probe = self._probes[replica.name] = Probe(self._pool, replica, client)
+                self._tasks[replica.name] = asyncio.create_task(probe.run())
+
+
+class Probe:
+    """The health check of one replica."""
+
+    def __init__(self, pool: ReplicaPool, replica: Replica, client: aiohttp.ClientSession) -> None:
+        self._pool = pool
+        self._replica = replica
+        self._client = client
+        self._silent = 0  # pings in a row that had no answer
+        self._models_at = 0.0  # when its models were asked for
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        replica = self._replica
+        while True:
+            try:
+                await self._check()
+            except Exception as error:  # whatever it answers, it is probed again
+                detail = f"looking at it failed: {error}"
+                if replica.detail != detail:
+                    log.exception("%s: looking at it failed", replica.name)
+                self._pool.enter(replica, State.FAILED, detail, anew=False)
+            await asyncio.sleep(PING_S)
+
+    def expire_models(self) -> None:
+        self._models_at = 0.0
+
+    async def _check(self) -> None:
+        """Ask what has become of the replica."""
+        replica = self._replica
+        state, detail = await self._ping()
+        anew = False
+        try:
+            if state is State.READY and not self._silent:
+                if replica.state is not State.READY:
+                    anew = await self._meet()
+                elif time.monotonic() - self._models_at > MODELS_S:
+                    await self._list_models()
+        except _FAILURES:
+            state, detail = replica.state, "it does not answer"
+        self._pool.enter(replica, state, detail, anew=anew)
+
+    async def _ping(self) -> tuple[State, str]:
+        try:
+            status, answer = await _get(self._client, self._replica.name + PING)
+        except _FAILURES as error:
+            self._silent += 1
+            lost = self._silent >= SILENT or not isinstance(error, TimeoutError)
+            state = State.DOWN if lost else self._replica.state
+            return state, str(error) or "it does not answer"
+        self._silent = 0
+        return _read_ping(status, answer)
+
+    async def _meet(self) -> bool:
+        """Ask what is to be known of a replica that has become ready. Whether it started anew."""
+        _, answer = await _get(self._client, self._replica.name + METRICS)
+        born = _BORN.search(answer)
+        blocks, size = _BLOCKS.search(answer), _BLOCK_SIZE.search(answer)
+        tokens = int(blocks[1]) * int(size[1]) if blocks and size else None
+        anew = self._replica.meet(born[1] if born else None, tokens)
+        await self._list_models()
+        return anew
+
+    async def _list_models(self) -> None:
+        self._models_at = time.monotonic()
+        status, answer = await _get(self._client, self._replica.name + MODELS)
+        if status != 200:
+            return
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            models = _read_models(answer).data
+            names = frozenset(model.id for model in models)
+            adapters = frozenset(model.id for model in models if model.parent)
+            self._pool.list_models(self._replica, names, adapters)
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_read_models = msgspec.json.Decoder(_Models).decode
+
+# Of /metrics: when the process started, and the size of the engine's KV cache.
+_BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+_BLOCKS = re.compile(rb'^vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"', re.MULTILINE)
+_BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*block_size="(\d+)"', re.MULTILINE)
+
+
+async def _get(client: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
+    async with client.get(url, allow_redirects=False) as answer:
+        return answer.status, await answer.read()
+
+
+class _Ping(msgspec.Struct):
+    status: str = ""
+    detail: str = ""
+
+
+def _read_ping(status: int, answer: bytes) -> tuple[State, str]:
+    """What an answer to /ping says; other servers than ours say it by the status alone."""
+    try:
+        ping = msgspec.json.decode(answer, type=_Ping)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        ping = _Ping()
+    if status == 200:
+        return State.READY, ping.detail
+    if ping.status in ("draining", "stopped"):
+        return State.DRAINING, ping.detail
+    if ping.status == "starting":
+        return State.STARTING, ping.detail
+    return State.FAILED, ping.detail or f"{PING} answered {status}"

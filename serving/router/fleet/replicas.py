@@ -1,0 +1,207 @@
+"""The replicas: which there are, whether they can serve, and what they serve."""
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Callable, Sequence, Set
+from urllib.parse import urlsplit
+
+from serving.router.fleet.circuit_breaker import CircuitBreaker
+from serving.router.http.upstream import Upstream
+from serving.router.policy.policies import Load, Share
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+"""An idle connection is kept for so long; servers drop theirs after 75 s, or earlier."""
+COUNTED_S = 600.0
+"""Series of a replica that is gone are there for so long: its last requests are still to be read,
+and where it comes back, it is counted on.
+"""
+
+
+class State(enum.StrEnum):
+    """What a replica's /ping says, or that it says nothing."""
+
+    UNKNOWN = "unknown"
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    DOWN = "down"
+
+
+_READY = State.READY  # in Python 3.11 a member takes a call of an enumeration
+
+
+class Replica(Load):
+    """One server, as the router knows it."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        parts = urlsplit(url)
+        # connections to it
+        self.host = parts.hostname or ""
+        self.port = parts.port or 80
+        self.authority = parts.netloc.encode()
+        self.idle: list[Upstream] = []
+        """Connections that wait for a request."""
+        self.breaker = CircuitBreaker()
+        # what it says of itself
+        self.state = State.UNKNOWN
+        self.detail = ""
+        self.models: frozenset[str] = frozenset()
+        """What may be asked for by name; empty where it does not say."""
+        self.adapters: frozenset[str] = frozenset()
+        """Those of them that are adapters."""
+        self.tokens: int | None = None
+        """What its KV cache holds, where it says so."""
+        self._born: bytes | None = None
+        # the router's other processes
+        self._peer_load: Share = (0, 0, 0)
+
+    @property
+    def own_load(self) -> Share:
+        """The part of its load that is this process's."""
+        in_flight, queued, context = self._peer_load
+        return self.in_flight - in_flight, self.queued - queued, self.context - context
+
+    def set_peer_load(self, load: Share) -> None:
+        """The router's other processes have this under way there."""
+        own, self._peer_load = self.own_load, load
+        self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
+
+    def meet(self, born: bytes | None, tokens: int | None) -> bool:
+        """It has become ready. Whether it has started anew since it last was.
+
+        born: when its process started, where it says so. tokens: what its KV cache holds.
+        """
+        before, self._born = self._born, born
+        self.tokens = tokens
+        self.breaker = CircuitBreaker()
+        return not before or before != born
+
+    def list_models(self, models: frozenset[str], adapters: frozenset[str]) -> None:
+        """It serves these now. adapters: those of them that are."""
+        self.models, self.adapters = models, adapters
+
+    def enter(self, state: State, detail: str, now: float) -> bool:
+        """It was probed. Whether its state is another than before."""
+        before, self.state, self.detail = self.state, state, detail
+        self.settle(now)
+        for upstream in [it for it in self.idle if now - it.idle_since > IDLE_S]:
+            upstream.drop()
+        return state is not before
+
+    def take_idle(self) -> Upstream | None:
+        """A connection that waits for a request, if there is one."""
+        return self.idle.pop() if self.idle else None
+
+    def close(self) -> None:
+        """Drop the connections that wait."""
+        for upstream in [*self.idle]:
+            upstream.drop()
+
+
+class ReplicaPool:
+    """All replicas."""
+
+    def __init__(
+        self,
+        on_ready: Callable[[Replica, bool], None],
+        on_gone: Callable[[Replica], None],
+    ) -> None:
+        """on_ready: is called with a replica that has become ready, and whether it has started
+        anew. on_gone: with one that is down, or no longer in the pool.
+        """
+        self.replicas: list[Replica] = []
+        self.adapters: set[str] = set()
+        """The names of adapters that any of them has."""
+        self.probed = asyncio.Event()
+        """Set once each of the first ones has said whether it can serve."""
+        self._on_ready = on_ready
+        self._on_gone = on_gone
+        self._gone: dict[str, float] = {}  # since when
+
+    # for requests
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state is _READY]
+
+    def candidates(self, adapter: str, tried: Sequence[Replica], now: float) -> list[Replica]:
+        """The replicas that a request can go to, without those it was tried on."""
+        ready = [replica for replica in self.replicas if replica.state is _READY]
+        if adapter and (having := [it for it in ready if adapter in it.adapters]):
+            ready = having  # the others would only say that they do not have it
+        left = [replica for replica in ready if replica not in tried] if tried else ready
+        # Where all are in doubt, trying is better than giving up.
+        return [replica for replica in left if not replica.breaker.is_open(now)] or left
+
+    def trouble(self) -> str:
+        """Why there is none for a request."""
+        if not self.replicas:
+            return "there are no replicas; OPTION_ROUTER_REPLICAS names them"
+        states = [replica.state for replica in self.replicas]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in State if state in states)
+        return f"no replica can take the request: {counts}"
+
+    def counted(self) -> set[str]:
+        """The names of replicas that there are, or were until a while ago."""
+        return {*self._gone, *(replica.name for replica in self.replicas)}
+
+    def forget_gone(self) -> list[str]:
+        """Count replicas no more that are gone for long. Returns their names."""
+        now = time.monotonic()
+        names = [name for name, since in self._gone.items() if now - since > COUNTED_S]
+        for name in names:
+            del self._gone[name]
+        return names
+
+    # for discovery and health checks
+
+    def update(self, urls: Set[str]) -> None:
+        """Have the replicas with these URLs, and no others."""
+        for replica in [it for it in self.replicas if it.name not in urls]:
+            log.info("a replica is gone", extra={"facts": {"replica": replica.name}})
+            # What it has under way goes on; a pod that ends answers it.
+            self.replicas.remove(replica)
+            replica.close()
+            self._on_gone(replica)
+            self._gone[replica.name] = time.monotonic()
+        for url in sorted(urls - {replica.name for replica in self.replicas}):
+            self.replicas.append(Replica(url))
+            self._gone.pop(url, None)
+        self._list_adapters()
+        self._check_probed()
+
+    def enter(self, replica: Replica, state: State, detail: str, *, anew: bool) -> None:
+        """A replica was probed. anew: whether it has started anew since it last was ready."""
+        if not replica.enter(state, detail, time.monotonic()):
+            return
+        facts = {"replica": replica.name, "state": state} | ({"detail": detail} if detail else {})
+        level = logging.WARNING if state in (State.DOWN, State.FAILED) else logging.INFO
+        log.log(level, "replica", extra={"facts": facts})
+        if state is State.READY:
+            self._on_ready(replica, anew)
+        elif state in (State.DOWN, State.FAILED):
+            replica.close()
+            self._on_gone(replica)
+        self._check_probed()
+
+    def list_models(
+        self, replica: Replica, models: frozenset[str], adapters: frozenset[str]
+    ) -> None:
+        """A replica serves these now. adapters: those of them that are."""
+        replica.list_models(models, adapters)
+        self._list_adapters()
+
+    def _check_probed(self) -> None:
+        if not any(replica.state is State.UNKNOWN for replica in self.replicas):
+            self.probed.set()
+
+    def _list_adapters(self) -> None:
+        self.adapters.clear()
+        for replica in self.replicas:
+            self.adapters |= replica.adapters

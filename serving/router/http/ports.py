@@ -1,0 +1,69 @@
+"""What a client's connection and what answers its requests know of each other: these alone."""
+
+from typing import Protocol
+
+from serving.errors import ServingError
+from serving.router.http.request import Request
+
+
+class Responder(Protocol):
+    """A client's connection, as what answers the request on it sees it."""
+
+    def start(self, lines: list[bytes], *, keep_alive: bool, body: bytes) -> None:
+        """Send an answer's head, given as its lines, and what has come of its body.
+
+        keep_alive: whether another answer may follow on the connection.
+        """
+
+    def write(self, data: bytes, /) -> None:
+        """Send more of the answer's body, framed."""
+
+    def finish(self, *, keep_alive: bool) -> None:
+        """The answer is complete."""
+
+    def respond(self, status: int, content_type: bytes, body: bytes, *lines: bytes) -> None:
+        """Send a whole answer. lines: further lines of its head."""
+
+    def fail(self, error: ServingError) -> None:
+        """Answer with an error, in the shape of the path's API."""
+
+    def abort(self) -> None:
+        """Break the connection off: an answer that has begun cannot be completed."""
+
+    def pause(self) -> None:
+        """Read no more of the request for now."""
+
+    def resume(self) -> None:
+        """Read on: what had come was sent on."""
+
+
+class Answering(Protocol):
+    """What answers a request, as the client's connection sees it."""
+
+    begun: bool
+    """Whether the answer's head was sent."""
+
+    def start(self) -> None:
+        """Begin to work on the answer. It may be complete, or have failed, on return."""
+
+    def body_arrived(self) -> None:
+        """More of a streamed body is here, or what follows it."""
+
+    def pause(self) -> None:
+        """The client reads too slowly."""
+
+    def resume(self) -> None:
+        """The client keeps up again."""
+
+    def cancel(self) -> None:
+        """The client has left, or its request turned out to be invalid."""
+
+
+class Dispatch(Protocol):
+    """Decides what answers a request."""
+
+    def __call__(self, responder: Responder, request: Request, /) -> Answering | None:
+        """What answers the request, not started yet; None where the answer is given or under way.
+
+        Raises ServingError where it is refused.
+        """

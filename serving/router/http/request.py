@@ -1,0 +1,223 @@
+"""A client's request as it was read, and as it is sent on."""
+
+import random
+import re
+from collections.abc import Set
+from itertools import chain
+from typing import NamedTuple
+
+from serving.errors import Malformed, ServingError, TooLarge
+from serving.protocol import REQUEST_ID, SAGEMAKER
+from serving.router.http import buffers
+from serving.router.http.buffers import Buffers
+from serving.router.http.upstream import HOP_BY_HOP
+
+Headers = list[tuple[bytes, bytes]]
+
+HEADER = 200
+"""What a header takes of memory besides its bytes, about."""
+
+# What else is not passed on: the framing is ours, 100-continue was dealt with, and so was a page's
+# origin, which is foreign to the host that the replica sees.
+_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin"}
+
+# Targets as they are sent to a forward proxy (RFC 9112, 3.2.2).
+_PROXIED = re.compile(rb"http://[^/?#]*", re.IGNORECASE)
+
+
+class Rules(NamedTuple):
+    """What is demanded of requests beyond HTTP."""
+
+    max_body: int
+    """Bytes of a body."""
+    tenant: bytes
+    """The header that names the tenant, or b""."""
+    end_to_end: Set[bytes]
+    """Headers that no client may declare to be about the connection alone."""
+
+
+class Request:
+    """A request whose head is complete. Its body is here, or comes, or is sent on as it comes."""
+
+    __slots__ = (
+        "_buffers",
+        "_forwarding",
+        "_head",
+        "_weight",
+        "body",
+        "complete",
+        "expects",
+        "forwarded",
+        "headers",
+        "http10",
+        "id",
+        "keep_alive",
+        "length",
+        "method",
+        "named",
+        "overflowed",
+        "path",
+        "refusal",
+        "size",
+        "streamed",
+        "target",
+    )
+
+    def __init__(
+        self,
+        method: bytes,
+        target: bytes,
+        version: str,
+        headers: Headers,
+        memory: Buffers,
+        *,
+        keep_alive: bool,
+        refusal: ServingError | None = None,
+    ) -> None:
+        """version: of HTTP, "1.0" or later. headers: with names in lower case."""
+        named = dict(headers)
+        request_id = named.get(REQUEST_ID, b"")
+        if not request_id:
+            request_id = b"%032x" % random.getrandbits(128)
+            headers.append((REQUEST_ID, request_id))
+        if not target.startswith(b"/") and (proxied := _PROXIED.match(target)):
+            rest = target[proxied.end() :]
+            target = rest if rest.startswith(b"/") else b"/" + rest
+        length = named.get(b"content-length", b"")
+        # head
+        self.method = method
+        self.target = target
+        self.path = target.partition(b"?")[0].decode("latin-1")
+        self.headers = headers
+        self.named = named
+        self.id = request_id
+        """What it is called in logs: the client's name for it, or ours."""
+        self.http10 = version == "1.0"
+        self.keep_alive = keep_alive and not self.http10
+        self.length = int(length) if length.isdigit() else None
+        """Bytes that the body will have, None where the client does not tell."""
+        self.expects = not self.http10 and named.get(b"expect", b"").lower() == b"100-continue"
+        """Whether the client keeps the body until it is asked for it."""
+        self.refusal = refusal
+        """Why it is not answered as the client wants."""
+        # body
+        self.body = bytearray()
+        """What has come of it and is not sent on yet."""
+        self.size = 0
+        """Bytes that have come."""
+        self.complete = False
+        """Whether all of it has come."""
+        self.overflowed = False
+        """Whether there was no room to hold it until it was complete."""
+        self.streamed = False
+        """Whether it is sent on before all of it is here."""
+        self.forwarded = False
+        """Whether a streamed body was sent on to its end."""
+        self._forwarding = False
+        # memory, and what is sent of the head
+        self._buffers = memory
+        self._weight = HEADER * len(headers) + len(target)
+        self._weight += sum(map(len, chain.from_iterable(headers)))
+        self._head = b""
+        memory.heads += self._weight
+
+    def check(self, rules: Rules) -> None:
+        """Raise Malformed where a replica might take it for another's than it is, and TooLarge for
+        a body that will be.
+        """
+        tenant = rules.tenant
+        if tenant and (count := sum(name == tenant for name, _ in self.headers)) > 1:
+            raise Malformed(
+                f"{tenant.decode('latin-1')} is there {count} times; what names the tenant has to "
+                "replace the client's own header, not add to it"
+            )
+        if own := self.connections_own:
+            lost = [name for name in own if name in rules.end_to_end or name.startswith(SAGEMAKER)]
+            if lost:
+                names = ", ".join(sorted(name.decode("latin-1") for name in lost))
+                raise Malformed(f"Connection names {names}, which is not about the connection")
+        if (self.length or 0) > rules.max_body:
+            raise TooLarge(rules.max_body)
+
+    @property
+    def connections_own(self) -> set[bytes]:
+        """What its Connection headers name."""
+        if b"connection" not in self.named:
+            return set()
+        values = (value for name, value in self.headers if name == b"connection")
+        return {name.strip().lower() for name in b",".join(values).split(b",")}
+
+    # as it comes
+
+    def invite(self) -> None:
+        """The client was asked for the body that it keeps."""
+        self.expects = False
+
+    def receive(self, body: bytes) -> bool:
+        """More of the body has come. Whether there is room to hold it."""
+        room = self._buffers.add(body)
+        self.body += body
+        self.size += len(body)
+        if room and len(self.body) <= buffers.MAX_BODY:
+            return True
+        self.overflowed = True
+        return False
+
+    def end_body(self) -> None:
+        """All of the body has come."""
+        self.complete = True
+
+    def take_turn(self) -> None:
+        """It is answered now. What is not here of its body will be streamed."""
+        self.streamed = not self.complete
+
+    def refuse(self, error: ServingError) -> None:
+        """It turned out to be invalid."""
+        self.refusal = error
+
+    def release(self) -> None:
+        """It is over, and takes no more memory."""
+        self._buffers.bodies -= len(self.body)
+        self._buffers.heads -= self._weight
+        self._weight = 0
+        self.body = bytearray()
+
+    # as it is sent on
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether all that has come of it is here, to be sent, or sent once more."""
+        return not self._forwarding
+
+    def head(self, authority: bytes) -> bytes:
+        """Its head for a replica, whose host and port are the authority."""
+        if not self._head:
+            own = self.connections_own
+            dropped = _DROPPED | own if own else _DROPPED
+            lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in dropped]
+            if not self.streamed:
+                if self.body or self.method == b"POST":
+                    lines.append(b"content-length: %d\r\n" % len(self.body))
+            elif self.length is None:
+                lines.append(b"transfer-encoding: chunked\r\n")
+            else:
+                lines.append(b"content-length: %d\r\n" % self.length)
+            self._head = b"".join(lines) + b"\r\n"
+        line = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority)
+        return line + self._head
+
+    def framed(self) -> bytes:
+        """The body; where it is streamed, what has come of it since the last call, which is
+        forgotten here.
+        """
+        body = bytes(self.body)
+        if not self.streamed:
+            return body
+        self.body.clear()
+        self._buffers.bodies -= len(body)
+        self._forwarding = True
+        self.forwarded = self.complete
+        if self.length is not None:
+            return body
+        chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        return chunk + b"0\r\n\r\n" if self.complete else chunk

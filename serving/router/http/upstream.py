@@ -1,0 +1,215 @@
+"""A connection to a replica: requests go out, and answers come back as the bytes they are.
+
+httptools follows an answer only to find where it ends, and reads its head's fields. Where the head
+ends in the bytes that are passed on httptools does not say, so they are searched for it once.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import httptools
+
+from serving.http.rules import MAX_HEAD
+from serving.router.http.flow import FlowControl
+
+# What concerns one connection only (RFC 9110, 7.6.1).
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
+    b"transfer-encoding upgrade".split()
+)
+
+
+def is_framed(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether an answer has an end of its own, and not its connection's."""
+    coding = headers.get(b"transfer-encoding", b"").lower()
+    return b"content-length" in headers or coding.endswith(b"chunked")
+
+
+class Listener(Protocol):
+    """What a request was sent for, as the connection to the replica sees it."""
+
+    def on_head(self, status: int, head: bytes, headers: dict[bytes, bytes], body: bytes) -> bool:
+        """The answer's head is here, with what has come of its body.
+
+        headers: its fields by their names in lower case. Returns whether the answer is wanted.
+        """
+
+    def on_data(self, data: bytes) -> None:
+        """The next bytes of the answer's body are here, with their framing."""
+
+    def on_end(self, *, keep_alive: bool) -> None:
+        """The answer is complete. keep_alive: whether its framing allows another to follow it."""
+
+    def on_lost(self, reason: str) -> None:
+        """The connection broke, or the replica does not speak HTTP."""
+
+    def on_writable(self) -> None:
+        """There is room again for what is sent to the replica."""
+
+
+class Upstream(FlowControl):
+    """A connection to a replica, which carries one request and its answer at a time."""
+
+    def __init__(self, idle: list["Upstream"], *, decoding: bool = False) -> None:
+        """idle: where it puts itself when it can be used again. decoding: pass on bodies without
+        their framing, to clients that do not know it; such a connection is used once.
+        """
+        super().__init__()
+        self._idle = idle
+        self._decoding = decoding
+        if decoding:
+            self.on_body = self._collect  # httptools would make a copy of every body for it
+        self.used = False
+        """Whether it has carried an answer before."""
+        self.idle_since = 0.0
+        # request
+        self._listener: Listener | None = None
+        self._request_sent = True
+        self._head_only = False
+        # answer
+        self._parser = httptools.HttpResponseParser(self)
+        self._reset(head_only=False)
+
+    def _reset(self, *, head_only: bool) -> None:
+        self._head_only = head_only
+        self._head: bytes | None = b""  # what has come of it; None once it was passed on
+        self._headers: dict[bytes, bytes] = {}
+        self._status = 0
+        self._keep_alive = False
+        self._complete = False
+        self._body: list[bytes] = []  # where it is decoded: what is not passed on yet
+
+    def send(
+        self, listener: Listener, request: Sequence[bytes], *, head_only: bool, complete: bool
+    ) -> None:
+        """Send a request. head_only: it is a HEAD request, whose answer has no body. complete:
+        whether this is all of it.
+        """
+        self._listener = listener
+        self._request_sent = complete
+        self._reset(head_only=head_only)
+        self.transport.write(b"".join(request))
+
+    def send_more(self, data: bytes, *, complete: bool) -> None:
+        """Send more of the request's body, framed. complete: whether that is the last of it."""
+        self._request_sent = complete
+        self.transport.write(data)
+
+    def drop(self) -> None:
+        """End the connection, and with it the replica's work on the request."""
+        self._listener = None
+        self.transport.abort()
+
+    # asyncio's side
+
+    def data_received(self, data: bytes) -> None:
+        listener = self._listener
+        if listener is None:  # it speaks without having been asked
+            self.transport.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail("the replica's answer is not HTTP")
+            return
+        if self._head is None:
+            listener.on_data(b"".join(self._body) if self._decoding else data)
+            self._body.clear()
+        elif not self._begin(listener, self._head + data):
+            return
+        if self._complete and self._listener is listener:
+            self._finish()
+
+    def _begin(self, listener: Listener, data: bytes) -> bool:
+        """Pass the head on if its end is in what has come. Whether the answer is on its way."""
+        head, end, body = data.lstrip(b"\r\n").partition(b"\r\n\r\n")
+        while end and head[9:10] == b"1":  # as in "HTTP/1.1 100": the real one follows
+            data = body
+            head, end, body = data.lstrip(b"\r\n").partition(b"\r\n\r\n")
+        if not end:
+            self._head = data
+            if len(data) > MAX_HEAD:
+                self._fail("the head of the replica's answer is too long")
+            return False
+        if self._status < 200:
+            self._fail("the replica's answer has no status")
+            return False
+        self._head = None
+        if self._decoding:
+            body = b"".join(self._body)
+            self._body.clear()
+        if self._head_only:
+            self._complete, body = True, b""
+        if not listener.on_head(self._status, head, self._headers, body):
+            self._listener = None
+            self._release()
+            return False
+        return True
+
+    def eof_received(self) -> None:
+        """The replica ends the connection, and with it an answer that has no other end."""
+
+    def connection_lost(self, exception: Exception | None) -> None:
+        if self in self._idle:
+            self._idle.remove(self)
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        if self._head is None and not is_framed(self._headers) and exception is None:
+            listener.on_end(keep_alive=False)
+        else:
+            listener.on_lost("the replica broke off the connection")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._listener:
+            self._listener.on_writable()
+
+    # the parser's side
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise ValueError("a second answer to one request")
+        self._headers = {}
+        self._status = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._status:  # it is a trailer
+            return
+        name, value = name.lower(), value.rstrip()
+        before = self._headers.get(name)
+        self._headers[name] = value if before is None else before + b", " + value
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+        self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it with the body
+
+    def _collect(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._complete = self._status >= 200
+
+    def _finish(self) -> None:
+        listener, self._listener = self._listener, None
+        assert listener
+        listener.on_end(keep_alive=not self._decoding)
+        self._release()
+
+    def _release(self) -> None:
+        """Become idle where another request can follow, else end the connection."""
+        over = self._complete and self._request_sent and not self._head_only
+        if not (over and self._keep_alive) or self._decoding:
+            self.transport.abort()
+            return
+        self.used = True
+        self.idle_since = time.monotonic()
+        self.resume()
+        self._idle.append(self)
+
+    def _fail(self, reason: str) -> None:
+        listener, self._listener = self._listener, None
+        self.transport.abort()
+        if listener:
+            listener.on_lost(reason)

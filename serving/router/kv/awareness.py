@@ -1,0 +1,156 @@
+"""What the strategy kvaware needs: the tokens of requests, and the KV events of replicas.
+
+Where one of them is missing, the log says so, once for each reason, and the strategy knows as much
+as prefixaware.
+"""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+from msgspec.structs import replace
+from prometheus_client import Counter
+
+from lmi_config.options import Settings
+from serving.aio import in_thread
+from serving.protocol import KV_EVENT_SOURCES
+from serving.router.fleet.replicas import Replica
+from serving.router.http.request import Request
+from serving.router.kv.events import Follower, sources
+from serving.router.kv.tokenizer import fetch
+from serving.router.kv.tokenizer_workers import TokenWorkers
+from serving.router.policy.kv_index import KvIndex, chain, request_seed
+from serving.router.policy.request import RoutingRequest
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Before a replica's events are followed again where that failed, at first and at most."""
+
+
+class KvAwareness:
+    """Keeps the index true to what replicas publish, and a tokenizer to look requests up in it."""
+
+    def __init__(
+        self, index: KvIndex, settings: Settings, environ: Mapping[str, str], fallbacks: Counter
+    ) -> None:
+        """fallbacks: counts requests, by the reason, for which something is missing."""
+        self._index = index
+        self._fallbacks = fallbacks
+        self._settings = settings
+        self._environ = environ
+        self._workers = TokenWorkers()
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._warned: set[str] = set()
+        self._tenant = (settings.cache_salt_header or "").lower().encode()
+
+    async def run(self) -> None:
+        """Keep a tokenizer, and stay until cancelled."""
+        try:
+            await self._tokenizer()
+        finally:
+            for task in self._followers.values():
+                task.cancel()
+            await asyncio.gather(*self._followers.values(), return_exceptions=True)
+
+    async def _tokenizer(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                await in_thread(self._fetch, Path(folder))
+                trusted = self._settings.trust_remote_code
+                await self._workers.run(Path(folder), trust_remote_code=trusted)
+            except Exception as error:  # also of transformers, and of code that came with the model
+                reason = f"OPTION_MODEL_ID: the tokenizer cannot be loaded: {error}"
+                self._missing("tokenizer", reason)
+        await asyncio.Event().wait()
+
+    def _fetch(self, folder: Path) -> None:
+        settings = self._settings
+        fetch(
+            settings.model_id,
+            self._environ,
+            folder,
+            revision=settings.revision,
+            downloads=settings.download_dir,
+            trust_remote_code=settings.trust_remote_code,
+        )
+
+    async def tokenise(
+        self, routing_request: RoutingRequest, request: Request, body: bytes
+    ) -> RoutingRequest:
+        """The same with the request's tokens counted and hashed, where that can be done.
+
+        The body is decoded a second time for that, in a process of its own: templates run there.
+        """
+        if not self._workers.ready.is_set():
+            self._fallbacks.labels("tokenizer").inc()
+            return routing_request
+        block_size = self._index.block_size
+        if not self._index.followed or not block_size:
+            self._fallbacks.labels("events").inc()
+            return routing_request
+        content_type = request.named.get(b"content-type", b"").decode("latin-1")
+        try:
+            tokens = await self._workers.tokens(request.path, body, content_type)
+        except TimeoutError:
+            self._fallbacks.labels("time").inc()
+            return routing_request
+        if tokens is None:
+            self._fallbacks.labels("request").inc()
+            return routing_request
+        tenant = request.named.get(self._tenant, b"").decode("latin-1") if self._tenant else None
+        adapter = routing_request.adapter
+        inner = self._index.inner(adapter) if adapter else None
+        blocks = chain(tokens, block_size, request_seed(inner, tenant, routing_request.salt))
+        return replace(routing_request, tokens=len(tokens), block_size=block_size, blocks=blocks)
+
+    def on_ready(self, replica: Replica) -> None:
+        """Follow the replica's events."""
+        self.on_gone(replica)
+        self._followers[replica.name] = asyncio.create_task(self._follow(replica))
+
+    def on_gone(self, replica: Replica) -> None:
+        """Follow them no more."""
+        if task := self._followers.pop(replica.name, None):
+            task.cancel()
+
+    def follows(self, replica: Replica) -> bool:
+        """Whether the replica's cache is known."""
+        return self._index.follows(replica.name)
+
+    async def _follow(self, replica: Replica) -> None:
+        await self._workers.ready.wait()
+        host = f"[{replica.host}]" if ":" in replica.host else replica.host
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                endpoints = sources(await self._sources(replica), host)
+                if not endpoints:
+                    missing = f"{replica.name} publishes no KV events; set OPTION_KV_EVENTS"
+                    self._missing("events", missing)
+                    return
+                await Follower(self._index, replica.name, endpoints).run()
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                log.info("%s: it does not say where its KV events are: %s", replica.name, error)
+            except Exception:
+                log.exception("%s: following its KV events failed", replica.name)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE_S)
+
+    async def _sources(self, replica: Replica) -> bytes:
+        """Where the replica publishes, as it answers."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(replica.name + KV_EVENT_SOURCES) as answer,
+        ):
+            return await answer.read()
+
+    def _missing(self, reason: str, detail: str) -> None:
+        """Warn once that something is missing. The series of the reason is there from then on."""
+        self._fallbacks.labels(reason)
+        if reason not in self._warned:
+            log.warning("kvaware knows no more than prefixaware: %s", detail)
+        self._warned.add(reason)

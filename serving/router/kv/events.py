@@ -1,0 +1,206 @@
+"""A replica's KV events over ZeroMQ → the index.
+
+vLLM numbers its batches of events from 0, publishes them, and keeps a log of the latest 10,000. A
+follower reads the log from the last batch it has, then listens. Whenever a batch is missing, or
+nothing comes for a while, it reads the log again from there: when the log does not have that very
+batch any more, the engine has started anew or the log was cut, and the rank is learned again from
+what the log has.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from serving.router.policy.kv_index import BlockStored, Event, KvIndex, Position
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+"""For the next batch of a log; vLLM looks for requests ten times a second."""
+IDLE_S = 5.0
+"""Without events for so long, the log is asked whether there are none."""
+SLICE = 256
+"""Blocks that are applied before other tasks may run."""
+
+_END = -1
+
+
+class Source(msgspec.Struct):
+    """Where one data parallel rank publishes: ZeroMQ's URLs."""
+
+    endpoint: str
+    replay_endpoint: str
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    time: float
+    events: list[msgspec.Raw]
+
+
+_read_sources = msgspec.json.Decoder(dict[int, Source]).decode
+_read_batch = msgspec.msgpack.Decoder(_Batch).decode
+_read_event = msgspec.msgpack.Decoder(Event).decode
+
+
+def sources(answer: bytes, host: str) -> dict[int, Source]:
+    """What a replica answers to /kv_event_sources, by rank, with its host for the wildcard.
+
+    Empty where it publishes nothing, or without a log. host: IPv6 addresses are in brackets.
+    """
+    try:
+        by_rank = _read_sources(answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    return {
+        rank: Source(source.endpoint.replace("*", host), source.replay_endpoint.replace("*", host))
+        for rank, source in by_rank.items()
+    }
+
+
+class Follower:
+    """Keeps the index true to the events of one replica."""
+
+    def __init__(self, index: KvIndex, replica: str, sources: Mapping[int, Source]) -> None:
+        self._index = index
+        self._replica = replica
+        self._sources = sources
+        self._live: set[int] = set()
+        self._applied = 0
+        self._warned = False
+
+    async def run(self) -> None:
+        """Follow until cancelled. Then the index knows nothing of the replica."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for rank, source in self._sources.items():
+                    tasks.create_task(self._follow(rank, source))
+        finally:
+            self._index.forget(self._replica)
+
+    async def _follow(self, rank: int, source: Source) -> None:
+        with _socket(zmq.SUB, source.endpoint) as live:
+            live.subscribe(b"")
+            while True:
+                try:
+                    while not await self._caught_up(rank, source):
+                        pass
+                except TimeoutError:
+                    self._set_live(rank, False)
+                else:
+                    self._set_live(rank, True)
+                    await self._listen(rank, live)
+
+    async def _listen(self, rank: int, live: zmq.asyncio.Socket) -> None:
+        """Apply what comes, until a batch is missing or nothing has come for a while."""
+        in_log = True  # what has come while the log was read
+        while True:
+            if not await live.poll(0 if in_log else int(IDLE_S * 1000)):
+                if not in_log:
+                    return
+                in_log = False
+                continue
+            number, content = self._parts(await live.recv_multipart())
+            if number is None:
+                continue
+            last = self._index.positions.get((self._replica, rank))
+            if in_log and last and number <= last.number:
+                continue
+            if number != (last.number + 1 if last else 0):
+                return
+            await self._apply(rank, number, content)
+
+    async def _caught_up(self, rank: int, source: Source) -> bool:
+        """Apply what the log has after the last batch that is known; whether that was all.
+
+        Raises TimeoutError where the log does not answer.
+        """
+        last = self._index.positions.get((self._replica, rank))
+        with _socket(zmq.DEALER, source.replay_endpoint) as replay:
+            await replay.send_multipart([b"", (last.number if last else 0).to_bytes(8, "big")])
+            known = last is None
+            while True:
+                async with asyncio.timeout(ANSWER_S):
+                    frames = await replay.recv_multipart()
+                number, content = self._parts(frames)
+                if number is None:
+                    continue
+                if not known:
+                    if (number, hash(content)) != last:
+                        self._index.forget_rank(self._replica, rank)
+                        return False
+                    known = True
+                    continue
+                if number == _END:
+                    return True
+                if last and number != last.number + 1:
+                    return False  # ZeroMQ drops what it cannot queue
+                last = await self._apply(rank, number, content)
+
+    async def _apply(self, rank: int, number: int, content: bytes) -> Position:
+        # First the position: when the replica is forgotten meanwhile, that is too.
+        position = Position(number, hash(content))
+        self._index.positions[self._replica, rank] = position
+        await self._pause(1)
+        try:
+            events = _read_batch(content).events
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            events = []
+            self._warn()
+        for raw in events:
+            try:
+                event = _read_event(raw)
+                self._index.apply(self._replica, rank, event)
+            except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+                self._warn()
+                continue
+            await self._pause(len(event.block_hashes) if isinstance(event, BlockStored) else 1)
+        return position
+
+    async def _pause(self, applied: int) -> None:
+        """Let other tasks run, now and then: receiving a message that is there does not."""
+        self._applied += applied
+        if self._applied >= SLICE:
+            self._applied = 0
+            await asyncio.sleep(0)
+
+    def _parts(self, frames: list[bytes]) -> tuple[int | None, bytes]:
+        """The number and content of a message; no number where it is malformed."""
+        if len(frames) >= 2 and len(frames[-2]) == 8:
+            return int.from_bytes(frames[-2], "big", signed=True), frames[-1]
+        self._warn()
+        return None, b""
+
+    def _set_live(self, rank: int, live: bool) -> None:
+        """Whether the rank is followed now; the replica is while all of its ranks are."""
+        if live:
+            self._live.add(rank)
+        else:
+            self._live.discard(rank)
+        if self._live == self._sources.keys():
+            self._index.followed.add(self._replica)
+        elif self._replica in self._index.followed:
+            self._index.followed.discard(self._replica)
+            log.warning("%s: the log of its KV events does not answer", self._replica)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            log.warning("%s: KV events that cannot be read are left out", self._replica)
+        self._warned = True
+
+
+def _socket(kind: int, url: str) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(kind)
+    socket.linger = 0
+    socket.ipv6 = True
+    # What is lost is read from the log: better than as much memory as a follower is behind.
+    socket.rcvhwm = 0 if kind == zmq.DEALER else 10_000
+    try:
+        socket.connect(url)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket

@@ -1,0 +1,223 @@
+"""Requests → the tokens that the engine makes of them.
+
+Where they are uncertain there are none: the engine reads requests its own way, and a wrong answer
+costs no more than a worse choice of replica. Templates run here, so this belongs into the processes
+of tokenizer_workers.py.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import jinja2.meta
+import msgspec
+
+from handlers import lmi, payloads
+from lmi_config.model import Checkpoint
+from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENGINE_PATHS
+from serving.sources.locate import locate
+
+LARGEST_FILE = 64 * 1024**2  # bytes of what can belong to a tokenizer
+
+_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_CHAT_KEYS = ("documents", "reasoning_effort")
+# Of what is apply_chat_template()'s own, this is also the template's and may come from clients.
+_GIVEN_ARGUMENTS = {"documents", "add_generation_prompt", "continue_final_message"}
+# Parameters that change the prompt in further ways.
+_CHANGING = ("chat_template", "prompt_embeds", "suffix", "truncate_prompt_tokens")
+_TEXTS = ("text", "input_text", "output_text", "refusal")
+_TOOL_KEYS = ("description", "parameters")
+_PARTS = re.compile(r"for\s+\w+\s+in\s+(\w+\.content\b|\w+\[['\"]content['\"]\]|content\b)")
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """tokenizer: transformers' own."""
+        self._tokenizer = tokenizer
+        # Whether the template takes contents as lists of parts; vLLM looks at its syntax tree.
+        self._parts = bool(_PARTS.search(str(tokenizer.chat_template)))
+
+    @classmethod
+    def load(cls, folder: Path, *, trust_remote_code: bool) -> "Tokenizer":
+        """The tokenizer that fetch() has put there. Takes seconds. Raises what transformers raises
+        where there is none.
+        """
+        from transformers import AutoTokenizer
+
+        return cls(
+            AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        )
+
+    def tokens(
+        self, path: str, body: bytes, content_type: str = "application/json"
+    ) -> list[int] | None:
+        """The tokens of a request's prompt, or None where they are uncertain. Raises whatever
+        comes of requests that are not valid, and of templates.
+        """
+        request = _request(path, body, content_type)
+        if not request or any(request.get(key) is not None for key in _CHANGING):
+            return None
+        if "messages" in request:
+            text, special = self._chat(request), request.get("add_special_tokens", False)
+        else:
+            text, special = request["prompt"], request.get("add_special_tokens", True)
+        if isinstance(text, list):
+            return msgspec.convert(text, list[_Token])  # tokens already
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def _chat(self, request: Mapping[str, Any]) -> str:
+        """The text of a chat, with vLLM's defaults."""
+        options = {
+            "add_generation_prompt": request.get("add_generation_prompt", True),
+            "continue_final_message": request.get("continue_final_message", False),
+            **{key: request[key] for key in _CHAT_KEYS if request.get(key) is not None},
+        }
+        given = request.get("chat_template_kwargs") or {}
+        if "reasoning_effort" in options and "enable_thinking" not in given:
+            options["enable_thinking"] = options["reasoning_effort"] != "none"
+        conversation = [_message(message, self._parts) for message in request["messages"]]
+        tools = request.get("tools")
+        # As in vLLM (renderers/hf.py): a client names variables of the model's template, and brings
+        # no template of its own.
+        if given.keys() & _arguments() - _GIVEN_ARGUMENTS:
+            raise ValueError
+        taken = _variables(self._tokenizer.get_chat_template(tools=tools)) | _GIVEN_ARGUMENTS
+        given = {name: value for name, value in given.items() if name in taken}
+        text: str = self._tokenizer.apply_chat_template(
+            conversation,
+            tools=None if tools is None else [_tool(tool) for tool in tools],
+            tokenize=False,
+            **{**given, **options},
+        )
+        return text
+
+
+@functools.cache
+def _arguments() -> frozenset[str]:
+    """The parameters of transformers' apply_chat_template()."""
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+@functools.cache
+def _variables(template: str) -> set[str]:
+    """The variables of a template."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(template).environment
+    return jinja2.meta.find_undeclared_variables(environment.parse(template))
+
+
+def fetch(
+    model_id: str,
+    environ: Mapping[str, str],
+    folder: Path,
+    *,
+    revision: str | None = None,
+    downloads: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Bring a model's tokenizer into a folder. model_id: a folder, an `s3://` prefix or a hub id.
+
+    Fetches no weights. Blocks for seconds. Raises SourceError or ModelError where the model cannot
+    be had.
+    """
+    checkpoint = locate(model_id, environ, revision=revision, downloads=downloads).checkpoint()
+    _copy(checkpoint, folder, (*_SUFFIXES, ".py") if trust_remote_code else _SUFFIXES)
+
+
+def _copy(checkpoint: Checkpoint, folder: Path, suffixes: tuple[str, ...]) -> None:
+    for name, size in checkpoint.sizes.items():
+        if name.endswith(suffixes) and size <= LARGEST_FILE:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(checkpoint.head(name, size))
+
+
+def _request(path: str, body: bytes, content_type: str) -> dict[str, Any] | None:
+    """The body as the engine gets it, with one `prompt` or `messages`; None where there are more.
+
+    Raises FormatError, or whatever comes of wrong types.
+    """
+    if path not in ENGINE_PATHS:
+        (body,) = payloads.requests(body, content_type)
+    request: dict[str, Any] = msgspec.json.decode(body)
+    if path == CHAT_COMPLETIONS:
+        keys = ["messages"]
+    elif path == COMPLETIONS:
+        keys = ["prompt"]
+    else:
+        keys = [key for key in payloads.KEYS if request.get(key) is not None]
+    if keys[:1] == ["inputs"]:
+        request = msgspec.json.decode(lmi.parse(body).body)
+        if isinstance(request["prompt"], list):
+            request["prompt"] = request["prompt"][0]  # they go to one replica, whichever that is
+    elif keys[:1] == ["messages"]:
+        return {**request, "prompt": None}
+    elif keys[:1] != ["prompt"]:
+        return None
+    request.pop("messages", None)
+    prompt = request["prompt"]
+    if isinstance(prompt, list) and any(not isinstance(token, int) for token in prompt):
+        (request["prompt"],) = prompt
+    return request
+
+
+def _message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
+    """A message as vLLM gives it to the template. Raises ValueError for one with media."""
+    rendered: dict[str, Any] = {"role": message["role"]}
+    content = message.get("content") or []
+    parts = [content] if isinstance(content, str) else content
+    texts = [_text(part) for part in parts]
+    if in_parts and message["role"] != "tool":
+        rendered["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        rendered["content"] = "\n".join(texts)
+    if message["role"] == "assistant":
+        if calls := message.get("tool_calls"):
+            rendered["tool_calls"] = [_call(call) for call in calls]
+        if (reasoning := message.get("reasoning")) is not None:
+            rendered |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    elif message["role"] == "developer":
+        raise ValueError  # vLLM makes it the system's where the template does not know it
+    elif message["role"] == "tool" and "tool_call_id" in message:
+        rendered["tool_call_id"] = message["tool_call_id"]
+    if isinstance(message.get("name"), str):
+        rendered["name"] = message["name"]
+    return rendered
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if part["type"] not in _TEXTS:
+        raise ValueError
+    text: str = part["refusal" if part["type"] == "refusal" else "text"]
+    return text
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object, as templates expect them."""
+    function = dict(call["function"])
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        arguments = msgspec.json.decode(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the keys of vLLM's class for it, in their order: templates make JSON of it."""
+    given = tool["function"]
+    function = {"name": given["name"], **{key: given.get(key) for key in _TOOL_KEYS}}
+    if given.get("strict") is not None:
+        function["strict"] = given["strict"]
+    return {"type": "function", "function": function}

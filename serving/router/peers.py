@@ -1,0 +1,192 @@
+"""What router processes on one port tell each other: which request went where.
+
+Each process announces its choices to the others, within milliseconds, and several times a second
+how many requests it has under way, so that what a lost message or a dead process has left is put
+right. Messages are datagrams in memory; one that finds no room is dropped.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from serving.router.fleet.replicas import Replica
+from serving.router.policy.policies import Share
+from serving.router.policy.request import RoutingRequest
+
+CHOICES_S = 0.002
+"""For so long choices are gathered: a datagram for each would cost more than the choice."""
+LINKS = 5_000
+"""Links of chains that fit into a datagram (Linux takes 200 kB)."""
+LOADS_S = 0.2
+"""Between two messages about what is under way."""
+FORGET_S = 2.0
+"""A process that has sent nothing for so long has ended."""
+
+_NOTHING: Share = (0, 0, 0)
+
+
+class _Choice(msgspec.Struct, array_like=True):
+    replica: str
+    tokens: int
+    cached: int
+    adapter: str
+    chain: list[int]
+    blocks: list[int] | None
+
+
+class _Choices(msgspec.Struct, tag=1, array_like=True):
+    process: int
+    choices: list[_Choice]
+
+
+class _Session(msgspec.Struct, tag=2, array_like=True):
+    session: str
+    replica: str
+
+
+class _Loads(msgspec.Struct, tag=3, array_like=True):
+    process: int
+    loads: dict[str, Share]
+
+
+class Link(NamedTuple):
+    """One process's sockets to the others."""
+
+    inbox: socket.socket
+    outboxes: list[socket.socket]
+
+
+def links(processes: int) -> list[Link]:
+    """The links of so many processes, to be made before they are forked."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(processes)]
+    for end in (end for pair in pairs for end in pair):
+        end.setblocking(False)
+    return [
+        Link(inbox, [outbox for _, outbox in pairs[:number] + pairs[number + 1 :]])
+        for number, (inbox, _) in enumerate(pairs)
+    ]
+
+
+class Peers:
+    """The router's other processes. Without a link there are none."""
+
+    def __init__(
+        self,
+        replicas: Callable[[], Sequence[Replica]],
+        learn: Callable[[RoutingRequest, str], None],
+        bind: Callable[[str, str], None],
+        link: Link | None = None,
+    ) -> None:
+        """replicas: whose loads are sent and set. learn: is called with what another process has
+        chosen for a request. bind: is called with a session and the replica that has begun it.
+        """
+        self._replicas = replicas
+        self._learn = learn
+        self._bind = bind
+        self._inbox: socket.socket | None
+        self._inbox, self._outboxes = link or (None, [])
+        self._process = os.getpid()
+        # what the others have under way, and when they said so
+        self._loads: dict[int, tuple[float, dict[str, Share]]] = {}
+        # what is to be announced
+        self._choices: list[_Choice] = []
+        self._links = 0  # of those
+        self._decode = msgspec.msgpack.Decoder(_Choices | _Session | _Loads).decode
+
+    async def run(self) -> None:
+        """Listen, and send loads, until cancelled."""
+        if not self._inbox:
+            await asyncio.Event().wait()
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._inbox, self._read)
+        try:
+            while True:
+                self._send_loads()
+                self._forget(loop.time())
+                await asyncio.sleep(LOADS_S)
+        finally:
+            loop.remove_reader(self._inbox)
+
+    def announce(self, request: RoutingRequest, replica: str, cached: int) -> None:
+        """A request goes to the replica, which has so many of its tokens."""
+        if not self._outboxes:
+            return
+        blocks = None if request.blocks is None else list(request.blocks)
+        prompt = request.tokens, cached, request.adapter, list(request.chain), blocks
+        if not self._choices:
+            asyncio.get_running_loop().call_later(CHOICES_S, self._flush)
+        self._choices.append(_Choice(replica, *prompt))
+        self._links += len(request.chain) + len(blocks or ())
+        if self._links > LINKS:
+            self._flush()
+
+    def announce_session(self, session: str, replica: str) -> None:
+        """The replica has begun a session."""
+        self._send(_Session(session, replica))
+
+    def _flush(self) -> None:
+        if self._choices:
+            self._send(_Choices(self._process, self._choices))
+        self._choices, self._links = [], 0
+
+    def _send_loads(self) -> None:
+        self._flush()
+        loads = {replica.name: replica.own_load for replica in self._replicas()}
+        self._send(_Loads(self._process, {name: load for name, load in loads.items() if any(load)}))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        data = msgspec.msgpack.encode(message) if self._outboxes else b""
+        for outbox in self._outboxes:
+            with contextlib.suppress(OSError):  # no room, or nobody there
+                outbox.send(data)
+
+    def _read(self) -> None:
+        assert self._inbox
+        now = asyncio.get_running_loop().time()
+        for _ in range(100):  # the rest in the loop's next turn
+            try:
+                message = self._decode(self._inbox.recv(1 << 18))
+            except BlockingIOError:
+                return
+            match message:
+                case _Choices():
+                    self._take(message, now)
+                case _Session():
+                    self._bind(message.session, message.replica)
+                case _Loads():
+                    self._loads[message.process] = (now, message.loads)
+                    self._add_up()
+
+    def _take(self, message: _Choices, now: float) -> None:
+        _, loads = self._loads.setdefault(message.process, (now, {}))
+        for choice in message.choices:
+            began = 1, choice.tokens - choice.cached, choice.tokens
+            loads[choice.replica] = _sum(loads.get(choice.replica, _NOTHING), began)
+            request = RoutingRequest(
+                adapter=choice.adapter, chain=choice.chain, blocks=choice.blocks
+            )
+            self._learn(request, choice.replica)
+        self._add_up()
+
+    def _add_up(self) -> None:
+        for replica in self._replicas():
+            loads = [loads.get(replica.name, _NOTHING) for _, loads in self._loads.values()]
+            replica.set_peer_load(_sum(*loads))
+
+    def _forget(self, now: float) -> None:
+        ended = [process for process, (at, _) in self._loads.items() if now - at > FORGET_S]
+        for process in ended:
+            del self._loads[process]
+        if ended:
+            self._add_up()
+
+
+def _sum(*shares: Share) -> Share:
+    in_flight, queued, context = (sum(share[n] for share in shares) for n in range(3))
+    return in_flight, queued, context

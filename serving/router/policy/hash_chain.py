@@ -1,0 +1,24 @@
+"""Hash chains: how a request's prompt is compared with what replicas have in their caches.
+
+They are made with Python's own hash: it is fast, and hashes never leave the router's processes,
+which are forked from one and so hash alike.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+
+
+def links(content: bytes, width: int, start: int) -> list[int]:
+    """A hash for each whole piece of `width` bytes, which covers all before it, and the start."""
+    chain = []
+    for place in range(0, len(content) - width + 1, width):
+        start = hash((start, content[place : place + width]))
+        chain.append(start)
+    return chain
+
+
+def leading(chain: Sequence[int], missing: Callable[[int], bool]) -> int:
+    """How many of the chain's first links are not missing. No link is there without all before it,
+    so that bisection finds the first that is missing.
+    """
+    return bisect.bisect_left(chain, True, key=missing)

@@ -1,0 +1,268 @@
+"""Which replica has which blocks in its engine's prefix cache, by its KV events.
+
+The engine's own hashes are not computed here: they depend on its version and options. Events bring
+the tokens, so blocks get keys of our own, which are chained as the engine's are: each is a hash of
+the one before it and the block's tokens, and the first of what else keeps caches apart. The
+engine's hash is only kept to know the block again when it is evicted.
+"""
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import msgspec
+
+from serving.kv_cache.salt import digest
+from serving.router.policy.hash_chain import leading, links
+
+TTL_S = 2.0
+"""How long a request's blocks count as cached before the engine has reported them."""
+MOST_BLOCKS = 1 << 20
+"""Blocks of one rank; no engine has as many. Requests can make vLLM report blocks again that it
+has already (kv_cache_report_mode); it does not report their eviction as often.
+"""
+MOST_ADAPTERS = 10_000
+
+_GPU = (None, "GPU")  # vLLM on CPUs says GPU too
+_WHOLE = (None, "full_attention", "mla_attention", "sink_full_attention")
+
+Hash = int | bytes
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    """Blocks have entered the cache."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    """For each block what keeps it apart besides its tokens."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    """Blocks were evicted."""
+
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """The cache was emptied."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+"""vLLM's events, as far as they are read here."""
+
+
+class Position(NamedTuple):
+    """The last batch of events that was applied."""
+
+    number: int
+    content: int
+    """A hash of what is in it."""
+
+
+def seed(*extra_keys: str) -> int:
+    """Where a chain begins. extra_keys: the first block's, as the engine has them."""
+    return hash(("seed", *extra_keys))
+
+
+def request_seed(inner: str | None, tenant: str | None, salt: str | None) -> int:
+    """The seed of a request's chain.
+
+    inner: what the engine calls the request's adapter. tenant: None where tenants are not
+    distinguished, "" where the header is missing. salt: the body's cache_salt.
+    """
+    return seed(*(key for key in (inner, digest(tenant, salt, inner)) if key))
+
+
+def chain(tokens: Sequence[int], block_size: int, start: int) -> list[int]:
+    """The keys of the full blocks of these tokens, after the key `start`. Raises OverflowError for
+    what is no token.
+    """
+    data = array("i", tokens)
+    return links(data.tobytes(), block_size * data.itemsize, start)
+
+
+class _Cache:
+    """The blocks of one rank of a replica."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self._keys: dict[Hash, int] = {}
+        # The engine does not merge equal blocks that requests compute at the same time: it reports
+        # each, and the eviction of each.
+        self._more: dict[Hash, int] = {}
+        self._group: int | None = None
+
+    def store(self, event: BlockStored) -> bool:
+        """Add the event's blocks. Whether they count."""
+        if event.medium not in _GPU or event.kv_cache_spec_kind not in _WHOLE:
+            return False
+        group = event.group_idx or 0
+        if self._group is None:
+            self._group = group  # of several groups with all tokens one is enough
+        size = event.block_size
+        if (
+            group != self._group
+            or size < 1
+            or len(event.token_ids) != size * len(event.block_hashes)
+        ):
+            return False
+        extra_keys = event.extra_keys or [None]
+        # Blocks with media have other keys than texts; requests with media are not looked up.
+        media = (n for n, keys in enumerate(extra_keys) if not _texts(keys))
+        usable = next(media, len(event.block_hashes))
+        if not usable:
+            return False
+        start: int | None = seed(*(extra_keys[0] or ()))
+        if event.parent_block_hash is not None:
+            start = self._keys.get(event.parent_block_hash)
+        if start is None:  # a chain whose first block is not known cannot be compared
+            return False
+        if len(self._keys) >= MOST_BLOCKS:
+            self.clear()
+        keys = chain(event.token_ids, size, start)
+        for hashed, key in zip(event.block_hashes[:usable], keys, strict=False):
+            if hashed in self._keys:
+                self._more[hashed] = self._more.get(hashed, 0) + 1
+            else:
+                self._keys[hashed] = key
+                self.held.add(key)
+        return True
+
+    def remove(self, event: BlockRemoved) -> None:
+        if event.medium not in _GPU or (event.group_idx or 0) != self._group:
+            return
+        for hashed in event.block_hashes:
+            if more := self._more.pop(hashed, 0):
+                if more > 1:
+                    self._more[hashed] = more - 1
+            elif (key := self._keys.pop(hashed, None)) is not None:
+                self.held.discard(key)
+
+    def clear(self) -> None:
+        self.held.clear()
+        self._keys.clear()
+        self._more.clear()
+
+
+class _Expected:
+    """Blocks that a replica is about to compute."""
+
+    def __init__(self) -> None:
+        self.until: dict[int, float] = {}
+        """How long each of them counts as cached."""
+        self._queue: deque[tuple[float, Sequence[int]]] = deque()
+
+    def add(self, keys: Sequence[int], now: float) -> None:
+        while self._queue and self._queue[0][0] <= now:
+            for key in self._queue.popleft()[1]:
+                if self.until.get(key, math.inf) <= now:
+                    del self.until[key]
+        self._queue.append((now + TTL_S, keys))
+        self.until.update(dict.fromkeys(keys, now + TTL_S))
+
+
+class KvIndex:
+    """What is in the KV caches of all replicas."""
+
+    def __init__(self) -> None:
+        self.followed: set[str] = set()
+        """The replicas whose caches are known now."""
+        self.positions: dict[tuple[str, int], Position] = {}
+        """How far the events of each replica's ranks were applied."""
+        self.block_size: int | None = None
+        """Of the events' blocks, None before the first."""
+        self._caches: dict[str, dict[int, _Cache]] = {}
+        self._expected: dict[str, _Expected] = {}
+        self._inner: dict[str, str] = {}
+
+    def follows(self, replica: str) -> bool:
+        """Whether the replica's cache is known now."""
+        return replica in self.followed
+
+    def matched(self, replica: str, chain: Sequence[int], now: float) -> int:
+        """How many of the chain's first blocks the replica has, or will have in a moment.
+
+        An engine evicts a block only after those that follow it, so bisection finds the first that
+        is missing.
+        """
+        expected = self._expected.get(replica)
+        until = expected.until if expected else {}
+        return self._matched(replica, chain, until, now)
+
+    def expect(self, replica: str, chain: Sequence[int], now: float) -> None:
+        """The replica is about to compute these blocks."""
+        cached = self._matched(replica, chain, {}, now)
+        if cached < len(chain):
+            self._expected.setdefault(replica, _Expected()).add(chain[cached:], now)
+
+    def inner(self, adapter: str) -> str:
+        """What engines call this adapter, by the latest event of it; its own name before any."""
+        return self._inner.get(adapter, adapter)
+
+    def apply(self, replica: str, rank: int, event: Event) -> None:
+        """Apply an event of one of the replica's data parallel ranks. Raises OverflowError for
+        an event with what is no token.
+        """
+        cache = self._caches.setdefault(replica, {}).setdefault(rank, _Cache())
+        match event:
+            case BlockStored():
+                if cache.store(event):
+                    self.block_size = event.block_size
+                    self._name(event.lora_name)
+            case BlockRemoved():
+                cache.remove(event)
+            case AllBlocksCleared():
+                cache.clear()
+
+    def forget(self, replica: str) -> None:
+        """The replica has started anew, or is gone."""
+        self.followed.discard(replica)
+        self._expected.pop(replica, None)
+        self._caches.pop(replica, None)
+        for key in [key for key in self.positions if key[0] == replica]:
+            del self.positions[key]
+
+    def forget_rank(self, replica: str, rank: int) -> None:
+        """One rank of the replica has started anew, or its events cannot be continued."""
+        self._caches.get(replica, {}).pop(rank, None)
+        self.positions.pop((replica, rank), None)
+
+    def _matched(
+        self, replica: str, chain: Sequence[int], until: Mapping[int, float], now: float
+    ) -> int:
+        caches = self._caches.get(replica, {}).values()
+        return max(
+            _first_missing(chain, held, until, now)
+            for held in [cache.held for cache in caches] or [set()]
+        )
+
+    def _name(self, inner: str | None) -> None:
+        if not inner:
+            return
+        if len(self._inner) >= MOST_ADAPTERS:
+            self._inner.clear()
+        self._inner[inner.rpartition("@")[0] or inner] = inner
+
+
+def _first_missing(
+    chain: Sequence[int], held: Set[int], until: Mapping[int, float], now: float
+) -> int:
+    def missing(key: int) -> bool:
+        return key not in held and until.get(key, 0.0) <= now
+
+    return leading(chain, missing)
+
+
+def _texts(keys: list[Any] | None) -> bool:
+    return all(isinstance(key, str) for key in keys or ())

@@ -1,0 +1,272 @@
+"""Which replica gets a request: the four strategies, by HyperPod's names for them.
+
+Nothing here does I/O or looks at a clock, so that scripts/simulate_routing runs these very classes.
+"""
+
+import dataclasses
+import hashlib
+import math
+import random
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK, PrefixIndex
+from serving.router.policy.request import RoutingRequest
+
+# What waiting costs, in prompt tokens that could be computed in the time. The figures are those
+# that did best in scripts/simulate_routing; where others do as well, it says so.
+UNCACHED = 2
+"""For each prompt token that has to be computed: once for those who wait, and once for what it
+drives out of the cache. With 1, documents are computed on every replica in turn (2 to 8: alike).
+"""
+PER_REQUEST = 30
+"""For each request under way (10 to 300: alike)."""
+CONTEXT = 32
+"""For so many prompt tokens of requests under way, whose attention slows every step down."""
+NEAR = 300
+"""Costs that differ by less are taken for equal: the replica that was chosen longest ago gets the
+request, which spaces arrivals as round-robin does.
+"""
+ADAPTER_LOAD = 2_000
+"""For an adapter that has to be loaded: some 0.1 s."""
+PREFILL_RATE = 20_000.0
+"""Prompt tokens that a replica is taken to compute in a second, where no stream shows when it has
+(10,000 to 40,000: a little worse).
+"""
+ADAPTERS = 64
+"""Adapters that a replica is taken to have loaded: those it was asked for last."""
+BOUND = 1.25
+"""A session stays where it belongs while that replica has at most this many times the mean of
+requests under way ("Consistent Hashing with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam) ...
+"""
+BATCH = 8
+"""... or fewer than these, which an engine serves together about as fast as one."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Work:
+    """What one request is to its replica."""
+
+    tokens: int
+    """Its prompt's."""
+    uncached: int
+    """Those of them that are still to be computed."""
+
+
+Share = tuple[int, int, int]
+"""One process's part in a replica's Load: in_flight, queued, context."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Load:
+    """What strategies know of one replica."""
+
+    name: str
+    in_flight: int = 0
+    """Requests under way."""
+    queued: int = 0
+    """Prompt tokens still to be computed."""
+    context: int = 0
+    """Prompt tokens of all requests under way."""
+    # When what is queued will be computed, where that can only be guessed.
+    _computed_at: float = dataclasses.field(default=0.0, init=False)
+    _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
+
+    def begin(self, tokens: int, cached: int, streamed: bool, now: float) -> Work:
+        """A request goes to the replica. streamed: its answer begins when its prompt is computed;
+        for others that has to be guessed.
+        """
+        work = Work(tokens, tokens - cached)
+        self.in_flight += 1
+        self.queued += work.uncached
+        self.context += tokens
+        if not streamed:
+            self._computed_at = max(self._computed_at, now) + work.uncached / PREFILL_RATE
+            self._guessed.append((self._computed_at, work))
+        return work
+
+    def computed(self, work: Work) -> None:
+        """The request's prompt is computed; it may be said more than once."""
+        self.queued -= work.uncached
+        work.uncached = 0
+
+    def end(self, work: Work) -> None:
+        """The request is over."""
+        self.computed(work)
+        self.in_flight -= 1
+        self.context -= work.tokens
+
+    def settle(self, now: float) -> None:
+        """Take for computed what should be by now."""
+        while self._guessed and self._guessed[0][0] <= now:
+            self.computed(self._guessed.popleft()[1])
+
+
+class Choice(NamedTuple):
+    """The replica that a strategy chose."""
+
+    replica: Load
+    cached: int
+    """Prompt tokens that it is expected to have in its cache."""
+
+
+class Policy(Protocol):
+    """A strategy. The replicas it chooses among are those that can serve, at least one."""
+
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
+        """The replica for a request. now: seconds, of a clock that never goes back."""
+
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        """The request goes to the replica, whoever has chosen it."""
+
+    def forget(self, replica: str) -> None:
+        """The replica has started anew, or is gone."""
+
+
+class RoundRobin:
+    """Each in turn."""
+
+    def __init__(self) -> None:
+        self._turn = random.randrange(1 << 16)  # several routers are not to march in step
+
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
+        self._turn += 1
+        return Choice(replicas[self._turn % len(replicas)], 0)
+
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        pass
+
+    def forget(self, replica: str) -> None:
+        pass
+
+
+class _Cheapest:
+    """The replica that can begin the answer first, by one measure for all: prompt tokens that have
+    to be computed before, the request's own and those queued, and what is under way.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[str, float] = {}
+        self._adapters: dict[str, OrderedDict[str, None]] = {}
+
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
+        costs: list[tuple[float, Load, int]] = []
+        for replica in replicas:
+            replica.settle(now)
+            cached = min(self.cached(request, replica.name, now), request.tokens)
+            cost = (
+                UNCACHED * (request.tokens - cached)
+                + replica.queued
+                + PER_REQUEST * replica.in_flight
+                + replica.context / CONTEXT
+            )
+            if request.adapter and request.adapter not in self._loaded(replica.name):
+                cost += ADAPTER_LOAD
+            costs.append((cost, replica, cached))
+        most = min([cost for cost, _, _ in costs]) + NEAR
+        near = [entry for entry in costs if entry[0] <= most]
+        _, replica, cached = min(near, key=lambda entry: self._chosen.get(entry[1].name, 0.0))
+        return Choice(replica, cached)
+
+    def cached(self, request: RoutingRequest, replica: str, now: float) -> int:
+        """Prompt tokens of the request that the replica has in its cache, most likely."""
+        return 0
+
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        self._chosen[replica] = now
+        if request.adapter:
+            loaded = self._adapters.setdefault(replica, OrderedDict())
+            loaded[request.adapter] = None
+            loaded.move_to_end(request.adapter)
+            if len(loaded) > ADAPTERS:
+                loaded.popitem(last=False)
+
+    def forget(self, replica: str) -> None:
+        self._chosen.pop(replica, None)
+        self._adapters.pop(replica, None)
+
+    def _loaded(self, replica: str) -> Collection[str]:
+        return self._adapters.get(replica, ())
+
+
+class PrefixAware(_Cheapest):
+    """The cheapest, where what a replica was sent before counts as cached."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        super().__init__()
+        self.index = index
+
+    def cached(self, request: RoutingRequest, replica: str, now: float) -> int:
+        return self.index.matched(replica, request.chain, now) * CHUNK // BYTES_PER_TOKEN
+
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        super().learn(request, replica, now)
+        self.index.insert(replica, request.chain, now)
+
+    def forget(self, replica: str) -> None:
+        super().forget(replica)
+        self.index.forget(replica)
+
+
+class Blocks(Protocol):
+    """What replicas have in their KV caches, by their own account: kv_index.KvIndex."""
+
+    def follows(self, replica: str) -> bool:
+        """Whether the replica's cache is known now."""
+
+    def matched(self, replica: str, chain: Sequence[int], now: float) -> int:
+        """How many of the chain's first blocks the replica has, or will have in a moment."""
+
+    def expect(self, replica: str, chain: Sequence[int], now: float) -> None:
+        """The replica is about to compute these blocks."""
+
+    def forget(self, replica: str) -> None:
+        """The replica has started anew, or is gone."""
+
+
+class KvAware(PrefixAware):
+    """The cheapest, where what a replica has in its cache counts as cached.
+
+    Where a request has no tokens, or a replica's cache is not known, it is as PrefixAware, which
+    therefore learns all along.
+    """
+
+    def __init__(self, index: PrefixIndex, blocks: Blocks) -> None:
+        super().__init__(index)
+        self.blocks = blocks
+
+    def cached(self, request: RoutingRequest, replica: str, now: float) -> int:
+        if request.blocks is None or not self.blocks.follows(replica):
+            return super().cached(request, replica, now)
+        return self.blocks.matched(replica, request.blocks, now) * request.block_size
+
+    def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
+        super().learn(request, replica, now)
+        if request.blocks is not None:
+            self.blocks.expect(replica, request.blocks, now)
+
+    def forget(self, replica: str) -> None:
+        super().forget(replica)
+        self.blocks.forget(replica)
+
+
+class Session(_Cheapest):
+    """All requests of a session to one replica, unless that has much more to do than the others.
+
+    By rendezvous hashing, so that routers agree without talking and a replica that comes or goes
+    moves only its share. Requests without a session go to the cheapest.
+    """
+
+    def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
+        if not request.session:
+            return super().choose(request, replicas, now)
+        under_way = sum(replica.in_flight for replica in replicas)
+        bound = max(BATCH, math.ceil(BOUND * (under_way + 1) / len(replicas)))
+        free = [replica for replica in replicas if replica.in_flight < bound]
+        return Choice(max(free, key=lambda replica: _weight(request.session, replica.name)), 0)
+
+
+def _weight(session: str, replica: str) -> bytes:
+    # Not Python's hash: routers on other machines, and the next one here, are to agree.
+    return hashlib.blake2b(f"{replica}\0{session}".encode(), digest_size=8).digest()

@@ -1,0 +1,164 @@
+"""What strategies know of a request, and how it is read from its headers and body.
+
+Of a JSON body only the keys that matter are looked at, in one decoding, and prompts stay the bytes
+they are. Bodies are judged by the replicas: what cannot be read here goes its way all the same.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
+
+import msgspec
+
+from serving.protocol import ADAPTER_ID, SESSION_ID, VLLM_SESSION_ID
+from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
+
+NEW_SESSION = "NEW_SESSION"
+"""What begins a session, in the header or as a body's requestType."""
+_SESSION_HEADERS = (SESSION_ID, VLLM_SESSION_ID)
+_SESSION_KEYS = ("session_id", "user_id", "user")
+
+_NONE = msgspec.Raw(b"")
+_MEDIA = re.compile(rb'"data:[^"]*"')
+_MEDIA_TOKENS = 1_000
+"""What an image in a prompt counts as; its base64 says nothing of its tokens."""
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What strategies know of one request."""
+
+    tokens: int = 0
+    """Its prompt's, about."""
+    chain: Sequence[int] = ()
+    """Its prompt's hashes, as prefix_index.chain() makes them."""
+    blocks: Sequence[int] | None = None
+    """The hashes of its tokens, one for each `block_size` of them, where it was tokenised."""
+    block_size: int = 1
+    adapter: str = ""
+    """The LoRA adapter, or ""."""
+    salt: str | None = None
+    """What keeps its KV cache apart from others', where the body says so."""
+    session: str = ""
+    """What its session is called, or ""."""
+    begins_session: bool = False
+    """Whether it asks for a new one."""
+    streamed: bool = False
+    """Whether its answer is."""
+
+
+Reader = Callable[[Mapping[bytes, bytes], bytes], RoutingRequest]
+"""Reads a request's headers, by their names in lower case, and its body."""
+
+
+class _Keys(msgspec.Struct):
+    """The keys of a JSON body that matter to every strategy."""
+
+    model: msgspec.Raw = _NONE
+    adapters: msgspec.Raw = _NONE
+    cache_salt: msgspec.Raw = _NONE
+    stream: msgspec.Raw = _NONE
+    tools: msgspec.Raw = _NONE
+    messages: msgspec.Raw = _NONE
+    prompt: msgspec.Raw = _NONE
+    inputs: msgspec.Raw = _NONE
+    request_type: msgspec.Raw = msgspec.field(default=_NONE, name="requestType")
+
+
+class RequestReader:
+    """Reads requests, as far as a strategy wants to know of them."""
+
+    def __init__(
+        self,
+        strategy: str,
+        session_key: str | None,
+        tenant_header: str | None,
+        adapters: Collection[str],
+    ) -> None:
+        """session_key: the header or key of a JSON body that names a session, besides SageMaker's
+        header; None takes what is customary. tenant_header: the replicas' OPTION_CACHE_SALT_HEADER.
+        adapters: names that are adapters' where a body has them as its `model`; they may change.
+        """
+        headers: tuple[bytes, ...] = (SESSION_ID,)
+        keys: tuple[str, ...] = ()
+        if strategy == "session":
+            headers, keys = _SESSION_HEADERS, _SESSION_KEYS
+            if session_key:
+                headers, keys = (SESSION_ID, session_key.lower().encode()), (session_key,)
+        # Operators choose keys that are no names of attributes.
+        fields = {f"session{number}": key for number, key in enumerate(keys)}
+        body = msgspec.defstruct(
+            "_Body",
+            [(field, msgspec.Raw, _NONE) for field in fields],
+            bases=(_Keys,),
+            rename=fields,
+        )
+        self._decode = cast(Callable[[bytes], _Keys], msgspec.json.Decoder(body).decode)
+        self._unreadable = cast(_Keys, body())
+        self._session_headers = headers
+        self._session_fields = tuple(fields)
+        self._tenant = (tenant_header or "").lower().encode()
+        self._chained = strategy in ("prefixaware", "kvaware")
+        self._adapters = adapters
+
+    def read(self, headers: Mapping[bytes, bytes], body: bytes) -> RoutingRequest:
+        """What is to be known of a request."""
+        try:
+            keys = self._decode(body)
+        except _UNREADABLE:
+            keys = self._unreadable
+        prompt = bytes(keys.prompt) or bytes(keys.inputs) or bytes(keys.messages) or body
+        adapter = self._adapter(headers, keys)
+        # What else decides whether KV caches of equal prompts are one.
+        tools = bytes(keys.tools)
+        seed = (adapter, headers.get(self._tenant), bytes(keys.cache_salt), tools)
+        return RoutingRequest(
+            tokens=_tokens(prompt) + len(tools) // BYTES_PER_TOKEN,
+            chain=chain(prompt, seed) if self._chained else (),
+            adapter=adapter,
+            salt=_text(keys.cache_salt) or None,
+            session=self._session(headers, keys),
+            begins_session=NEW_SESSION
+            in (headers.get(SESSION_ID, b"").decode("latin-1"), _text(keys.request_type)),
+            streamed=bytes(keys.stream) == b"true",
+        )
+
+    def _adapter(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
+        adapter = headers.get(ADAPTER_ID, b"").decode("latin-1") or _text(keys.adapters)
+        if not adapter and self._adapters and (model := _text(keys.model)) in self._adapters:
+            return model
+        return adapter
+
+    def _session(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
+        for name in self._session_headers:
+            if session := headers.get(name, b"").decode("latin-1"):
+                return session
+        for field in self._session_fields:
+            if session := _text(getattr(keys, field)):
+                return session
+        return ""
+
+
+def _text(raw: msgspec.Raw) -> str:
+    """A JSON text, the first of a list of them, or "" for what is neither."""
+    if raw is _NONE:
+        return ""
+    try:
+        value = msgspec.json.decode(raw)
+    except _UNREADABLE:
+        return ""
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else ""
+
+
+def _tokens(prompt: bytes) -> int:
+    """About how many tokens a prompt has."""
+    size = len(prompt)
+    media = 0
+    if b'"data:' in prompt:
+        for medium in _MEDIA.finditer(prompt):
+            size -= len(medium[0])
+            media += _MEDIA_TOKENS
+    return size // BYTES_PER_TOKEN + media

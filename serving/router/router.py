@@ -1,0 +1,289 @@
+"""One process of `route`: one port in front of several servers."""
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lmi_config.options import Settings
+from serving import errors, protocol
+from serving.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    NotFound,
+    NotReady,
+    Overloaded,
+    ServingError,
+)
+from serving.exit import DIED
+from serving.http.origins import Origins
+from serving.http.sockets import Connections, most_routed
+from serving.lifecycle import SHUTDOWN
+from serving.process import StopSignals
+from serving.router import status
+from serving.router.fleet.broadcast import Broadcast
+from serving.router.fleet.discovery import discovered
+from serving.router.fleet.health import HealthChecks
+from serving.router.fleet.replicas import Replica, ReplicaPool
+from serving.router.http import buffers
+from serving.router.http.buffers import Buffers
+from serving.router.http.downstream import Downstream
+from serving.router.http.ports import Responder
+from serving.router.http.request import Request, Rules
+from serving.router.kv.awareness import KvAwareness
+from serving.router.metrics import FALLBACKS, Tally
+from serving.router.peers import Link, Peers
+from serving.router.policy.kv_index import KvIndex
+from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
+from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.request import RequestReader, RoutingRequest
+from serving.router.proxy import ProxiedRequest, Routing, Timeouts
+from serving.router.retry import RetryBudget
+from serving.router.routes import CHANGE, END_TO_END, INFERENCE, methods, route_of
+from serving.router.session_affinity import SessionAffinity
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 1.0
+"""Between two looks for what has waited too long."""
+
+
+class Router:
+    """One process's router: what it is made of, its life, and which request goes where."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environ: Mapping[str, str],
+        link: Link | None = None,
+    ) -> None:
+        """link: to the router's other processes."""
+        self._settings = settings
+        self._origins = Origins(settings.cors_allowed_origin, settings.host)
+        # clients
+        named = (settings.cache_salt_header, settings.session_key)
+        self.rules = Rules(
+            settings.max_request_size,
+            (settings.cache_salt_header or "").lower().encode(),
+            END_TO_END | {name.lower().encode() for name in named if name},
+        )
+        self.buffers = Buffers()
+        self.connections = Connections(most_routed())
+        self.clients: set[Downstream] = set()
+        self.proxied: set[ProxiedRequest] = set()
+        # replicas
+        self.pool = ReplicaPool(self._on_ready, self._on_gone)
+        self._health = HealthChecks(self.pool)
+        policy, self.kvaware = _strategy(settings, environ)
+        affinity = SessionAffinity()
+        self.routing = Routing(
+            pool=self.pool,
+            policy=policy,
+            fallback=RoundRobin(),
+            affinity=affinity,
+            peers=Peers(lambda: self.pool.replicas, self._learned, affinity.bind, link),
+            retries=RetryBudget(),
+            timeouts=Timeouts(settings.router_first_byte_timeout, settings.router_idle_timeout),
+            tally=Tally(),
+            read=RequestReader(
+                settings.routing_strategy,
+                settings.session_key,
+                settings.cache_salt_header,
+                self.pool.adapters,
+            ).read,
+            tokenise=self.kvaware.tokenise if self.kvaware else None,
+        )
+        self._broadcast = Broadcast(self.pool, self._health, settings.router_first_byte_timeout)
+        self._changes: set[asyncio.Task[None]] = set()
+        # life
+        self.draining = False
+        self._signals = StopSignals()
+        self._idle = asyncio.Event()
+
+    def _connection(self) -> Downstream:
+        return Downstream(self.dispatch, self.rules, self.buffers, self.connections, self.clients)
+
+    # its life
+
+    async def run(self, listener: socket.socket) -> int:
+        """From listening to the exit code."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._signals.listen(*(it for it in numbers if signal.getsignal(it) is not signal.SIG_IGN))
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(self._connection, sock=listener, backlog=2048)
+        host, port = listener.getsockname()[:2]
+        strategy = self._settings.routing_strategy
+        log.info("routing", extra={"facts": {"host": host, "port": port, "strategy": strategy}})
+        works = [
+            self._health.run(discovered(self._settings.router_replicas or "")),
+            self.routing.peers.run(),
+            self._sweep(),
+        ]
+        if self.kvaware:
+            works.append(self.kvaware.run())
+        tasks = [asyncio.create_task(work) for work in works]
+        stop = asyncio.create_task(self._signals.stop())
+        await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        code = 0
+        for task in tasks:
+            if task.done():
+                log.error("the router's own work failed", exc_info=task.exception())
+                code = DIED
+        await self._drain()
+        server.close()
+        await self._farewell()
+        await _cancel(stop, *tasks, *self._changes)
+        return code
+
+    async def _drain(self) -> None:
+        """Take no more requests, and wait for those under way."""
+        log.info("draining")
+        self.draining = True
+        self._check_idle()
+        ends = [asyncio.create_task(it) for it in (self._signals.hurry(), self._idle.wait())]
+        await asyncio.wait(ends, timeout=SHUTDOWN.drain, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(*ends)
+
+    async def _farewell(self) -> None:
+        """Close clients' connections once what was written is sent."""
+        for client in [*self.clients]:
+            client.transport.close()
+        ended = time.monotonic() + SHUTDOWN.farewell
+        while self.clients and time.monotonic() < ended:
+            await asyncio.sleep(0.05)
+
+    def stop(self) -> None:
+        """Stop; when it is called again, without waiting for requests."""
+        self._signals.ask()
+
+    def _check_idle(self) -> None:
+        """A request is over, or no more are taken."""
+        if self.draining and not self.proxied and not self._changes:
+            self._idle.set()
+
+    async def _sweep(self) -> None:
+        """Look for what has waited too long: cheaper than a timer for each."""
+        now = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.routing.tally.flush()
+            before, now = now, time.monotonic()
+            for proxied in [*self.proxied]:
+                proxied.check_timeouts(now)
+            for client in [*self.clients]:
+                client.check_timeouts(now, now - before)
+
+    # replicas
+
+    def _on_ready(self, replica: Replica, anew: bool) -> None:
+        policy = self.routing.policy
+        if anew:
+            policy.forget(replica.name)
+        if isinstance(policy, PrefixAware) and replica.tokens:
+            policy.index.resize(replica.name, replica.tokens)
+        if self.kvaware:
+            self.kvaware.on_ready(replica)
+
+    def _on_gone(self, replica: Replica) -> None:
+        if self.kvaware:
+            self.kvaware.on_gone(replica)
+        if replica not in self.pool.replicas:
+            self.routing.policy.forget(replica.name)
+            return
+        for proxied in [it for it in self.proxied if it.replica is replica]:
+            proxied.replica_down()
+
+    def _learned(self, request: RoutingRequest, replica: str) -> None:
+        self.routing.policy.learn(request, replica, time.monotonic())
+
+    # requests
+
+    def dispatch(self, responder: Responder, request: Request) -> ProxiedRequest | None:
+        """Dispatch: what answers a request. Raises ServingError."""
+        self._origins.require(request.method.decode("latin-1"), request.named)
+        route = route_of(request.method, request.path)
+        if route is None:
+            self._answer(responder, request)
+        elif route is CHANGE:
+            self._change(responder, request)
+        else:
+            if self.draining:
+                raise NotReady("the router is stopping")
+            inference = route is INFERENCE
+            proxied = ProxiedRequest(
+                responder, request, self.routing, inference=inference, ended=self._on_ended
+            )
+            self.proxied.add(proxied)
+            return proxied
+        return None
+
+    def _on_ended(self, proxied: ProxiedRequest) -> None:
+        self.proxied.discard(proxied)
+        if self.draining:
+            self._check_idle()
+
+    def _answer(self, responder: Responder, request: Request) -> None:
+        """Answer what replicas have nothing to do with."""
+        reads = request.method in (b"GET", b"HEAD")
+        match request.path:
+            case protocol.PING if reads:
+                code = 200 if self.pool.ready and not self.draining else 503
+                responder.respond(code, *status.ping(self.pool, self.draining))
+            case protocol.METRICS if reads:
+                self.routing.tally.flush()
+                responder.respond(200, *status.metrics(self.pool))
+            case protocol.REPLICAS if reads:
+                accept = request.named.get(b"accept", b"")
+                responder.respond(200, *status.replicas(self.pool, self.kvaware, accept))
+            case protocol.PING | protocol.METRICS | protocol.REPLICAS as path:
+                raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
+            case path if allowed := methods(path):
+                raise MethodNotAllowed(path, request.method.decode(), allowed)
+            case path:
+                raise NotFound(f"there is nothing at {path}")
+
+    def _change(self, responder: Responder, request: Request) -> None:
+        """Have all replicas answer. Their bodies are sent to each, so they have to be here."""
+        if request.overflowed:
+            if request.size > buffers.MAX_BODY:
+                raise BadRequest("the body is too large for a change of adapters")
+            raise Overloaded("there are more bytes of requests than the router has memory for")
+        task = asyncio.create_task(self._to_all(responder, request))
+        self._changes.add(task)
+        task.add_done_callback(self._on_changed)
+
+    def _on_changed(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        self._check_idle()
+
+    async def _to_all(self, responder: Responder, request: Request) -> None:
+        try:
+            answer = await self._broadcast.send(request)
+            responder.respond(answer.status, answer.content_type, answer.body, *answer.lines)
+        except ServingError as error:
+            responder.fail(error)
+        except Exception:
+            responder.fail(errors.unforeseen())
+
+
+def _strategy(settings: Settings, environ: Mapping[str, str]) -> tuple[Policy, KvAwareness | None]:
+    """What chooses replicas, and what feeds it where it needs more than requests."""
+    match settings.routing_strategy:
+        case "roundrobin":
+            return RoundRobin(), None
+        case "session":
+            return Session(), None
+        case "kvaware":
+            index = KvIndex()
+            return KvAware(PrefixIndex(), index), KvAwareness(index, settings, environ, FALLBACKS)
+    return PrefixAware(PrefixIndex()), None
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

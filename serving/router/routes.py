@@ -1,0 +1,55 @@
+"""Which paths the router answers, and by how many replicas."""
+
+import enum
+import re
+
+from serving.protocol import (
+    ADAPTER_ID,
+    ADAPTERS_PATH,
+    ENGINE_PATHS,
+    EXECUTION_PARAMETERS,
+    INVOCATIONS_PATH,
+    MODELS,
+    REQUEST_ID,
+    SESSION_ID,
+    VLLM_SESSION_ID,
+)
+
+END_TO_END = frozenset((ADAPTER_ID, SESSION_ID, VLLM_SESSION_ID, b"content-type", REQUEST_ID))
+"""Headers that say what a request is about, and so are not about a connection."""
+
+
+class Route(enum.Enum):
+    """Who answers a request. The value: the methods of its paths."""
+
+    INFERENCE = "POST"
+    """The replica that the strategy chooses."""
+    READ = "GET, HEAD"
+    """Any replica: they all say the same."""
+    CHANGE = "POST, DELETE"
+    """All replicas: what it changes they all have."""
+
+
+_INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS)))
+_READ = re.compile("|".join((MODELS, EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?")))
+_CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
+
+
+INFERENCE, READ, CHANGE = Route  # in Python 3.11 a member takes a call of an enumeration
+
+
+def route_of(method: bytes, path: str) -> Route | None:
+    """The route of a request, None where replicas have nothing to do with it."""
+    if method == b"POST" and _INFERENCE.fullmatch(path):
+        return INFERENCE
+    if method in (b"GET", b"HEAD") and _READ.fullmatch(path):
+        return READ
+    if method in (b"POST", b"DELETE") and _CHANGE.fullmatch(path):
+        return CHANGE
+    return None
+
+
+def methods(path: str) -> list[str]:
+    """The methods that a path answers. None where there is no such path."""
+    routes = ((_INFERENCE, INFERENCE), (_READ, READ), (_CHANGE, CHANGE))
+    return [route.value for pattern, route in routes if pattern.fullmatch(path)]

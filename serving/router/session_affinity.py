@@ -1,0 +1,39 @@
+"""Which replica has which of SageMaker's stateful sessions: its answer says so."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from serving.protocol import CLOSED_SESSION_ID, NEW_SESSION_ID
+
+LIMIT = 100_000
+"""Sessions that are remembered."""
+
+
+class SessionAffinity:
+    """The replicas of the sessions that were used last."""
+
+    def __init__(self) -> None:
+        self._replicas: OrderedDict[str, str] = OrderedDict()
+
+    def replica(self, session: str) -> str | None:
+        """The name of the replica that has the session, where that is known."""
+        if session not in self._replicas:
+            return None
+        self._replicas.move_to_end(session)
+        return self._replicas[session]
+
+    def learn(self, headers: Mapping[bytes, bytes], replica: str) -> str | None:
+        """Read an answer's head. Returns the session that the replica has begun, if it has."""
+        if NEW_SESSION_ID in headers:
+            session = headers[NEW_SESSION_ID].partition(b";")[0].strip().decode("latin-1")
+            self.bind(session, replica)
+            return session
+        if CLOSED_SESSION_ID in headers:
+            self._replicas.pop(headers[CLOSED_SESSION_ID].strip().decode("latin-1"), None)
+        return None
+
+    def bind(self, session: str, replica: str) -> None:
+        """The replica has the session."""
+        self._replicas[session] = replica
+        if len(self._replicas) > LIMIT:
+            self._replicas.popitem(last=False)

@@ -1,0 +1,83 @@
+"""What the router says of itself: /ping, /metrics, and /replicas for people."""
+
+import html
+import os
+import time
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from serving.router.fleet.replicas import Replica, ReplicaPool, State
+from serving.router.kv.awareness import KvAwareness
+from serving.router.metrics import CurrentSeries, forget
+
+_JSON = b"application/json"
+
+
+def ping(pool: ReplicaPool, draining: bool) -> tuple[bytes, bytes]:
+    """The kind and body of an answer to /ping."""
+    ready = len(pool.ready)
+    status = "draining" if draining else "ready" if ready else "starting"
+    return _JSON, msgspec.json.encode({"status": status, "detail": f"{ready} replicas are ready"})
+
+
+def metrics(pool: ReplicaPool) -> tuple[bytes, bytes]:
+    """All processes' series."""
+    for name in pool.forget_gone():
+        forget(name)
+    registry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    states = {
+        replica.name: (replica.state is State.READY, replica.in_flight) for replica in pool.replicas
+    }
+    shown = CollectorRegistry()
+    shown.register(CurrentSeries(registry, states, pool.counted()))
+    return CONTENT_TYPE_LATEST.encode(), generate_latest(shown)
+
+
+def replicas(pool: ReplicaPool, kvaware: KvAwareness | None, accept: bytes) -> tuple[bytes, bytes]:
+    """The replicas: a table for browsers, JSON for others."""
+    rows = [_row(replica, kvaware) for replica in pool.replicas]
+    if b"text/html" not in accept:
+        return _JSON, msgspec.json.encode({"replicas": rows})
+    shown = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(_cell(value))}</td>' for value in row.values())}</tr>"
+        for row in rows
+    )
+    titles = "".join(f"<th>{title.replace('_', ' ')}</th>" for title in rows[0]) if rows else ""
+    return b"text/html; charset=utf-8", _PAGE.format(titles=titles, rows=shown).encode()
+
+
+def _row(replica: Replica, kvaware: KvAwareness | None) -> dict[str, Any]:
+    row = {
+        "replica": replica.name,
+        "state": replica.state,
+        "detail": replica.detail,
+        "requests_under_way": replica.in_flight,
+        "prompt_tokens_queued": replica.queued,
+        "kept_from_requests": replica.breaker.is_open(time.monotonic()),
+        "models": sorted(replica.models - replica.adapters),
+        "adapters": len(replica.adapters),
+        "kv_cache_tokens": replica.tokens,
+    }
+    return row | {"kv_cache_known": kvaware.follows(replica)} if kvaware else row
+
+
+def _cell(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
+<title>Replicas</title>
+<style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em }}
+table {{ border-collapse: collapse }}
+th, td {{ padding: .4em .8em; text-align: left; border-bottom: 1px solid #ccc }}
+</style></head>
+<body><h1>Replicas</h1><table><tr>{titles}</tr>{rows}</table></body></html>
+"""

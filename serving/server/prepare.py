@@ -1,0 +1,116 @@
+"""The environment → a Deployment, with all that has to be looked at on the way. Starts nothing."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lmi_config import draft, kv_tiers, machine, model, plan, secure, settings
+from lmi_config.model import Checkpoint, Folder, ModelError, ModelFacts
+from lmi_config.options import Settings
+from lmi_config.plan import EngineParts, Plan
+from lmi_config.settings import SettingsError
+from serving.sources.locate import locate
+from serving.sources.source import Source, SourceError
+
+PARTS = EngineParts(
+    connector="serving.engine.kv_connector.FaultTolerantConnector",
+    disk_store="serving.kv_cache.lmcache.disk_store.ChecksummedFiles",
+    cpu_lora="serving.engine.cpu_lora.Extension",
+)
+"""Not imported here: a plan is made without vLLM and LMCache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """What is to be served: a plan, and where the model and its draft come from."""
+
+    plan: Plan
+    model: Source
+    draft: Source | None
+
+
+def prepare(environ: Mapping[str, str]) -> Deployment:
+    """Look at everything once and decide. Raises SettingsError with what is wrong."""
+    options = settings.read(environ)
+    _require_secure(options)
+    with _blaming(options, "model_id", "OPTION_MODEL_ID"):
+        source = _locate(options.model_id, options, environ, options.revision)
+        checkpoint = source.checkpoint()
+        facts = model.look(checkpoint, weights=options.load_format != "dummy")
+        to_fetch = _to_fetch(checkpoint, facts)
+    draft_source, drafted = None, None
+    with _blaming(options, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
+        if draft_id := plan.draft_id(options):
+            revision = (options.speculative_config or {}).get("revision")
+            draft_source = _locate(draft_id, options, environ, revision)
+            checkpoint = draft_source.checkpoint()
+            drafted = draft.look(checkpoint)
+            to_fetch += _to_fetch(checkpoint, drafted.facts)
+    lmcache = _lmcache_file(options)
+    here = machine.look(environ, kv_tiers.disk_path(options, lmcache))
+    room = source.room()
+    made = plan.make(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room)
+    return Deployment(made, source, draft_source)
+
+
+def _require_secure(options: Settings) -> None:
+    """Raise SettingsError for what secure mode forbids."""
+    if not options.secure_mode:
+        return
+    channels: dict[str, list[secure.File] | None] = {}
+    own: dict[str, list[secure.File]] = {}
+    try:
+        for channel in options.untrusted_channels:
+            folder = Path(channel)
+            channels[channel] = secure.look(folder) if folder.is_dir() else None
+        for place in (options.model_folder, Path(options.model_id)):
+            if place and place.is_dir():
+                own[str(place)] = [secure.File(entry.name) for entry in place.iterdir()]
+    except OSError as error:
+        raise SettingsError([f"secure mode: {error.filename}: {error.strerror}"]) from None
+    if faults := secure.faults(options, channels, own):
+        raise SettingsError(faults)
+
+
+def _to_fetch(checkpoint: Checkpoint, facts: ModelFacts) -> int:
+    """Bytes of weights that are not here yet."""
+    return 0 if isinstance(checkpoint, Folder) else facts.weight_bytes
+
+
+def _locate(
+    name: str, options: Settings, environ: Mapping[str, str], revision: str | None
+) -> Source:
+    return locate(name, environ, revision=revision, downloads=options.download_dir)
+
+
+@contextmanager
+def _blaming(options: Settings, field: str, otherwise: str) -> Iterator[None]:
+    """Raise what is wrong with a model as a fault of the option that names it."""
+    option = options.origins.get(field, otherwise)
+    try:
+        yield
+    except SourceError as error:
+        raise SettingsError([f"{option}={error}"]) from None
+    except ModelError as error:
+        raise SettingsError([f"{option}: {error}"]) from None
+
+
+def _lmcache_file(options: Settings) -> Mapping[str, object] | None:
+    """The content of LMCache's own configuration file. A relative name is in the model's folder."""
+    import yaml
+
+    if not options.lmcache_config_file:
+        return None
+    path = (options.model_folder or Path()) / options.lmcache_config_file
+    where = f"{options.origins['lmcache_config_file']}={str(path)!r}"
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise SettingsError([f"{where}: {error.strerror}"]) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise SettingsError([f"{where}: not YAML: {problem}"]) from None
+    if not isinstance(content, dict):
+        raise SettingsError([f"{where}: should have lines like `chunk_size: 256`"])
+    return content

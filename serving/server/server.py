@@ -1,0 +1,196 @@
+"""`serve`, from listening to the exit code: HTTP at once, the engine when it is there, and an end
+that loses no request that could have been answered.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+import uvloop
+from prometheus_client import Gauge, Info
+
+from lmi_config import explain
+from lmi_config.machine import out_of_memory_kills
+from lmi_config.options import Settings
+from serving import VERSION, process
+from serving.api.app import create_app
+from serving.api.backend import Backend
+from serving.engine.base import Engine, EngineError
+from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, root_cause
+from serving.http.connections import HttpServer
+from serving.http.sockets import CannotListen, bound, most_connections, raise_open_files
+from serving.inference.admission import Admission
+from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
+from serving.observability.capture import causes
+from serving.process import StopSignals
+from serving.server.prepare import Deployment
+from serving.server.startup import Runtime, start
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.25
+"""Between two looks at whether the engine lives."""
+BLAMED_S = 60.0
+"""How long before its end an engine may have written why."""
+
+_START_SECONDS = Gauge("slipway_start_seconds", "How long each step of the start took.", ["step"])
+_BUILD = Info("slipway_build", "What is running here.")
+
+Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
+
+
+def serve(deployment: Deployment) -> Exit:
+    """Serve until SIGTERM or SIGINT, or until something has failed.
+
+    A thread may still be inside vLLM when this returns; the caller should end the process at once.
+    """
+    settings = deployment.plan.settings
+    raise_open_files()
+    try:
+        listener = bound(settings.host, settings.port, backlog=2048)
+    except CannotListen as error:
+        return Exit(START_FAILED, "start", str(error))
+    for finding in deployment.plan.findings:
+        log.warning("%s", finding)
+    log.info("plan", extra={"facts": {"plan": explain.as_json(deployment.plan)}})
+    process.adopt_orphans()
+    # vLLM leaves the sockets it talks to its processes over where it has put them.
+    with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
+        server = Server(listener, settings, lambda note: start(deployment, note))
+        try:
+            return uvloop.run(server.run())
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # it ends already
+            process.kill(psutil.Process().children(recursive=True))
+
+
+class Server:
+    """A server's life: it listens, starts, serves, drains and ends."""
+
+    def __init__(self, listener: socket.socket, settings: Settings, start: Start) -> None:
+        """start: brings up what serves, and notes meanwhile what it is busy with."""
+        self._listener = listener
+        self._settings = settings
+        self._start = start
+        self.lifecycle = Lifecycle()
+        self._memory_kills = out_of_memory_kills()
+        self.backend = Backend(self.lifecycle, settings)
+        _BUILD.info({"version": VERSION, **{name: version(name) for name in ("vllm", "lmcache")}})
+        self._signals = StopSignals()
+        most = most_connections(settings.job_queue_size)
+        self._http = HttpServer(create_app(self.backend, settings), most, SHUTDOWN.connections)
+
+    async def run(self) -> Exit:
+        """From listening to the end."""
+        self._signals.listen(signal.SIGTERM, signal.SIGINT)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        reaping = asyncio.create_task(process.reap())
+        host, port = self._listener.getsockname()[:2]
+        log.info("listening", extra={"facts": {"host": host, "port": port}})
+        try:
+            return await self._live()
+        finally:
+            self._http.should_exit = True
+            await http
+            reaping.cancel()
+
+    def stop(self) -> None:
+        """Stop; when it is called again, without waiting for requests."""
+        self._signals.ask()
+
+    async def _live(self) -> Exit:
+        stop = asyncio.create_task(self._signals.stop())
+        runtime = await self._start_up(stop)
+        if isinstance(runtime, Exit):
+            stop.cancel()
+            return runtime
+        requests = self.backend.open(runtime.engine, runtime.adapters, runtime.code).admission
+        log.info("ready", extra={"facts": self._time_to_ready()})
+        failure = asyncio.create_task(self._failure(runtime.engine))
+        await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            end = await self._fail(DIED, "serving", failure.result())
+            # vLLM ends the requests of a dead engine itself.
+            await requests.drained(SHUTDOWN.farewell)
+        else:
+            end = await self._drain(requests, failure)
+        failure.cancel()
+        try:
+            await asyncio.wait_for(runtime.stop(), SHUTDOWN.engine)
+        except TimeoutError:
+            log.warning("the engine did not stop in time; its processes are killed")
+        return end
+
+    async def _start_up(self, stop: asyncio.Task[None]) -> Runtime | Exit:
+        """What serves, or how the process ends before there is anything that does."""
+        starting = asyncio.create_task(self._start(self._note))
+        timeout = self._settings.model_loading_timeout
+        await asyncio.wait({starting, stop}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            try:
+                return starting.result()
+            except EngineError as error:
+                log.error("the engine did not start", exc_info=error.__cause__)
+                return await self._fail(START_FAILED, "start", str(error))
+        starting.cancel()
+        if stop.done():
+            self.lifecycle.enter(Stage.STOPPED)
+            return Exit(0, "start")
+        detail = self.lifecycle.detail
+        reason = f"not ready after {timeout} s (OPTION_MODEL_LOADING_TIMEOUT): {detail}"
+        return await self._fail(START_FAILED, "start", reason)
+
+    async def _failure(self, engine: Engine) -> str:
+        """Wait until the engine has died, or requests fail too often; say why."""
+        while True:
+            if failure := engine.failure:
+                return failure
+            if self._settings.fail_fast and (failure := self.backend.error_rates.exceeded()):
+                return f"{failure}, and SERVING_FAIL_FAST is set"
+            await asyncio.sleep(WATCH_S)
+
+    async def _drain(self, requests: Admission, failure: asyncio.Task[str]) -> Exit:
+        """Let requests under way finish, and take no new ones. failure: the engine's, meanwhile."""
+        self.lifecycle.enter(Stage.DRAINING)
+        log.info("draining")
+        drained = asyncio.create_task(requests.drained(SHUTDOWN.drain))
+        hurry = asyncio.create_task(self._signals.hurry())
+        await asyncio.wait({drained, hurry, failure}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if failure.done():
+            return await self._fail(DIED, "draining", failure.result())
+        if not drained.done() or not drained.result():
+            log.warning("ending %d requests that did not finish in time", requests.abort())
+            await requests.drained(SHUTDOWN.farewell)
+        self.lifecycle.enter(Stage.STOPPED)
+        return Exit(0, "draining")
+
+    async def _fail(self, code: int, stage: str, reason: str) -> Exit:
+        self.lifecycle.enter(Stage.FAILED, reason)
+        await asyncio.sleep(SHUTDOWN.settle)
+        cause = root_cause(reason, causes(BLAMED_S))
+        return Exit(code, stage, cause + memory_ran_out(self._memory_kills))
+
+    def _time_to_ready(self) -> dict[str, object]:
+        """How long the start took, by its steps, in seconds; also as a series."""
+        before = time.time() - psutil.Process().create_time() - self.lifecycle.elapsed
+        steps = {Step.PLANNING: before, **self.lifecycle.steps}
+        for step, seconds in steps.items():
+            _START_SECONDS.labels(step).set(seconds)
+        rounded = {step: round(seconds, 1) for step, seconds in steps.items()}
+        return {"elapsed_s": round(sum(steps.values()), 1), "steps": rounded}
+
+    def _note(self, step: Step, text: str = "") -> None:
+        self.lifecycle.note(step, text)
+        facts = {"elapsed_s": round(self.lifecycle.elapsed, 1)}
+        log.info(self.lifecycle.detail, extra={"facts": facts})

@@ -1,0 +1,269 @@
+"""From a plan to a running engine: fetch the model, start the cache server, start vLLM."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from handlers.custom import FILE
+from lmi_config import kv_tiers
+from lmi_config.kv_tiers import Tiers
+from lmi_config.model import Folder, Tensor, tensors
+from lmi_config.options import SCRIPTS, Settings
+from lmi_config.plan import Plan
+from lmi_config.vllm_args import arguments
+from serving import folders
+from serving.aio import in_thread
+from serving.engine import vllm
+from serving.engine.base import Engine, EngineError
+from serving.errors import ServingError, UserCodeFailed
+from serving.kv_cache import disk, identity
+from serving.kv_cache import pool as kv_pool
+from serving.kv_cache.server import CacheServer, CacheServerError
+from serving.lifecycle import Note, Step
+from serving.lora.files import AdapterFiles
+from serving.lora.registry import AdapterRegistry
+from serving.server.prepare import Deployment
+from serving.sources.hub import Hub
+from serving.sources.locate import downloads_folder
+from serving.sources.source import Source, SourceError
+from serving.user_code import INITIAL_S, Limits, UserCode, start_user_code
+
+log = logging.getLogger(__name__)
+
+HANDLER_S = 240
+"""For a custom handler to answer: LMI's own limit."""
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """What runs once the start is over: the engine, and what serves beside it."""
+
+    engine: Engine
+    adapters: AdapterRegistry | None
+    code: UserCode | None
+    """The model's own model.py."""
+    cache: CacheServer | None
+
+    async def stop(self) -> None:
+        """Stop all of it, the cache server after the engine that uses it."""
+        if self.code:
+            await self.code.stop()
+        await self.engine.stop()
+        if self.cache:
+            await self.cache.stop()
+
+
+async def start(deployment: Deployment, note: Note) -> Runtime:
+    """Start what the plan says. Raises EngineError; processes may then still be there."""
+    plan = deployment.plan
+    folder = await _fetch(deployment.model, note)
+    draft = await _fetch(deployment.draft, note) if deployment.draft else None
+    if plan.model.weight_bytes < plan.machine.memory_free / 2:
+        threading.Thread(target=read_ahead, args=(folder,), daemon=True).start()
+    async with _beside(_start_cache(plan, folder)) as starting_cache:
+        _, code = await asyncio.gather(vllm.load(note), _start_code(deployment, folder))
+        if not starting_cache.done():
+            note(Step.CACHE_SERVER)
+        cache, name = await starting_cache
+    options = plan.engine(str(name), str(draft) if draft else None, tiers=cache is not None)
+    engine = await vllm.start(arguments(options), note)
+    adapters = await _register_adapters(plan, folder, engine)
+    return Runtime(engine=engine, adapters=adapters, code=code, cache=cache)
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Have work done meanwhile; where the block fails, it is cancelled and waited for."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    except BaseException:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
+def read_ahead(folder: Path) -> None:
+    """Have the kernel read the weights from the disk, before vLLM wants them."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError), file.open("rb") as weights:
+            os.posix_fadvise(weights.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        settings.formatter_timeout,
+        settings.whole_timeout or HANDLER_S,
+        settings.formatter_memory,
+        settings.model_loading_timeout or INITIAL_S,
+    )
+
+
+async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
+    """Start the model's model.py. Raises EngineError where it may not run, or cannot."""
+    settings = deployment.plan.settings
+    folders = _code_folders(deployment, folder)
+    place = next((place for place in folders if (place / FILE).is_file()), None)
+    required = settings.entry_point == FILE
+    if place is None:
+        if required:
+            raise EngineError(f"there is no {FILE} in {' or '.join(map(str, folders))}")
+        return None
+    if settings.secure_mode and SCRIPTS in settings.security_controls:
+        raise EngineError(f"{place / FILE}: {SCRIPTS} forbids it")
+    try:
+        code = await start_user_code(
+            place.resolve(), folder, _limits(settings), settings.properties
+        )
+    except UserCodeFailed as error:
+        raise EngineError(str(error)) from None
+    if required and not code:
+        raise EngineError(
+            f"{settings.origins['entry_point']}={FILE}, but {place / FILE} has no function "
+            "that is called: `async def handle(inputs)`, or one under @input_formatter or "
+            "@output_formatter"
+        )
+    return code
+
+
+def _code_folders(deployment: Deployment, folder: Path) -> list[Path]:
+    """Where a model.py may be: in the deployment, or with the model.
+
+    What comes from the hub is no part of a deployment, and is not run.
+    """
+    own = deployment.plan.settings.model_folder
+    folders = [own] if own else []
+    return folders if isinstance(deployment.model, Hub) else [*folders, folder]
+
+
+async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> AdapterRegistry | None:
+    """The registry, with what is in the model's own folder `adapters`; None without adapters."""
+    if not plan.settings.enable_lora:
+        return None
+    adapters = _registry(plan, folder, engine, await in_thread(tensors, Folder(folder)))
+    own = folder / "adapters"
+    for path in sorted(own.iterdir()) if own.is_dir() else ():
+        if path.is_dir():
+            try:
+                await adapters.register(path.name, str(path))
+            except ServingError as error:
+                raise EngineError(str(error)) from None
+    return adapters
+
+
+def _registry(
+    plan: Plan, folder: Path, engine: Engine, base: Mapping[str, Tensor]
+) -> AdapterRegistry:
+    settings = plan.settings
+    start_code = None
+    if settings.runs_adapter_code:
+        limits = _limits(settings)
+        start_code = functools.partial(
+            start_user_code, tokenizer=folder, limits=limits, of_adapter=True
+        )
+    return AdapterRegistry(
+        engine,
+        files=_adapter_files(settings, folder),
+        base=base,
+        max_rank=plan.options["max_lora_rank"],
+        batch_slots=plan.options["max_loras"],
+        engine_slots=settings.max_cpu_loras or plan.options["max_loras"],
+        limit=settings.max_adapters,
+        start_code=start_code,
+        model_names=settings.model_names,
+    )
+
+
+def _adapter_files(settings: Settings, folder: Path) -> AdapterFiles:
+    downloads = downloads_folder(settings.download_dir)
+    with contextlib.suppress(OSError):  # which an adapter that needs it will report
+        folders.make(downloads)
+    return AdapterFiles(
+        roots=(*(Path(root).resolve() for root in settings.adapter_roots), folder.resolve()),
+        buckets=settings.adapter_buckets,
+        store=downloads / f"adapters-{settings.port}",
+        limit=settings.adapter_disk,
+        controls=settings.security_controls if settings.secure_mode else (),
+    )
+
+
+async def _fetch(source: Source, note: Note) -> Path:
+    try:
+        return await in_thread(source.fetch, functools.partial(note, Step.FETCHING))
+    except SourceError as error:
+        raise EngineError(str(error)) from None
+
+
+async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Path]:
+    """The cache server, and by which name it knows the model's folder.
+
+    There is none where none is planned, or where it cannot be started.
+    """
+    tiers = plan.tiers
+    if not tiers or not tiers.l1:
+        return None, folder
+    try:
+        outlives = bool(tiers.disk or tiers.shared)
+        fingerprint = await in_thread(identity.fingerprint, folder, plan.options, outlives)
+        name = _named(folder, fingerprint)
+        write_tiers(tiers, plan.settings.port)
+        if tiers.disk:
+            tiers = await in_thread(_claim_disk, tiers, fingerprint)
+        server = _cache_server(plan, tiers)
+        await server.start()
+    except (CacheServerError, OSError) as error:
+        log.error("serving without KV cache tiers: the cache server did not start: %s", error)
+        return None, folder
+    return server, name
+
+
+def _cache_server(plan: Plan, tiers: Tiers) -> CacheServer:
+    """tiers: those of the plan, less what the disk cannot give."""
+    pool = kv_tiers.shared_pool(tiers, plan.machine)
+    if pool:
+        kv_pool.hold(pool)
+    return CacheServer(
+        arguments=plan.cache_command(tiers),
+        environ=plan.cache_environment,
+        http_port=kv_tiers.ports(plan.machine).http,
+        capacity={"l1": tiers.l1, "disk": tiers.disk},
+        prefilled=vllm.prefilled,
+        chunk_size=tiers.chunk_size,
+        pool=pool,
+    )
+
+
+def write_tiers(tiers: Tiers, port: int) -> None:
+    """Write down what was decided, for an operator to look at, or to give back as
+    OPTION_LMCACHE_CONFIG_FILE. Servers on one machine differ by their ports.
+    """
+    try:
+        file = folders.make(folders.place(str(port))) / "lmcache.yaml"
+        file.write_text(kv_tiers.yaml(tiers))
+    except OSError as error:
+        log.warning("the decision about KV cache tiers is not written down: %s", error)
+
+
+def _named(folder: Path, fingerprint: str) -> Path:
+    try:
+        return identity.served_path(folder, fingerprint)
+    except OSError as error:
+        log.warning("no KV caches are shared with servers that have the model elsewhere: %s", error)
+        return folder
+
+
+def _claim_disk(tiers: Tiers, fingerprint: str) -> Tiers:
+    try:
+        return disk.claim(tiers, fingerprint)
+    except OSError as error:
+        log.error("serving without the disk tier; OPTION_KV_DISK_PATH names another: %s", error)
+        return dataclasses.replace(tiers, disk=0, path="", direct=False)

@@ -1,0 +1,259 @@
+"""Models of the Hugging Face hub: listed, looked at by their beginnings, fetched to its cache."""
+
+import contextlib
+import dataclasses
+import functools
+import glob
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmi_config.model import CONFIGS, Checkpoint, Folder, ModelError, weight_files
+from serving.sources.files import needed, needed_of_remote
+from serving.sources.source import (
+    ANSWER_S,
+    Progress,
+    RemoteCheckpoint,
+    SourceError,
+    free_space,
+    require_space,
+    with_timeout,
+)
+
+if TYPE_CHECKING:  # huggingface_hub takes long to import
+    from huggingface_hub import ModelInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Hub:
+    """A model of the Hugging Face hub, or in its cache where the hub cannot be had.
+
+    A field that is None is left to huggingface_hub.
+    """
+
+    repo_id: str
+    revision: str | None
+    endpoint: str | None
+    token: str | None = dataclasses.field(repr=False)
+    cache: str | None
+    """A folder."""
+    offline: bool
+    """Only the cache is asked."""
+
+    def checkpoint(self) -> Checkpoint:
+        try:
+            commit, sizes = self._list()
+        except SourceError:
+            if copy := self._cached():
+                return Folder(copy)
+            raise
+        copy = self._snapshot(commit)
+        if copy and not _absent(copy, sizes):
+            return Folder(copy)
+        return RemoteCheckpoint(self.repo_id, sizes, functools.partial(self._read, commit))
+
+    def fetch(self, note: Callable[[str], None]) -> Path:
+        try:
+            commit, sizes = self._list()
+        except SourceError as error:
+            if copy := self._cached():
+                note(f"using the cached copy of {self.repo_id}: {error.reason}")
+                return copy
+            raise
+        copy = self._snapshot(commit)
+        missing = _absent(copy, sizes) if copy else sizes
+        if copy and not missing:
+            return copy
+        folder = self._download(sizes, sum(missing.values()), note)
+        if left := _absent(folder, sizes):
+            raise SourceError(self.repo_id, f"{min(left)} was not fetched", "start again")
+        return folder
+
+    def room(self) -> int:
+        return free_space(self._home())
+
+    def _home(self) -> Path:
+        from huggingface_hub import constants
+
+        return Path(self.cache or constants.HF_HUB_CACHE)
+
+    def _list(self) -> tuple[str, dict[str, int]]:
+        """The commit that the revision stands for, and the needed files: name → bytes."""
+        from huggingface_hub import HfApi
+
+        if self.offline:
+            raise SourceError(self.repo_id, "HF_HUB_OFFLINE is set", _CACHE)
+        api = HfApi(endpoint=self.endpoint, token=self.token)
+
+        def ask() -> "ModelInfo":
+            return api.model_info(
+                self.repo_id, revision=self.revision, timeout=ANSWER_S, files_metadata=True
+            )
+
+        with self._faults():
+            info = with_timeout(ask)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        return info.sha or "", needed_of_remote(self.repo_id, sizes)
+
+    def _read(self, commit: str, name: str, length: int) -> bytes:
+        from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        url = hf_hub_url(self.repo_id, name, revision=commit, endpoint=self.endpoint)
+        headers = build_hf_headers(token=self.token)
+        headers |= {"Range": f"bytes=0-{length - 1}", "Accept-Encoding": "identity"}
+
+        def ask() -> bytes:
+            content = b""
+            with get_session().stream("GET", url, headers=headers, timeout=ANSWER_S) as answer:
+                hf_raise_for_status(answer)
+                for chunk in answer.iter_bytes():
+                    content += chunk
+                    if len(content) >= length:  # a server may not know ranges, and send it all
+                        break
+            return content[:length]
+
+        with self._faults():
+            return with_timeout(ask)
+
+    def _download(
+        self, sizes: Mapping[str, int], missing: int, note: Callable[[str], None]
+    ) -> Path:
+        from huggingface_hub import snapshot_download
+
+        cache = self._home()
+        with self._faults():
+            cache.mkdir(parents=True, exist_ok=True)
+            require_space(self.repo_id, cache, missing, "HF_HOME")
+            progress = Progress(self.repo_id, missing, note)
+            folder = snapshot_download(
+                self.repo_id,
+                revision=self.revision,
+                endpoint=self.endpoint,
+                token=self.token,
+                cache_dir=cache,
+                allow_patterns=[glob.escape(name) for name in sizes],
+                tqdm_class=_bar(progress),
+            )
+        progress.end()
+        return Path(folder)
+
+    def _snapshot(self, revision: str | None) -> Path | None:
+        """The cache's folder of a revision, which may lack files."""
+        from huggingface_hub import try_to_load_from_cache
+
+        for name in CONFIGS:
+            file = try_to_load_from_cache(self.repo_id, name, self.cache, revision)
+            if isinstance(file, str):
+                return Path(file).parent
+        return None
+
+    def _cached(self) -> Path | None:
+        """The cache's folder of our revision, if it has all that is needed."""
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+        folder = self._snapshot(self.revision)
+        if folder is None:
+            return None
+        try:
+            tree = get_cached_repo_tree(self.repo_id, revision=self.revision, cache_dir=self.cache)
+        except CachedRepoTreeNotFoundError:  # huggingface_hub before version 2 keeps none
+            with contextlib.suppress(ModelError):
+                weight_files(Folder(folder))
+                return folder
+            return None
+        absent = _absent(folder, needed({file.path: file.size for file in tree}))
+        return None if absent else folder
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Raise huggingface_hub's errors as SourceErrors. Their own messages fill pages."""
+        import httpx2
+
+        try:
+            yield
+        except (httpx2.HTTPError, OSError, RuntimeError, json.JSONDecodeError) as error:
+            raise SourceError(self.repo_id, *self._fault(error)) from error
+
+    def _fault(self, error: Exception) -> tuple[str, str]:
+        """What went wrong and what to do."""
+        from huggingface_hub import errors
+
+        if isinstance(error, errors.GatedRepoError):
+            return "it is gated", "accept its licence on the hub and set HF_TOKEN"
+        if isinstance(error, errors.RevisionNotFoundError):
+            return f"it has no revision {self.revision!r}", "give a branch, a tag or a commit"
+        if isinstance(error, errors.HfHubHTTPError):
+            status = error.response.status_code
+            if status == 401 and self.token:
+                return "the hub does not accept HF_TOKEN", "set it to one that is valid"
+            if status in (401, 403, 404):
+                reason = "there is no such model on the hub, or it is private"
+                return reason, "check the id, or set HF_TOKEN to one that may read it"
+            return f"the hub answers {status}", _CACHE
+        if isinstance(error, RuntimeError):  # hf_xet's
+            return "the download broke off", "start again, or set HF_HUB_DISABLE_XET=1"
+        if isinstance(error, OSError) and error.errno:
+            reason = f"the cache cannot be written ({error.strerror})"
+            return reason, "set HF_HOME to a folder that can be written and has room"
+        return f"the hub cannot be reached ({type(error.__cause__ or error).__name__})", _CACHE
+
+
+_CACHE = (
+    "the cache has no whole copy either: mount the model as a folder, or set HF_HOME to a cache "
+    "that has it"
+)
+
+
+def is_repo_id(model_id: str) -> bool:
+    """Whether an id is written like one of the hub's."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(model_id)
+    except HFValidationError:
+        return False
+    return True
+
+
+def repo(repo_id: str, environ: Mapping[str, str], revision: str | None) -> Hub:
+    """A model of the hub, by Hugging Face's own environment variables."""
+    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
+    if not cache and environ.get("HF_HOME"):
+        cache = f"{environ['HF_HOME']}/hub"
+    offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
+    return Hub(
+        repo_id=repo_id,
+        revision=revision,
+        endpoint=environ.get("HF_ENDPOINT", "").rstrip("/") or None,
+        token=environ.get("HF_TOKEN", "").strip() or None,
+        cache=str(Path(cache).expanduser()) if cache else None,
+        offline=offline.upper() in ("1", "ON", "TRUE", "YES"),
+    )
+
+
+def _absent(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The files that a folder lacks."""
+    return {name: size for name, size in sizes.items() if not (folder / name).is_file()}
+
+
+def _bar(progress: Progress) -> type:
+    """What huggingface_hub takes for a progress bar."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        """A progress bar that shows nothing, and counts the bytes for `progress`."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"disable": True})
+            self.bytes = kwargs.get("unit") == "B"  # another bar counts files
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self.bytes:  # one bar counts what came, one what was written
+                progress.reach(int(self.n))
+
+    return Bar

@@ -1,0 +1,346 @@
+"""Models on S3: listed, looked at by their first bytes, and fetched into a folder."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from lmi_config.model import Checkpoint, Folder
+from serving import folders
+from serving.sources.files import needed_of_remote
+from serving.sources.source import (
+    ANSWER_S,
+    CONNECTIONS,
+    Progress,
+    RemoteCheckpoint,
+    SourceError,
+    exclusive,
+    free_space,
+    require_space,
+    with_timeout,
+)
+
+if TYPE_CHECKING:  # boto3 takes long to import; its stubs are not installed where it serves
+    from boto3.session import Session
+    from types_boto3_s3.client import S3Client
+
+TRANSFER_S = 60.0  # for the next bytes of a file that is being fetched
+PART = 16 * 1024**2  # bytes that one request fetches
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """An object as S3 lists it."""
+
+    key: str
+    size: int
+    etag: str
+    """With its quotes."""
+    modified: int
+    """Seconds since the epoch."""
+
+    def is_in(self, file: Path) -> bool:
+        """Whether the file has the object's size, and its time as we set it at the end.
+
+        A file that was cut short or written by others has another time, down to the nanosecond.
+        Objects that replace each other within a second are told apart by their ETags.
+        """
+        try:
+            status = file.stat()
+        except FileNotFoundError:
+            return False
+        return (status.st_size, status.st_mtime_ns) == (self.size, self.modified * 10**9)
+
+
+@dataclasses.dataclass(frozen=True)
+class S3:
+    """A source on S3: the objects below `s3://bucket/prefix`, or one of them."""
+
+    uri: str
+    bucket: str
+    prefix: str
+    """Empty, or with a slash at its end."""
+    downloads: Path
+    """The folder below which fetch() makes one of its own."""
+    only: str = ""
+    """The name of the one object that is wanted, or empty for all of them."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are fetched to."""
+        where = f"{self.bucket}/{self.prefix}"
+        digest = hashlib.sha256(where.encode()).hexdigest()[:12]
+        return self.downloads / f"{PurePosixPath(where).name}-{digest}"
+
+    def room(self) -> int:
+        return free_space(self.folder)
+
+    def checkpoint(self) -> Checkpoint:
+        return self.list().checkpoint()
+
+    def fetch(self, note: Callable[[str], None]) -> Path:
+        return self.list().fetch(note)
+
+    def list(self) -> "Listing":
+        """Ask S3 which objects there are. Blocks; raises SourceError."""
+        from boto3.session import Session
+
+        with _faults(self.uri):
+            session = Session()
+        client = _client(self.uri, session, ANSWER_S, attempts=2)
+        with _faults(self.uri):
+            objects = with_timeout(lambda: self._objects(client))
+        if not objects:
+            if self.only:
+                raise SourceError(self.uri, "there is no such object", "check its name")
+            fix = "check the prefix, below which the configuration and the weights should be"
+            raise SourceError(self.uri, "there are no objects below it", fix)
+        names = needed_of_remote(self.uri, {name: item.size for name, item in objects.items()})
+        return Listing(self, {name: objects[name] for name in names}, session, client)
+
+    def _objects(self, client: "S3Client") -> dict[str, _Object]:
+        """All objects: name below the prefix → object."""
+        pages = client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=self.prefix + self.only
+        )
+        return {
+            item["Key"].removeprefix(self.prefix): _Object(
+                item["Key"],
+                item["Size"],
+                item["ETag"],
+                int(item["LastModified"].timestamp()),
+            )
+            for page in pages
+            for item in page.get("Contents", ())
+            if not item["Key"].endswith("/")  # consoles make such objects to show a folder
+            and (not self.only or item["Key"] == self.prefix + self.only)
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """A source's needed objects as S3 listed them once.
+
+    What is looked at, what the digest is made of, and what is fetched are these objects: S3 is
+    asked for each by its ETag, and one that another has replaced is a SourceError.
+    """
+
+    source: S3
+    objects: Mapping[str, _Object]
+    """Name below the prefix → object."""
+    _session: "Session" = dataclasses.field(repr=False)
+    _client: "S3Client" = dataclasses.field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ when names, sizes or ETags do."""
+        versions = sorted((name, item.size, item.etag) for name, item in self.objects.items())
+        return hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:16]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all objects."""
+        return sum(item.size for item in self.objects.values())
+
+    def to(self, downloads: Path) -> "Listing":
+        """The same objects, to be fetched to another place."""
+        return dataclasses.replace(
+            self, source=dataclasses.replace(self.source, downloads=downloads)
+        )
+
+    def checkpoint(self) -> Checkpoint:
+        """As Source has it."""
+        if not self._missing():
+            return Folder(self.source.folder)
+        sizes = {name: item.size for name, item in self.objects.items()}
+        return RemoteCheckpoint(self.source.uri, sizes, self._head)
+
+    def fetch(self, note: Callable[[str], None]) -> Path:
+        """As Source has it."""
+        folder, downloads = self.source.folder, self.source.downloads
+        try:
+            folders.make(downloads)
+            folder.mkdir(exist_ok=True)
+            with exclusive(downloads / f"{folder.name}.lock", note):
+                missing = self._missing()
+                _remove_others(folder, self.objects.keys() - missing.keys())
+                if missing:
+                    size = sum(item.size for item in missing.values())
+                    require_space(self.source.uri, folder, size, "SERVING_DOWNLOAD_DIR")
+                    self._record_etags()
+                    self._download(missing, note)
+        except OSError as error:
+            reason = f"{folder} cannot be written ({error.strerror})"
+            fix = "set SERVING_DOWNLOAD_DIR to a folder that can be written and has room"
+            raise SourceError(self.source.uri, reason, fix) from error
+        return folder
+
+    def _head(self, name: str, length: int) -> bytes:
+        item = self.objects[name]
+
+        def read() -> bytes:
+            answer = self._client.get_object(
+                Bucket=self.source.bucket,
+                Key=item.key,
+                Range=f"bytes=0-{length - 1}",
+                IfMatch=item.etag,
+            )
+            return answer["Body"].read()
+
+        with _faults(self.source.uri):
+            return with_timeout(read)
+
+    def _missing(self) -> dict[str, _Object]:
+        """The objects that are not on disk as they are listed."""
+        try:
+            etags = dict(json.loads(self._etags.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            etags = {}
+        return {
+            name: item
+            for name, item in self.objects.items()
+            if etags.get(name) != item.etag or not item.is_in(self.source.folder / name)
+        }
+
+    @property
+    def _etags(self) -> Path:
+        """The file that says which objects the files are: name → ETag."""
+        return self.source.downloads / f"{self.source.folder.name}.etags"
+
+    def _record_etags(self) -> None:
+        """Write which objects the files are, before the missing ones come: none comes in part."""
+        new = self._etags.with_suffix(".new")
+        new.write_text(json.dumps({name: item.etag for name, item in self.objects.items()}))
+        new.replace(self._etags)
+
+    def _download(self, objects: Mapping[str, _Object], note: Callable[[str], None]) -> None:
+        from s3transfer.futures import TransferFuture
+        from s3transfer.manager import TransferConfig, TransferManager
+        from s3transfer.subscribers import BaseSubscriber
+
+        uri, folder = self.source.uri, self.source.folder
+        progress = Progress(uri, sum(item.size for item in objects.values()), note)
+
+        class Transfer(BaseSubscriber):
+            """What one transfer needs to know of its object, and does when it ends."""
+
+            def __init__(self, item: _Object, file: Path) -> None:
+                self.item, self.file = item, file
+
+            def on_queued(self, future: TransferFuture, **_: Any) -> None:
+                future.meta.provide_transfer_size(self.item.size)
+                future.meta.provide_object_etag(self.item.etag)
+
+            def on_progress(self, future: TransferFuture, bytes_transferred: int, **_: Any) -> None:
+                progress.add(bytes_transferred)
+
+            def on_done(self, future: TransferFuture, **_: Any) -> None:
+                with contextlib.suppress(FileNotFoundError):  # there is none when it failed
+                    os.utime(self.file, (self.item.modified, self.item.modified))
+
+        # Each file is written under a random name and gets its own when all its parts are there. A
+        # part comes only while the object is the one that was listed, which files shorter than the
+        # threshold are not asked for.
+        config = TransferConfig(
+            multipart_threshold=1, multipart_chunksize=PART, max_request_concurrency=CONNECTIONS
+        )
+        client = _client(uri, self._session, TRANSFER_S, attempts=8)
+        with _faults(uri), TransferManager(client, config) as manager:
+            transfers = []
+            for name, item in objects.items():
+                file = folder / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                transfers.append(
+                    manager.download(
+                        self.source.bucket, item.key, str(file), subscribers=[Transfer(item, file)]
+                    )
+                )
+            for transfer in transfers:
+                transfer.result()
+        for name, item in objects.items():
+            if not item.is_in(folder / name):
+                raise SourceError(uri, f"{name} came incomplete", "start again")
+        progress.end()
+
+
+def _client(uri: str, session: "Session", answer_s: float, attempts: int) -> "S3Client":
+    """answer_s: for the next bytes of an answer. A session's second client is made quickly."""
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=ANSWER_S,
+        read_timeout=answer_s,
+        retries={"total_max_attempts": attempts, "mode": "standard"},
+        max_pool_connections=CONNECTIONS,
+    )
+    with _faults(uri):
+        try:
+            return session.client("s3", config=config)
+        except ValueError as error:
+            fix = "set it to one like http://minio:9000"
+            raise SourceError(uri, "AWS_ENDPOINT_URL is no URL", fix) from error
+
+
+_CREDENTIALS = (
+    "give the container a role, or AWS_* variables; on SageMaker with network isolation let the "
+    "platform fetch the model (ModelDataSource) instead"
+)
+_REGION = ("the bucket is in another region", "set AWS_REGION to the bucket's region")
+_DENIED = ("access is denied", "allow s3:ListBucket on the bucket and s3:GetObject on its objects")
+_CHANGED = ("an object changed while it was fetched", "start again")
+_FAULTS = {
+    "NoSuchBucket": ("there is no such bucket", "check its name"),
+    "AccessDenied": _DENIED,
+    "403": _DENIED,
+    "ExpiredToken": ("the AWS credentials have expired", _CREDENTIALS),
+    "InvalidAccessKeyId": ("AWS does not know the credentials", _CREDENTIALS),
+    "SignatureDoesNotMatch": ("AWS does not accept the credentials", _CREDENTIALS),
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "NoSuchKey": ("an object was removed while it was fetched", "start again"),
+    "PreconditionFailed": _CHANGED,
+}
+"""Error code of S3 → what it means and what to do."""
+
+
+@contextlib.contextmanager
+def _faults(uri: str) -> Iterator[None]:
+    """Raise boto3's errors as SourceErrors. Their own messages hold names of users and requests."""
+    from botocore import exceptions
+    from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
+
+    try:
+        yield
+    except exceptions.ClientError as error:
+        code = error.response["Error"]["Code"]
+        unknown = (f"S3 answers {code}", "check the bucket, or start again later")
+        raise SourceError(uri, *_FAULTS.get(code, unknown)) from error
+    except (
+        exceptions.NoCredentialsError,
+        exceptions.PartialCredentialsError,
+        exceptions.CredentialRetrievalError,
+    ) as error:
+        raise SourceError(uri, "there are no AWS credentials", _CREDENTIALS) from error
+    except S3DownloadFailedError as error:
+        raise SourceError(uri, *_CHANGED) from error
+    except exceptions.ParamValidationError as error:
+        raise SourceError(uri, "no bucket can have this name", "check it") from error
+    except (TimeoutError, RetriesExceededError, exceptions.BotoCoreError) as error:
+        reason = f"S3 cannot be reached ({type(error).__name__})"
+        fix = (
+            "check network and AWS_ENDPOINT_URL, or let the platform fetch the model "
+            "(ModelDataSource on SageMaker)"
+        )
+        raise SourceError(uri, reason, fix) from error
+
+
+def _remove_others(folder: Path, kept: Set[str]) -> None:
+    """Remove all files but those of these names."""
+    for file in folder.rglob("*"):
+        if not file.is_dir() and file.relative_to(folder).as_posix() not in kept:
+            file.unlink()

@@ -1,0 +1,167 @@
+"""What all kinds of sources have in common: their interface, errors, downloads and time-outs."""
+
+import contextlib
+import fcntl
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Protocol, TypeVar
+
+from lmi_config.model import Checkpoint
+
+T = TypeVar("T")
+
+ANSWER_S = 4.0  # for one address of a host to connect, and for the next bytes to come
+UNREACHABLE_S = 8.0  # after this a host counts as unreachable, however many addresses it has
+PERIOD_S = 10.0  # between two notes of progress; each is a line in the log
+CONNECTIONS = 16
+HEAD = 128 * 1024  # bytes that hold the header of nearly every safetensors file
+
+
+class SourceError(ValueError):
+    """A model that cannot be had. `reason` says why; the message also names the model and a fix."""
+
+    def __init__(self, model_id: str, reason: str, fix: str) -> None:
+        self.reason = reason
+        super().__init__(f"{model_id!r}: {reason}; {fix}")
+
+
+class Source(Protocol):
+    """A place that a model comes from. checkpoint() and fetch() block, and raise SourceError."""
+
+    def checkpoint(self) -> Checkpoint:
+        """What can be known of the model without its weights; takes seconds at most."""
+
+    def fetch(self, note: Callable[[str], None]) -> Path:
+        """A local folder with all that serving needs; `note` hears how far the download is."""
+
+    def room(self) -> int:
+        """Bytes that are free where fetch() writes."""
+
+
+class RemoteCheckpoint:
+    """A checkpoint that is elsewhere, of which the beginnings of files are read.
+
+    sizes: file name → bytes. read: a file's name and a length → its first bytes.
+    """
+
+    def __init__(
+        self, where: str, sizes: Mapping[str, int], read: Callable[[str, int], bytes]
+    ) -> None:
+        self.where = where
+        self.sizes = sizes
+        self._read = read
+        self._heads: dict[str, bytes] = {}
+
+    def head(self, name: str, length: int) -> bytes:
+        length = min(length, self.sizes[name])
+        if name not in self._heads:
+            # Who reads the header of one part of the weights reads those of all, and there may be
+            # a hundred.
+            folder = PurePosixPath(name).parent
+            parts = [
+                part
+                for part in self.sizes
+                if part.endswith(".safetensors") and PurePosixPath(part).parent == folder
+            ]
+            names = parts if name in parts else [name]
+            with ThreadPoolExecutor(CONNECTIONS) as threads:
+                self._heads |= zip(names, threads.map(self._first, names), strict=True)
+        if len(self._heads[name]) < length:
+            self._heads[name] = self._read(name, length)
+        return self._heads[name][:length]
+
+    def _first(self, name: str) -> bytes:
+        length = min(HEAD, self.sizes[name])
+        return self._read(name, length) if length else b""
+
+
+class Progress:
+    """A download's progress, noted every PERIOD_S. Threads may share it.
+
+    what: is fetched. total: its bytes.
+    """
+
+    def __init__(self, what: str, total: int, note: Callable[[str], None]) -> None:
+        self._what = what
+        self._total = total
+        self._note = note
+        self._lock = threading.Lock()
+        self._done = 0
+        self._began = self._last_note = time.monotonic()
+        note(f"fetching {what}: {human_size(total)}")
+
+    def add(self, count: int) -> None:
+        """Count bytes more; below zero where a part begins again."""
+        with self._lock:
+            self._done += count
+            self._note_if_due()
+
+    def reach(self, done: int) -> None:
+        """Count `done` bytes in all."""
+        with self._lock:
+            self._done = max(self._done, done)
+            self._note_if_due()
+
+    def end(self) -> None:
+        took = time.monotonic() - self._began
+        self._note(f"fetched {self._what}: {human_size(self._total)} in {took:.0f} s")
+
+    def _note_if_due(self) -> None:
+        now = time.monotonic()
+        if now - self._last_note >= PERIOD_S:
+            self._last_note = now
+            done, total = human_size(self._done), human_size(self._total)
+            self._note(f"fetching {self._what}: {done} of {total}")
+
+
+def human_size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that are free in a folder, which need not exist yet."""
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    return shutil.disk_usage(nearest).free
+
+
+def require_space(model_id: str, folder: Path, size: int, variable: str) -> None:
+    """Raise SourceError where a folder has less room. variable: sets the folder."""
+    free = free_space(folder)
+    if size > free:
+        reason = f"it needs {human_size(size)}, and {folder} has {human_size(free)} left"
+        fix = f"set {variable} to a larger disk (VolumeSizeInGB on SageMaker)"
+        raise SourceError(model_id, reason, fix)
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Keep other threads and processes out of the block, until its end or that of the process."""
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("waiting for another process that fetches the same model")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def with_timeout(call: Callable[[], T]) -> T:
+    """Call a function, or raise TimeoutError when it takes longer than UNREACHABLE_S.
+
+    Time-outs of sockets are not enough: they count for each address that a host has, and looking
+    its name up knows none.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result(UNREACHABLE_S)

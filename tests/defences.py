@@ -1,0 +1,327 @@
+"""How each defence of docs/security.md is taken out, to see that its test then fails."""
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+from starlette.routing import Router
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serving.http.bodies import Bodies
+from serving.kv_cache.salt import Tenants
+from serving.lora.registry import AdapterRegistry
+from tests.serving.kv_cache.test_disk import SERVER as DISK_SERVER
+
+EVERYTHING = re.compile(".*", re.DOTALL)
+NOTHING = re.compile("(?!)")
+
+
+class Removed(NamedTuple):
+    """test: one of those that the threat's row names, or one case of it. patches: place → what
+    stands there instead.
+    """
+
+    test: str
+    patches: Mapping[str, Any]
+
+
+def nothing(*_: Any, **__: Any) -> None: ...
+
+
+async def nothing_async(*_: Any, **__: Any) -> None: ...
+
+
+def none_found(*_: Any, **__: Any) -> list[Any]:
+    return []
+
+
+def yes(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def unchanged(first: Any, *_: Any, **__: Any) -> Any:
+    return first
+
+
+async def unchanged_async(first: Any, *_: Any, **__: Any) -> Any:
+    return first
+
+
+class OpenRouter(Router):
+    """Leads every path that is not listed to the engine's app."""
+
+    def __init__(self, routes: Any, **more: Any) -> None:
+        engine = next(it.app for it in routes if it.path.startswith("/v1/"))
+        super().__init__(routes, **more | {"default": engine})
+
+
+def in_child(module: str, statements: str) -> Callable[..., Awaitable[Any]]:
+    """What stands for asyncio.create_subprocess_exec: a process that runs this module runs these
+    statements first, in which the module is `it`.
+    """
+    start = asyncio.create_subprocess_exec
+
+    async def patched(*command: str, **more: Any) -> Any:
+        if module in command:
+            at = command.index(module)
+            code = f"import sys, {module} as it; {statements}; it.main(*sys.argv[1:])"
+            command = (*command[: at - 1], "-c", code, *command[at + 1 :])
+        return await start(*command, **more)
+
+    return patched
+
+
+class Everything(frozenset[Any]):
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __sub__(self, _: object) -> "Everything":
+        return self
+
+
+def with_texts_before(body: bytes, **texts: str) -> bytes:
+    return json.dumps(texts).encode()[:-1] + b"," + body.strip()[1:] if texts else body
+
+
+def bodies_of_any_size(self: Bodies, _: int) -> None:
+    bodies_of_some_size(self, 10**12)
+
+
+bodies_of_some_size = Bodies.__init__
+
+
+def first_tenant(tenants: Tenants, scope: Any) -> str:
+    name = tenants._name
+    return next((it.decode() for key, it in scope["headers"] if key == name), "")
+
+
+def without_model_names(self: AdapterRegistry, *given: Any, **named: Any) -> None:
+    adapters(self, *given, **named)
+    self._model_names = ()
+
+
+adapters = AdapterRegistry.__init__
+
+ADAPTERS = "tests/serving/lora/test_registry.py::"
+CREATE_PROCESS = "asyncio:create_subprocess_exec"
+MODEL_PY = "handlers.custom"
+WORKERS = "serving.router.kv.tokenizer_workers"
+SECURE = "tests/serving/server/test_secure_mode.py::"
+MEDIA = "tests/serving/inference/test_media.py::"
+HTTP = "tests/serving/http/test_connections.py::"
+
+DEFENCES: Mapping[str, Removed] = {
+    "vLLM's administration and development paths": Removed(
+        "tests/serving/api/test_app.py::test_nothing_else_is_there",
+        {"serving.api.app:Router": OpenRouter},
+    ),
+    "An adapter's name or `src` leads out": Removed(
+        f"{ADAPTERS}test_bad_input[parameters2-400-should be letters]",
+        {"serving.lora.registry:NAME": EVERYTHING, "serving.lora.files:AdapterFiles._allowed": yes},
+    ),
+    "Adapters that break the engine": Removed(
+        f"{ADAPTERS}test_bad_input[parameters12-424-its rank is 32]",
+        {"lmi_config.adapter:faults": none_found},
+    ),
+    "Pickles run code": Removed(
+        f"{SECURE}test_each_control_forbids_its_files_and_nothing_else",
+        {"lmi_config.secure:_PICKLES": ("*",)},
+    ),
+    "Code that comes with a model": Removed(
+        f"{SECURE}test_an_untrusted_file_widens_nothing",
+        {"lmi_config.secure:_option_faults": none_found},
+    ),
+    "A value in an option file is read as an option of vLLM's": Removed(
+        "tests/lmi_config/test_vllm_args.py::test_no_value_becomes_an_option",
+        {"lmi_config.vllm_args:_flags": none_found},
+    ),
+    "Templates of clients": Removed(
+        "tests/serving/router/kv/test_awareness.py::test_a_template_of_a_clients_is_not_rendered",
+        {
+            CREATE_PROCESS: in_child(
+                WORKERS,
+                "from serving.router.kv import tokenizer; tokenizer._arguments = frozenset; "
+                "tokenizer._GIVEN_ARGUMENTS = {'chat_template'}",
+            )
+        },
+    ),
+    "Chats over which the model's own template hangs or grows": Removed(
+        "tests/serving/router/kv/test_tokenizer.py::"
+        "test_a_worker_that_hangs_holds_nobody_up_and_is_replaced",
+        {CREATE_PROCESS: in_child(WORKERS, "it.RUNAWAY_S = it.RUNAWAY_WALL_S = 10**6")},
+    ),
+    "`requirements.txt` installs packages": Removed(
+        f"{SECURE}test_each_control_forbids_its_files_and_nothing_else",
+        {"lmi_config.secure:_FORBIDDEN": ()},
+    ),
+    "Secure mode is switched off or weakened by a file": Removed(
+        f"{SECURE}test_no_file_touches_secure_mode_itself",
+        {"lmi_config.settings:_PLATFORM": set()},
+    ),
+    "Adapters bypass secure mode": Removed(
+        f"{SECURE}test_adapters_are_looked_at_for_all_of_it",
+        {"serving.lora.files:AdapterFiles._require_secure": nothing},
+    ),
+    "Links hide files from secure mode": Removed(
+        f"{SECURE}test_links_may_lead_elsewhere_within_a_channel_only",
+        {"lmi_config.secure:_FORBIDDEN": ()},
+    ),
+    "URLs of media lead inside (SSRF)": Removed(
+        f"{MEDIA}test_names_that_lead_inside_are_refused",
+        {"serving.inference.media:is_public": yes},
+    ),
+    "URLs and paths in arguments for a model's processor": Removed(
+        f"{MEDIA}test_places_in_the_processors_arguments_are_refused",
+        {"serving.inference.media:_has_place": nothing},
+    ),
+    "Ids of sessions that are guessed, or lead to other files or headers": Removed(
+        "tests/serving/api/test_sessions.py::test_what_is_no_id_reaches_no_file_and_no_header",
+        {"serving.api.session_store:SessionStore.use": nothing_async},
+    ),
+    "A client reaches the KV connector, other tenants' caches or extensions": Removed(
+        "tests/serving/inference/test_limits.py::test_internals_of_the_engine_are_not_for_clients",
+        {"serving.inference.limits:_INTERNAL": ()},
+    ),
+    "Tenants see from timing what others asked": Removed(
+        "tests/serving/kv_cache/test_salt.py::test_all_who_differ_have_another_salt",
+        {"serving.kv_cache.salt:digest": nothing},
+    ),
+    "The disk tier removes, or is led to, files of others": Removed(
+        "tests/serving/kv_cache/test_disk.py::test_a_strangers_file_in_a_cache_of_ours_stays",
+        {
+            "tests.serving.kv_cache.test_disk:SERVER": "import re\nfrom lmi_config import machine\n"
+            "machine._KV_FILE = re.compile('.*')\n" + DISK_SERVER
+        },
+    ),
+    "Other users of the machine make folders or links under `/tmp` first": Removed(
+        "tests/serving/test_folders.py::"
+        "test_a_model_is_not_served_by_a_name_that_another_user_may_change",
+        {"serving.folders:_ours": yes},
+    ),
+    "Two readings of one request": Removed(
+        f"{HTTP}test_a_trailer_is_no_header",
+        {"serving.http.connections:Connection.on_header": HttpToolsProtocol.on_header},
+    ),
+    "KV events tell prompts": Removed(
+        "tests/lmi_config/test_plan.py::test_without_being_asked_for_there_are_no_kv_events",
+        {"lmi_config.options:Settings.__init__.__kwdefaults__[kv_events]": True},
+    ),
+    "Secrets in logs and plans": Removed(
+        "tests/lmi_config/test_redaction.py::test_what_looks_like_a_secret_is_masked",
+        {"lmi_config.redaction:_SHAPES": NOTHING},
+    ),
+    "Prompts in logs and errors": Removed(
+        "tests/serving/api/test_fuzz.py::test_a_refusal_does_not_repeat_the_prompt",
+        {"serving.engine.vllm_errors:_repeats_prompt": nothing},
+    ),
+    "Heads without end, silent connections, slow bodies, as many connections as there are "
+    "descriptors": Removed(
+        f"{HTTP}test_a_head_without_end_is_431",
+        {
+            "serving.http.connections:MAX_HEAD": 10**9,
+            "serving.http.connections:MAX_HEADERS": 10**9,
+        },
+    ),
+    "Clients that ask and do not read": Removed(
+        f"{HTTP}test_a_client_that_reads_nothing_is_let_go",
+        {"serving.http.connections:Connection.overdue": nothing},
+    ),
+    "An adapter is taken for the model": Removed(
+        f"{ADAPTERS}test_bad_input[parameters17-409-lmi is a name of the model itself]",
+        {"serving.lora.registry:AdapterRegistry.__init__": without_model_names},
+    ),
+    "Links, bombs and paths in archives": Removed(
+        f"{ADAPTERS}test_the_headers_of_an_archive_are_not_held_in_memory",
+        {"serving.lora.archives:HEADER": 10**12, "serving.lora.archives:OVERHEAD": 10**12},
+    ),
+    "A version of an adapter is used behind the registry's back": Removed(
+        "tests/serving/inference/test_limits.py::test_parameters_name_no_model",
+        {"handlers.lmi:_NOT_PASSED": frozenset()},
+    ),
+    "`model.py` harms the server": Removed(
+        f"{SECURE}test_code_that_would_run_is_refused_outside_of_channels_too",
+        {"lmi_config.secure:file_faults": none_found},
+    ),
+    "One client begins sessions until there is no room": Removed(
+        "tests/serving/api/test_sessions.py::"
+        "test_the_one_not_used_for_longest_gives_way_and_an_expired_one_before",
+        {"serving.api.session_store:SessionStore._make_room": none_found},
+    ),
+    "An adapter's `model.py` reads secrets, or harms the server or another adapter": Removed(
+        "tests/serving/lora/test_adapter_code.py::test_it_has_none_of_the_servers_secrets_and_rights",
+        {"handlers.isolation:environment": dict},
+    ),
+    "A client's headers stand for the operator's options in `handle`": Removed(
+        "tests/serving/inference/test_custom_handler.py::test_an_option_that_is_not_set_is_no_clients_to_set",
+        {"serving.user_code:names_option": nothing},
+    ),
+    "One request makes `handle` hang, for all that come after it": Removed(
+        "tests/serving/inference/test_custom_handler.py::test_a_hung_handle_wedges_nothing",
+        {"serving.user_code:_Process._watch": nothing},
+    ),
+    "A client that reads a handler's stream slowly fills memory": Removed(
+        "tests/serving/inference/test_custom_handler.py::test_a_stream_is_held_back_where_its_client_is_slow",
+        {CREATE_PROCESS: in_child(MODEL_PY, "it.WINDOW = 10**12")},
+    ),
+    "Headers that a handler makes up": Removed(
+        "tests/serving/test_user_code.py::test_headers_that_cannot_be_sent",
+        {CREATE_PROCESS: in_child(MODEL_PY, "import re; it._HEADER = re.compile('.*', re.DOTALL)")},
+    ),
+    "A client steers the engine's queue or ranks, or learns its load": Removed(
+        "tests/serving/inference/test_limits.py::test_no_header_steers_the_engine",
+        {"serving.inference.relay:HEADERS": Everything()},
+    ),
+    "A tenant has another's picture read or replaced, by the `uuid` that names it in the engine's "
+    "caches": Removed(
+        f"{MEDIA}test_a_uuid_is_its_senders_own", {"serving.inference.media:_rename": nothing}
+    ),
+    "A client names a tenant beside the one its gateway names": Removed(
+        "tests/serving/kv_cache/test_salt.py::test_a_tenant_that_is_named_twice_is_refused",
+        {"serving.kv_cache.salt:Tenants.tenant": first_tenant},
+    ),
+    "Pictures that are small in a body and large when decoded": Removed(
+        f"{MEDIA}test_the_pixels_of_all_pictures_together_have_a_limit",
+        {"serving.inference.media:_require_pixels": nothing},
+    ),
+    "A web page that somebody looks at uses the server on their machine, or in their network "
+    "(CSRF, DNS rebinding)": Removed(
+        "tests/serving/http/test_origins.py::test_a_foreign_page_changes_nothing",
+        {"serving.http.origins:Origins.require": nothing},
+    ),
+    "Two readings of one body": Removed(
+        "tests/serving/api/test_fuzz.py::test_the_engine_reads_what_was_checked",
+        {"serving.inference.pipeline:with_texts": with_texts_before},
+    ),
+    "Heads and bodies that never end, many connections, many headers, at the router": Removed(
+        "tests/serving/router/test_routing.py::test_a_head_has_to_be_whole_in_time",
+        {"serving.router.http.downstream:Downstream.check_timeouts": nothing},
+    ),
+    "A client takes the tenant off its request, or names another, at the router": Removed(
+        "tests/serving/router/test_routing.py::test_a_tenant_is_named_once",
+        {"serving.router.http.request:Request.check": nothing},
+    ),
+    "Two readings of one request in the router": Removed(
+        "tests/serving/router/http/test_fuzz.py::"
+        "test_requests_that_proxies_and_servers_may_read_otherwise",
+        {"serving.router.http.request:_DROPPED": frozenset()},
+    ),
+    "Bodies too large or too deep": Removed(
+        "tests/serving/api/test_app.py::test_a_body_over_the_limit_is_413",
+        {"serving.http.bodies:Bodies.__init__": bodies_of_any_size},
+    ),
+    "`n`, `logprobs`, `stop`, `bad_words` and others that cost much": Removed(
+        "tests/serving/inference/test_limits.py::test_one_request_asks_for_so_many_answers",
+        {"serving.inference.limits:check": nothing},
+    ),
+    "Grammars that take long to compile": Removed(
+        "tests/serving/inference/test_limits.py::test_what_costs_the_engine_more_than_the_client_has_a_limit",
+        {"serving.inference.limits:_LONGEST": {}},
+    ),
+    "Too many requests, or too long ones": Removed(
+        "tests/serving/inference/test_queue.py::"
+        "test_what_the_engine_does_not_work_on_waits_and_the_rest_is_refused",
+        {"serving.inference.admission:Admission.require_room": nothing},
+    ),
+}

@@ -1,0 +1,74 @@
+"""How vLLM's app answers errors: in OpenAI's shape, and with nothing that the client sent."""
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from serving.engine import error_handlers
+
+pytestmark = pytest.mark.anyio
+
+RAISED = {
+    "absent": HTTPException(404, "no such thing"),
+    "wrong": VLLMValidationError("is wrong", parameter="max_tokens", value="hush"),
+    "dead": EngineDeadError(),
+    "broken": RuntimeError("hush"),
+}
+
+
+@pytest.fixture(scope="module")
+def app():
+    found = FastAPI()
+    error_handlers.attach(found)
+
+    @found.post("/complete")
+    async def complete(body: CompletionRequest) -> None: ...
+
+    @found.get("/raise/{kind}")
+    async def fail(kind: str) -> None:
+        raise RAISED[kind]
+
+    return found
+
+
+async def answer(app, method, path, content=None):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        headers = {"content-type": "application/json"}
+        found = await client.request(method, path, content=content, headers=headers)
+    assert "hush" not in found.text
+    error = found.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == found.status_code
+    return found.status_code, error["message"], error["param"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "message", "parameter"),
+    [
+        ("absent", 404, "no such thing", None),
+        ("wrong", 400, "is wrong", "max_tokens"),
+        ("dead", 500, "the engine failed; the server's log says why", None),
+        ("broken", 500, "the engine failed on this request", None),
+    ],
+)
+async def test_what_is_raised(app, kind, status, message, parameter):
+    assert await answer(app, "GET", f"/raise/{kind}") == (status, message, parameter)
+
+
+async def test_the_first_fault_of_a_body(app):
+    content = b'{"prompt": "hush", "temperature": "hush", "stream": "hush"}'
+    status, message, parameter = await answer(app, "POST", "/complete", content)
+    assert status == 400
+    assert parameter in ("temperature", "stream")
+    assert message.startswith(f"{parameter}: Input should be")
+
+
+async def test_a_body_that_is_no_json(app):
+    status, message, parameter = await answer(app, "POST", "/complete", b'{"prompt": "hush"')
+    assert (status, parameter) == (400, None)
+    assert message.startswith("the body is not JSON: ")

@@ -1,0 +1,439 @@
+"""The connector between vLLM's real scheduler and LMCache's real server, in every order of events.
+
+A step here is one of the engine's: the scheduler, the worker's side of the connector with its KV
+in ordinary tensors, and the scheduler's update from what came of it. Only the model is missing.
+Any exception of a step would end the engine.
+"""
+
+import contextlib
+import dataclasses
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+
+import httpx
+import pytest
+import tiny_model
+import torch
+from lmcache.v1.multiprocess.futures import MessagingFuture
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lmi_config import kv_tiers
+from lmi_config.kv_tiers import Tiers
+from serving.engine import kv_connector
+from serving.engine.kv_connector import FaultTolerantConnector
+from serving.server.prepare import PARTS
+from tests.lmi_config.examples import machine
+
+BLOCK, BLOCKS, CHUNK = 128, 32, 256
+PROMPT = 3 * CHUNK + 10
+TIERS = Tiers(
+    l1=1, disk=0, path="", direct=False, shared=None, chunk_size=CHUNK, reasons={}
+)  # fmt: skip
+QUICK = {"lmcache.mp.mq_timeout": 3.0, "lmcache.mp.heartbeat_interval": 2.0}
+ABORTED = RequestStatus.FINISHED_ABORTED
+
+
+class Server:
+    """LMCache's server with our parts in it."""
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as free:
+            listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+            self.port, self._http, self._prometheus = (
+                free.enter_context(it).getsockname()[1] for it in listeners
+            )
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        command = [sys.executable, "-m", "serving.kv_cache.lmcache", "server", "--l1-size-gb=0.1"]
+        command += [f"--port={self.port}", f"--http-port={self._http}", f"--chunk-size={CHUNK}"]
+        command += [f"--prometheus-port={self._prometheus}", "--eviction-policy=LRU"]
+        command += ["--no-l1-use-lazy", "--supported-transfer-mode=auto"]
+        command += [f"--shm-name=slipway-test-{self.port}"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        deadline = time.monotonic() + 300  # for machines that do much else
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{self._http}/metrics").status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError("LMCache's server did not start")
+
+    def metrics(self) -> str:
+        return httpx.get(f"http://127.0.0.1:{self._http}/metrics", timeout=60).text
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server():
+    found = Server()
+    yield found
+    found.kill()
+
+
+class Engine:
+    """vLLM's scheduler and a worker's connector, a step at a time."""
+
+    def __init__(self, port: int) -> None:
+        config = EngineArgs(
+            model=str(tiny_model.make()),
+            block_size=BLOCK,
+            max_model_len=4096,
+            max_num_batched_tokens=4096,
+            enable_prefix_caching=True,
+            kv_transfer_config=kv_tiers.connector(
+                dataclasses.replace(TIERS, connector=QUICK),
+                machine(ports=(port, 0, 0)),
+                PARTS.connector,
+            ),
+        ).create_engine_config()
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32
+        )
+        kv_config = KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.kv_cache_layout = "LBHNC"
+        self.scheduler = Scheduler(
+            config, kv_config, StructuredOutputManager(config), block_size=BLOCK, log_stats=True
+        )
+        self.worker = FaultTolerantConnector(config, KVConnectorRole.WORKER, kv_config)
+        self.kv = torch.zeros(BLOCKS, 2, BLOCK, 128)
+        self.worker.register_kv_caches({"layer": self.kv})
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.ended: dict[str, str] = {}
+
+    def ask(
+        self, first: int, length: int = PROMPT, tokens: int = 1, salt: str | None = None
+    ) -> str:
+        name = uuid.uuid4().hex
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        prompt = [first, *range(length - 1)]
+        self.scheduler.add_request(
+            Request(name, prompt, sampling, None, cache_salt=salt, block_hasher=self._hasher)
+        )
+        return name
+
+    def leave(self, *names: str) -> None:
+        self.scheduler.finish_requests(names, ABORTED)
+
+    def step(self, during: Callable[[], None] = lambda: None) -> KVConnectorOutput:
+        """during: what happens while the workers are busy, as aborts do."""
+        scheduled = self.scheduler.schedule()
+        worker, output = self.worker, KVConnectorOutput()
+        worker.handle_preemptions(scheduled.kv_connector_metadata)
+        worker.bind_connector_metadata(scheduled.kv_connector_metadata)
+        for it in scheduled.kv_connector_metadata.requests:
+            if it.direction == "STORE":  # what is computed is told by its tokens
+                first = it.op.token_ids[0]
+                for block in it.op.block_ids[0]:
+                    self.kv[block] = first
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(scheduled.finished_req_ids)
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
+        output.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        worker.clear_connector_metadata()
+        during()
+        names = [*scheduled.num_scheduled_tokens]
+        tokens = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            whole = request.num_computed_tokens >= request.num_prompt_tokens
+            tokens.append([7] if whole else [])
+        done = self.scheduler.update_from_output(
+            scheduled,
+            ModelRunnerOutput(
+                names, {name: n for n, name in enumerate(names)}, tokens,
+                kv_connector_output=output,
+            ),
+        )  # fmt: skip
+        for outputs in done.values():
+            for it in outputs.outputs:
+                if it.finish_reason is not None:
+                    self.ended[it.request_id] = str(it.finish_reason)
+        return output
+
+    def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline
+            self.step()
+            time.sleep(0.01)
+
+    def answer(self, *names: str) -> None:
+        self.until(lambda: {*names} <= self.ended.keys())
+        assert {self.ended[name] for name in names} == {"length"}
+
+    def known(self, first: int) -> None:
+        """Have LMCache's server, and nobody else, know a prompt."""
+        self.answer(self.ask(first))
+        self.idle()
+        assert self.scheduler.reset_prefix_cache()
+
+    def loading(self, first: int, tokens: int = 1) -> str:
+        """A request whose load is about to be handed to the worker, in the next step's schedule."""
+        connector, deadline = self.scheduler.connector, time.monotonic() + 60
+        while time.monotonic() < deadline:
+            name = self.ask(first, tokens=tokens)
+            request, found = self.scheduler.requests[name], None
+            while found is None:
+                found, _ = connector.get_num_new_matched_tokens(request, 0)
+            if found:
+                return name
+            self.leave(name)  # on a busy machine the server may have counted as away
+            self.known(first)
+        raise AssertionError("no hits")
+
+    def idle(self) -> None:
+        """Until nothing is held by anyone."""
+        self.until(lambda: not self.scheduler.requests)
+        self.step()  # which tells the workers who has ended
+        self.step()
+        assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+@pytest.fixture
+def engine(server):
+    """With a server that answers; at the end nothing may be kept by anyone."""
+    found = Engine(server.port)
+    yield found
+    server.resume()
+    found.idle()
+    assert not any(vars(found.scheduler.connector._transfers).values())
+    found.worker.shutdown()
+    found.scheduler.shutdown()
+
+
+@pytest.fixture
+def in_flight(engine, monkeypatch):
+    """Loads that are under way until the test ends them, as with a GPU."""
+    found: dict[str, MessagingFuture[bool]] = {}
+
+    def submit(request_id, *_, **__):
+        return found.setdefault(request_id, MessagingFuture())
+
+    monkeypatch.setattr(engine.worker.worker_adapter.transfer_ctx, "submit_retrieve", submit)
+    return found
+
+
+def test_a_prompt_is_loaded(engine):
+    engine.known(1)
+    engine.kv.zero_()
+    name = engine.loading(1)
+    assert engine.step().finished_recving == {name}
+    assert engine.kv.unique().tolist() == [0, 1]
+    engine.answer(name)
+
+
+def test_a_client_leaves_while_its_load_ends(engine):
+    engine.known(2)
+    name = engine.loading(2)
+    engine.step(during=lambda: engine.leave(name))
+    engine.idle()
+
+
+def test_a_client_leaves_while_its_load_goes_on(engine, in_flight):
+    engine.known(3)
+    name = engine.loading(3)
+    engine.step()
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    engine.leave(name)
+    for _ in range(3):
+        engine.step()
+    # What is still written to belongs to nobody else.
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    in_flight[name].set_result(True)
+    engine.idle()
+
+
+def test_a_client_leaves_while_its_load_fails(engine, in_flight):
+    engine.known(4)
+    name = engine.loading(4)
+    engine.step()
+    in_flight[name].set_result(False)
+    engine.step(during=lambda: engine.leave(name))
+    engine.idle()
+
+
+def test_a_client_leaves_after_its_load_failed(engine, in_flight):
+    engine.known(5)
+    name = engine.loading(5)
+    engine.step()
+    in_flight[name].set_result(False)
+    engine.step()
+    engine.leave(name)
+    engine.idle()
+
+
+@pytest.mark.parametrize(("when", "first"), [("before", 6), ("while", 19)])
+def test_a_load_that_fails_is_computed(engine, in_flight, server, when, first):
+    engine.known(first)
+    names = [engine.loading(first), engine.loading(first)]
+    if when == "before":
+        server.pause()
+        engine.until(lambda: not engine.worker.worker_adapter.is_healthy)
+    engine.step()
+    server.pause()
+    engine.answer(*names)
+
+
+def test_a_load_that_raises_is_computed(engine, monkeypatch):
+    engine.known(7)
+
+    def fails(*_, **__):
+        raise RuntimeError("no such slot")
+
+    monkeypatch.setattr(engine.worker.worker_adapter.transfer_ctx, "submit_retrieve", fails)
+    engine.answer(engine.loading(7))
+
+
+def test_a_load_whose_answer_is_an_error_is_computed(engine, in_flight):
+    engine.known(8)
+    name = engine.loading(8)
+    engine.step()
+    in_flight[name].set_exception(ValueError("cannot decode"))
+    engine.answer(name)
+
+
+def test_a_server_that_hangs_during_transfers_ends_nothing(engine, server):
+    engine.known(9)
+    loaded, stored = engine.loading(9), engine.ask(10)
+    server.pause()
+    engine.answer(loaded, stored)
+
+
+def test_a_lookup_that_raises_is_a_miss(engine, monkeypatch):
+    engine.known(11)
+
+    def fails(*_):
+        raise ValueError("cannot decode")
+
+    monkeypatch.setattr(engine.scheduler.connector.scheduler_adapter, "check_lookup_result", fails)
+    engine.answer(engine.ask(11))
+
+
+def test_a_load_that_fails_disturbs_nobody_who_shares_its_prefix(engine, in_flight):
+    engine.known(12)
+    sharing = engine.ask(12, length=CHUNK - 1, tokens=300)
+    engine.until(lambda: engine.scheduler.requests[sharing].num_output_tokens > 3)
+    name = engine.loading(12)
+    engine.step()
+    computed = engine.scheduler.requests[sharing].num_computed_tokens
+    assert computed > BLOCK
+    in_flight[name].set_result(False)
+    engine.step()
+    assert engine.scheduler.requests[sharing].num_computed_tokens == computed + 1
+    engine.answer(name)
+    engine.leave(sharing)
+
+
+def test_a_preempted_request_is_computed_when_its_load_fails(engine, in_flight):
+    engine.known(13)
+    name = engine.ask(13, tokens=5)
+    engine.until(lambda: name in in_flight)
+    in_flight.pop(name).set_result(True)
+    engine.until(lambda: engine.scheduler.requests[name].num_output_tokens > 1)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.until(lambda: name in in_flight)
+    in_flight[name].set_result(False)
+    engine.answer(name)
+
+
+def test_a_server_that_was_restarted_unnoticed_is_used_again(engine):
+    adapter = engine.worker.worker_adapter
+    forgotten = adapter.req_client.unregister_kv_cache_engine_driven_context(adapter.instance_id)
+    forgotten.result(timeout=5)
+    engine.answer(engine.ask(14))  # in vain stored
+    engine.until(lambda: adapter.is_healthy)
+    engine.known(15)
+    name = engine.loading(15)
+    assert name in engine.step().finished_recving
+    engine.answer(name)
+
+
+def test_an_engine_ends_though_the_server_hangs(server):
+    engine = Engine(server.port)
+    engine.answer(engine.ask(21))
+    engine.idle()
+    server.pause()
+    engine.worker.worker_adapter._mq_timeout = 300.0
+    began = time.monotonic()
+    engine.worker.shutdown()
+    assert time.monotonic() - began < 100
+    server.resume()
+    engine.scheduler.shutdown()
+
+
+def test_what_was_reported_is_not_kept_for_ever(engine, monkeypatch):
+    monkeypatch.setattr(kv_connector, "MOST_REPORTS", 2)
+    for _ in range(5):
+        engine.answer(engine.ask(1, length=10))
+    engine.idle()
+    assert len(engine.worker.worker_adapter._returned_finished) == 2
+
+
+def test_tenants_make_no_series(engine, server):
+    before = server.metrics()
+    for n in range(20):
+        engine.answer(engine.ask(20, salt=f"tenant {n}"))
+    name = "lmcache_mp_lookups_requests_total "
+    engine.until(lambda: name in server.metrics())
+
+    def lookups(text: str) -> float:
+        (value,) = [it.split()[-1] for it in text.splitlines() if it.startswith(name)]
+        return float(value)
+
+    engine.until(lambda: lookups(server.metrics()) >= 20)
+    text = server.metrics()
+    assert not re.search("tenant|cache_salt|model_name", text)
+    assert len(text.splitlines()) < 2 * len(before.splitlines())
+
+
+def test_a_server_that_is_killed_is_used_again(engine, server):
+    engine.known(16)
+    name = engine.loading(16)
+    server.kill()
+    engine.answer(name, engine.ask(17))
+    server.start()
+    engine.until(lambda: engine.worker.worker_adapter.is_healthy)
+    engine.known(18)
+    name = engine.loading(18)
+    assert name in engine.step().finished_recving
+    engine.answer(name)

@@ -1,0 +1,232 @@
+"""What clients can reach of vLLM's request models: a new vLLM's additions fail here.
+
+Who finds this test red after an update of vLLM asks of each new field what a client could make of
+it, and gives it a limit in serving/inference/limits.py, or its reason here.
+"""
+
+import dataclasses
+import inspect
+import typing
+from typing import Any, get_args
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from vllm import PoolingParams, SamplingParams
+from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.api_router import create_completion
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.pooling.embed.api_router import create_embedding
+from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
+from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
+from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
+
+from serving.engine.embedding_requests import EmbeddingRequest as RequestReadOnce
+from serving.inference import limits, media
+from serving.protocol import ENGINE_PATHS
+
+REQUESTS = {
+    "/v1/chat/completions": (create_chat_completion, ChatCompletionRequest),
+    "/v1/completions": (create_completion, CompletionRequest),
+    "/v1/embeddings": (create_embedding, EmbeddingRequest),
+}
+
+LIMITED = {*limits._INTERNAL, *limits._LONGEST, *limits.COUNTED}
+"""By serving/inference/limits.py."""
+
+REWRITTEN = {
+    "cache_salt": "the engine gets a digest",
+    "model": "the model's own name or an adapter's inner one, else the engine refuses it",
+}
+REFUSED = dict.fromkeys(
+    ("chat_template", "media_io_kwargs"),
+    "by vLLM, unless the operator trusts clients",
+) | {
+    "mm_processor_kwargs": "by vLLM, unless the operator trusts clients; then without places",
+    "prompt_embeds": "by vLLM, unless the operator enables them; VLLM_MAX_EMBED_DECODE_BYTES",
+    "suffix": "by vLLM, always",
+    "priority": "by vLLM, unless the operator chose to schedule by priority",
+}
+VLLM_LIMITS = {
+    "logprobs": "max_logprobs",
+    "top_logprobs": "max_logprobs",
+    "logprob_token_ids": "max_logprobs",
+    "max_tokens": "max_model_len",
+    "max_completion_tokens": "max_model_len",
+    "min_tokens": "max_tokens",
+    "truncate_prompt_tokens": "it only shortens; text beyond max_model_len is not tokenised",
+    "thinking_token_budget": "a number; it only shortens",
+    "padding": "pads to max_model_len, which an input may have anyway",
+    "dimensions": "those of the model",
+}
+ONE_NUMBER = (
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stream_interval"),
+    "routed_experts_prompt_start",
+)
+ONE_OF_A_FEW = (
+    *("stream", "reasoning_effort", "include_reasoning", "parallel_tool_calls", "watermarking"),
+    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "truncation_side"),
+    *("spaces_between_special_tokens", "add_generation_prompt", "continue_final_message"),
+    *("add_special_tokens", "return_tokens_as_token_ids", "return_token_ids", "mm_payload"),
+    *("return_token_offsets", "return_prompt_text", "return_mm_kwargs", "encoding_format"),
+    *("embed_dtype", "endianness", "use_activation"),
+)
+HARMLESS = {
+    **dict.fromkeys(ONE_NUMBER, "one number, which costs the same whatever it is"),
+    **dict.fromkeys(ONE_OF_A_FEW, "one of a few values"),
+    "use_beam_search": "n beams with 2 n log probabilities, so max_logprobs limits n",
+    "user": "not read",
+    "stream_options": "two flags",
+    "tool_choice": "compared with the names in `tools`",
+    "documents": "for the template, once; they count as prompt",
+    "chat_template_kwargs": "for the template, once, in a sandbox",
+}
+NESTED = {
+    "StreamOptions": "flags",
+    "ResponseFormat": "response_format",
+    "JsonSchemaResponseFormat": "response_format",
+    "StructuralTagResponseFormat": "response_format",
+    "LegacyStructuralTagResponseFormat": "response_format",
+    "LegacyStructuralTag": "response_format",
+    "StructuredOutputsParams": "structured_outputs",
+    "ChatCompletionToolsParam": "tools",
+    "FunctionDefinition": "tools",
+    "ChatCompletionNamedToolChoiceParam": "tool_choice",
+    "ChatCompletionNamedFunction": "tool_choice",
+}
+"""Models within a field that is limited as a whole, however its own fields are."""
+FIELDS = {
+    "RepetitionDetectionParams": {"max_pattern_size", "min_pattern_size", "min_count"},
+    # What a message has becomes a part of the prompt.
+    "CustomChatCompletionMessageParam": {
+        *("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "tools", "task")
+    },
+    "AudioURL": {"url"},
+    "VideoURL": {"url"},
+    "PILImage": {"image_pil"},  # no JSON makes one
+    "CustomThinkCompletionContentParam": {"thinking", "closed", "type"},
+    "CustomChatCompletionContentToolReferenceParam": {"name", "type"},
+    "ChatCompletionContentPartPromptEmbedsParam": {"data", "type"},
+}
+SAMPLING = {
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p"),
+    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"),
+    *("logprobs", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "watermarking"),
+    *("spaces_between_special_tokens", "include_stop_str_in_output", "stream_interval"),
+    *("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "output_kind"),
+    *("thinking_token_budget", "repetition_detection", "routed_experts_prompt_start"),
+    "extra_args",  # of vllm_xargs and the two for transfers
+}
+NOT_OF_REQUESTS = {
+    *("prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs", "detokenize"),
+    *("skip_clone", "output_text_buffer_length", "_eos_token_id", "_all_stop_token_ids"),
+    *("_watermarking_skipped", "_bad_words_token_ids", "skip_reading_prefix_cache"),
+    "trace_decode_token_ids",
+}
+POOLING = {
+    *("use_activation", "dimensions"),  # the others are no request's to set
+    *("step_tag_id", "returned_token_ids", "task", "requires_token_ids", "output_kind"),
+    *("skip_reading_prefix_cache", "late_interaction_params", "extra_kwargs"),
+}
+
+
+def fields_of(kind: Any) -> dict[str, Any] | None:
+    """A model's fields and their types; None for what is no model of vLLM's."""
+    if not inspect.isclass(kind) or not kind.__module__.startswith("vllm"):
+        return None
+    if hasattr(kind, "model_fields"):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    hints = typing.get_type_hints(kind)
+    if dataclasses.is_dataclass(kind):
+        return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    return hints if hasattr(kind, "__required_keys__") else None
+
+
+def models(*roots: Any) -> dict[Any, dict[str, Any]]:
+    """vLLM's models that are reached from these types, with their fields."""
+    found: dict[Any, dict[str, Any]] = {}
+    left = [*roots]
+    while left:
+        kind = left.pop()
+        left.extend(get_args(kind))
+        if kind not in found and not get_args(kind) and (fields := fields_of(kind)):
+            found[kind] = fields
+            left.extend(fields.values())
+    return found
+
+
+TOP = [ChatCompletionRequest, CompletionRequest, *get_args(get_args(EmbeddingRequest)[0])]
+
+
+def test_the_requests_are_those_of_our_paths():
+    assert {*ENGINE_PATHS} == REQUESTS.keys()
+    for endpoint, model in REQUESTS.values():
+        assert inspect.get_annotations(endpoint)["request"] == model
+
+
+@pytest.mark.parametrize("model", TOP, ids=lambda it: it.__name__)
+def test_every_field_has_a_limit_or_needs_none(model):
+    known = LIMITED | REWRITTEN.keys() | REFUSED.keys() | VLLM_LIMITS.keys() | HARMLESS.keys()
+    assert {*model.model_fields} - known == set(), "limit them, or say why they need no limit"
+
+
+def test_no_reason_is_out_of_date():
+    fields = {name for model in TOP for name in model.model_fields}
+    reasons = [*LIMITED, *REWRITTEN, *REFUSED, *VLLM_LIMITS, *HARMLESS]
+    assert {*reasons} - fields == set()
+    assert len({*reasons}) == len(reasons), "one reason for each"
+
+
+def test_every_model_within_is_known():
+    parts = {*media._KEYS, "uuid", "type"}
+    for model, fields in models(*TOP).items():
+        name = model.__name__
+        if model in TOP or name in NESTED:
+            continue
+        assert fields.keys() <= FIELDS.get(name, parts), name
+
+
+def test_parameters_of_sampling_and_pooling():
+    assert {*SamplingParams.__struct_fields__} == SAMPLING | NOT_OF_REQUESTS
+    assert {*PoolingParams.__struct_fields__} == POOLING
+
+
+def test_formats_of_pictures():
+    assert media.FORMATS == ALLOWED_IMAGE_FORMATS
+
+
+def test_parts_of_messages():
+    # Embedded prompts have neither a uuid nor a cache, and operators have to allow them.
+    known = {*media._BY_TYPE, *TEXT_PART_TYPES, "tool_reference", "prompt_embeds"}
+    assert known == MM_PARSER_MAP.keys()
+
+
+MESSAGE = {"role": "user", "content": "a"}
+EMBEDDINGS = [
+    {"input": "a"},
+    {"input": ["a", "b"], "dimensions": 2},
+    {"input": [1, 2]},
+    {"input": [[1, 2], [3]]},
+    {"input": []},
+    {"messages": [MESSAGE], "add_generation_prompt": True},
+    {"messages": [[MESSAGE], [MESSAGE, MESSAGE]]},
+    {"input": [MESSAGE]},
+    {"input": [[MESSAGE], [MESSAGE]]},
+]
+
+
+@pytest.mark.parametrize("body", EMBEDDINGS)
+def test_a_request_for_embeddings_is_what_vllm_takes_it_for(body):
+    kinds: tuple[Any, Any] = (RequestReadOnce, EmbeddingRequest)
+    ours, theirs = (TypeAdapter(kind).validate_python(body) for kind in kinds)
+    assert type(ours) is type(theirs)
+    assert ours.model_dump(exclude={"request_id"}) == theirs.model_dump(exclude={"request_id"})
+
+
+@pytest.mark.parametrize("body", [{"input": [None]}, {"messages": [[None]]}, {"input": [[{}]]}, []])
+def test_a_request_for_embeddings_is_read_as_one_kind(body):
+    """vLLM's own union reads it as all five."""
+    with pytest.raises(ValidationError) as error:
+        TypeAdapter(RequestReadOnce).validate_python(body)
+    assert len({it["loc"][0] for it in error.value.errors()}) == 1

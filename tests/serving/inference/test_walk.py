@@ -1,0 +1,210 @@
+"""One request's walk through the house: which rooms it enters, and how often its body is read."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import BuiltinFunctionType, FrameType
+from typing import Any
+
+import msgspec
+import pytest
+
+from serving.user_code import Limits, start_user_code
+from tests.serving.conftest import running
+from tests.serving.lora.test_registry import register, registry, write
+
+pytestmark = pytest.mark.anyio
+
+SERVING = Path(__file__).parents[3] / "serving"
+GROUND = {"aio", "cancellation", "errors", "lifecycle", "protocol"}
+"""Every room may use them, at any time."""
+CODE = """
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import output_formatter
+
+@input_formatter
+async def parse(payload):
+    return payload | {"rewritten": True}
+
+@output_formatter
+async def render(output):
+    return output
+"""
+BODY = {"inputs": "a b c", "stream": True, "parameters": {"max_new_tokens": 3, "details": True}}
+HEADER = {"X-Amzn-SageMaker-Adapter-Identifier": "one"}
+
+
+@contextmanager
+def entered() -> Iterator[list[str]]:
+    """The modules of serving/ that are entered: a function of theirs is called by another's."""
+    rooms: list[str] = []
+
+    def room(frame: FrameType | None) -> str | None:
+        """The module of the innermost function of serving/."""
+        while frame:
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(SERVING):
+                return str(file.relative_to(SERVING).with_suffix(""))
+            frame = frame.f_back
+        return None
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(str(SERVING)):
+            return
+        if frame.f_code.co_code[frame.f_lasti + 1]:  # RESUME's argument: it goes on
+            return
+        here = room(frame)
+        if here not in GROUND and here != room(frame.f_back):
+            rooms.append(str(here))
+
+    sys.setprofile(look)
+    try:
+        yield rooms
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """What serving/ and handlers/ decode, as it is."""
+    texts: list[bytes] = []
+
+    def counting(decode: Any) -> Any:
+        def counted(text: Any, *given: Any, **named: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"].startswith(("serving.", "handlers.")):
+                texts.append(text.encode() if isinstance(text, str) else bytes(text))
+            return decode(text, *given, **named)
+
+        return counted
+
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(("serving.", "handlers.")):
+            continue
+        for key, value in list(vars(module).items()):
+            if isinstance(value, BuiltinFunctionType) and value.__name__ == "decode":
+                monkeypatch.setattr(module, key, counting(value))
+    monkeypatch.setattr(msgspec.json, "decode", counting(msgspec.json.decode))
+    monkeypatch.setattr(json, "loads", counting(json.loads))
+    return texts
+
+
+async def walked(
+    tmp_path: Path,
+    decoded: list[bytes],
+    code: str,
+    path: str = "/invocations",
+    body: Mapping[str, object] = BODY,
+) -> list[str]:
+    """The rooms that a request with an adapter enters. What is decoded meanwhile is in `decoded`.
+
+    code: of the model's model.py, which has formatters; "" for none.
+    """
+    async with running() as served:
+        engine = served.engine
+        served.pipeline.adapters = registry(engine, tmp_path / "adapters", slots=(4, 4))
+        folder = write(tmp_path / "adapters" / "one", 0)
+        await register(served, "one", folder, preload="true")
+        if code:
+            (tmp_path / "model.py").write_text(code)
+            served.pipeline.code = await start_user_code(tmp_path, tmp_path, Limits(20, 20, 0))
+        decoded.clear()
+        with entered() as rooms:
+            answer = await served.post(path, body, headers=HEADER)
+        assert (answer.status_code, len(engine.bodies)) == (200, 1)
+        if served.pipeline.code:
+            await served.pipeline.code.stop()
+        return rooms
+
+
+WALK = [
+    "http/connections",
+    "api/endpoint",
+    "observability/access_log",
+    "api/app",
+    "http/origins",
+    "api/backend",
+    "api/invocations",
+    "inference/pipeline",
+    "inference/admission",
+    "lora/registry",
+    "lora/slots",
+    "inference/queue",
+    "http/bodies",
+    "api/sessions",
+    "inference/request",
+    "inference/fields",
+    "lora/adapter",
+    "user_code",
+    "inference/limits",
+    "kv_cache/salt",
+    "inference/media",
+    "inference/relay",
+    "observability/redaction",
+    "observability/logs",
+]
+"""In the order in which they are entered first. Admission asks the slots and the queue for what is
+waiting there, long before the request comes to them.
+"""
+AGAIN = {
+    "http/connections": "each message goes out by the connection on which the request came",
+    "api/app": "Starlette's router has it as a list of routes, which are functions here",
+    "api/invocations": "the body comes, and then what is to be done with it",
+    "inference/pipeline": "it is the way itself: received, answered once, run",
+    "inference/admission": "a request is admitted, under way, and at its end",
+    "inference/queue": "its turn comes and ends",
+    "inference/limits": "of the call, and of the headers that go with it",
+    "inference/relay": "the engine calls it for each message",
+    "kv_cache/salt": "the tenant is read from the head, the salt made from all",
+    "api/sessions": "a body may be a call for a session; a request may be within one",
+    "lora/registry": "an adapter is looked up by name, and kept while it is used",
+    "lora/slots": "a place is taken and given back",
+    "user_code": "the input's formatter, and the output's for each event",
+    # Values that go with the request, whose methods are called wherever it is.
+    "http/bodies": "the share of memory, and headers",
+    "inference/request": "the request",
+    "inference/fields": "what its body says",
+    "lora/adapter": "the adapter it goes to",
+    "observability/access_log": "its record",
+}
+"""Rooms that are entered more than once, and why."""
+
+
+async def test_a_streamed_request_with_an_adapter_and_formatters_walks_one_way(tmp_path, decoded):
+    rooms = await walked(tmp_path, decoded, CODE)
+    assert list(dict.fromkeys(rooms)) == WALK
+    assert {room for room, times in Counter(rooms).items() if times > 1} == AGAIN.keys()
+
+
+OPENAI = {"prompt": "a b c", "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "formatter", "decodes"),
+    [
+        ("/v1/completions", OPENAI, "", (1, 0, 0)),
+        ("/v1/completions", OPENAI, CODE, (1, 1, 0)),
+        ("/invocations", OPENAI, "", (1, 0, 0)),
+        ("/invocations", BODY, "", (2, 0, 1)),
+        ("/invocations", BODY, CODE, (1, 2, 1)),
+    ],
+)
+async def test_how_often_bodies_are_decoded(tmp_path, decoded, path, body, formatter, decodes):
+    """The client's, what a formatter made of it, and the engine's call where it is another body.
+
+    OpenAI's are decoded once. LMI's are once for their fields, and once by the format, which makes
+    the engine's call of their values: to decode the values that the fields have, one by one, would
+    read every byte just as often. The call is decoded since its limits are those of what the engine
+    gets: parameters are renamed, merged and left out on the way. vLLM decodes it once more.
+    """
+    await walked(tmp_path, decoded, formatter, path, body)
+    rewritten = body | {"rewritten": True}
+    texts = [
+        found
+        for text in decoded
+        if isinstance(found := json.JSONDecoder().decode(text.decode()), dict)
+    ]
+    calls = [it for it in texts if "prompt" in it and it not in (body, rewritten)]
+    assert (texts.count(body), texts.count(rewritten), len(calls)) == decodes

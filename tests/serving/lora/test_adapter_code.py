@@ -1,0 +1,207 @@
+"""What the model.py of an adapter can and cannot do: real processes, over a fake engine."""
+
+import asyncio
+import os
+import tarfile
+
+import pytest
+
+from handlers import isolation
+from lmi_config.options import Settings
+from tests.serving.conftest import running
+from tests.serving.lora import test_registry
+from tests.serving.lora.test_registry import ask, register, registry, write
+
+pytestmark = pytest.mark.anyio
+as_another = pytest.mark.skipif(not isolation._may_choose(), reason="we may not choose users")
+
+FORMATTER = """
+import decimal, email.mime.text, json.tool, os, resource, struct, sys  # not all of it is loaded yet
+import numpy
+from djl_python.output_formatter import output_formatter
+
+def tried(what, *arguments):
+    try:
+        return str(what(*arguments))
+    except Exception as error:
+        return type(error).__name__
+
+def read(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+"""
+LOOKS = """
+@output_formatter
+def look(answer):
+    server = os.getppid()
+    return {
+        "environment": dict(os.environ), "pid": os.getpid(), "user": os.getuid(),
+        "groups": os.getgroups(),
+        "kill": tried(os.kill, server, 0),
+        "environ": tried(read, f"/proc/{server}/environ"),
+        "memory": tried(read, f"/proc/{server}/maps"),
+        "files": tried(os.listdir, f"/proc/{server}/fd"),
+        "private": tried(read, "PRIVATE"),
+        "root": tried(os.setuid, 0),
+        "limit": tried(resource.setrlimit, resource.RLIMIT_DATA, (-1, -1)),
+        "status": read("/proc/self/status").decode(),
+    }
+"""
+
+
+@pytest.fixture
+async def served(anyio_backend, root):
+    async with running() as it:
+        it.pipeline.adapters = registry(it.engine, root)
+        yield it
+        for adapter in it.pipeline.adapters.listed():
+            await it.client.delete(f"/adapters/{adapter.name}")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "adapters"
+
+
+def with_code(folder, text):
+    write(folder)
+    (folder / "model.py").write_text(FORMATTER + text)
+    return folder
+
+
+async def test_it_has_none_of_the_servers_secrets_and_rights(served, root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of-the-operator")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-operator")
+    monkeypatch.setenv("OPTION_KV_L2_URL", "redis://:of-the-operator@host")
+    private = tmp_path / "private"
+    private.touch(0o600)
+    text = LOOKS.replace("PRIVATE", str(private))
+    await register(served, "one", with_code(root / "one", text))
+    found = await ask(served, "one")
+    assert "of-the-operator" not in str(found)
+    assert {*found["environment"]} <= isolation._PASSED_ON | {"HOME", "HF_HUB_OFFLINE", "LC_CTYPE"}
+    assert "PATH" in found["environment"]
+    assert found["environ"] == found["memory"] == "PermissionError"
+    assert "NoNewPrivs:\t1" in found["status"]
+    if isolation._may_choose():
+        assert found["files"] == "PermissionError"
+        assert found["user"] in isolation._USERS
+        assert found["groups"] == []
+        assert found["kill"] == found["private"] == found["root"] == "PermissionError"
+        assert found["limit"] == "ValueError"  # it may not be raised
+        assert "CapEff:\t0000000000000000" in found["status"]
+
+
+@pytest.mark.skipif(isolation.landlock() < 6, reason="the kernel cannot keep processes apart")
+async def test_where_no_user_can_be_chosen_it_reads_and_signals_no_other(served, root, monkeypatch):
+    """The engine's processes have the server's environment, and its user."""
+    monkeypatch.setattr(isolation, "_may_choose", lambda: False)
+    engine = await asyncio.create_subprocess_exec("sleep", "60", env={"HF_TOKEN": "hf_secret"})
+    try:
+        text = LOOKS.replace("os.getppid()", str(engine.pid))
+        await register(served, "one", with_code(root / "one", text))
+        found = await ask(served, "one")
+        assert found["user"] == os.geteuid()
+        for what in ("kill", "environ", "memory"):
+            assert found[what] == "PermissionError"
+    finally:
+        engine.kill()
+        await engine.wait()
+
+
+@as_another
+async def test_one_adapters_code_cannot_touch_anothers(served, root):
+    await register(served, "one", with_code(root / "one", LOOKS))
+    other = (await ask(served, "one"))["pid"]
+    text = LOOKS.replace("os.getppid()", str(other))
+    await register(served, "two", with_code(root / "two", text))
+    found = await ask(served, "two")
+    for what in ("kill", "environ", "memory", "files"):
+        assert found[what] == "PermissionError"
+
+
+async def test_where_it_is_off_an_adapter_with_code_is_refused(served, root):
+    served.pipeline.adapters = registry(served.engine, root, code=False)
+    await register(served, "plain", write(root / "plain"))
+    answer = await register(served, "one", with_code(root / "one", LOOKS), 424)
+    assert "it has a model.py, and its answers would be others without it" in answer["message"]
+    assert "OPTION_ADAPTER_CODE=true" in answer["message"]
+    assert (await ask(served, "plain"))["choices"]
+
+
+@pytest.mark.parametrize(
+    ("secure", "given", "runs"),
+    [(False, None, True), (True, None, False), (True, True, True), (False, False, False)],
+)
+def test_it_is_on_as_in_lmi_and_off_in_secure_mode(secure, given, runs):
+    assert Settings(secure_mode=secure, adapter_code=given).runs_adapter_code is runs
+
+
+async def test_a_handle_of_an_adapters_is_refused(served, root):
+    """It would not be called, and nobody would notice."""
+    answer = await register(served, "one", with_code(root / "one", "def handle(inputs): pass"), 424)
+    assert "handle is called in the model's own model.py" in answer["message"]
+    text = LOOKS + "handle = look\n"
+    await register(served, "two", with_code(root / "two", text))
+    assert "handle is called in the model's own" in (await ask(served, "two", 424))["error"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ("struct.pack('<I', 2**32 - 1) + b'x'", "sent 4294967295 bytes at once"),
+        ("struct.pack('<I', 3) + b'abc'", "sent what is no answer"),
+        # call 1, DONE, and a number of bytes to make
+        (
+            "(lambda it: struct.pack('<I', len(it)) + it)(b'\\x93\\x01\\xa4done\\xcf' + bytes(2) + "
+            "b'\\xff' * 6)",
+            "sent what is no answer",
+        ),
+        (
+            "(lambda it: struct.pack('<I', len(it)) + it)(b'\\x93\\x01\\xa4more\\xc0')",
+            "sent what is no answer",
+        ),
+    ],
+)
+async def test_nonsense_that_it_sends_is_its_own_failure(served, root, sent, message):
+    text = f"""
+@output_formatter
+def send(answer):
+    if "evil" in answer.choices[0].text:
+        os.write(int(sys.argv[1]), {sent})
+        import time
+        time.sleep(600)
+    return {{"fine": True}}
+"""
+    await register(served, "one", with_code(root / "one", text))
+    headers = test_registry.HEADER
+    answer = await served.invoke({"prompt": "evil"}, headers=headers)
+    assert answer.status_code == 424
+    assert message in answer.json()["error"]
+    assert (await served.invoke({"prompt": "a"}, headers=headers)).json() == {"fine": True}
+
+
+@as_another
+async def test_what_it_may_not_read_is_told(served, root):
+    folder = with_code(root / "one", LOOKS)
+    (folder / "model.py").chmod(0o600)
+    await register(served, "one", folder)
+    error = (await ask(served, "one", 424))["error"]
+    assert f"{folder / 'model.py'} cannot be read by user " in error
+    assert f"`chmod -R a+rX {folder}` lets it" in error
+
+
+async def test_private_files_in_an_archive_are_read(served, root):
+    """Who packs an archive may have kept its files to himself."""
+    folder = with_code(root / "one", "from helper import formatter\n")
+    (folder / "helper.py").write_text(
+        "from djl_python.output_formatter import output_formatter\n"
+        "@output_formatter\ndef formatter(answer):\n    return {'by': 'helper'}\n"
+    )
+    with tarfile.open(root / "one.tar.gz", "w:gz") as members:
+        for file in folder.iterdir():
+            file.chmod(0o600)
+            members.add(file, file.name)
+    await register(served, "one", root / "one.tar.gz")
+    assert await ask(served, "one") == {"by": "helper"}

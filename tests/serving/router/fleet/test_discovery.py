@@ -1,0 +1,512 @@
+"""Replicas from a list, from a file, and from a small Kubernetes API that the real client asks."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+from lmi_config.values import Endpoints, replica_source, replicas
+from serving.router.fleet import discovery, kubernetes
+from serving.router.fleet.discovery import discovered, listed
+
+A, B, C = (f"http://10.0.0.{number}:8080" for number in (1, 2, 3))
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(discovery, "LOOK_S", 0.01)
+    monkeypatch.setattr(kubernetes, "PAUSE_S", 0.02)
+    monkeypatch.setattr(kubernetes, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(logging.getLogger("serving"), "propagate", True)
+
+
+@contextlib.asynccontextmanager
+async def following(where):
+    """A list of all sets so far, which grows."""
+    seen: list[frozenset[str]] = []
+
+    async def follow():
+        async with contextlib.aclosing(discovered(where)) as sets:
+            async for found in sets:
+                seen.append(found)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("http://a:8080", {"http://a:8080"}),
+        ("http://a:8080,http://b:8080/", {"http://a:8080", "http://b:8080"}),
+        (" a:8080  b:1, c:65535 ,", {"http://a:8080", "http://b:1", "http://c:65535"}),
+        ("http://A.Example,a.example:80", {"http://a.example:80"}),
+        (
+            "10.0.0.1:8080,http://my_pod-0.svc:080",
+            {"http://10.0.0.1:8080", "http://my_pod-0.svc:80"},
+        ),
+        ("http://[::1]:8080,[2001:DB8:0::1]", {"http://[::1]:8080", "http://[2001:db8::1]:80"}),
+        ("file:///etc/slipway/replicas", Path("/etc/slipway/replicas")),
+        ("file:///etc/my replicas", Path("/etc/my replicas")),
+        (
+            "kubernetes://default/kubernetes.io/service-name=slipway?port=http",
+            Endpoints("default", "kubernetes.io/service-name=slipway", "http"),
+        ),
+        (
+            "kubernetes:///app in (a, b),!canary,tier!=test?port=8080",
+            Endpoints("", "app in (a, b),!canary,tier!=test", 8080),
+        ),
+        ("kubernetes://my-space/app=a", Endpoints("my-space", "app=a", None)),
+    ],
+)
+def test_what_says_where_replicas_are(where, source):
+    assert replica_source(where) == source
+    assert replicas(where) == where
+
+
+@pytest.mark.parametrize(
+    ("where", "should"),
+    [
+        ("", "URLs like"),
+        (" , ", "URLs like"),
+        *(
+            (where, "like http://10.0.0.5:8080: no user, path or query, and no https, since TLS to")
+            for where in (
+                "https://a:8443",
+                "http://a:8080,https://b",
+                "s3://bucket",
+                "http://",
+                "http://a:",
+                "http://a:0",
+                "http://a:65536",
+                "http://a:8080x",
+                "http://a:8080/v1",
+                "http://a:8080//",
+                "http://a?b=c",
+                "http://a#b",
+                "http://user:secret@a:8080",
+                "http://::1:8080",
+                "http://[::1",
+                "http://[::g]:8080",
+                "http://[1]:8080",
+                "http://ä:8080",
+                "HTTP//a",
+            )
+        ),
+        ("file://etc/replicas", "an absolute path"),
+        ("file://", "an absolute path"),
+        *(
+            (f"kubernetes://{where}", "kubernetes://NAMESPACE/LABELS")
+            for where in (
+                "",
+                "default",
+                "default/",
+                "Default/a=b",
+                "default/a=b?port=",
+                "default/a=b?port=Http",
+                "default/a=b?porto=http",
+                "default/a=b&c",
+            )
+        ),
+        ("kubernetes://default/a=b?port=0", "a whole number, at least 1, at most 65535"),
+        ("kubernetes://default/a=b?port=70000", "a whole number, at least 1, at most 65535"),
+    ],
+)
+def test_what_does_not(where, should):
+    with pytest.raises(ValueError, match=should.replace("?", r"\?")) as caught:
+        replicas(where)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_a_list_is_told_once():
+    assert [found async for found in discovered(f"{A}, {B},{A}")] == [frozenset({A, B})]
+    with pytest.raises(ValueError, match="no https"):
+        await anext(discovered("https://a"))
+
+
+def test_kubernetes_is_imported_only_for_its_endpoints():
+    code = "import sys, serving.router.fleet.discovery; sys.exit('kubernetes' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_of_replicas():
+    content = f"# ours\n\n{A}/\r\n  10.0.0.2:8080 # the large one\n{A}\n"
+    assert listed(content) == {A, B}
+    assert listed("") == listed("\n#\n") == set()
+    with pytest.raises(ValueError, match=r"^line 3 should be like http://10\.0\.0\.5:8080"):
+        listed(f"{A}\n\n{B} {C}\n")
+
+
+@pytest.mark.anyio
+async def test_a_file_is_followed_however_it_is_changed(tmp_path):
+    file = tmp_path / "replicas"
+    file.write_text(A)
+    async with following(f"file://{file}") as seen:
+        await until(lambda: seen == [{A}])
+        file.write_text(f"{A}\n{B}\n")
+        await until(lambda: seen[1:] == [{A, B}])
+        (tmp_path / "new").write_text(C)
+        (tmp_path / "new").rename(file)
+        await until(lambda: seen[2:] == [{C}])
+        file.write_text(f"# the same ones\n{C}")
+        await asyncio.sleep(0.1)
+        file.write_text("")
+        await until(lambda: seen[3:] == [set()])
+
+
+@pytest.mark.anyio
+async def test_a_file_is_followed_as_config_maps_are_swapped(tmp_path):
+    for name, content in (("..1", A), ("..2", B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "replicas").write_text(content)
+    (tmp_path / "..data").symlink_to("..1")
+    (tmp_path / "replicas").symlink_to("..data/replicas")
+    async with following(f"file://{tmp_path}/replicas") as seen:
+        await until(lambda: seen == [{A}])
+        (tmp_path / "..data_tmp").symlink_to("..2")
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+        (tmp_path / "..1" / "replicas").unlink()
+        await until(lambda: seen[1:] == [{B}])
+
+
+@pytest.mark.anyio
+async def test_a_file_that_cannot_be_read_changes_nothing(tmp_path, caplog):
+    file = tmp_path / "replicas"
+
+    def logged():
+        return [record.getMessage() for record in caplog.records]
+
+    async with following(f"file://{file}") as seen:
+        await until(lambda: len(logged()) == 1)
+        file.write_text(A)
+        await until(lambda: seen == [{A}])
+        file.write_text(f"{B}\nhttps://user:secret@c\n")
+        await until(lambda: len(logged()) == 3)
+        file.write_bytes(b"\xff\xfe")
+        await until(lambda: len(logged()) == 4)
+        file.unlink()
+        await until(lambda: len(logged()) == 5)
+        await asyncio.sleep(0.1)
+        file.write_text(B)
+        await until(lambda: seen[1:] == [{B}])
+    missing, again, wrong, binary, gone, at_last = logged()
+    assert missing == gone
+    assert missing.endswith(f"No such file or directory: '{file}'")
+    assert again == at_last == f"the replicas are read from {file} again"
+    assert f"{file}: line 2 should be like http://10.0.0.5:8080" in wrong
+    assert "utf-8" in binary
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_file_is_believed_when_two_looks_agree(tmp_path, monkeypatch):
+    looks = iter([A, B, "", f"{A}\n{B[:-1]}", f"{A}\n{B}", f"{A}\n{B}", "", ""])
+    monkeypatch.setattr(Path, "read_text", lambda self: next(looks, ""))
+    async with following("file:///replicas") as seen:
+        await until(lambda: len(seen) == 3)
+    assert seen == [{A}, {A, B}, set()]
+
+
+def pod(number, uid=None, host="10.0.0.{}", **conditions):
+    return {
+        "addresses": [host.format(number)],
+        "conditions": conditions or {"ready": True, "serving": True, "terminating": False},
+        "targetRef": {"kind": "Pod", "name": f"pod-{number}", "uid": uid or f"uid-{number}"},
+    }
+
+
+HTTP = {"name": "http", "port": 8080, "protocol": "TCP"}
+METRICS = {"name": "metrics", "port": 9090, "protocol": "TCP"}
+UDP = {"name": "udp", "port": 53, "protocol": "UDP"}
+
+
+def piece(*pods, ports=(HTTP,), kind="IPv4"):
+    return {"addressType": kind, "endpoints": list(pods), "ports": list(ports)}
+
+
+class Cluster:
+    """An API server with the EndpointSlices of one namespace.
+
+    asked: requests, as "list" or "watch from" and a version. answers: statuses to answer next
+    requests with; 410 is told as an event of a watch that has begun.
+    """
+
+    def __init__(self) -> None:
+        self.slices: dict[str, dict[str, Any]] = {}
+        self.version = 100
+        self.asked: list[str] = []
+        self.queries: list[tuple[str, dict[str, str]]] = []
+        self.answers: list[tuple[str, int]] = []
+        self.watches: list[queue.Queue[Any]] = []
+        self.lock = threading.Lock()
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        cluster = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                cluster.answer(self)
+
+            def log_message(self, *args):
+                pass
+
+        ThreadingHTTPServer.allow_reuse_address = True
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.port = self.server.server_port
+        self.thread = threading.Thread(target=self.server.serve_forever, args=[0.01])
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.end_watches()
+        self.server.server_close()
+
+    def put(self, name: str, content: dict[str, Any] | None) -> None:
+        """Make, change or (None) remove a slice, and tell watches of it."""
+        with self.lock:
+            kind = ("MODIFIED" if name in self.slices else "ADDED") if content else "DELETED"
+            self.version += 1
+            about = {"name": name, "resourceVersion": str(self.version)}
+            if content:
+                self.slices[name] = content | {"metadata": about}
+            one = self.slices[name] if content else self.slices.pop(name)
+            for watch in self.watches:
+                watch.put({"type": kind, "object": one})
+
+    def end_watches(self) -> None:
+        with self.lock:
+            while self.watches:
+                self.watches.pop().put(None)
+
+    def answer(self, request) -> None:
+        path, query = urlsplit(request.path).path, dict(parse_qsl(urlsplit(request.path).query))
+        kind = "watch" if query.get("watch") else "list"
+        with self.lock:
+            version = query.get("resourceVersion", "")
+            self.asked.append(f"watch from {version}" if kind == "watch" else kind)
+            self.queries.append((path, query))
+            status = 200
+            if self.answers and self.answers[0][0] == kind:
+                status = self.answers.pop(0)[1]
+            found = {
+                "metadata": {"resourceVersion": str(self.version)},
+                "items": list(self.slices.values()),
+            }
+            told: queue.Queue[Any] = queue.Queue()
+            if kind == "watch" and status == 200:
+                self.watches.append(told)
+        fault = {"code": status, "reason": "Because", "message": f"no: {status}", "kind": "Status"}
+        if kind == "list" or status == 403:
+            body = json.dumps(found if status == 200 else fault).encode()
+            request.send_response(status)
+            request.send_header("Content-Type", "application/json")
+            request.send_header("Audit-Id", f"{len(self.asked)}")
+            request.send_header("Content-Length", str(len(body)))
+            request.end_headers()
+            request.wfile.write(body)
+            return
+        if status == 410:
+            told.put({"type": "ERROR", "object": fault})
+            told.put(None)
+        request.send_response(200)
+        request.send_header("Content-Type", "application/json")
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        with contextlib.suppress(OSError):
+            for event in iter(told.get, None):
+                line = b"\n" + json.dumps(event).encode() + b"\n"
+                request.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+            request.wfile.write(b"0\r\n\r\n")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    it = Cluster()
+    config = {
+        "current-context": "ours",
+        "contexts": [
+            {"name": "ours", "context": {"cluster": "it", "user": "me", "namespace": "space"}}
+        ],
+        "clusters": [{"name": "it", "cluster": {"server": f"http://127.0.0.1:{it.port}"}}],
+        "users": [{"name": "me", "user": {"token": "secret"}}],
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield it
+    it.stop()
+
+
+WHERE = "kubernetes://default/kubernetes.io/service-name=slipway"
+
+
+@pytest.mark.anyio
+async def test_endpoints_are_listed_and_watched(cluster):
+    cluster.put("one", piece(pod(1), pod(2, ready=False)))
+    async with following(WHERE) as seen:
+        await until(lambda: seen == [{A}] and cluster.watches)
+        cluster.put("two", piece(pod(3)))
+        await until(lambda: seen[1:] == [{A, C}])
+        cluster.put("one", piece(pod(1), pod(2)))
+        await until(lambda: seen[2:] == [{A, B, C}])
+        cluster.put("one", piece(pod(1, ready=False, serving=True, terminating=True), pod(2)))
+        await until(lambda: seen[3:] == [{B, C}])
+        cluster.put("two", None)
+        await until(lambda: seen[4:] == [{B}])
+        cluster.put("one", None)
+        await until(lambda: seen[5:] == [set()])
+    assert cluster.asked == ["list", "watch from 101"]
+    for path, query in cluster.queries:
+        assert path == "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
+        assert query["labelSelector"] == "kubernetes.io/service-name=slipway"
+
+
+@pytest.mark.anyio
+async def test_our_own_namespace_when_none_is_named(cluster):
+    cluster.put("one", piece(pod(1), ports=[METRICS, HTTP]))
+    async with following("kubernetes:///a=b?port=metrics") as seen:
+        await until(lambda: seen == [{"http://10.0.0.1:9090"}])
+    assert cluster.queries[0][0] == "/apis/discovery.k8s.io/v1/namespaces/space/endpointslices"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("gone", [False, True])
+async def test_after_a_watch_there_is_a_list_again(cluster, caplog, gone):
+    cluster.put("one", piece(pod(1)))
+    if gone:
+        cluster.answers = [("watch", 410)]
+    async with following(WHERE) as seen:
+        await until(lambda: seen == [{A}] and cluster.watches)
+        if not gone:
+            cluster.end_watches()
+            await until(lambda: cluster.watches)
+        cluster.put("two", piece(pod(2)))
+        await until(lambda: seen[1:] == [{A, B}])
+    assert cluster.asked == ["list", "watch from 101"] * 2
+    assert not caplog.records
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["list", "watch"])
+async def test_a_role_that_may_not_is_told_once(cluster, caplog, kind):
+    cluster.put("one", piece(pod(1)))
+    cluster.answers = [(kind, 403)] * 4
+    async with following(WHERE) as seen:
+        await until(lambda: seen == [{A}] and cluster.watches)
+        cluster.end_watches()
+        await until(lambda: len(caplog.records) == 2)
+    told, again = (record.getMessage() for record in caplog.records)
+    assert told.endswith("slipway: the API server answers 403: no: 403")
+    assert again.endswith("slipway again")
+    refused = ["list"] if kind == "list" else ["list", "watch from 101"]
+    expected = [*refused * 4, "list", "watch from 101"]
+    assert cluster.asked[: len(expected)] == expected
+
+
+@pytest.mark.anyio
+async def test_replicas_stay_while_the_api_server_is_away(cluster, caplog):
+    cluster.put("one", piece(pod(1)))
+    async with following(WHERE) as seen:
+        await until(lambda: seen == [{A}] and cluster.watches)
+        cluster.stop()
+        await until(lambda: caplog.records)
+        await asyncio.sleep(0.2)
+        cluster.put("one", piece(pod(2)))
+        cluster.start()
+        await until(lambda: seen[1:] == [{B}])
+    assert len(caplog.records) == 1
+    assert "Connection refused" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_without_a_cluster_there_are_no_replicas(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    async with following(WHERE) as seen:
+        await until(lambda: caplog.records)
+        await asyncio.sleep(0.1)
+    assert not seen
+    assert len(caplog.records) == 1
+    assert "Invalid kube-config file" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_pod_finds_its_cluster_by_itself(monkeypatch, tmp_path, caplog):
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
+    async with following("kubernetes:///a=b"):
+        await until(lambda: caplog.records)
+    assert "Service token file does not exist" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pieces", "port", "expected"),
+    [
+        ([piece(pod(1), ports=[METRICS, HTTP])], None, {A}),
+        ([piece(pod(1), ports=[METRICS, HTTP])], "metrics", {"http://10.0.0.1:9090"}),
+        ([piece(pod(1), ports=[METRICS])], None, {"http://10.0.0.1:9090"}),
+        ([piece(pod(1), ports=[{"port": 8080}])], None, {A}),
+        ([piece(pod(1), ports=[UDP, METRICS])], None, {"http://10.0.0.1:9090"}),
+        ([piece(pod(1), ports=[])], 8080, {A}),
+        ([piece(pod(1)), piece(pod(2), ports=[METRICS])], "http", {A}),
+        ([piece(pod(1, host="fd00::{}"), kind="IPv6")], None, {"http://[fd00::1]:8080"}),
+        ([piece(pod(1, host="fd00::{}"), kind="IPv6"), piece(pod(1))], None, {A}),
+        ([piece(pod(1, host="a{}.example"), kind="FQDN")], None, {"http://a1.example:8080"}),
+        ([piece({"addresses": ["10.0.0.1"]}, {"addresses": ["10.0.0.2"]})], None, {A, B}),
+        ([piece(pod(1, serving=True))], None, {A}),
+        ([piece(pod(1, ready=True, serving=True, terminating=True))], None, set()),
+        ([piece(pod(1, ready=False, serving=True, terminating=False))], None, {A}),
+        ([piece(pod(1, ready=False, serving=False, terminating=False))], None, set()),
+        ([piece(pod(1, ready=False), ports=[])], None, set()),
+        ([{"addressType": "IPv4", "endpoints": None, "ports": None}], "http", set()),
+        ([], None, set()),
+    ],
+)
+def test_endpoints_as_urls(pieces, port, expected):
+    assert kubernetes.urls(parsed(pieces), port) == expected
+
+
+@pytest.mark.parametrize(
+    ("ports", "port", "fault"),
+    [
+        ([HTTP, METRICS], "grpc", r"the endpoints have the ports \['http', 'metrics'\], not grpc"),
+        ([UDP], None, r"the endpoints have the ports \['udp'\], not one to use"),
+        ([], None, r"the endpoints have the ports \[\], not one to use"),
+    ],
+)
+def test_a_port_that_no_endpoint_has_is_a_fault(ports, port, fault):
+    with pytest.raises(ValueError, match=fault):
+        kubernetes.urls(parsed([piece(pod(1), ports=ports)]), port)
+
+
+def parsed(pieces):
+    from kubernetes.client import V1EndpointSlice
+
+    return [V1EndpointSlice.from_dict(one) for one in pieces]

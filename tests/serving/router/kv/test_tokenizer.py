@@ -1,0 +1,306 @@
+"""Requests become the tokens that the engine would get; tests/e2e/test_kv_events.py asks it."""
+
+import asyncio
+import copy
+import json
+import os
+import re
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import tiny_model
+from transformers import AutoTokenizer
+
+from serving.router.kv import tokenizer as module
+from serving.router.kv import tokenizer_workers
+from serving.router.kv.tokenizer_workers import CannotLoad, TokenWorkers
+from tests.serving.router.conftest import until
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+ASKED = [{"role": "user", "content": "import this"}]
+RENDERED = "<|user|>import this</s><|assistant|>"
+LATE_S = 180  # for the processes to start, on machines that have other work
+
+
+class Tokenizer:
+    """Workers, asked as the router asks them."""
+
+    def __init__(self, workers: TokenWorkers) -> None:
+        self.workers = workers
+
+    async def tokens(self, path, body, content_type="application/json"):
+        found = await self.workers.tokens(path, body, content_type)
+        return None if found is None else list(found)
+
+    def processes(self) -> list[int]:
+        """The parent, then the workers."""
+        assert self.workers.process
+        parent = self.workers.process.pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        return [parent, *map(int, children.split())]
+
+
+@asynccontextmanager
+async def working(folder):
+    workers = TokenWorkers()
+    task = asyncio.create_task(workers.run(folder))
+    try:
+        await until(lambda: workers.ready.is_set() or task.done(), LATE_S)
+        yield Tokenizer(workers)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Only one test is about the time that a request waits; machines may have other work."""
+    monkeypatch.setattr(tokenizer_workers, "WAIT_S", LATE_S)
+
+
+@pytest.fixture(scope="module")
+def own():
+    return AutoTokenizer.from_pretrained(tiny_model.make())
+
+
+@pytest.fixture(scope="module")
+async def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    module.fetch(str(tiny_model.make()), {}, folder)
+    async with working(folder) as it:
+        yield it
+
+
+def encoded(body):
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        (COMPLETIONS, {"prompt": "import this"}, "import this"),
+        (COMPLETIONS, {"prompt": ["import this"]}, "import this"),
+        (CHAT, {"messages": ASKED}, RENDERED),
+        (CHAT, {"messages": ASKED, "prompt": "x"}, RENDERED),
+        (
+            CHAT,
+            {"messages": ASKED, "add_generation_prompt": False},
+            RENDERED.removesuffix("<|assistant|>"),
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]},
+            "<|user|>a\nb</s><|assistant|>",
+        ),
+        ("/invocations", {"prompt": "import this", "inputs": "x"}, "import this"),
+        ("/invocations", {"inputs": "import this", "parameters": {"n": 1}}, "import this"),
+        ("/predictions/lmi", {"inputs": ["import this", "x"]}, "import this"),
+        ("/models/lmi/invoke", {"messages": ASKED}, RENDERED),
+    ],
+)
+async def test_every_format_has_tokens(tokenizer, own, path, body, text):
+    assert await tokenizer.tokens(path, encoded(body)) == own.encode(text)
+
+
+async def test_text_and_csv(tokenizer, own):
+    found = await tokenizer.tokens("/invocations", b"import this", "text/plain")
+    assert found == own.encode("import this")
+    found = await tokenizer.tokens("/invocations", b"inputs\na b\nc", "text/csv")
+    assert found == own.encode("a b")
+
+
+async def test_tokens_stay_as_they_are(tokenizer):
+    assert await tokenizer.tokens(COMPLETIONS, b'{"prompt": [1, 2, 3]}') == [1, 2, 3]
+    assert await tokenizer.tokens(COMPLETIONS, b'{"prompt": [[1, 2, 3]]}') == [1, 2, 3]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, b""),
+        (COMPLETIONS, b"[]"),
+        (COMPLETIONS, b"\xff"),
+        (COMPLETIONS, b"[" * 100_000),
+        (COMPLETIONS, {}),
+        (COMPLETIONS, {"prompt": None}),
+        (COMPLETIONS, {"prompt": 5}),
+        (COMPLETIONS, {"prompt": ["a", "b"]}),
+        (COMPLETIONS, {"prompt": [[1], [2]]}),
+        (COMPLETIONS, {"prompt": [1, "a"]}),
+        (COMPLETIONS, {"prompt": [2**31]}),
+        (COMPLETIONS, {"prompt": [-1]}),
+        (COMPLETIONS, {"prompt": "a", "prompt_embeds": "AAAA"}),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 3}),
+        (CHAT, {}),
+        (CHAT, {"messages": "a"}),
+        (CHAT, {"messages": [5]}),
+        (CHAT, {"messages": [{"content": "a"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}),
+        (CHAT, {"messages": ASKED, "chat_template": "{{ 1 }}"}),
+        (CHAT, {"messages": ASKED, "chat_template_kwargs": {"tokenize": True}}),
+        ("/invocations", {}),
+        ("/invocations", {"inputs": {"a": 1}}),
+        ("/invocations", {"inputs": []}),
+        ("/invocations", {"inputs": "a", "parameters": {"truncate": 3}}),
+        ("/invocations", {"requestType": "NEW_SESSION"}),
+        ("/v1/embeddings", {"input": "a"}),
+        (COMPLETIONS, {"prompt": "a" * tokenizer_workers.LARGEST}),
+    ],
+)
+async def test_what_cannot_be_told_has_none(tokenizer, path, body):
+    assert await tokenizer.tokens(path, encoded(body)) is None
+
+
+def test_without_a_template_chats_have_none(own):
+    bare = copy.deepcopy(own)
+    bare.chat_template = None
+    it = module.Tokenizer(bare)
+    with pytest.raises(ValueError, match="chat template"):
+        it.tokens(CHAT, encoded({"messages": ASKED}))
+    assert it.tokens(COMPLETIONS, b'{"prompt": "a"}') == own.encode("a")
+
+
+PARTS = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "[{{ part['text'] }}]{% endfor %}{% if message.tool_calls %}"
+    "{{ message.tool_calls[0].function.arguments.a }}{% endif %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ flavour }}"
+)
+
+
+def test_a_template_of_parts_with_tools_and_options(own):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
+    body = {
+        "messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"function": {"parameters": {}, "name": "f"}, "type": "function"}],
+        "chat_template_kwargs": {"flavour": "sweet", "unknown": 1, "add_generation_prompt": True},
+    }
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": None, "parameters": {}},
+    }
+    text = f"[import this]7{json.dumps([tool])}sweet"
+    parted = copy.deepcopy(own)
+    parted.chat_template = PARTS
+    assert module.Tokenizer(parted).tokens(CHAT, encoded(body)) == own.encode(text)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"chat_template": "a template of the client's"},
+        {"tokenize": False},
+        {"tools": []},
+        {"conversation": ASKED},
+        {"messages": ASKED},
+        {"tokenizer_kwargs": {}},
+        {"self": 1},
+        ["chat_template"],
+    ],
+)
+async def test_clients_bring_no_template_and_no_arguments_of_its_renderers(tokenizer, given):
+    body = {"messages": ASKED, "chat_template_kwargs": given}
+    assert await tokenizer.tokens(CHAT, encoded(body)) is None
+
+
+# What hangs, grows and crashes. The model's own template does, as others might by mistake.
+HOSTILE = (
+    "{% set said = messages[0].content %}"
+    "{% if said == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+    "{% if said.isdigit() %}{{ 'a' * (said | int) }}{% endif %}{{ said }}"
+)
+
+
+def saying(text):
+    return encoded({"messages": [{"role": "user", "content": text}]})
+
+
+@pytest.fixture(scope="module")
+async def hostile(own, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    other = copy.deepcopy(own)
+    other.chat_template = HOSTILE
+    other.save_pretrained(folder)
+    async with working(folder) as it:
+        yield it
+
+
+async def test_a_worker_that_hangs_holds_nobody_up_and_is_replaced(monkeypatch, own, hostile):
+    before = hostile.processes()
+    monkeypatch.setattr(tokenizer_workers, "WAIT_S", 0.1)
+    for _ in range(tokenizer_workers.WORKERS + 1):  # no worker is free for the last one
+        with pytest.raises(TimeoutError):
+            await hostile.tokens(CHAT, saying("hang"))
+    await until(lambda: not set(before[1:]) & set(hostile.processes()), LATE_S)
+    assert hostile.processes()[0] == before[0]
+    monkeypatch.setattr(tokenizer_workers, "WAIT_S", LATE_S)
+    assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
+
+
+async def test_a_worker_has_only_so_much_memory(own, hostile):
+    before = hostile.processes()
+    assert await hostile.tokens(CHAT, saying("4000000000")) is None
+    assert hostile.processes() == before
+    for process in before[1:]:
+        status = Path(f"/proc/{process}/status").read_text()
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+        assert int(peak) * 1024 < 3 * tokenizer_workers.MEMORY
+    assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
+
+
+async def test_a_text_of_the_largest_size_fits_into_the_memory(tokenizer):
+    text = "".join(chr(0x4E00 + n % 20_000) for n in range(tokenizer_workers.LARGEST // 3 - 20))
+    body = encoded({"prompt": text}).decode("unicode_escape").encode()
+    assert tokenizer_workers.LARGEST - 100 < len(body) <= tokenizer_workers.LARGEST
+    found = await tokenizer.tokens(COMPLETIONS, body)
+    assert found
+    assert len(found) > len(text)
+
+
+async def test_processes_that_end_are_started_again(monkeypatch, own, hostile):
+    monkeypatch.setattr(tokenizer_workers, "FIRST_S", 0.1)
+    before = hostile.processes()
+    os.kill(before[1], signal.SIGKILL)  # as the kernel does where memory runs out
+    await until(lambda: not hostile.workers.ready.is_set(), LATE_S)
+    await until(hostile.workers.ready.is_set, LATE_S)
+    assert not set(before) & set(hostile.processes())
+    assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
+
+
+async def test_the_processes_get_no_secrets(tokenizer):
+    for process in tokenizer.processes():
+        names = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        assert {it.partition(b"=")[0].decode() for it in names if it} <= {
+            *tokenizer_workers._ENVIRON,
+            *tokenizer_workers._OFFLINE,
+        }
+
+
+async def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(CannotLoad):
+        await TokenWorkers().run(tmp_path)
+
+
+async def test_only_what_belongs_to_the_tokenizer_is_read(monkeypatch, tmp_path):
+    from lmi_config.model import Folder
+
+    read: list[str] = []
+    whole = Folder.head
+
+    def head(self, name, length):
+        read.append(name)
+        return whole(self, name, length)
+
+    monkeypatch.setattr(Folder, "head", head)
+    module.fetch(str(tiny_model.make()), {}, tmp_path)
+    assert "tokenizer.json" in read
+    assert not [name for name in read if name.endswith(".safetensors")]

@@ -1,0 +1,231 @@
+"""Who gets a request, by strategy. tests/scripts/test_simulate_routing.py has them over time."""
+
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+
+from serving.router.policy.kv_index import KvIndex
+from serving.router.policy.policies import (
+    ADAPTER_LOAD,
+    BATCH,
+    NEAR,
+    PER_REQUEST,
+    PREFILL_RATE,
+    KvAware,
+    Load,
+    PrefixAware,
+    RoundRobin,
+    Session,
+)
+from serving.router.policy.prefix_index import CHUNK, DEFAULT_TOKENS, TTL_S, PrefixIndex, chain
+from serving.router.policy.request import RoutingRequest
+
+
+def fleet(**loads: tuple[int, ...]) -> list[Load]:
+    """Replicas by name: requests under way, prompt tokens queued, prompt tokens under way."""
+    keys = ("in_flight", "queued", "context")
+    return [Load(name, **dict(zip(keys, it, strict=False))) for name, it in loads.items()]
+
+
+def prompt(tokens: int, text: bytes = b"word") -> RoutingRequest:
+    body = text * (tokens * 4 // len(text))
+    return RoutingRequest(tokens=tokens, chain=chain(body, ""))
+
+
+def idle(count: int) -> list[Load]:
+    return fleet(**{f"r{n}": (0, 0) for n in range(count)})
+
+
+def test_round_robin_takes_each_in_turn():
+    policy = RoundRobin()
+    chosen = [policy.choose(RoutingRequest(), idle(3), 0).replica.name for _ in range(30)]
+    assert chosen[:3] * 10 == chosen
+    assert len(set(chosen)) == 3
+
+
+def test_idle_replicas_share_what_is_new():
+    policy = PrefixAware(PrefixIndex())
+    replicas = idle(4)
+    chosen: Counter[str] = Counter()
+    for now in range(1, 401):
+        name = policy.choose(RoutingRequest(tokens=9), replicas, now).replica.name
+        policy.learn(RoutingRequest(tokens=9), name, now)
+        chosen[name] += 1
+    assert set(chosen.values()) == {100}
+
+
+@pytest.mark.parametrize(
+    ("loads", "best"),
+    [
+        # What is cached is worth twice its tokens ...
+        ({"has": (0, 0, 0), "not": (0, 0, 0)}, "has"),
+        ({"has": (0, 1_700, 0), "not": (0, 0, 0)}, "has"),
+        ({"has": (58, 0, 0), "not": (0, 0, 0)}, "has"),
+        # ... and no more: a queue can be longer than that.
+        ({"has": (0, 2_100, 0), "not": (0, 0, 0)}, "not"),
+        ({"has": (70, 0, 0), "not": (0, 0, 0)}, "not"),
+        ({"has": (70, 0, 0), "not": (0, 900, 0)}, "has"),
+        ({"has": (0, 0, 80_000), "not": (0, 0, 0)}, "not"),
+        # What is nearly equal is equal, and then it is the other's turn.
+        ({"has": (0, 1_800, 0), "not": (0, 0, 0)}, "not"),
+    ],
+)
+def test_prefix_aware_weighs_what_is_cached_against_the_load(loads, best):
+    policy = PrefixAware(PrefixIndex())
+    asked = prompt(1_024)
+    policy.learn(asked, "has", 1)
+    assert policy.choose(asked, fleet(**loads), 2).replica.name == best
+
+
+def test_a_prompt_that_all_share_pins_nobody():
+    policy = PrefixAware(PrefixIndex())
+    replicas = idle(4)
+    chosen: Counter[str] = Counter()
+    for n in range(400):
+        asked = RoutingRequest(tokens=400, chain=chain(b"system" * 100 + b"%09d" % n * 120, ""))
+        choice = policy.choose(asked, replicas, n)
+        policy.learn(asked, choice.replica.name, n)
+        choice.replica.in_flight += 1  # and none of them ends
+        chosen[choice.replica.name] += 1
+    assert max(chosen.values()) < 110
+
+
+def test_a_replica_that_started_anew_has_nothing():
+    policy = PrefixAware(PrefixIndex())
+    asked = prompt(1_024)
+    policy.learn(asked, "r0", 0)
+    assert policy.choose(asked, idle(2), 1).cached == 1_024
+    policy.forget("r0")
+    assert policy.choose(asked, idle(2), 1).cached == 0
+
+
+def test_an_adapter_is_loaded_where_it_is_already():
+    policy = PrefixAware(PrefixIndex())
+    asked = RoutingRequest(tokens=100, adapter="poet")
+    policy.learn(asked, "has", 1)
+    few, many = (ADAPTER_LOAD - NEAR) // PER_REQUEST - 1, ADAPTER_LOAD // PER_REQUEST + 1
+    other = {"not": (0, 0)}
+    assert policy.choose(asked, fleet(has=(few, 0), **other), 1).replica.name == "has"
+    assert policy.choose(asked, fleet(has=(many, 0), **other), 1).replica.name == "not"
+    policy.forget("has")
+    assert policy.choose(asked, fleet(has=(20, 0), **other), 1).replica.name == "not"
+
+
+def test_a_prompt_is_queued_until_its_answer_begins_or_should_have():
+    load = Load("r")
+    streamed = load.begin(3_000, 1_000, True, 0)
+    whole = load.begin(round(PREFILL_RATE), 0, False, 0)
+    after = load.begin(round(PREFILL_RATE), 0, False, 0)
+    assert (load.in_flight, load.queued, load.context) == (3, 42_000, 43_000)
+    load.settle(0.9)
+    assert load.queued == 42_000
+    load.settle(1.1)
+    assert load.queued == 22_000
+    load.computed(streamed)
+    load.end(after)  # sooner than was thought
+    load.settle(2.1)
+    assert (load.in_flight, load.queued, load.context) == (2, 0, 23_000)
+    load.end(streamed)
+    load.end(whole)
+    assert (load.in_flight, load.queued, load.context) == (0, 0, 0)
+
+
+def test_sessions_stay_where_they_are_and_move_as_little_as_can_be():
+    policy = Session()
+    names = [f"user {n}" for n in range(700)]
+
+    def places(replicas):
+        return {
+            name: policy.choose(RoutingRequest(session=name), replicas, 0).replica.name
+            for name in names
+        }
+
+    before = places(idle(7))
+    assert before == places(idle(7)[::-1])
+    assert max(Counter(before.values()).values()) < 150
+    after = places(idle(6))
+    assert all(after[name] == place for name, place in before.items() if place != "r6")
+
+
+def test_a_session_leaves_a_replica_that_has_much_more_to_do():
+    policy = Session()
+    asked = RoutingRequest(session="me")
+    home = policy.choose(asked, idle(4), 0).replica.name
+    for busy, stays in ((BATCH - 1, True), (BATCH, False)):
+        replicas = idle(4)
+        for it in replicas:
+            it.in_flight = busy if it.name == home else 0
+        assert (policy.choose(asked, replicas, 0).replica.name == home) is stays
+    even = [Load(it.name, 100) for it in idle(4)]
+    assert policy.choose(asked, even, 0).replica.name == home
+
+
+def test_a_request_without_a_session_goes_where_least_is_to_do():
+    assert Session().choose(RoutingRequest(), fleet(a=(30, 0), b=(2, 0)), 0).replica.name == "b"
+
+
+def test_kv_aware_believes_events_and_otherwise_what_was_sent():
+    index = KvIndex()
+    policy = KvAware(PrefixIndex(), index)
+    asked = replace(prompt(1_024), blocks=list(range(64)), block_size=16)
+    policy.learn(asked, "r0", 0)
+    # Nothing is known of r0's cache: it was sent the prompt.
+    assert policy.choose(asked, idle(2), 10).cached == 1_024
+    index.followed |= {"r0", "r1"}
+    # It is known, and long after the request its blocks are not there.
+    assert policy.choose(asked, idle(2), 10).cached == 0
+    # For a moment after a request they are expected.
+    policy.learn(asked, "r1", 10)
+    choice = policy.choose(asked, idle(2), 11)
+    assert (choice.replica.name, choice.cached) == ("r1", 1_024)
+    # A request that could not be tokenised is judged by its text.
+    asked = replace(asked, blocks=None)
+    assert policy.choose(asked, idle(2), 20).cached == 1_024
+
+
+# The index of prefixaware
+
+
+def test_the_longest_common_beginning_is_found():
+    index = PrefixIndex()
+    index.insert("r", chain(b"a" * 3 * CHUNK + b"b" * 2 * CHUNK, ""), 0)
+    for body, links in (
+        (b"a" * 3 * CHUNK + b"b" * 2 * CHUNK + b"more", 5),
+        (b"a" * 3 * CHUNK + b"c" * 2 * CHUNK, 3),
+        (b"a" * CHUNK, 1),
+        (b"a" * (CHUNK - 1), 0),
+        (b"b" * CHUNK, 0),
+        (b"", 0),
+    ):
+        assert index.matched("r", chain(body, ""), 1) == links
+    assert index.matched("r", chain(b"a" * CHUNK, "other adapter"), 1) == 0
+    assert index.matched("other", chain(b"a" * CHUNK, ""), 1) == 0
+
+
+def test_what_has_not_come_for_long_is_taken_for_evicted():
+    index = PrefixIndex()
+    index.insert("r", chain(b"a" * CHUNK, ""), 0)
+    assert index.matched("r", chain(b"a" * CHUNK, ""), TTL_S - 1) == 1
+    assert index.matched("r", chain(b"a" * CHUNK, ""), TTL_S + 1) == 0
+
+
+def test_an_index_is_as_large_as_the_cache_it_stands_for():
+    index = PrefixIndex()
+    index.resize("r", 10 * CHUNK // 4)
+    system = b"s" * 2 * CHUNK
+    for n in range(100):
+        index.insert("r", chain(system + b"%04d" % n * CHUNK, ""), n)
+    assert index.matched("r", chain(system + b"0099" * CHUNK, ""), 100) == 6
+    assert index.matched("r", chain(system + b"0098" * CHUNK, ""), 100) == 6
+    assert index.matched("r", chain(system + b"0097" * CHUNK, ""), 100) == 2
+    assert len(index._links["r"]) == 10
+    index.insert("r", chain(b"x" * 20 * CHUNK, ""), 101)  # longer than all of it
+    assert index.matched("r", chain(b"x" * 20 * CHUNK, ""), 102) == 10
+
+
+def test_without_a_size_an_index_is_bounded():
+    index = PrefixIndex()
+    for n in range(20):
+        index.insert("r", chain(b"%04d" % n * CHUNK * 300, ""), n)
+    assert len(index._links["r"]) == DEFAULT_TOKENS * 4 // CHUNK

@@ -1,0 +1,109 @@
+"""What the router reads of a request."""
+
+import json
+
+import pytest
+
+from serving.router.policy.prefix_index import CHUNK
+from serving.router.policy.request import RequestReader
+
+JSON = {b"content-type": b"application/json"}
+read = RequestReader("prefixaware", None, None, {"poet"}).read
+
+
+def asked(body, headers=None, read=read):
+    return read({**JSON, **(headers or {})}, json.dumps(body).encode())
+
+
+LONG = "word " * CHUNK
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": LONG},
+        {"inputs": LONG, "parameters": {"max_new_tokens": 5}},
+        {"model": "base", "messages": [{"role": "user", "content": LONG}]},
+        {"input": LONG},
+    ],
+)
+def test_prompts_of_all_formats_make_chains(body):
+    found = asked(body)
+    assert found.tokens == pytest.approx(len(LONG) / 4, rel=0.05)
+    assert len(found.chain) == len(LONG) // CHUNK
+
+
+def test_a_conversation_goes_on_with_the_same_chain():
+    turns = [{"role": "user", "content": LONG}]
+    first = asked({"messages": turns, "temperature": 0}).chain
+    turns += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": LONG}]
+    second = asked({"stream": True, "messages": turns}).chain
+    assert list(second[: len(first)]) == list(first)
+    assert len(second) > len(first)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"adapters": "poet"},
+        {"model": "poet"},
+        {"cache_salt": "mine"},
+        {"tools": [{"type": "function"}]},
+    ],
+)
+def test_what_parts_kv_caches_parts_chains(other):
+    body = {"prompt": LONG, "model": "base"}
+    assert not set(asked(body).chain) & set(asked({**body, **other}).chain)
+
+
+def test_tenants_have_chains_of_their_own():
+    read = RequestReader("kvaware", None, "X-Tenant", ()).read
+    one, two = (asked({"prompt": LONG}, {b"x-tenant": name}, read) for name in (b"1", b"2"))
+    assert not set(one.chain) & set(two.chain)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "adapter"),
+    [
+        ({"model": "poet"}, {}, "poet"),
+        ({"model": "base"}, {}, ""),
+        ({"adapters": "other"}, {}, "other"),
+        ({"adapters": ["other", "poet"]}, {}, "other"),
+        ({"adapters": 5, "model": "poet"}, {}, "poet"),
+        ({"model": "poet"}, {b"x-amzn-sagemaker-adapter-identifier": b"third"}, "third"),
+    ],
+)
+def test_adapters(body, headers, adapter):
+    assert asked(body, headers).adapter == adapter
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "headers", "session"),
+    [
+        (None, {}, {b"x-amzn-sagemaker-session-id": b"s"}, "s"),
+        (None, {"user": "u"}, {b"x-session-id": b"s"}, "s"),
+        (None, {"user": "u"}, {}, "u"),
+        (None, {"user_id": "i", "user": "u"}, {}, "i"),
+        (None, {"user": 5}, {}, ""),
+        ("customer", {"customer": "c", "user": "u"}, {}, "c"),
+        ("Customer", {"user": "u"}, {b"customer": b"c"}, "c"),
+        ("customer", {"user": "u"}, {}, ""),
+        ("customer", {"customer": "c"}, {b"x-amzn-sagemaker-session-id": b"s"}, "s"),
+    ],
+)
+def test_sessions(key, body, headers, session):
+    assert asked(body, headers, RequestReader("session", key, None, ()).read).session == session
+
+
+def test_images_do_not_count_as_text():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
+    found = asked({"messages": [{"role": "user", "content": [image, image]}]})
+    assert 2_000 <= found.tokens < 2_100
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[" * 100_000, b"\xff\xfe", b'"text"', b"[1]", b"null", b'{"model":"\xff"}'],
+)
+def test_bodies_that_cannot_be_read_go_their_way(body):
+    assert read(JSON, body).adapter == ""

@@ -1,0 +1,57 @@
+"""What is looked at on the way to a plan, on this machine."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from serving.server.prepare import prepare
+from tests.lmi_config.test_model import safetensors
+from tests.test_entrypoint import CONFIG
+
+SHM = Path("/dev/shm")
+CONNECTOR = '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """LMI's manual mode: LMCache's own configuration names the disk tier."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").write_bytes(safetensors({"a": ("BF16", [2, 3])}))
+    return {
+        "OPTION_MODEL_ID": str(tmp_path),
+        "OPTION_KV_TRANSFER_CONFIG": CONNECTOR,
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.01",
+        "LMCACHE_MAX_LOCAL_DISK_SIZE": "0.01",
+    }
+
+
+@pytest.fixture(autouse=True)
+def two_kinds_of_disks(tmp_path):
+    found = {Path(folder).stat().st_dev for folder in (SHM, tmp_path)}
+    if len(found) < 2:
+        pytest.skip("needs temporary files on another file system than /dev/shm")
+
+
+def test_the_disk_that_lmcaches_configuration_names_is_measured(environ, tmp_path):
+    disk = tmp_path / "not/yet"
+    plan = prepare(
+        {**environ, "LMCACHE_LOCAL_DISK": f"file://{disk}", "OPTION_KV_DISK_PATH": str(SHM)}
+    ).plan
+    assert (plan.machine.disk.path, plan.machine.disk.kind) != (str(SHM), "tmpfs")
+    assert plan.machine.disk.total == shutil.disk_usage(tmp_path).total
+    assert plan.tiers
+    assert (plan.tiers.path, plan.tiers.disk) == (str(disk), round(0.01 * (1 << 30)))
+
+
+def test_memory_is_no_disk_wherever_it_is_named(environ, tmp_path):
+    plan = prepare(
+        {**environ, "LMCACHE_LOCAL_DISK": str(SHM / "kv"), "OPTION_KV_DISK_PATH": str(tmp_path)}
+    ).plan
+    assert plan.tiers
+    assert (plan.tiers.path, plan.tiers.disk) == ("", 0)
+    assert (
+        "no disk tier: left out: /dev/shm/kv is a tmpfs, which is memory; name a folder on a disk "
+        "as local_disk"
+    ) in plan.findings

@@ -1,0 +1,116 @@
+import asyncio
+import dataclasses
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lmi_config import kv_tiers, plan
+from lmi_config.settings import read
+from serving import folders
+from serving.engine.base import EngineError
+from serving.kv_cache import disk
+from serving.server.startup import _beside, read_ahead, write_tiers
+from tests.lmi_config.examples import DISK, PARTS, machine, model
+
+
+def cached(path):
+    """Whether the file's last page is in memory: to read it then needs no waiting (preadv2(2))."""
+    with path.open("rb") as file:
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_weights_are_read_from_the_disk_ahead(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    with weights.open("wb") as file:
+        file.write(os.urandom(32 * 1024**2))
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not cached(weights)
+    read_ahead(tmp_path)
+    deadline = time.monotonic() + 30
+    while not cached(weights):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+AUTO = {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
+FINGERPRINT = "0" * 16
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "HOME", tmp_path / "slipway")
+    return tmp_path / "slipway"
+
+
+def tiers(path, environ=AUTO, file=None):
+    here = machine(disk=dataclasses.replace(DISK, path=str(path)))
+    found = plan.make(read(environ), here, model(2), None, environ, PARTS, file).tiers
+    assert found
+    return found
+
+
+def test_the_decision_can_be_given_back(home, tmp_path):
+    """The same disk tier is found again, of the same size."""
+    decided = tiers(tmp_path / "kv")
+    first = disk.claim(decided, FINGERPRINT)
+    write_tiers(decided, 8080)
+    given = {"OPTION_LMCACHE_CONFIG_FILE": str(home / "8080/lmcache.yaml")}
+    file = yaml.safe_load(Path(given["OPTION_LMCACHE_CONFIG_FILE"]).read_text())
+    again = tiers(kv_tiers.disk_path(read(given), file), given, file)
+    assert (again.l1, again.disk, again.chunk_size) == (decided.l1, decided.disk, 256)
+    assert disk.claim(again, FINGERPRINT).path == first.path
+
+
+def test_servers_on_one_machine_keep_their_decisions_apart(home, tmp_path):
+    write_tiers(tiers(tmp_path / "one"), 8080)
+    write_tiers(tiers(tmp_path / "two"), 8081)
+    assert "/one" in (home / "8080/lmcache.yaml").read_text()
+    assert "/two" in (home / "8081/lmcache.yaml").read_text()
+
+
+def test_a_decision_that_cannot_be_written_down_is_a_warning(home, tmp_path, caplog):
+    for folder in (home, home.with_name(f"slipway-{os.geteuid()}")):
+        folder.write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        write_tiers(tiers(tmp_path / "kv"), 8080)
+    assert "the decision about KV cache tiers is not written down" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_start_that_fails_leaves_no_work_behind():
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # as a process is waited for
+            ended.append("work")
+
+    async def fail():
+        async with _beside(work()) as task:
+            await asyncio.sleep(0)
+            assert not task.done()
+            raise EngineError("no such model")
+
+    with pytest.raises(EngineError):
+        await fail()
+    assert ended == ["work"]
+
+
+def test_what_runs_is_what_was_planned(tmp_path):
+    """Only folders are put in, and the cache server is left out where there is none."""
+    here = machine(disk=dataclasses.replace(DISK, path=str(tmp_path)))
+    planned = plan.make(read(AUTO), here, model(2), None, AUTO, PARTS)
+    assert planned.engine("/folder", None) == {**planned.options, "model": "/folder"}
+    without = planned.engine("/folder", None, tiers=False)
+    assert {**planned.options, "model": "/folder"}.keys() - without.keys() == {"kv_transfer_config"}

@@ -1,0 +1,223 @@
+"""Why it ended: the last line of real processes, and what it says of known causes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmi_config.machine import out_of_memory_kills
+from serving import exit as module
+from serving.exit import MAX_LINE, Exit, memory_ran_out, remedy, report, root_cause
+from serving.observability import redaction
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments, **environ):
+    """What a process leaves behind: its exit code, its last line, and how many say so."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "serving", *arguments],
+        env={"PATH": os.environ["PATH"], **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
+    assert sum(line["message"] in ("failed", "stopped") for line in lines) == 1
+    assert len(ended.stderr.splitlines()[-1]) <= MAX_LINE
+    return ended.returncode, lines[-1]
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return {"OPTION_MODEL_ID": str(tmp_path), "OPTION_LOAD_FORMAT": "dummy"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "environ", "reason", "helps"),
+    [
+        ("serve", {"OPTION_PORT": "x", "OPTION_DTYPE": "y"}, "OPTION_PORT='x'", "correct"),
+        ("serve", {"OPTION_MODEL_ID": "/nowhere"}, "no such folder", "the name is right"),
+        ("serve", {"OPTION_MODEL_ID": str(ROOT / "docs")}, "config.json", "complete"),
+        ("serve", {"OPTION_X": "y" * 5000, "OPTION_Y": ""}, "OPTION_X: no such", "correct"),
+        ("serve", {"OPTION_PORT": "z" * 5000}, "OPTION_PORT='zzz", "correct"),
+        ("route", {}, "OPTION_ROUTER_REPLICAS is not set", "correct"),
+    ],
+)
+def test_wrong_options_and_models(verb, environ, reason, helps):
+    code, last = run(verb, **environ)
+    assert (code, last["message"], last["stage"]) == (2, "failed", "options")
+    assert reason in last["reason"]
+    assert helps in last["fix"]
+
+
+@pytest.mark.parametrize("verb", ["serve", "route"])
+def test_a_port_that_is_taken(model, verb):
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        replicas = {"OPTION_ROUTER_REPLICAS": "http://127.0.0.1:9"} if verb == "route" else {}
+        code, last = run(verb, **model, **replicas, OPTION_PORT=port)
+    assert (code, last["message"], last["stage"]) == (3, "failed", "start")
+    assert last["reason"].startswith(
+        f"cannot listen on port {port} of 127.0.0.1: Address already in use"
+    )
+    assert "OPTION_PORT" in last["fix"]
+
+
+def test_an_engine_that_cannot_be_imported(model, tmp_path):
+    """PYTHONPATH has a vllm that breaks, as a driver that is too old breaks the real one."""
+    broken = tmp_path / "broken" / "vllm"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('Found no NVIDIA driver')\n")
+    code, last = run("serve", **model, PYTHONPATH=str(broken.parent), OPTION_PORT="18766")
+    assert (code, last["stage"]) == (3, "start")
+    assert last["reason"] == "RuntimeError: Found no NVIDIA driver"
+    assert "--gpus all" in last["fix"]
+
+
+def test_an_error_of_our_own(model, tmp_path):
+    (tmp_path / "psutil.py").write_text("raise KeyError('surprise')\n")
+    code, last = run("serve", **model, PYTHONPATH=str(tmp_path))
+    assert (code, last["stage"]) == (1, "unforeseen")
+    assert last["reason"] == "KeyError: 'surprise'"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("verb", ["serve", "route"])
+def test_a_signal_before_anything_has_been_imported(model, tmp_path, verb, number):
+    """The first import after the handler's is held up until the signal has been sent."""
+    (tmp_path / "tempfile.py").write_text(
+        "import os, time\nos.write(1, b'importing\\n')\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "serving", verb],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), **model},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(number)
+        assert process.wait(10) == 0
+        (last,) = process.stderr.read().splitlines()
+    assert (json.loads(last)["message"], json.loads(last)["stage"]) == ("stopped", "options")
+
+
+def test_a_signal_while_it_starts(model):
+    with subprocess.Popen(
+        [sys.executable, "-m", "serving", "serve"],
+        env={"PATH": os.environ["PATH"], **model, "OPTION_PORT": "18767"},
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr
+        for line in process.stderr:
+            if json.loads(line)["message"] == "importing vLLM":
+                process.send_signal(signal.SIGTERM)
+            last = json.loads(line)
+    assert process.returncode == 0
+    assert (last["message"], last["stage"]) == ("stopped", "start")
+
+
+# What vLLM, torch and others say, and a word of what helps.
+KNOWN = [
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "quantised"),
+    ("ValueError: No available memory for the cache blocks.", "OPTION_TENSOR_PARALLEL_DEGREE"),
+    (
+        "ValueError: Free memory on device cuda:0 (2/80 GiB) on startup is less than desired GPU "
+        "memory utilization (0.92, 73 GiB).",
+        "lower OPTION_GPU_MEMORY_UTILIZATION",
+    ),
+    (
+        "ValueError: To serve at least one request with the models's max seq len (131072), 16 GiB "
+        "KV cache is needed, which is larger than the available KV cache memory (9 GiB).",
+        "lower OPTION_MAX_MODEL_LEN",
+    ),
+    ("max_model_len (100000) is greater than the derived max_model_len", "OPTION_MAX_MODEL_LEN"),
+    ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", "--shm-size"),
+    ("DataLoader worker is killed by signal: Bus error", "--shm-size"),
+    ("OSError: [Errno 28] No space left on device", "larger volume"),
+    ("401 Client Error: Unauthorized for url", "HF_TOKEN"),
+    ("Access to model meta-llama/X is restricted: it is gated", "HF_TOKEN"),
+    ("ValueError: Model architectures ['Foo'] are not supported for now.", "vLLM supports"),
+    ("set the option `trust_remote_code=True` to remove this error", "TRUST_REMOTE_CODE=true"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: 'a'", "complete"),
+    ("an engine process ended unexpectedly: exit code -9", "more memory"),
+    ("Engine core initialization failed. Failed core proc(s): {'EngineCore': -9}", "more memory"),
+    ("Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down", "more memory"),
+    ("Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting", "more memory"),
+    ("RuntimeError: NCCL error in: x.cpp:1", "NCCL_DEBUG"),
+    ("ModuleNotFoundError: No module named 'vllm.pynccl'", "as it was built"),
+    ("RuntimeError: aggregated wrongly", "the lines above"),
+]
+
+
+@pytest.mark.parametrize(("reason", "helps"), KNOWN)
+def test_known_causes_have_a_fix(reason, helps):
+    assert helps in remedy(reason)
+
+
+def test_a_reason_that_points_elsewhere_gives_way_to_the_first_that_does_not():
+    vague = "RuntimeError: Engine core initialization failed. See root cause above. {}"
+    causes = [
+        "WorkerProc failed to start.",
+        "ValueError: the real one",
+        "Exception: WorkerProc initialization failed due to an exception in a background process.",
+        "RuntimeError: a later one",
+    ]
+    assert root_cause(vague, causes) == "ValueError: the real one"
+    assert root_cause(vague, causes[:1]) == vague
+    assert root_cause("ValueError: clear", causes) == "ValueError: clear"
+
+
+@given(st.text(max_size=4000))
+def test_the_last_line_is_short_whatever_the_reason(reason):
+    written = []
+    original = module.log.error
+    module.log.error = lambda message, extra: written.append(extra["facts"])  # type: ignore
+    try:
+        report(Exit(1, "start", reason))
+    finally:
+        module.log.error = original  # type: ignore[method-assign]
+    assert len(module._line(written[0])) <= MAX_LINE
+
+
+def test_kubernetes_finds_it_where_it_looks(monkeypatch, tmp_path):
+    message = tmp_path / "termination-log"
+    monkeypatch.setattr(module, "TERMINATION_LOG", message)
+    monkeypatch.setattr(redaction, "_values", None)
+    redaction.hide({"A_TOKEN": "very-secret"})
+    report(Exit(1, "serving", "it broke"))
+    assert not message.exists()  # no file is made where Kubernetes is not
+    message.touch()
+    report(Exit(1, "serving", "it broke on very-secret\n  twice"))
+    line = json.loads(message.read_text())
+    assert (line["message"], line["reason"]) == ("failed", "it broke on [secret] twice")
+
+
+@pytest.mark.parametrize(("version", "name"), [(2, "memory.events"), (1, "memory.oom_control")])
+def test_kills_for_want_of_memory_are_noticed(tmp_path, monkeypatch, version, name):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    group = tmp_path / ("sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory")
+    (group / "pod").mkdir(parents=True)
+    line = "0::/pod" if version == 2 else "4:memory:/pod"
+    (tmp_path / "proc/self/cgroup").write_text(line + "\n")
+    assert out_of_memory_kills(tmp_path) is None
+    (group / "pod" / name).write_text("low 0\noom 1\noom_kill 1\n")
+    assert out_of_memory_kills(tmp_path) == 1
+    monkeypatch.setattr(module, "out_of_memory_kills", lambda: 2)
+    assert "ran out of memory" in memory_ran_out(1)
+    assert memory_ran_out(2) == memory_ran_out(None) == ""
+    assert "more memory" in remedy("x" + memory_ran_out(1))

@@ -1,0 +1,114 @@
+"""Signals, orphans and children that have ended: real processes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving import process
+from serving.process import StopSignals
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.anyio
+async def test_a_second_signal_hurries():
+    signals = StopSignals()
+    signals.listen(signal.SIGTERM)
+    stop = asyncio.create_task(signals.stop())
+    hurry = asyncio.create_task(signals.hurry())
+    await asyncio.sleep(0)
+    assert not stop.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(stop, 5)
+    assert not hurry.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(hurry, 5)
+
+
+ENDING_WITH_ITS_PARENT = """
+import os, signal, sys, time
+from serving.process import end_with_parent
+
+parent = os.getpid()
+child = os.fork()
+if child:
+    time.sleep(float(sys.argv[1]))
+    print(child, flush=True)
+    os._exit(0)
+time.sleep(float(sys.argv[2]))
+end_with_parent(signal.SIGKILL, parent)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("parent_s", "child_s"), [(0.5, 0), (0, 0.5)])
+def test_a_child_ends_with_its_parent_even_where_that_has_ended_before(parent_s, child_s):
+    """The child has the pipe too, so the pipe is at its end when both have ended."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING_WITH_ITS_PARENT, str(parent_s), str(child_s)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.stderr == ""
+    psutil.wait_procs([*_known(int(ended.stdout))], timeout=10)
+    assert not [child for child in _known(int(ended.stdout)) if child.status() != "zombie"]
+
+
+def _known(number):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield psutil.Process(number)
+
+
+def test_what_has_ended_need_not_be_killed():
+    """A child of the engine's may end between being listed and being killed."""
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    listed = [psutil.Process(child.pid) for child in children]
+    children[0].kill()
+    children[0].wait()
+    process.kill(listed)
+    assert children[1].wait(10) == -signal.SIGKILL
+
+
+REAPING = """
+import asyncio, multiprocessing, os, subprocess
+import psutil, uvloop
+from serving import process
+
+async def main():
+    process.REAP_S = 0.2
+    process.adopt_orphans()
+    reaping = asyncio.create_task(process.reap())
+    ours = multiprocessing.get_context("spawn").Process(target=os._exit, args=(7,))
+    ours.start()
+    shell = await asyncio.create_subprocess_exec("sh", "-c", "exit 5")
+    orphans = "for i in 1 2 3; do sleep 1 >/dev/null & echo $!; done"
+    orphans = subprocess.run(["sh", "-c", orphans], capture_output=True, text=True, check=True)
+    orphans = [psutil.Process(int(number)) for number in orphans.stdout.split()]
+    assert {orphan.ppid() for orphan in orphans} == {os.getpid()}
+    while any(orphan.is_running() for orphan in orphans):
+        await asyncio.sleep(0.1)
+    assert not reaping.done()
+    print(ours.exitcode, await shell.wait())
+
+uvloop.run(main())
+"""
+
+
+def test_adopted_children_are_waited_for_and_no_others():
+    ended = subprocess.run(
+        [sys.executable, "-c", REAPING],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.stdout, ended.stderr) == ("7 5\n", "")

@@ -1,0 +1,202 @@
+"""The plan of the house, as docs/architecture.md has it: which rooms there are, which of them may
+use which, and where names may stand. `__init__` and `__main__` do not count.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from serving import protocol
+from serving.lifecycle import GRACE_S, SHUTDOWN
+
+ROOT = Path(__file__).parent.parent
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+MOST = 10  # modules of a room
+
+
+def modules(folder: str) -> dict[str, Path]:
+    """Name → file."""
+    files = (ROOT / folder).rglob("*.py")
+    return {
+        ".".join(it.relative_to(ROOT).with_suffix("").parts): it
+        for it in sorted(files)
+        if it.stem not in ("__init__", "__main__")
+    }
+
+
+SERVING = modules("serving")
+EVERY = SERVING | modules("handlers") | modules("lmi_config")
+GROUND = ("serving", "serving.router")
+"""Folders whose own files are rooms by themselves."""
+
+
+def room(module: str) -> str:
+    folder = module.rpartition(".")[0]
+    return module if folder in GROUND else folder
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The names of all modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (it.name for it in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                yield inner if inner in EVERY else node.module
+
+
+def arrows() -> dict[str, set[str]]:
+    """Room → the rooms that it uses."""
+    found: dict[str, set[str]] = {room(it): set() for it in SERVING}
+    for module, file in SERVING.items():
+        used = {room(it) for it in imported(file) if it in SERVING}
+        found[room(module)] |= used - {room(module)}
+    return found
+
+
+def floors() -> list[str]:
+    """Rooms from the top of the house to the ground, as docs/architecture.md lists them."""
+    table = ARCHITECTURE.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    names = re.findall(r"^\| `serving/([\w/]+?)(?:/|\.py)` \|", table, re.MULTILINE)
+    return ["serving." + it.replace("/", ".") for it in names]
+
+
+def test_there_is_no_circle():
+    TopologicalSorter(arrows()).prepare()
+
+
+def test_every_room_is_on_a_floor_and_arrows_point_down():
+    floor = {name: n for n, name in enumerate(floors())}
+    assert floor.keys() == arrows().keys()
+    up = {(one, other) for one, used in arrows().items() for other in used}
+    assert {it for it in up if floor[it[0]] > floor[it[1]]} == set()
+
+
+def test_rooms_are_small():
+    count: dict[Path, int] = {}
+    for file in SERVING.values():
+        count[file.parent] = count.get(file.parent, 0) + 1
+    assert {folder: n for folder, n in count.items() if n > MOST} == {}
+
+
+@pytest.mark.parametrize(
+    ("library", "home"),
+    [
+        ("vllm", ("serving.engine.",)),
+        ("lmcache", ("serving.kv_cache.lmcache.", "serving.engine.kv_connector")),
+    ],
+)
+def test_a_library_is_used_in_its_room_only(library, home):
+    users = {
+        module
+        for module, file in EVERY.items()
+        if any(it == library or it.startswith(f"{library}.") for it in imported(file))
+    }
+    assert users
+    assert {it for it in users if not it.startswith(home)} == set()
+
+
+def texts(file: Path) -> Iterator[str]:
+    """The literals of a file that are not docstrings."""
+    tree = ast.parse(file.read_text())
+    documentation = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node not in documentation:
+            if isinstance(node.value, bytes):
+                yield node.value.decode("latin-1")
+            elif isinstance(node.value, str):
+                yield node.value
+
+
+PATHS = (
+    *(protocol.PING, protocol.METRICS, protocol.REPLICAS, protocol.KV_EVENT_SOURCES),
+    *(protocol.EXECUTION_PARAMETERS, "/v1", "/adapters", "/invocations", "/predictions"),
+)
+WIRE = re.compile(
+    "[Xx]-[Aa]mzn|x-request-id|x-session-id|^("
+    + "|".join(re.escape(it) for it in PATHS)
+    + r")(?![\w-])"
+)
+LMCACHES = ("serving.kv_cache.server", "/metrics")
+"""Its server's own path."""
+
+
+def test_names_of_the_wire_stand_in_one_place():
+    found = {
+        (module, text)
+        for module, file in SERVING.items()
+        for text in texts(file)
+        if module != "serving.protocol" and WIRE.search(text)
+    }
+    assert found == {LMCACHES}
+
+
+def test_the_configuration_knows_nothing_of_serving():
+    for module, file in (modules("lmi_config") | modules("handlers")).items():
+        assert not [it for it in imported(file) if it.split(".")[0] == "serving"], module
+        assert not [it for it in texts(file) if it.startswith("serving.") and it != OPTIONS], module
+
+
+OPTIONS = "serving.properties"
+
+
+def test_no_circle_hides_behind_types():
+    for module, file in SERVING.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                hidden = [it.module or "" for it in node.body if isinstance(it, ast.ImportFrom)]
+                assert not [it for it in hidden if it.startswith("serving")], module
+
+
+def test_the_shutdown_fits_what_platforms_grant():
+    assert sum(SHUTDOWN) < GRACE_S
+
+
+def test_where_to_change_what_is_there():
+    table = ARCHITECTURE.partition("\n## To change\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!to change)(.+?) \| (.+) \|$", table, re.MULTILINE)
+    assert len(rows) >= MOST
+    for _, places in rows:
+        for path, names in re.findall(r"`([\w/]+\.py)`(?: \(([^)]*)\))?", places):
+            tree = ast.parse((ROOT / path).read_text())
+            defined = {name for node in ast.walk(tree) for name in _defines(node)}
+            for name in re.findall(r"`(\w+)`", names):
+                assert name in defined, f"{path} has no {name}"
+
+
+def _defines(node: ast.AST) -> list[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case ast.Assign(targets=targets):
+            return [it.id for it in targets if isinstance(it, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
+def test_flows_name_what_is_there():
+    flows = ARCHITECTURE.partition("\n## Five flows\n")[2].partition("\n## ")[0]
+    methods: dict[str, set[str]] = {}
+    for file in SERVING.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = {name for part in node.body for name in _defines(part)}
+                methods.setdefault(node.name, set()).update(names)
+    named = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", flows)
+    assert len(named) > 2 * MOST
+    elsewhere = {"Settings", "Machine", "ModelFacts", "Plan"}  # lmi_config's
+    for name, method in named:
+        if name.isupper() or name in elsewhere:
+            continue
+        assert name in methods, name
+        assert not method or method in methods[name], f"{name}.{method}"
