@@ -19,10 +19,10 @@ RUN apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends --no-upgrade \
         ca-certificates python3-venv \
     && rm -rf /var/lib/apt/lists/*
-RUN --mount=type=bind,source=scripts/setup.sh,target=/run/build/scripts/setup.sh \
+RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
     bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
-        . /run/build/scripts/setup.sh && find_uv && cp "$SLIPWAY_UV" /uv'
+        . /run/build/scripts/env.sh && find_uv && cp "$SLIPWAY_UV" /uv'
 
 
 # Python, the engine, and what they load from the system.
@@ -43,14 +43,14 @@ RUN packages="ca-certificates libgomp1 libnuma1 python3" \
         /var/log/dpkg.log
 # Modules are compiled: a root that cannot be written keeps no bytecode, and the engine imports them
 # in three processes at every start. Tests, and libraries to link Triton with, are of no use here.
-RUN --mount=type=bind,source=scripts/setup.sh,target=/run/build/scripts/setup.sh \
+RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=bind,source=requirements,target=/run/build/requirements \
     --mount=type=bind,from=uv,source=/uv,target=/run/build/uv \
     --mount=type=bind,from=wheels,target=/run/build/wheels \
     --mount=type=cache,target=/root/.cache/uv \
     --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
     bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
-        . /run/build/scripts/setup.sh; \
+        . /run/build/scripts/env.sh; \
         export SLIPWAY_UV=/run/build/uv UV_LINK_MODE=copy; venv=/opt/venv; \
         if [ "$ENGINE" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi; \
         uv venv --quiet --python /usr/bin/python3 "$venv"; \

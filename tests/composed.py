@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parent.parent
-MONITORING = ROOT / "monitoring"
+MONITORING = ROOT / "deploy" / "monitoring"
 SERIES = ROOT / "tests/series.txt"
 """What a server exports beside our own declared series: a name and its labels in each line.
 

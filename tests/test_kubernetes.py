@@ -35,7 +35,7 @@ from serving.router.http.request import Request
 from serving.router.router import Router
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "scripts/kubernetes"
+FOLDER = ROOT / "deploy/kubernetes"
 VERSIONS = ("1.30", "1.34", kubernetes_validate.latest_version())
 """The oldest that has all we use, a usual one, and the newest whose schemas are known."""
 

@@ -16,7 +16,8 @@ import httpx
 import openai
 import psutil
 import pytest
-import tiny_model
+
+from scripts.models import tiny
 
 ROOT = Path(__file__).parent.parent.parent
 START_S = 300  # far above what a start takes, for machines that do much else
@@ -103,7 +104,7 @@ def serving(log: Path, *command: str, **environ: str) -> Iterator[Served]:
 def tiny_options() -> dict[str, str]:
     """The tiny model in little memory, which is quicker to reserve."""
     return {
-        "OPTION_MODEL_ID": str(tiny_model.make()),
+        "OPTION_MODEL_ID": str(tiny.make()),
         "OPTION_MAX_MODEL_LEN": "4096",
         "OPTION_KV_CACHE_MEMORY_BYTES": "256M",
     }

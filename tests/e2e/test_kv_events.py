@@ -10,9 +10,8 @@ import socket
 import time
 
 import pytest
-import tiny_lora
-import tiny_model
 
+from scripts.models import tiny, tiny_lora
 from serving.router.kv import events
 from serving.router.kv.events import Follower
 from serving.router.kv.tokenizer import Tokenizer, fetch
@@ -64,7 +63,7 @@ def served(tiny_options, tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    fetch(str(tiny_model.make()), {}, folder)
+    fetch(str(tiny.make()), {}, folder)
     return Tokenizer.load(folder, trust_remote_code=False)
 
 

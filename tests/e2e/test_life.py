@@ -304,6 +304,6 @@ def test_ctrl_c_reaches_the_whole_group_and_still_loses_nothing(tiny_options, tm
 
 
 def test_vllms_options_are_the_listed_ones():
-    import vllm_options
+    from scripts.generate import vllm_options
 
     assert vllm_options.PATH.read_text() == vllm_options.text()

@@ -9,9 +9,8 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-import tiny_lora
-import tiny_model
 
+from scripts.models import tiny, tiny_lora
 from tests.e2e.conftest import Served, serving
 from tests.e2e.test_kv_events import free_ports
 
@@ -53,7 +52,7 @@ def routing(engines: list[Served], log, strategy: str, **environ: str):
     options = {
         "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in engines),
         "OPTION_ROUTING_STRATEGY": strategy,
-        "OPTION_MODEL_ID": str(tiny_model.make()),
+        "OPTION_MODEL_ID": str(tiny.make()),
     }
     return serving(log, "./entrypoint.sh", "route", **options, **environ)
 

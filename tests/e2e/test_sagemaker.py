@@ -6,9 +6,9 @@ import sys
 import tarfile
 
 import pytest
-import tiny_lora
-from sagemaker_local import running
 
+from scripts.models import tiny_lora
+from scripts.sagemaker_local.server import running
 from tests.e2e.conftest import ROOT, START_S, serving
 
 
@@ -56,7 +56,7 @@ def test_every_rule_of_the_contract_is_kept(tiny_options, tmp_path):
         served.ready()
         ended = subprocess.run(
             [
-                *(sys.executable, ROOT / "scripts" / "sagemaker_local.py", "check", served.url),
+                *(sys.executable, "-m", "scripts.sagemaker_local", "check", served.url),
                 *(f"--adapter={adapter}", f"--pid={served.process.pid}", "--json"),
             ],
             capture_output=True,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import tiny_lora
 
 from lmi_config.options import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
+from scripts.models import tiny_lora
 from tests.e2e.conftest import ROOT, serving
 
 PROMPT = {"prompt": "An import", "max_tokens": 4}

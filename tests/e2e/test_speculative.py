@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import tiny_lora
-import tiny_model
-import train_eagle
 
+from scripts.eagle import train
+from scripts.models import tiny, tiny_lora
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
 
@@ -65,10 +64,10 @@ def drafted(method: str) -> dict[str, str]:
         config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
         return {"OPTION_SPECULATIVE_CONFIG": json.dumps(config)}
     if method == "draft model":
-        return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(tiny_model.make())}
+        return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(tiny.make())}
     more = {"draft_vocab": 1024, "speculators": True} if method == "reduced" else {}
     kind = "eagle" if method == "eagle" else "eagle3"
-    return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(train_eagle.make(kind, **more))}
+    return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(train.make(kind, **more))}
 
 
 @pytest.fixture(scope="module", params=["ngram", "draft model", "eagle", "eagle3", "reduced"])
@@ -109,7 +108,7 @@ def test_all_together(options, tmp_path):
     (tmp_path / "lmcache.yaml").write_text(LMCACHE.format(folder=tmp_path, l1=0.3))
     more = {
         "OPTION_TENSOR_PARALLEL_DEGREE": "2",
-        "OPTION_SPECULATIVE_DRAFT_MODEL": str(train_eagle.make("eagle")),
+        "OPTION_SPECULATIVE_DRAFT_MODEL": str(train.make("eagle")),
         "OPTION_LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml"),
     }
     with serving(tmp_path / "log", **options, **more) as it:

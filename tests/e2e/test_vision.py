@@ -4,9 +4,9 @@ import base64
 import io
 
 import pytest
-import tiny_vision
 from PIL import Image
 
+from scripts.models import tiny_vision
 from tests.e2e.conftest import serving
 
 

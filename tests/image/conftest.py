@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny_model
+
+from scripts.models import tiny
 
 DOCKER = os.environ.get("DOCKER") or "docker"
 IMAGE = os.environ.get("IMAGE") or "slipway:cpu"
@@ -147,7 +148,7 @@ def image() -> None:
 def model(tmp_path_factory) -> str:
     """The flag that puts the tiny model where SageMaker puts models, for everyone to read."""
     folder = tmp_path_factory.mktemp("model")
-    for file in tiny_model.make().iterdir():
+    for file in tiny.make().iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     folder.chmod(0o755)
     return f"--volume={folder}:/opt/ml/model:ro"

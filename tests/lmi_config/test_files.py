@@ -3,13 +3,13 @@
 import contextlib
 import string
 
-import options_doc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmi_config.options import OPTIONS, vllm_options
 from lmi_config.settings import SettingsError, read
+from scripts.generate import options_page
 
 
 def store(folder, **files):
@@ -210,12 +210,12 @@ def test_any_file_gives_settings_or_the_one_error(tmp_path, text, kind):
 
 
 def test_the_list_of_options_is_fresh():
-    assert options_doc.PATH.read_text() == "".join(options_doc.lines()), (
-        "run scripts/options_doc.py"
+    assert options_page.PATH.read_text() == "".join(options_page.lines()), (
+        "run scripts/generate/options_page.py"
     )
 
 
 def test_the_list_of_options_has_every_name():
-    text = options_doc.PATH.read_text()
+    text = options_page.PATH.read_text()
     names = {name for option in OPTIONS.values() for name in (*option.names, *option.others)}
     assert [name for name in sorted(names | vllm_options().keys()) if f"`{name}`" not in text] == []

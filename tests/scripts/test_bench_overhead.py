@@ -1,7 +1,8 @@
 import socket
 
 import pytest
-from bench_overhead import server
+
+from scripts.bench.overhead import server
 
 
 def test_a_strangers_server_is_not_measured(tmp_path):

@@ -1,9 +1,10 @@
 """The load generator, on stub replicas in this process."""
 
 import pytest
-import stub_replica
 import uvloop
-from bench_router import Failed, Load, Workload, free_port
+
+from scripts.bench.router import Failed, Load, Workload, free_port
+from scripts.harness import stub_replica
 
 STREAMS = Workload("two streams", 2, 150, rate=200)
 WHOLE = Workload("whole answers", 2, 150)

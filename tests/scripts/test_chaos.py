@@ -9,9 +9,9 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from chaos import Program, running
-from chaos_ledger import End, Ledger, Sample, Verdict, grown, slope, slopes, table
-from chaos_traffic import (
+
+from scripts.chaos.ledger import End, Ledger, Sample, Verdict, grown, slope, slopes, table
+from scripts.chaos.traffic import (
     ERRORS,
     Ask,
     Client,
@@ -28,7 +28,7 @@ from chaos_traffic import (
     send_garbage,
     whole,
 )
-
+from scripts.chaos.world import Program, running
 from tests.serving.router.conftest import END, STREAM, FakeReplica, chunk
 from tests.serving.router.conftest import whole as answered
 

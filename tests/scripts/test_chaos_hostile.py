@@ -1,13 +1,13 @@
-"""Hostile clients of scripts/chaos, against a real server over the tests' engine."""
+"""Hostile clients of scripts/dev chaos, against a real server over the tests' engine."""
 
 import asyncio
 import random
 
-import chaos_hostile
 import pytest
-from chaos_hostile import ATTACKS, Hostile, Target, pings, png, watch
-from chaos_ledger import End, Ledger
 
+from scripts.chaos import hostile
+from scripts.chaos.hostile import ATTACKS, Hostile, Target, pings, png, watch
+from scripts.chaos.ledger import End, Ledger
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -21,8 +21,8 @@ async def served(anyio_backend):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(chaos_hostile, "PATIENCE_S", 5)
-    monkeypatch.setattr(chaos_hostile, "HELD_S", 0.05)
+    monkeypatch.setattr(hostile, "PATIENCE_S", 5)
+    monkeypatch.setattr(hostile, "HELD_S", 0.05)
 
 
 def target_of(served):

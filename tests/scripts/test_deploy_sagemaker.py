@@ -1,4 +1,4 @@
-"""`scripts/deploy_sagemaker`: its requests, and its course against servers that boto3 talks to."""
+"""`scripts/sagemaker deploy`: its requests, and its course against servers that boto3 talks to."""
 
 import io
 import json
@@ -12,13 +12,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
-import deploy_sagemaker
 import pytest
-import sagemaker_local
-import sagemaker_wire
 from botocore.validate import ParamValidator
-from deploy_sagemaker import Failed, adapter, deployment, differences, invocation, notes, update
 from moto.server import ThreadedMotoServer
+
+from scripts.sagemaker_local import deploy, server, wire
+from scripts.sagemaker_local.deploy import (
+    Failed,
+    adapter,
+    deployment,
+    differences,
+    invocation,
+    notes,
+    update,
+)
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/slipway:gpu-sagemaker"
@@ -49,7 +56,7 @@ def moto():
 
 
 def asked(*arguments):
-    return deploy_sagemaker.parser().parse_args([*arguments])
+    return deploy.parser().parse_args([*arguments])
 
 
 def parameters(requests):
@@ -59,7 +66,7 @@ def parameters(requests):
 def fails(*arguments):
     """What a command says that ends with an error."""
     with pytest.raises(SystemExit) as ended:
-        deploy_sagemaker.main([*arguments])
+        deploy.main([*arguments])
     assert isinstance(ended.value.code, str)
     return ended.value.code
 
@@ -207,26 +214,26 @@ SHAPES = [
     update(adapter("demo", "french", "s3://bucket/french.tar.gz")),
     invocation("demo", "french", b"{}", stream=False),
     invocation("demo", None, b"{}", stream=True),
-    deploy_sagemaker.components("demo"),
-    deploy_sagemaker.quotas(),
-    deploy_sagemaker.quotas("ListAWSDefaultServiceQuotas"),
-    deploy_sagemaker.log_streams("/aws/sagemaker/Endpoints/demo"),
-    deploy_sagemaker.log_events("/aws/sagemaker/Endpoints/demo", "main/i-1"),
+    deploy.components("demo"),
+    deploy.quotas(),
+    deploy.quotas("ListAWSDefaultServiceQuotas"),
+    deploy.log_streams("/aws/sagemaker/Endpoints/demo"),
+    deploy.log_events("/aws/sagemaker/Endpoints/demo", "main/i-1"),
     *(
         request(kind, "a" * 63)
         for kind in ("Model", "EndpointConfig", "Endpoint", "InferenceComponent")
-        for request in (deploy_sagemaker.describe, deploy_sagemaker.delete)
+        for request in (deploy.describe, deploy.delete)
     ),
 ]
 
 
 @pytest.mark.parametrize("request_", SHAPES, ids=[it.operation for it in SHAPES])
 def test_requests_are_as_the_service_models_have_them(request_):
-    shape = sagemaker_wire.operation(request_.service, request_.operation).input_shape
+    shape = wire.operation(request_.service, request_.operation).input_shape
     assert shape
     report = ParamValidator().validate(request_.parameters, shape)
     assert not report.has_errors(), report.generate_report()
-    sagemaker_wire.check(shape, request_.parameters)  # patterns, maxima and enumerations
+    wire.check(shape, request_.parameters)  # patterns, maxima and enumerations
 
 
 # What is checked before anything is sent
@@ -253,7 +260,7 @@ def test_what_is_fit_is_silent():
 
 
 def test_secrets_are_told_and_hidden(capsys):
-    deploy_sagemaker.main([*DEMO, "--dry-run", "--env", "HF_TOKEN=hf_abcdef"])
+    deploy.main([*DEMO, "--dry-run", "--env", "HF_TOKEN=hf_abcdef"])
     printed = capsys.readouterr()
     assert "HF_TOKEN: whoever may describe the model can read it" in printed.err
     assert '"HF_TOKEN": "(hidden)"' in printed.out
@@ -262,7 +269,7 @@ def test_secrets_are_told_and_hidden(capsys):
 
 def test_a_deployment_without_a_model_is_told(capsys):
     options = [it for it in DEMO if it not in ("--model", "Qwen/Qwen3-0.6B")]
-    deploy_sagemaker.main([*options, "--dry-run"])
+    deploy.main([*options, "--dry-run"])
     assert "no model is named" in capsys.readouterr().err
 
 
@@ -281,7 +288,7 @@ def test_a_deployment_without_a_model_is_told(capsys):
 )
 def test_bad_arguments_are_named(arguments, told, capsys):
     with pytest.raises(SystemExit):
-        deploy_sagemaker.main(arguments)
+        deploy.main(arguments)
     assert told in capsys.readouterr().err
 
 
@@ -336,7 +343,7 @@ def test_copies_need_components():
 def test_dry_runs_print_all_and_send_nothing(arguments, operations, capsys, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    deploy_sagemaker.main([*arguments, "--dry-run"])
+    deploy.main([*arguments, "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
     starts = ("sagemaker ", "sagemaker-runtime ", "service-quotas ", "logs ")
     assert [line.split()[1] for line in lines if line.startswith(starts)] == operations
@@ -345,10 +352,10 @@ def test_dry_runs_print_all_and_send_nothing(arguments, operations, capsys, monk
 def test_the_documentation_shows_what_is_printed(capsys):
     pages = sorted((ROOT / "docs").glob("sagemaker*.md"))
     text = "".join(page.read_text() for page in pages)
-    shown = text.partition("$ scripts/deploy_sagemaker deploy demo \\\n")[2]
+    shown = text.partition("$ scripts/sagemaker deploy demo \\\n")[2]
     arguments, _, output = shown.partition(" --dry-run\n")
     given = shlex.split(arguments.replace("\\\n", ""))
-    deploy_sagemaker.main(["deploy", "demo", *given, "--dry-run"])
+    deploy.main(["deploy", "demo", *given, "--dry-run"])
     printed = capsys.readouterr()
     assert output.startswith(f"{printed.err}{printed.out}```")
 
@@ -393,7 +400,7 @@ def test_differences_are_told_each():
 
 def test_a_deployment_goes_on_with_what_is_there(moto, capsys):
     one = [*DEMO, "--no-components", "--endpoint-url", moto]
-    deploy_sagemaker.main(one)
+    deploy.main(one)
     said = capsys.readouterr().err
     assert "1 x ml.g4dn.xlarge: billed from the endpoint's creation" in said
     assert "note: the quota for ml.g4dn.xlarge for endpoint usage is not known" in said
@@ -405,7 +412,7 @@ def test_a_deployment_goes_on_with_what_is_there(moto, capsys):
     assert "Endpoint demo: InService" in said
 
     boto3.client("sagemaker").delete_endpoint(EndpointName="demo")
-    deploy_sagemaker.main(one)
+    deploy.main(one)
     said = capsys.readouterr().err
     assert "EndpointConfig demo: there already\nEndpoint demo: created" in said
 
@@ -434,7 +441,7 @@ def test_the_end_of_a_log_tells_the_reason(moto, monkeypatch):
     failed = {"message": "failed", "stage": "start", "reason": "no such model", "fix": "name one"}
     lines = [*map(str, range(9)), json.dumps(failed), '"no object"', "bye"]
     log(moto, monkeypatch, "/aws/sagemaker/InferenceComponents/demo", *lines)
-    aws = deploy_sagemaker.Aws(0)
+    aws = deploy.Aws(0)
     told = aws.log_end("/aws/sagemaker/InferenceComponents/demo").splitlines()
     assert told == [
         "the end of /aws/sagemaker/InferenceComponents/demo, main/i-1:",
@@ -446,7 +453,7 @@ def test_the_end_of_a_log_tells_the_reason(moto, monkeypatch):
     ]
     assert "there is no log /other" in aws.log_end("/other")
     monkeypatch.setenv("AWS_ENDPOINT_URL_CLOUDWATCH_LOGS", "http://127.0.0.1:1")
-    assert "cannot be read: Could not connect" in deploy_sagemaker.Aws(0).log_end("/other")
+    assert "cannot be read: Could not connect" in deploy.Aws(0).log_end("/other")
 
 
 # Against a server that says what it is told to
@@ -496,9 +503,9 @@ def scripted(monkeypatch):
         return servers[-1]
 
     yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    for it in servers:
+        it.shutdown()
+        it.server_close()
 
 
 ABSENT = (400, "ValidationException")
@@ -524,7 +531,7 @@ def quota(value):
 )
 def test_quotas(scripted, applied, default, told, capsys):
     scripted(ListServiceQuotas=[applied], ListAWSDefaultServiceQuotas=[default])
-    deploy_sagemaker.check_quota(deploy_sagemaker.Aws(0), "ml.g4dn.xlarge", 2)
+    deploy.check_quota(deploy.Aws(0), "ml.g4dn.xlarge", 2)
     said = capsys.readouterr().err
     assert told in said if told else not said
 
@@ -555,7 +562,7 @@ def there(**kinds):
 def test_progress_is_told_once_for_each_change(scripted, capsys):
     creating, ready = component("Creating"), component("InService")
     scripted(**there(DescribeInferenceComponent=[creating, creating, creating, creating, ready]))
-    deploy_sagemaker.main(DEMO)
+    deploy.main(DEMO)
     told = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
     assert [line for line in told if line.startswith("InferenceComponent")] == [
         "InferenceComponent demo: Creating, 0 of 1 copies",
@@ -570,14 +577,14 @@ def test_a_failed_component_says_why(scripted, moto, monkeypatch):
     assert "cannot be read" in told
     assert "`delete demo --keep-endpoint` clears it" in told
     monkeypatch.setenv("AWS_ENDPOINT_URL_CLOUDWATCH_LOGS", moto)
-    monkeypatch.setattr(deploy_sagemaker, "log_group", lambda kind, name: f"/none/{kind}s/{name}")
+    monkeypatch.setattr(deploy, "log_group", lambda kind, name: f"/none/{kind}s/{name}")
     told = fails(*DEMO)
     assert "there is no log /none/InferenceComponents/demo: the container has not begun" in told
     assert "CUDA 13 needs --ami al2023-ami-sagemaker-inference-gpu-4-1" in told
 
 
 def test_what_never_gets_ready_is_given_up(scripted, monkeypatch):
-    monkeypatch.setattr(deploy_sagemaker, "PROVISION_S", 0.2 - 2 * 1800)
+    monkeypatch.setattr(deploy, "PROVISION_S", 0.2 - 2 * 1800)
     told = fails_with(scripted, **there(DescribeInferenceComponent=[component("Creating")]))
     assert "demo: not in service after 0 min" in told
 
@@ -653,7 +660,7 @@ def test_deletion_waits_for_what_is_being_made(scripted, capsys):
         DescribeModel=[{"ModelName": "demo"}],
         DeleteModel=[{}],
     )
-    deploy_sagemaker.main(["delete", "demo", "--poll", "0.05"])
+    deploy.main(["delete", "demo", "--poll", "0.05"])
     assert [name for name, _ in server.asked if name.startswith("Delete")] == [
         *("DeleteEndpoint", "DeleteEndpoint", "DeleteModel"),
     ]
@@ -683,7 +690,7 @@ def stand_in(tmp_path_factory):
     for language in ("french", "german", "german2"):
         pack(store / "bucket" / f"{language}.tar.gz", language)
     (store / "bucket" / "none.tar.gz").write_text("no archive")
-    with sagemaker_local.running(s3=store, ping_every_s=0.2) as url:
+    with server.running(s3=store, ping_every_s=0.2) as url:
         yield url
 
 
@@ -697,7 +704,7 @@ def image(stand_in, monkeypatch, tmp_path, capsys):
     program.chmod(0o755)
     yield f"process:{program}"
     for name in ("demo", "plain"):
-        deploy_sagemaker.main(["delete", name, "--poll", "0.05"])
+        deploy.main(["delete", name, "--poll", "0.05"])
     client = boto3.client("sagemaker")
     for kind in ("models", "endpoint_configs", "endpoints", "inference_components"):
         (listed,) = (it for it in getattr(client, f"list_{kind}")().values() if it == [])
@@ -705,7 +712,7 @@ def image(stand_in, monkeypatch, tmp_path, capsys):
 
 
 def run(*arguments):
-    deploy_sagemaker.main([*arguments, "--poll", "0.05"])
+    deploy.main([*arguments, "--poll", "0.05"])
 
 
 def answer(capsys, monkeypatch, *arguments, **body):
@@ -835,8 +842,7 @@ def test_an_endpoint_without_components(image, monkeypatch, capsys):
 
 def test_deploying_needs_no_engine():
     code = (
-        "import deploy_sagemaker, sys; "
-        "print({'vllm', 'torch', 'starlette', 'serving'} & sys.modules.keys())"
+        "import deploy, sys; print({'vllm', 'torch', 'starlette', 'serving'} & sys.modules.keys())"
     )
     environ = {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)

@@ -22,11 +22,11 @@ def program(path, text):
 def root(tmp_path):
     """A checkout whose environment is set up already."""
     (tmp_path / "scripts").mkdir()
-    for name in ("route", "setup.sh"):
+    for name in ("route", "env.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "requirements").mkdir()
     stamp = tmp_path / ".venv/.slipway"
-    program(tmp_path / ".venv/bin/python", f'case $1 in *.py) echo "{FETCHED}";; esac')
+    program(tmp_path / ".venv/bin/python", f'case $2 in scripts.*) echo "{FETCHED}";; esac')
     for engine in ("cpu", "gpu"):
         (tmp_path / f"requirements/{engine}.txt").write_text(engine)
         with stamp.open("a") as lines:

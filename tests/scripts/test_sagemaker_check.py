@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import sagemaker_check
 from aiohttp import web
 
+from scripts.sagemaker_local import contract
 from tests.scripts.sagemaker_container import Container
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,8 +47,8 @@ def checked(adapter, *only, faults=()):
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            container = sagemaker_check.Container(url, BODY, adapter, None)
-            return await sagemaker_check.run(container, only)
+            container = contract.Container(url, BODY, adapter, None)
+            return await contract.run(container, only)
         finally:
             await runner.cleanup()
 
@@ -57,14 +57,14 @@ def checked(adapter, *only, faults=()):
 
 def test_a_container_that_keeps_every_rule(adapter):
     found = checked(adapter)
-    assert [*found] == [*sagemaker_check.RULES]
+    assert [*found] == [*contract.RULES]
     assert {it.rule: it.seen for it in found.values() if it.verdict == "fail"} == {}
     assert [it.rule for it in found.values() if it.verdict == "not tried"] == ["sigterm"]
 
 
-@pytest.mark.parametrize("rule", [it for it in sagemaker_check.RULES if it != "sigterm"])
+@pytest.mark.parametrize("rule", [it for it in contract.RULES if it != "sigterm"])
 def test_each_rule_is_seen_to_be_broken(adapter, rule, monkeypatch):
-    monkeypatch.setattr(sagemaker_check, "LEFT_S", 0.3)
+    monkeypatch.setattr(contract, "LEFT_S", 0.3)
     needed = [NEEDS[rule]] if rule in NEEDS else []
     found = checked(adapter, rule, *needed, faults=[rule])
     assert found[rule].verdict == "fail", found[rule].seen
@@ -73,7 +73,7 @@ def test_each_rule_is_seen_to_be_broken(adapter, rule, monkeypatch):
 
 
 def test_a_silent_ping_is_not_waited_for(adapter, monkeypatch):
-    monkeypatch.setattr(sagemaker_check, "PING_S", 0.2)
+    monkeypatch.setattr(contract, "PING_S", 0.2)
     found = checked(adapter, "ping", faults=["silent"])["ping"]
     assert (found.verdict, found.seen) == ("fail", "GET /ping: no answer within 0.2 s")
 
@@ -113,7 +113,7 @@ def started():
 
 def command_line(*arguments):
     return subprocess.run(
-        [sys.executable, ROOT / "scripts/sagemaker_local.py", "check", *arguments],
+        [sys.executable, "-m", "scripts.sagemaker_local", "check", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -24,7 +24,8 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import ClientError, EventStreamError
-from sagemaker_local import running
+
+from scripts.sagemaker_local.server import running
 
 ROOT = Path(__file__).parent.parent.parent
 ROLE = "arn:aws:iam::123456789012:role/serving"
@@ -754,7 +755,7 @@ def test_an_image_is_run_with_docker(another, image, tmp_path, monkeypatch):
 
 
 def test_the_command_line(image, s3, tmp_path):
-    command = [sys.executable, "scripts/sagemaker_local.py", "serve", "--port=0", f"--s3={s3}"]
+    command = [sys.executable, "-m", "scripts.sagemaker_local", "local", "--port=0", f"--s3={s3}"]
     process = subprocess.Popen(
         [*command, f"--work={tmp_path}", "--ping-s=5", "--accept-s=5"],
         cwd=ROOT,

@@ -12,8 +12,8 @@ import pytest
 from botocore.config import Config
 from hypothesis import given
 from hypothesis import strategies as st
-from sagemaker_stream import StreamError, events
 
+from examples.sagemaker.stream import StreamError, events
 from tests.fuzzing import examples
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import tiny_model
 
 from lmi_config.draft import faults, look
 from lmi_config.model import Folder
 from lmi_config.model import look as look_at_model
+from scripts.models import tiny
 
 FEW = {"steps": 3, "length": 16, "prompt": 8, "batch": 2, "depth": 2, "threads": 1}
 
@@ -15,7 +15,6 @@ FEW = {"steps": 3, "length": 16, "prompt": 8, "batch": 2, "depth": 2, "threads":
 @pytest.fixture(scope="module")
 def train_eagle():
     """Imported where it is used: it brings torch, which takes seconds."""
-    import train_eagle
 
     return train_eagle
 
@@ -27,10 +26,10 @@ def target(tmp_path_factory):
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("target")
-    AutoTokenizer.from_pretrained(tiny_model.make()).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.make()).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=tiny_model.VOCABULARY,
+        vocab_size=tiny.VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,
@@ -70,8 +69,8 @@ def weights(folder):
     ],
     ids=["eagle", "eagle3", "reduced", "reduced speculators", "speculators"],
 )
-def test_the_plan_takes_what_is_written(train_eagle, target, few, tmp_path, options, method):
-    out = train_eagle.train(target, tmp_path / "draft", **few, **options)
+def test_the_plan_takes_what_is_written(train, target, few, tmp_path, options, method):
+    out = train.train(target, tmp_path / "draft", **few, **options)
     draft = look(Folder(out))
     assert draft.method == method
     assert faults(draft, look_at_model(Folder(target)), 3) == []
@@ -83,11 +82,11 @@ def test_the_plan_takes_what_is_written(train_eagle, target, few, tmp_path, opti
     }
 
 
-def test_the_reduced_vocabulary_is_that_of_the_text(train_eagle, target, few, tmp_path):
+def test_the_reduced_vocabulary_is_that_of_the_text(train, target, few, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    out = train_eagle.train(target, tmp_path / "draft", method="eagle3", draft_vocab=8, **few)
+    out = train.train(target, tmp_path / "draft", method="eagle3", draft_vocab=8, **few)
     tensors = load_file(out / "model.safetensors")
     kept = [index + offset for index, offset in enumerate(tensors["d2t"].tolist())]
     ids = AutoTokenizer.from_pretrained(target)(few["text"][0].read_text()).input_ids
@@ -97,60 +96,60 @@ def test_the_reduced_vocabulary_is_that_of_the_text(train_eagle, target, few, tm
 
 
 @pytest.mark.parametrize("generated", [False, True])
-def test_the_same_arguments_make_the_same_weights(train_eagle, target, few, tmp_path, generated):
+def test_the_same_arguments_make_the_same_weights(train, target, few, tmp_path, generated):
     options = few | {"method": "eagle", "generated": generated}
-    one = train_eagle.train(target, tmp_path / "one", **options)
-    assert weights(train_eagle.train(target, tmp_path / "two", **options)) == weights(one)
-    other = train_eagle.train(target, tmp_path / "other", **options | {"seed": 1})
+    one = train.train(target, tmp_path / "one", **options)
+    assert weights(train.train(target, tmp_path / "two", **options)) == weights(one)
+    other = train.train(target, tmp_path / "other", **options | {"seed": 1})
     assert weights(other) != weights(one)
 
 
-def test_a_run_that_was_cut_off_goes_on(train_eagle, target, few, tmp_path, monkeypatch, capsys):
+def test_a_run_that_was_cut_off_goes_on(train, target, few, tmp_path, monkeypatch, capsys):
     options = few | {"method": "eagle3", "generated": True}
-    whole = train_eagle.train(target, tmp_path / "whole", **options)
+    whole = train.train(target, tmp_path / "whole", **options)
     out = tmp_path / "cut"
-    save = train_eagle.Training._save
+    save = train.Training._save
 
     def save_and_stop(*arguments):
         save(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_eagle, "CHECKPOINT_S", 0)
-        patch.setattr(train_eagle.Training, "_save", save_and_stop)
+        patch.setattr(train, "CHECKPOINT_S", 0)
+        patch.setattr(train.Training, "_save", save_and_stop)
         with pytest.raises(KeyboardInterrupt):
-            train_eagle.train(target, out, **options)
+            train.train(target, out, **options)
     assert not (out / "model.safetensors").exists()
-    with pytest.raises(train_eagle.Refused, match="steps 3"):
-        train_eagle.train(target, out, **options | {"steps": 4})
-    train_eagle.train(target, out, **options)
+    with pytest.raises(train.Refused, match="steps 3"):
+        train.train(target, out, **options | {"steps": 4})
+    train.train(target, out, **options)
     assert "going on after step 1" in capsys.readouterr().err
     assert weights(out) == weights(whole)
-    train_eagle.train(target, out, **options)
+    train.train(target, out, **options)
     assert "finished before" in capsys.readouterr().err
 
 
-def test_counting_again_counts_the_same(train_eagle, target, few, tmp_path, monkeypatch, capsys):
-    out = train_eagle.train(target, tmp_path / "draft", method="eagle", **few)
+def test_counting_again_counts_the_same(train, target, few, tmp_path, monkeypatch, capsys):
+    out = train.train(target, tmp_path / "draft", method="eagle", **few)
     noted = json.loads((out / "training.json").read_text())["acceptance"]
     command = ["train_eagle", str(target), str(out), "--method=eagle", "--evaluate", "--text"]
     command += [str(few["text"][0])]
     command += [f"--{name}={value}" for name, value in FEW.items()]
     monkeypatch.setattr("sys.argv", command)
-    train_eagle.main()
+    train.main()
     told = capsys.readouterr().out
     assert f"{noted['drafts']} drafts" in told
     assert ", ".join(f"{share:.3f}" for share in noted["accepted"]) in told
 
 
-def test_a_draft_of_the_models_own_last_words_repeats_them(train_eagle, target):
+def test_a_draft_of_the_models_own_last_words_repeats_them(train, target):
     """How an EAGLE draft begins: each of its tokens is the one that the target has just written."""
     import torch
 
-    options = train_eagle.Options(method="eagle", **FEW)
-    model = train_eagle.Target(target, options)
+    options = train.Options(method="eagle", **FEW)
+    model = train.Target(target, options)
     torch.manual_seed(0)
-    draft = train_eagle.Draft(model)
+    draft = train.Draft(model)
     with torch.no_grad():
         draft.fc.weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], -1))
         ids = torch.randint(2, 4096, (2, 12))
@@ -159,14 +158,14 @@ def test_a_draft_of_the_models_own_last_words_repeats_them(train_eagle, target):
             torch.testing.assert_close(draft.logits(states), logits[:, :-1])
 
 
-def test_a_chain_of_drafts_is_what_one_draft_after_the_other_makes(train_eagle, target):
+def test_a_chain_of_drafts_is_what_one_draft_after_the_other_makes(train, target):
     """The drafts after all tokens of a text at once, and those after one token as vLLM makes them:
     the text up to it, and then a token at a time behind it."""
     import torch
 
-    model = train_eagle.Target(target, train_eagle.Options(method="eagle3", **FEW))
+    model = train.Target(target, train.Options(method="eagle3", **FEW))
     torch.manual_seed(0)
-    draft = train_eagle.Draft(model)
+    draft = train.Draft(model)
     ids = torch.randint(2, 4096, (1, 12))
     features, _ = model.look(ids)
     with torch.no_grad():
@@ -190,11 +189,11 @@ def test_a_chain_of_drafts_is_what_one_draft_after_the_other_makes(train_eagle, 
         ({"model_type": "llama", "num_hidden_layers": 2}, "has 2 layers.*--method eagle"),
     ],
 )
-def test_other_models_are_refused(train_eagle, tmp_path, config, message):
+def test_other_models_are_refused(train, tmp_path, config, message):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(train_eagle.Refused, match=message):
-        train_eagle.train(tmp_path, tmp_path / "draft", method="eagle3")
+    with pytest.raises(train.Refused, match=message):
+        train.train(tmp_path, tmp_path / "draft", method="eagle3")
     assert not (tmp_path / "draft").exists()
 
 
@@ -209,17 +208,15 @@ def test_other_models_are_refused(train_eagle, tmp_path, config, message):
         ({"method": "eagle3", "draft_vocab": 5000}, "5000.* 4096 tokens"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(train_eagle, target, tmp_path, options, message):
-    with pytest.raises(train_eagle.Refused, match=message):
-        train_eagle.train(target, tmp_path / "draft", **options)
+def test_options_that_do_not_fit_are_refused(train, target, tmp_path, options, message):
+    with pytest.raises(train.Refused, match=message):
+        train.train(target, tmp_path / "draft", **options)
     assert not (tmp_path / "draft").exists()
 
 
-def test_folders_of_something_else_and_short_texts_are_refused(train_eagle, target, tmp_path):
+def test_folders_of_something_else_and_short_texts_are_refused(train, target, tmp_path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(train_eagle.Refused, match="name another folder"):
-        train_eagle.train(target, tmp_path, method="eagle", **FEW)
-    with pytest.raises(train_eagle.Refused, match="too short"):
-        train_eagle.train(
-            target, tmp_path / "draft", method="eagle", text=[tmp_path / "notes"], **FEW
-        )
+    with pytest.raises(train.Refused, match="name another folder"):
+        train.train(target, tmp_path, method="eagle", **FEW)
+    with pytest.raises(train.Refused, match="too short"):
+        train.train(target, tmp_path / "draft", method="eagle", text=[tmp_path / "notes"], **FEW)

@@ -1,6 +1,6 @@
 """Which replica gets a request: the four strategies, by HyperPod's names for them.
 
-Nothing here does I/O or looks at a clock, so that scripts/simulate_routing runs these very classes.
+Nothing here does I/O or looks at a clock, so that scripts/dev simulate runs these very classes.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK, PrefixInd
 from serving.router.policy.request import RoutingRequest
 
 # What waiting costs, in prompt tokens that could be computed in the time. The figures are those
-# that did best in scripts/simulate_routing; where others do as well, it says so.
+# that did best in scripts/dev simulate; where others do as well, it says so.
 UNCACHED = 2
 """For each prompt token that has to be computed: once for those who wait, and once for what it
 drives out of the cache. With 1, documents are computed on every replica in turn (2 to 8: alike).

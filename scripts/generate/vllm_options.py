@@ -1,0 +1,63 @@
+"""Write lmi_config/vllm_options.json: every option of the pinned vLLM, and what it takes.
+
+Settings are checked without importing vLLM (that takes many seconds), so its option names and kinds
+are kept as data. Run with the environment's Python whenever the pin moves; a test fails when the
+file is stale.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+PATH = Path(__file__).parent.parent.parent / "lmi_config" / "vllm_options.json"
+
+
+def kind(action: argparse.Action) -> str:
+    """What values an option takes, found out by offering it some."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return "boolean"
+    if action.nargs == 0:
+        return "switch"
+    if action.nargs in ("+", "*"):
+        return "list"
+    if action.choices is not None:
+        return "choice"
+
+    def takes(value: str) -> bool:
+        try:
+            action.type(value) if callable(action.type) else None
+        except Exception:  # whatever a foreign parser raises means that it refuses the value
+            return False
+        return True
+
+    if takes("words"):
+        return "text"
+    if takes("{}"):
+        return "json"
+    if takes("1.5"):
+        return "number"
+    return "size" if takes("8k") else "integer"
+
+
+def options() -> dict[str, dict[str, object]]:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found: dict[str, dict[str, object]] = {}
+    for action in make_arg_parser(FlexibleArgumentParser())._actions:
+        if not action.option_strings or action.dest == "help":
+            continue
+        found[action.dest] = {"kind": kind(action)}
+        if found[action.dest]["kind"] == "choice":
+            choices = [str(choice) for choice in action.choices or () if choice is not None]
+            found[action.dest]["choices"] = sorted(choices)
+    return dict(sorted(found.items()))
+
+
+def text() -> str:
+    rows = (f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in options().items())
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(text())

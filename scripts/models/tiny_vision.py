@@ -1,0 +1,72 @@
+"""Make a tiny random vision-language model (Idefics3's shape), for tests. In the user's cache."""
+
+from pathlib import Path
+
+from scripts.models.default import cache, kept
+from scripts.models.tiny import make as make_text_model
+
+NAME = "tiny-vision-1"  # a new number when what is made changes
+SIDE, PATCH, SCALE = 32, 8, 2
+TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}</s>{% endfor %}"
+)
+
+
+def write(folder: Path) -> None:
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessor,
+        Idefics3Processor,
+        LlamaConfig,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(make_text_model())
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS]})
+    images = Idefics3ImageProcessor(
+        size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
+    )
+    processor = Idefics3Processor(
+        images,
+        tokenizer,
+        image_seq_len=(SIDE // PATCH // SCALE) ** 2,
+        chat_template=CHAT_TEMPLATE,
+    )
+    processor.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Idefics3Config(
+        image_token_id=tokenizer.convert_tokens_to_ids(TOKENS[0]),
+        scale_factor=SCALE,
+        pad_token_id=1,
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": SIDE,
+            "patch_size": PATCH,
+        },
+        text_config=LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        ).to_dict(),
+    )
+    Idefics3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def make() -> Path:
+    return kept(cache() / NAME, write)

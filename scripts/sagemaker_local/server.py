@@ -1,0 +1,464 @@
+"""A local stand-in for SageMaker, for unmodified boto3 clients, and a check of containers.
+
+`serve` answers `sagemaker` and `sagemaker-runtime` clients whose endpoint_url leads here, and runs
+the containers of their endpoints on this machine: with Docker, or as processes where the Image is
+`process:PROGRAM`. `check URL` runs SageMaker's contract against a container that runs already.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aiohttp import ClientError, ClientResponse, web
+
+from scripts.sagemaker_local import contract
+from scripts.sagemaker_local.container import Failed, Limits
+from scripts.sagemaker_local.control import ControlPlane, Target
+from scripts.sagemaker_local.wire import (
+    Refused,
+    check,
+    check_token,
+    header_members,
+    operation,
+    part,
+    stream_error,
+)
+
+log = logging.getLogger(__name__)
+
+REGION = "us-east-1"
+ACCOUNT = "123456789012"
+MESSAGE = 2048  # characters of a container's answer that ModelError repeats
+INVOKE, STREAM = "InvokeEndpoint", "InvokeEndpointWithResponseStream"
+ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
+VARIANT = "x-Amzn-Invoked-Production-Variant"
+CLOSED_SESSION = "X-Amzn-SageMaker-Closed-Session-Id"
+NEW_SESSION = "X-Amzn-SageMaker-New-Session-Id"
+SESSION = "X-Amzn-SageMaker-Session-Id"
+BODY = '{"prompt": "Hello", "max_tokens": 8, "temperature": 0}'
+
+
+class Options(NamedTuple):
+    """s3: the folder that stands for S3. work: for containers' files and logs, or None for one that
+    goes away. seed: of what is left to chance. duplicate_posts: register adapters twice, since
+    nobody knows that SageMaker does not. broken_streams: the share of streams that end early.
+    """
+
+    port: int = 0
+    s3: Path | None = None
+    work: Path | None = None
+    limits: Limits = Limits()
+    region: str = REGION
+    account: str = ACCOUNT
+    seed: int = 0
+    duplicate_posts: bool = False
+    broken_streams: float = 0
+
+
+class StandIn:
+    """The HTTP side: what boto3's two clients and OpenAI's send."""
+
+    def __init__(self, options: Options, work: Path) -> None:
+        self._limits = options.limits
+        self._random = random.Random(options.seed)
+        self._broken_streams = options.broken_streams
+        self.control = ControlPlane(
+            options.limits,
+            options.s3,
+            work,
+            region=options.region,
+            account=options.account,
+            seed=options.seed,
+            duplicate_posts=options.duplicate_posts,
+        )
+        self.app = web.Application(client_max_size=options.limits.payload_bytes + 1)
+        endpoint = "/endpoints/{endpoint}"
+        openai = "/openai/v1/chat/completions"
+        self.app.add_routes(
+            [
+                web.get("/", self._overview),
+                web.post("/", self._control),
+                web.post(f"{endpoint}/invocations", self._invoke),
+                web.post(f"{endpoint}/invocations-response-stream", self._invoke_stream),
+                web.post(f"{endpoint}{openai}", self._openai),
+                web.post(f"{endpoint}/inference-components/{{component}}{openai}", self._openai),
+            ]
+        )
+
+    async def _overview(self, request: web.Request) -> web.Response:
+        return web.json_response(self.control.overview())
+
+    async def _control(self, request: web.Request) -> web.Response:
+        """JSON 1.1: the operation in a header, its input and output as JSON objects."""
+        name = request.headers.get("X-Amz-Target", "").removeprefix("SageMaker.")
+        try:
+            _require_signed(request)
+            try:
+                asked = json.loads(await request.read() or b"{}")
+            except ValueError:
+                raise Refused("The body is not JSON", "SerializationException") from None
+            answer, status = self.control.answer(name, asked), 200
+        except Refused as refused:
+            code = refused.code or "ValidationException"
+            answer, status = {"__type": code, "message": str(refused)}, refused.status
+        return web.json_response(answer, status=status, content_type="application/x-amz-json-1.1")
+
+    async def _invoke(self, request: web.Request) -> web.Response:
+        try:
+            target, headers, body = await self._asked(request, INVOKE)
+            try:
+                answer = await target.copy.call("POST", "/invocations", headers, body)
+            except Failed as fault:
+                raise self._model_error(target, 0, str(fault)) from None
+            if answer.status >= 400:
+                raise self._model_error(target, answer.status, _text(answer.body))
+        except Refused as refused:
+            return _refusal(refused)
+        told = self._told(target, answer.headers, "Content-Type")
+        return web.Response(body=answer.body, headers=told)
+
+    def _told(self, target: Target, headers: Mapping[str, str], kind: str) -> dict[str, str]:
+        """The headers of an answer to InvokeEndpoint or its streaming sister.
+
+        kind: the header that carries the container's Content-Type.
+        """
+        told = {VARIANT: target.variant}
+        for name in ("Content-Type", ATTRIBUTES, CLOSED_SESSION):
+            if name in headers:
+                told[kind if name == "Content-Type" else name] = headers[name]
+        if session := headers.get(NEW_SESSION) or headers.get(SESSION):
+            if _NEW_SESSION.fullmatch(session):
+                told[NEW_SESSION] = session
+            else:
+                log.warning("a new session is not told as `ID; Expires=…Z`: %.300r", session)
+        return told
+
+    async def _asked(self, request: web.Request, name: str) -> tuple[Target, dict[str, str], bytes]:
+        """What answers an invocation, and what it gets. Raises Refused."""
+        _require_signed(request)
+        shape = operation("sagemaker-runtime", name).input_shape
+        assert shape
+        members = header_members(shape)
+        given: dict[str, Any] = {
+            member: request.headers[header]
+            for header, member in members.items()
+            if header in request.headers
+        }
+        given["EndpointName"] = request.match_info["endpoint"]
+        check(shape, {**given, "Body": b""})  # the body has a limit of its own
+        body = await self._body(request)
+        target = self.control.target(
+            given["EndpointName"], given.get("InferenceComponentName"), given.get("TargetVariant")
+        )
+        headers = {
+            "Accept" if member == "Accept" else header: given[member]
+            for header, member in members.items()
+            if member in given
+        }
+        return target, headers | target.headers, body
+
+    async def _body(self, request: web.Request) -> bytes:
+        limit = self._limits.payload_bytes
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            body = bytes(limit + 1)
+        if len(body) > limit:
+            raise Refused(
+                "1 validation error detected: Value at 'body' failed to satisfy constraint: "
+                f"Member must have length less than or equal to {limit}"
+            )
+        return body
+
+    def _model_error(self, target: Target, status: int, message: str) -> Refused:
+        """A container's failure as clients see it. status: its own, or 0 where it had none."""
+        control = self.control
+        group = f"arn:aws:logs:{control.region}:{control.account}:log-group:{target.group}"
+        log.warning("%s: status %d: log in %s", target.group, status, target.copy.log)
+        return Refused(
+            f"Received {'client' if 400 <= status < 500 else 'server'} error ({status}) from "
+            f'primary with message "{message[:MESSAGE]}".',
+            "ModelError",
+            424,
+            OriginalStatusCode=status,
+            OriginalMessage=message[:MESSAGE],
+            LogStreamArn=group,
+        )
+
+    async def _invoke_stream(self, request: web.Request) -> web.StreamResponse:
+        try:
+            target, headers, body = await self._asked(request, STREAM)
+            calling = target.copy.calling(
+                "POST", "/invocations", headers, body, self._limits.stream_s
+            )
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    answer = await stack.enter_async_context(calling)
+                    if answer.status >= 400:
+                        message = _text(await answer.read())
+                        raise self._model_error(target, answer.status, message)
+                except (Failed, ClientError, TimeoutError, OSError) as fault:
+                    raise self._model_error(target, 0, str(fault)) from None
+                told = self._told(target, answer.headers, "X-Amzn-SageMaker-Content-Type")
+                response = web.StreamResponse(headers=told)
+                response.content_type = "application/vnd.amazon.eventstream"
+                await response.prepare(request)
+                await self._stream(answer, response)
+        except Refused as refused:
+            return _refusal(refused)
+        return response
+
+    async def _stream(self, answer: ClientResponse, response: web.StreamResponse) -> None:
+        """Pass a container's bytes on, in parts that begin and end anywhere."""
+        held = end = b""
+        breaks = self._random.random() < self._broken_streams
+        try:
+            async for data in answer.content.iter_any():
+                *parts, held = self._cut(held + data)
+                for piece in parts:
+                    await response.write(part(piece))
+                if breaks:
+                    end = stream_error("InternalStreamFailure", Message="The stream failed.")
+                    break
+        except TimeoutError:
+            end = stream_error(
+                "ModelStreamError",
+                Message=f"The stream took longer than {self._limits.stream_s:g} s",
+                ErrorCode="ModelInvocationTimeExceeded",
+            )
+        except ClientError as error:
+            end = stream_error(
+                "ModelStreamError",
+                Message=f"The container broke the stream off: {error}",
+                ErrorCode="StreamBroken",
+            )
+        if held:
+            await response.write(part(held))
+        await response.write(end)
+
+    def _cut(self, data: bytes) -> list[bytes]:
+        """Pieces of random lengths; the last one, often empty, waits for what comes next."""
+        cuts = sorted(self._random.choices(range(len(data) + 1), k=self._random.randint(0, 3)))
+        places = [0, *cuts, len(data), *([len(data)] * self._random.randint(0, 1))]
+        pieces = [data[a:b] for a, b in itertools.pairwise(places)]
+        return [*(it for it in pieces[:-1] if it), pieces[-1]]
+
+    async def _openai(self, request: web.Request) -> web.StreamResponse:
+        """OpenAI's path: the body and the answer pass as they are."""
+        try:
+            check_token(request.headers.get("Authorization", ""))
+            target = self.control.target(
+                request.match_info["endpoint"], request.match_info.get("component"), None
+            )
+            body = await self._body(request)
+            headers = {
+                name: request.headers[name]
+                for name in ("Content-Type", "Accept")
+                if name in request.headers
+            }
+            calling = target.copy.calling(
+                "POST",
+                "/v1/chat/completions",
+                headers | target.headers,
+                body,
+                self._limits.stream_s,
+            )
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    answer = await stack.enter_async_context(calling)
+                except Failed as fault:
+                    raise self._model_error(target, 0, str(fault)) from None
+                response = web.StreamResponse(status=answer.status)
+                response.content_type = answer.content_type
+                await response.prepare(request)
+                try:
+                    async for data in answer.content.iter_any():
+                        await response.write(data)
+                except (ClientError, TimeoutError):
+                    if request.transport:
+                        request.transport.abort()  # the client is to see that it was broken off
+        except Refused as refused:
+            error = {"message": str(refused), "type": refused.code or "ValidationError"}
+            return web.json_response({"error": error}, status=refused.status)
+        return response
+
+
+_NEW_SESSION = re.compile(
+    r"[a-zA-Z0-9](-*[a-zA-Z0-9])*;\sExpires=[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z"
+)
+"""The pattern of NewSessionId in the service model."""
+
+
+def _require_signed(request: web.Request) -> None:
+    """Raise Refused for what no AWS client sends. The signature itself is not looked at."""
+    if not request.headers.get("Authorization", "").startswith("AWS4-HMAC-SHA256 "):
+        raise Refused("Missing Authentication Token", "MissingAuthenticationToken", 403)
+
+
+def _text(body: bytes) -> str:
+    return body.decode(errors="replace")
+
+
+def _refusal(refused: Refused) -> web.Response:
+    """An error as boto3's runtime client reads it."""
+    return web.json_response(
+        {"Message": str(refused), **refused.more},
+        status=refused.status,
+        headers={"x-amzn-ErrorType": refused.code or "ValidationError"},
+    )
+
+
+async def _serve(options: Options, opened: "Future[str]", stop: asyncio.Event) -> None:
+    with contextlib.ExitStack() as stack:
+        work = options.work or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="sagemaker-local-"))
+        )
+        stand_in = StandIn(options, work.resolve())
+        runner = web.AppRunner(
+            stand_in.app, handler_cancellation=True, access_log=None, shutdown_timeout=1
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", options.port)
+            await site.start()
+            opened.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            await stop.wait()
+        finally:
+            await stand_in.control.close()
+            await runner.cleanup()
+
+
+@contextlib.contextmanager
+def running(**options: Any) -> Iterator[str]:
+    """A stand-in on a thread of its own: the URL for boto3's endpoint_url.
+
+    options: the fields of Options and of Limits. What still runs at the end is stopped.
+    """
+    limits = Limits(**{name: options.pop(name) for name in Limits._fields if name in options})
+    asked = Options(limits=limits, **options)
+    opened: Future[str] = Future()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            try:
+                runner.run(_serve(asked, opened, stop))
+            except BaseException as error:
+                if opened.done():
+                    raise
+                opened.set_exception(error)
+
+    thread = threading.Thread(target=run, name="sagemaker-local")
+    thread.start()
+    try:
+        yield opened.result()
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+async def _serve_until_signal(options: Options) -> None:
+    opened: Future[str] = Future()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    opened.add_done_callback(
+        lambda it: print(f"SageMaker stand-in at {it.result()}; Ctrl-C ends it", flush=True)
+    )
+    await _serve(options, opened, stop)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/sagemaker", description=__doc__.split("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    serve = verbs.add_parser("local", help="stand in for SageMaker")
+    serve.add_argument("--port", type=int, default=9000)
+    serve.add_argument(
+        "--s3", type=Path, help="the folder that stands for S3: s3://a/b is FOLDER/a/b"
+    )
+    serve.add_argument(
+        "--work", type=Path, help="where containers' files and logs go (a new folder)"
+    )
+    serve.add_argument("--region", default=REGION)
+    serve.add_argument("--account", default=ACCOUNT)
+    serve.add_argument("--seed", type=int, default=0, help="of how streams are cut")
+    serve.add_argument("--duplicate-posts", action="store_true", help="register each adapter twice")
+    serve.add_argument(
+        "--broken-streams", type=float, default=0, help="share that ends in InternalStreamFailure"
+    )
+    for name, help_text in LIMITS.items():
+        default = Limits._field_defaults[name]
+        serve.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int if name.endswith("bytes") else float,
+            default=default,
+            help=help_text + ("" if default is None else f" ({default})"),
+        )
+    check_ = verbs.add_parser("check", help="run SageMaker's contract against a container")
+    check_.add_argument("url", help="like http://127.0.0.1:8080")
+    check_.add_argument("--body", default=BODY, help="of a request that it answers (%(default)s)")
+    check_.add_argument("--adapter", type=Path, help="a LoRA adapter; the container sees this path")
+    check_.add_argument("--pid", type=int, help="of the container's process, which gets a SIGTERM")
+    check_.add_argument("--only", nargs="+", default=[], metavar="RULE", choices=[*contract.RULES])
+    check_.add_argument("--json", action="store_true", dest="as_json")
+    return parser
+
+
+LIMITS = {
+    "answer_s": "seconds for an answer",
+    "stream_s": "seconds for a stream",
+    "ping_s": "seconds for /ping",
+    "accept_s": "seconds until a connection is accepted",
+    "ping_every_s": "seconds between pings",
+    "stop_s": "seconds between SIGTERM and SIGKILL",
+    "startup_s": "seconds to become healthy, in the place of what the endpoint says",
+    "scrape_s": "seconds between scrapes of /metrics, likewise",
+    "header_bytes": "bytes of an answer's headers",
+    "payload_bytes": "bytes of a request; SageMaker's own model says 6291456, its guide 25 MB",
+}
+
+
+def _check(
+    url: str,
+    body: str,
+    adapter: Path | None,
+    pid: int | None,
+    only: list[str],
+    as_json: bool,
+) -> int:
+    """Print the score sheet. Returns the exit code: 0 where no rule is broken."""
+    folder = adapter.resolve() if adapter else None
+    container = contract.Container(url, json.loads(body), folder, pid)
+    results = asyncio.run(contract.run(container, only))
+    if as_json:
+        print(json.dumps([it._asdict() for it in results], indent=1))
+    else:
+        print(contract.sheet(results))
+    return int(any(it.verdict == "fail" for it in results))
+
+
+def main() -> None:
+    given = vars(_parser().parse_args())
+    if given.pop("verb") == "check":
+        sys.exit(_check(**given))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    limits = Limits(**{name: given.pop(name) for name in Limits._fields})
+    asyncio.run(_serve_until_signal(Options(limits=limits, **given)))
+
+
+if __name__ == "__main__":
+    main()
