@@ -263,7 +263,7 @@ class Settings:
         "PREDICT_TIMEOUT",
         otherwise="none; on SageMaker 55, and 470 for streams, but for batch transform",
         help="Seconds after which a request is ended with an error, for which it also may wait; "
-        "docs/overload.md.",
+        "docs/explanation/overload.md.",
     )
     throttle_error_http_code: int | None = _option(
         _STATUS,
@@ -625,7 +625,7 @@ class Settings:
         "OPTION_ADAPTER_CODE",
         otherwise="true; false in secure mode",
         help="Run the `model.py` of adapters, apart from the server and its secrets "
-        "(docs/security.md). Where it is false, an adapter that has one is refused.",
+        "(docs/explanation/security.md). Where it is false, an adapter that has one is refused.",
     )
 
     router_replicas: str | None = _option(
@@ -689,8 +689,8 @@ class Settings:
         "SAGEMAKER_SECURE_MODE",
         heading="Secure mode",
         default=False,
-        help="Refuse what the controls forbid (docs/security.md). SageMaker sets this and the next "
-        "two; no file can.",
+        help="Refuse what the controls forbid (docs/explanation/security.md). SageMaker sets this "
+        "and the next two; no file can.",
     )
     security_controls: tuple[str, ...] = _option(
         some_of(REQUIREMENTS, PICKLE_FILES, REMOTE_CODE, SCRIPTS, TEMPLATE),

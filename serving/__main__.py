@@ -38,7 +38,7 @@ USAGE = """usage: python -m serving [serve | plan [--json] | route]
   plan    print what serve would do here, and why; starts nothing
   route   route requests to several servers
 
-Options are environment variables and files; docs/options.md lists them.
+Options are environment variables and files; docs/reference/options.md lists them.
 """
 
 

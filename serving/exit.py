@@ -121,7 +121,7 @@ def remedy(reason: str, stage: str = "") -> str:
         if pattern.search(reason):
             return helps
     if stage == "options":
-        return "correct the option; docs/options.md has them all"
+        return "correct the option; docs/reference/options.md has them all"
     return "see the lines above"
 
 

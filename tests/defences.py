@@ -1,4 +1,4 @@
-"""How each defence of docs/security.md is taken out, to see that its test then fails."""
+"""How each defence of docs/explanation/security.md is taken out, to see that its test fails."""
 
 import asyncio
 import json

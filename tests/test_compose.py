@@ -219,7 +219,7 @@ def test_all_of_the_routers_series_are_shown():
 
 
 def test_alerts_are_explained():
-    text = (ROOT / "docs/monitoring.md").read_text()
+    text = (ROOT / "docs/guides/monitoring.md").read_text()
     assert {*re.findall(r"^\| `([A-Z]\w+)`", text, re.M)} == {it.where for it in composed.alerts()}
 
 

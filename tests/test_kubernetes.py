@@ -642,5 +642,5 @@ def test_hyperpod_scrapes_and_asks_the_port_that_is_served() -> None:
 
 
 def test_docs_name_every_file() -> None:
-    text = (ROOT / "docs/kubernetes.md").read_text()
+    text = (ROOT / "docs/guides/kubernetes.md").read_text()
     assert all(f"`{name}`" in text for name in MANIFESTS)

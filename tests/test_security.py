@@ -1,4 +1,4 @@
-"""docs/security.md: that every file and test it names is there."""
+"""docs/explanation/security.md: that every file and test it names is there."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from tests.defences import DEFENCES
 from tests.without_defences import outcomes
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "security.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in PAGE.partition("## Threats")[2].splitlines()

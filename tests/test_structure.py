@@ -1,5 +1,5 @@
-"""The plan of the house, as docs/architecture.md has it: which rooms there are, which of them may
-use which, and where names may stand. `__init__` and `__main__` do not count.
+"""The plan of the house, as docs/explanation/architecture.md has it: which rooms there are, which
+of them may use which, and where names may stand. `__init__` and `__main__` do not count.
 """
 
 import ast
@@ -14,7 +14,7 @@ from serving import protocol
 from serving.lifecycle import GRACE_S, SHUTDOWN
 
 ROOT = Path(__file__).parent.parent
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 MOST = 10  # modules of a room
 
 
@@ -60,7 +60,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def floors() -> list[str]:
-    """Rooms from the top of the house to the ground, as docs/architecture.md lists them."""
+    """Rooms from the top of the house to the ground, in the order of the page's table."""
     table = ARCHITECTURE.partition("\n## Rooms\n")[2].partition("\n## ")[0]
     names = re.findall(r"^\| `serving/([\w/]+?)(?:/|\.py)` \|", table, re.MULTILINE)
     return ["serving." + it.replace("/", ".") for it in names]

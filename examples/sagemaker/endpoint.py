@@ -1,6 +1,6 @@
 """An endpoint with a base model and two LoRA adapters, from its creation to its deletion.
 
-    python sagemaker_example.py URL IMAGE FIRST SECOND NEWER NAME=VALUE...
+    python examples/sagemaker/endpoint.py URL IMAGE FIRST SECOND NEWER NAME=VALUE...
 
 URL: of the stand-in (scripts/sagemaker local). IMAGE: what it runs, like
 process:scripts/serve.

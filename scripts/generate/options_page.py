@@ -1,4 +1,4 @@
-"""Write docs/options.md from the declarations in lmi_config; a test fails when it is stale."""
+"""Write docs/reference/options.md from lmi_config's declarations; a test fails when it is stale."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PATH = ROOT / "docs" / "options.md"
+PATH = ROOT / "docs" / "reference" / "options.md"
 
 INTRODUCTION = """\
 # Options

@@ -31,7 +31,7 @@ def test_the_example_in_the_documentation(tiny_options, s3, monkeypatch):
     with running(s3=s3, **limits) as url:
         ended = subprocess.run(
             [
-                *(sys.executable, ROOT / "docs" / "sagemaker_example.py"),
+                *(sys.executable, ROOT / "examples" / "sagemaker" / "endpoint.py"),
                 *(url, f"process:{ROOT / 'entrypoint.sh'}"),
                 *(f"s3://bucket/{name}.tar.gz" for name in ("one", "two", "three")),
                 *(f"{name}={value}" for name, value in tiny_options.items()),

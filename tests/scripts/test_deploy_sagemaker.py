@@ -350,7 +350,7 @@ def test_dry_runs_print_all_and_send_nothing(arguments, operations, capsys, monk
 
 
 def test_the_documentation_shows_what_is_printed(capsys):
-    pages = sorted((ROOT / "docs").glob("sagemaker*.md"))
+    pages = sorted((ROOT / "docs").rglob("sagemaker*.md"))
     text = "".join(page.read_text() for page in pages)
     shown = text.partition("$ scripts/sagemaker deploy demo \\\n")[2]
     arguments, _, output = shown.partition(" --dry-run\n")

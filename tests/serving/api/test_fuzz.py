@@ -1,4 +1,4 @@
-"""Requests at random. Whatever a client sends, it gets an answer that docs/openapi.yaml describes.
+"""Requests at random. Whatever a client sends, docs/reference/openapi.yaml describes the answer.
 
 The examples are the same in every run; SLIPWAY_FUZZ=50 tries fifty times as many, and others.
 """
@@ -28,7 +28,7 @@ from tests.serving.lora.test_registry import registry, write
 
 pytestmark = pytest.mark.anyio
 
-DESCRIPTION = Path(__file__).parents[3] / "docs" / "openapi.yaml"
+DESCRIPTION = Path(__file__).parents[3] / "docs" / "reference" / "openapi.yaml"
 SECRET = "Rumpelstilzchen"  # a word of every prompt, and of no error
 LIMIT = 40_000_000
 OPENAI = ("/v1/completions", "/v1/chat/completions")
