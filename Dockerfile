@@ -79,7 +79,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     OPTION_HOST=0.0.0.0
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --retries=3 --start-period=30m CMD ["python3", "-c", \
-    "import os, urllib.request; from lmi_config.settings import read; urllib.request.urlopen(f'http://127.0.0.1:{read(os.environ).port}/ping', timeout=4)"]
+    "import os, urllib.request; from lmi_config.options.settings import read; urllib.request.urlopen(f'http://127.0.0.1:{read(os.environ).port}/ping', timeout=4)"]
 ENTRYPOINT ["/opt/slipway/entrypoint.sh"]
 CMD ["serve"]
 ARG VERSION=""

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 
-from lmi_config.settings import SettingsError, read
+from lmi_config.options.settings import SettingsError, read
 
 try:
     with contextlib.suppress(ModuleNotFoundError):  # what reads a file is not installed yet

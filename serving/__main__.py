@@ -26,8 +26,9 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 
-from lmi_config import explain, settings
-from lmi_config.settings import SettingsError
+from lmi_config.options import settings
+from lmi_config.options.settings import SettingsError
+from lmi_config.plan import explain
 from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
 from serving.observability.capture import capture_output

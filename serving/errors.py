@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.responses import Response
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.protocol import INVOCATIONS_PATH, OPENAI
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lmi_config.machine import out_of_memory_kills
-from lmi_config.settings import SettingsError
+from lmi_config.facts.machine import out_of_memory_kills
+from lmi_config.options.settings import SettingsError
 from serving.observability.logs import JsonFormatter, make_record
 from serving.observability.redaction import redacted
 

@@ -31,8 +31,8 @@ import msgspec
 
 from handlers import isolation
 from handlers.custom import FILE, HANDLE_OF_ADAPTER, LENGTH, WINDOW, Kind, What, framed, told
-from lmi_config.model import Checkpoint
-from lmi_config.options import names_option
+from lmi_config.facts.model import Checkpoint
+from lmi_config.options.declared import names_option
 from serving.errors import UserCodeFailed
 from serving.observability.redaction import redacted
 

@@ -123,19 +123,19 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Adapters that break the engine": Removed(
         f"{ADAPTERS}test_bad_input[parameters12-424-its rank is 32]",
-        {"lmi_config.adapter:faults": none_found},
+        {"lmi_config.facts.adapter:faults": none_found},
     ),
     "Pickles run code": Removed(
         f"{SECURE}test_each_control_forbids_its_files_and_nothing_else",
-        {"lmi_config.secure:_PICKLES": ("*",)},
+        {"lmi_config.options.secure:_PICKLES": ("*",)},
     ),
     "Code that comes with a model": Removed(
         f"{SECURE}test_an_untrusted_file_widens_nothing",
-        {"lmi_config.secure:_option_faults": none_found},
+        {"lmi_config.options.secure:_option_faults": none_found},
     ),
     "A value in an option file is read as an option of vLLM's": Removed(
-        "tests/lmi_config/test_vllm_args.py::test_no_value_becomes_an_option",
-        {"lmi_config.vllm_args:_flags": none_found},
+        "tests/lmi_config/plan/test_vllm.py::test_no_value_becomes_an_option",
+        {"lmi_config.plan.vllm:_flags": none_found},
     ),
     "Templates of clients": Removed(
         "tests/serving/router/kv/test_awareness.py::test_a_template_of_a_clients_is_not_rendered",
@@ -154,11 +154,11 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "`requirements.txt` installs packages": Removed(
         f"{SECURE}test_each_control_forbids_its_files_and_nothing_else",
-        {"lmi_config.secure:_FORBIDDEN": ()},
+        {"lmi_config.options.secure:_FORBIDDEN": ()},
     ),
     "Secure mode is switched off or weakened by a file": Removed(
         f"{SECURE}test_no_file_touches_secure_mode_itself",
-        {"lmi_config.settings:_PLATFORM": set()},
+        {"lmi_config.options.settings:_PLATFORM": set()},
     ),
     "Adapters bypass secure mode": Removed(
         f"{SECURE}test_adapters_are_looked_at_for_all_of_it",
@@ -166,7 +166,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Links hide files from secure mode": Removed(
         f"{SECURE}test_links_may_lead_elsewhere_within_a_channel_only",
-        {"lmi_config.secure:_FORBIDDEN": ()},
+        {"lmi_config.options.secure:_FORBIDDEN": ()},
     ),
     "URLs of media lead inside (SSRF)": Removed(
         f"{MEDIA}test_names_that_lead_inside_are_refused",
@@ -191,7 +191,8 @@ DEFENCES: Mapping[str, Removed] = {
     "The disk tier removes, or is led to, files of others": Removed(
         "tests/serving/kv_cache/test_disk.py::test_a_strangers_file_in_a_cache_of_ours_stays",
         {
-            "tests.serving.kv_cache.test_disk:SERVER": "import re\nfrom lmi_config import machine\n"
+            "tests.serving.kv_cache.test_disk:SERVER": "import re\n"
+            "from lmi_config.facts import machine\n"
             "machine._KV_FILE = re.compile('.*')\n" + DISK_SERVER
         },
     ),
@@ -205,12 +206,12 @@ DEFENCES: Mapping[str, Removed] = {
         {"serving.http.connections:Connection.on_header": HttpToolsProtocol.on_header},
     ),
     "KV events tell prompts": Removed(
-        "tests/lmi_config/test_plan.py::test_without_being_asked_for_there_are_no_kv_events",
-        {"lmi_config.options:Settings.__init__.__kwdefaults__[kv_events]": True},
+        "tests/lmi_config/plan/test_plan.py::test_without_being_asked_for_there_are_no_kv_events",
+        {"lmi_config.options.declared:Settings.__init__.__kwdefaults__[kv_events]": True},
     ),
     "Secrets in logs and plans": Removed(
-        "tests/lmi_config/test_redaction.py::test_what_looks_like_a_secret_is_masked",
-        {"lmi_config.redaction:_SHAPES": NOTHING},
+        "tests/lmi_config/options/test_redaction.py::test_what_looks_like_a_secret_is_masked",
+        {"lmi_config.options.redaction:_SHAPES": NOTHING},
     ),
     "Prompts in logs and errors": Removed(
         "tests/serving/api/test_fuzz.py::test_a_refusal_does_not_repeat_the_prompt",
@@ -242,7 +243,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "`model.py` harms the server": Removed(
         f"{SECURE}test_code_that_would_run_is_refused_outside_of_channels_too",
-        {"lmi_config.secure:file_faults": none_found},
+        {"lmi_config.options.secure:file_faults": none_found},
     ),
     "One client begins sessions until there is no room": Removed(
         "tests/serving/api/test_sessions.py::"

@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 
-from lmi_config import settings
+from lmi_config.options import settings
 from tests import composed
 from tests.composed import MONITORING, OF_THE_SCRAPE, ROOT
 

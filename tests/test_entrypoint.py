@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cgroups import limited
-from tests.lmi_config.test_model import safetensors
+from tests.lmi_config.facts.test_model import safetensors
 
 ROOT = Path(__file__).parent.parent
 

@@ -22,9 +22,10 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from lmi_config import settings, vllm_args
-from lmi_config.options import Settings
-from lmi_config.values import Endpoints, replica_source
+from lmi_config.options import settings
+from lmi_config.options.declared import Settings
+from lmi_config.options.parsers import Endpoints, replica_source
+from lmi_config.plan import vllm
 from serving.api.app import create_app
 from serving.api.backend import Backend
 from serving.inference import queue
@@ -364,9 +365,9 @@ def test_router_and_servers_agree() -> None:
     "part", [it for it in OURS if it.settings().kv_events], ids=lambda part: part.file
 )
 def test_kv_events_have_their_ports(part: Part) -> None:
-    assert not vllm_args.kv_events_faults(part.settings())
+    assert not vllm.kv_events_faults(part.settings())
     ports = {it["name"]: it["containerPort"] for it in part.container["ports"]}
-    assert (ports["kv-events"], ports["kv-events-log"]) == vllm_args.kv_event_ports(part.settings())
+    assert (ports["kv-events"], ports["kv-events-log"]) == vllm.kv_event_ports(part.settings())
 
 
 def test_the_nodes_of_a_group_agree() -> None:
@@ -374,7 +375,7 @@ def test_the_nodes_of_a_group_agree() -> None:
     group = MANIFESTS["multi_node.yaml"][0]["spec"]["leaderWorkerTemplate"]
     command = worker.container["args"]
     given = dict(it[2:].split("=", 1) for it in command if "=" in it)
-    known = json.loads((ROOT / "lmi_config/vllm_options.json").read_text())
+    known = json.loads((ROOT / "lmi_config/options/vllm_options.json").read_text())
     assert {name.replace("-", "_") for name in given} <= known.keys()
     asked = leader.settings()
     assert command[:4] == ["vllm", "serve", asked.model_id, "--headless"]

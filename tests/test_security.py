@@ -42,7 +42,7 @@ def test_all_of_the_table_was_read():
 
 @pytest.mark.parametrize("option", re.findall(r"`((?:OPTION|SERVING|SAGEMAKER)_[A-Z_]+)", PAGE))
 def test_an_option_that_it_names_exists(option):
-    from lmi_config.options import OPTIONS, vllm_options
+    from lmi_config.options.declared import OPTIONS, vllm_options
 
     declared = {name for it in OPTIONS.values() for name in (*it.names, *it.others)}
     assert option in declared | {f"OPTION_{name.upper()}" for name in vllm_options()}

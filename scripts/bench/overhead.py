@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import aiohttp
 import psutil
 
-from lmi_config import vllm_args
+from lmi_config.plan import vllm
 from scripts.models import tiny
 from serving.server.prepare import prepare
 
@@ -235,7 +235,7 @@ def main() -> None:
     }
     plan = prepare({**os.environ, **asked}).plan
     arguments = [
-        *vllm_args.arguments(plan.engine(asked["OPTION_MODEL_ID"], None)),
+        *vllm.arguments(plan.engine(asked["OPTION_MODEL_ID"], None)),
         "--disable-uvicorn-access-log",
     ]
     environ, here = dict(plan.environment), plan.machine

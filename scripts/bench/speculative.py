@@ -21,7 +21,7 @@ import httpx
 from matplotlib.figure import Figure
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmi_config import machine
+from lmi_config.facts import machine
 from scripts.bench.overhead import server
 from scripts.eagle import train
 from scripts.models import tiny

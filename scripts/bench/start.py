@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from lmi_config import vllm_args
+from lmi_config.plan import vllm
 from scripts.models import tiny
 from serving.server.prepare import prepare
 
@@ -73,7 +73,7 @@ def main() -> None:
         "OPTION_PORT": str(PORT),
     }
     plan = prepare({**os.environ, **asked}).plan
-    arguments = vllm_args.arguments(plan.engine(model, None))
+    arguments = vllm.arguments(plan.engine(model, None))
     plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     arms = {
         "plain vLLM": ([*plain, f"--port={PORT}"], dict(plan.environment)),

@@ -64,8 +64,8 @@ def default(value: object, otherwise: str | None) -> str:
 
 
 def lines() -> Iterator[str]:
-    from lmi_config.options import OPTIONS, vllm_options
-    from lmi_config.unused import REFUSED, UNUSED
+    from lmi_config.options.declared import OPTIONS, vllm_options
+    from lmi_config.options.ignored import REFUSED, UNUSED
 
     yield INTRODUCTION
     for option in OPTIONS.values():

@@ -1,4 +1,4 @@
-"""Write lmi_config/vllm_options.json: every option of the pinned vLLM, and what it takes.
+"""Write vllm_options.json of lmi_config/options: what the pinned vLLM's options take.
 
 Settings are checked without importing vLLM (that takes many seconds), so its option names and kinds
 are kept as data. Run with the environment's Python whenever the pin moves; a test fails when the
@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-PATH = Path(__file__).parent.parent.parent / "lmi_config" / "vllm_options.json"
+PATH = Path(__file__).parent.parent.parent / "lmi_config" / "options" / "vllm_options.json"
 
 
 def kind(action: argparse.Action) -> str:

@@ -22,9 +22,9 @@ import botocore
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, EventStreamError
 
-from lmi_config import settings
-from lmi_config.options import MODEL_STORE, Settings
-from lmi_config.redaction import secret
+from lmi_config.options import settings
+from lmi_config.options.declared import MODEL_STORE, Settings
+from lmi_config.options.redaction import secret
 
 VARIANT = "main"
 AMI = "al2023-ami-sagemaker-inference-gpu-4-1"

@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Scope
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving import errors, protocol
 from serving.api import adapters, info
 from serving.api.backend import Backend

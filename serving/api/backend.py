@@ -1,6 +1,6 @@
 """What stands behind the API, from the server's start to its end."""
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
 from serving.lifecycle import Lifecycle, Stage

@@ -5,7 +5,7 @@ from prometheus_client import REGISTRY, make_asgi_app
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.api.backend import Backend
 from serving.engine.vllm_errors import from_engine
 from serving.inference.pipeline import Pipeline

@@ -7,7 +7,7 @@ from starlette.types import Scope, Send
 
 from handlers import payloads
 from handlers.records import FormatError
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.aio import in_thread
 from serving.api.parts import answer_lines, answer_list
 from serving.api.sessions import Sessions

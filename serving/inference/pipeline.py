@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from starlette.types import Receive, Send
 
 from handlers.records import EngineCall, FormatError
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.engine.base import Engine
 from serving.errors import NotReady

@@ -14,8 +14,8 @@ import os
 import stat
 from pathlib import Path
 
-from lmi_config import machine
-from lmi_config.kv_tiers import Tiers
+from lmi_config.facts import machine
+from lmi_config.plan.kv_tiers import Tiers
 from serving import folders
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lmi_config.model import Folder, weight_files
+from lmi_config.facts.model import Folder, weight_files
 from serving import folders
 from serving.sources.digests import of_model
 

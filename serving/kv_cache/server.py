@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from lmi_config.kv_tiers import STORES
+from lmi_config.plan.kv_tiers import STORES
 from serving.engine.base import Prefilled
 from serving.observability.trouble_log import TroubleLog
 

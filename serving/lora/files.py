@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from handlers.custom import FILE
-from lmi_config import secure
-from lmi_config.adapter import CONFIG, WEIGHTS
-from lmi_config.model import Checkpoint, Folder, ModelError
+from lmi_config.facts.adapter import CONFIG, WEIGHTS
+from lmi_config.facts.model import Checkpoint, Folder, ModelError
+from lmi_config.options import secure
 from serving.errors import BadRequest, Conflict, NoSlot
 from serving.lora import archives
 from serving.sources.digests import Digests, combined

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 
 from prometheus_client import Counter, Gauge
 
-from lmi_config import adapter as facts
-from lmi_config.model import ModelError, Tensor
+from lmi_config.facts import adapter as facts
+from lmi_config.facts.model import ModelError, Tensor
 from serving import user_code
 from serving.aio import in_thread
 from serving.engine.base import Engine

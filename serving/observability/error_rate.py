@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.errors import (
     AdapterFailed,
     EngineFailed,

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from lmi_config.values import LOG_LEVELS
+from lmi_config.options.parsers import LOG_LEVELS
 from serving.observability.redaction import hide, plain, redacted
 
 MAX_REPEATS = 30

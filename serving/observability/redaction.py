@@ -6,7 +6,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from lmi_config.redaction import HIDDEN, masked, parts
+from lmi_config.options.redaction import HIDDEN, masked, parts
 
 MIN_SECRET = 8
 """Characters of a secret; shorter ones would make holes into harmless words."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving import errors, protocol
 from serving.errors import (
     BadRequest,

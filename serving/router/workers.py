@@ -12,7 +12,7 @@ from multiprocessing.context import ForkProcess
 
 import uvloop
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.exit import DIED, START_FAILED, Exit
 from serving.http.sockets import CannotListen, bound, raise_open_files
 from serving.process import end_with_parent

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmi_config import draft, kv_tiers, machine, model, plan, secure, settings
-from lmi_config.model import Checkpoint, Folder, ModelError, ModelFacts
-from lmi_config.options import Settings
-from lmi_config.plan import EngineParts, Plan
-from lmi_config.settings import SettingsError
+from lmi_config.facts import draft, machine, model
+from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
+from lmi_config.options import secure, settings
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+from lmi_config.plan import kv_tiers, plan
+from lmi_config.plan.plan import EngineParts, Plan
 from serving.sources.locate import locate
 from serving.sources.source import Source, SourceError
 

@@ -17,9 +17,9 @@ import psutil
 import uvloop
 from prometheus_client import Gauge, Info
 
-from lmi_config import explain
-from lmi_config.machine import out_of_memory_kills
-from lmi_config.options import Settings
+from lmi_config.facts.machine import out_of_memory_kills
+from lmi_config.options.declared import Settings
+from lmi_config.plan import explain
 from serving import VERSION, process
 from serving.api.app import create_app
 from serving.api.backend import Backend

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from handlers.custom import FILE
-from lmi_config import kv_tiers
-from lmi_config.kv_tiers import Tiers
-from lmi_config.model import Folder, Tensor, tensors
-from lmi_config.options import SCRIPTS, Settings
-from lmi_config.plan import Plan
-from lmi_config.vllm_args import arguments
+from lmi_config.facts.model import Folder, Tensor, tensors
+from lmi_config.options.declared import SCRIPTS, Settings
+from lmi_config.plan import kv_tiers
+from lmi_config.plan.kv_tiers import Tiers
+from lmi_config.plan.plan import Plan
+from lmi_config.plan.vllm import arguments
 from serving import folders
 from serving.aio import in_thread
 from serving.engine import vllm

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from lmi_config.model import LONGEST_HEADER
+from lmi_config.facts.model import LONGEST_HEADER
 
 WHOLE = 64 * 2**30
 """Bytes of a model up to which all of it is read: SHA-256 takes about 1 s for 1.5 GB on each core,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmi_config.model import CONFIGS, Checkpoint, Folder, ModelError, weight_files
+from lmi_config.facts.model import CONFIGS, Checkpoint, Folder, ModelError, weight_files
 from serving.sources.files import needed, needed_of_remote
 from serving.sources.source import (
     ANSWER_S,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lmi_config.model import Checkpoint, Folder
+from lmi_config.facts.model import Checkpoint, Folder
 from serving import folders
 from serving.sources import hub
 from serving.sources.s3 import S3

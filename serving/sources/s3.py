@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from lmi_config.model import Checkpoint, Folder
+from lmi_config.facts.model import Checkpoint, Folder
 from serving import folders
 from serving.sources.files import needed_of_remote
 from serving.sources.source import (

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
-from lmi_config.model import Checkpoint
+from lmi_config.facts.model import Checkpoint
 
 T = TypeVar("T")
 

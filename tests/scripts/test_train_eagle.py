@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lmi_config.draft import faults, look
-from lmi_config.model import Folder
-from lmi_config.model import look as look_at_model
+from lmi_config.facts.draft import faults, look
+from lmi_config.facts.model import Folder
+from lmi_config.facts.model import look as look_at_model
 from scripts.models import tiny
 
 FEW = {"steps": 3, "length": 16, "prompt": 8, "batch": 2, "depth": 2, "threads": 1}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.lifecycle import Step
 from serving.server.server import Server
 from serving.server.startup import Runtime

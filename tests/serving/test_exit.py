@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.machine import out_of_memory_kills
+from lmi_config.facts.machine import out_of_memory_kills
 from serving import exit as module
 from serving.exit import MAX_LINE, Exit, memory_ran_out, remedy, report, root_cause
 from serving.observability import redaction

@@ -22,7 +22,7 @@ from lmcache.v1.multiprocess.http_server import app
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.view import View
 
-from lmi_config.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
+from lmi_config.plan.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
 from serving.kv_cache.lmcache.shared_store import SharedStore
 

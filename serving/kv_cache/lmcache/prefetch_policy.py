@@ -33,7 +33,7 @@ from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.mp_observability.event_bus import EventSubscriber
 from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
-from lmi_config.kv_tiers import STORES
+from lmi_config.plan.kv_tiers import STORES
 from serving.kv_cache.speed import Speed
 
 log = init_logger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from lmi_config.values import replica, replica_source
+from lmi_config.options.parsers import replica, replica_source
 from serving.aio import in_thread
 from serving.router.fleet.fault_log import FaultLog
 from serving.router.fleet.kubernetes import endpoints

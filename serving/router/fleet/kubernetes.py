@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
-from lmi_config.values import Endpoints
+from lmi_config.options.parsers import Endpoints
 from serving.router.fleet.fault_log import FaultLog
 
 ANSWER_S = 5.0

@@ -14,7 +14,7 @@ import aiohttp
 from msgspec.structs import replace
 from prometheus_client import Counter
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.aio import in_thread
 from serving.protocol import KV_EVENT_SOURCES
 from serving.router.fleet.replicas import Replica

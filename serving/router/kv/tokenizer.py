@@ -16,7 +16,7 @@ import jinja2.meta
 import msgspec
 
 from handlers import lmi, payloads
-from lmi_config.model import Checkpoint
+from lmi_config.facts.model import Checkpoint
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENGINE_PATHS
 from serving.sources.locate import locate
 

@@ -35,8 +35,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmi_config import kv_tiers
-from lmi_config.kv_tiers import Tiers
+from lmi_config.plan import kv_tiers
+from lmi_config.plan.kv_tiers import Tiers
 from scripts.models import tiny
 from serving.engine import kv_connector
 from serving.engine.kv_connector import FaultTolerantConnector

@@ -378,7 +378,7 @@ async def small(anyio_backend, monkeypatch):
 DESCRIPTORS = """
 import resource, socket, sys
 from types import SimpleNamespace
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.server.server import serve
 
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

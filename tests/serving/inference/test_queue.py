@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config import options
+from lmi_config.options import declared
 from serving.errors import Overloaded
 from serving.inference.pipeline import AHEAD
 from serving.inference.queue import FairQueue, Ticket
@@ -183,7 +183,7 @@ async def test_who_waits_for_a_place_takes_no_room(tmp_path):
 
 
 async def test_a_request_is_told_that_its_time_is_over_while_it_waits(monkeypatch):
-    monkeypatch.setattr(options, "SAGEMAKER_WHOLE_S", 1)
+    monkeypatch.setattr(declared, "SAGEMAKER_WHOLE_S", 1)
     async with running(interactive=True) as served:
         inside, (behind,) = await filled(served, waiting=1, stream=True)
         told = "the request took longer than 1 s; OPTION_PREDICT_TIMEOUT sets the limit"
@@ -195,7 +195,7 @@ async def test_a_request_is_told_that_its_time_is_over_while_it_waits(monkeypatc
 
 
 async def test_a_stream_is_told_so_within_it(monkeypatch):
-    monkeypatch.setattr(options, "SAGEMAKER_STREAM_S", 1)
+    monkeypatch.setattr(declared, "SAGEMAKER_STREAM_S", 1)
     async with running(interactive=True) as served:
         answer = await served.invoke({"inputs": "wait a", "stream": True})
         assert answer.status_code == 200

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lmi_config import machine
-from lmi_config.kv_tiers import Tiers
+from lmi_config.facts import machine
+from lmi_config.plan.kv_tiers import Tiers
 from serving.kv_cache import disk
 
 MIB = 1024**2

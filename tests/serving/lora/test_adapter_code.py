@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from handlers import isolation
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from tests.serving.conftest import running
 from tests.serving.lora import test_registry
 from tests.serving.lora.test_registry import ask, register, registry, write

@@ -17,7 +17,7 @@ import boto3
 import psutil
 import pytest
 
-from lmi_config.model import Tensor
+from lmi_config.facts.model import Tensor
 from serving.errors import AdapterFailed
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry

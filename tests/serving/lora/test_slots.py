@@ -6,7 +6,7 @@ import random
 import httpx
 import pytest
 
-from lmi_config import options
+from lmi_config.options import declared
 from serving.errors import NoSlot
 from serving.lora.slots import QUANTUM_S, BatchSlots
 from tests.serving.api.test_app import until
@@ -181,7 +181,7 @@ async def test_a_new_one_is_answered_although_others_never_cease(monkeypatch, tm
 
 
 async def test_its_deadline_and_its_client_end_a_wait(monkeypatch, tmp_path):
-    monkeypatch.setattr(options, "SAGEMAKER_WHOLE_S", 1)
+    monkeypatch.setattr(declared, "SAGEMAKER_WHOLE_S", 1)
     async with running(interactive=True) as served:
         engine = served.engine
         root = tmp_path / "adapters"

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.errors import BadRequest, EngineFailed, NotReady, ServerFailed, TimedOut
 from serving.exit import DIED, Exit
 from serving.observability.error_rate import ErrorRates

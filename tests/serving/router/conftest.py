@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from lmi_config.options import Settings
+from lmi_config.options.declared import Settings
 from serving.router.fleet import health
 from serving.router.router import Router
 

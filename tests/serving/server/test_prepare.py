@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving.server.prepare import prepare
-from tests.lmi_config.test_model import safetensors
+from tests.lmi_config.facts.test_model import safetensors
 from tests.test_entrypoint import CONFIG
 
 SHM = Path("/dev/shm")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lmi_config.options import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
+from lmi_config.options.declared import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
 from serving.__main__ import main
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
 from serving.user_code import start_user_code
-from tests.lmi_config.test_model import safetensors
+from tests.lmi_config.facts.test_model import safetensors
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import BASE, LIMITS, write
 from tests.test_entrypoint import CONFIG

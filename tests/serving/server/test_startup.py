@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmi_config import kv_tiers, plan
-from lmi_config.settings import read
+from lmi_config.options.settings import read
+from lmi_config.plan import kv_tiers, plan
 from serving import folders
 from serving.engine.base import EngineError
 from serving.kv_cache import disk

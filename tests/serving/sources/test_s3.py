@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lmi_config.model import Folder
+from lmi_config.facts.model import Folder
 from serving.sources import s3, source
 from serving.sources.locate import locate
 from serving.sources.source import SourceError

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from lmi_config.values import Endpoints, replica_source, replicas
+from lmi_config.options.parsers import Endpoints, replica_source, replicas
 from serving.router.fleet import discovery, kubernetes
 from serving.router.fleet.discovery import discovered, listed
 

@@ -291,7 +291,7 @@ async def test_a_folder_without_a_tokenizer(tmp_path):
 
 
 async def test_only_what_belongs_to_the_tokenizer_is_read(monkeypatch, tmp_path):
-    from lmi_config.model import Folder
+    from lmi_config.facts.model import Folder
 
     read: list[str] = []
     whole = Folder.head

@@ -17,8 +17,8 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
-from lmi_config.redaction import masked, secret
-from lmi_config.settings import SettingsError, nearly
+from lmi_config.options.redaction import masked, secret
+from lmi_config.options.settings import SettingsError, nearly
 
 Reader = Callable[[object], Any]
 """Turns a text or YAML's value into an option's, or raises ValueError saying what it should be."""

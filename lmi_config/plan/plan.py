@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lmi_config import budget, draft, kv_tiers, preflight, vllm_args
-from lmi_config.budget import Budget, GpuBudget
-from lmi_config.draft import Draft
-from lmi_config.kv_tiers import Tiers
-from lmi_config.machine import Machine
-from lmi_config.model import ModelError, ModelFacts
-from lmi_config.options import Settings
-from lmi_config.settings import SettingsError
+from lmi_config.facts import draft
+from lmi_config.facts.draft import Draft
+from lmi_config.facts.machine import Machine
+from lmi_config.facts.model import ModelError, ModelFacts
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+from lmi_config.plan import kv_tiers, memory, preflight, vllm
+from lmi_config.plan.kv_tiers import Tiers
+from lmi_config.plan.memory import Budget, GpuBudget
 
 SPECULATIVE_TOKENS = 3
 """Tokens that a draft proposes where neither the operator nor the draft says how many."""
@@ -102,11 +103,11 @@ def make(
 
     Raises SettingsError where it cannot work.
     """
-    settings = budget.settled(settings, machine, environ)
-    count = vllm_args.ranks(settings, machine)
+    settings = memory.settled(settings, machine, environ)
+    count = vllm.ranks(settings, machine)
     faults = (
         kv_tiers.faults(settings)
-        + vllm_args.kv_events_faults(settings)
+        + vllm.kv_events_faults(settings)
         + _speculation_faults(settings, model, drafted)
     )
     if faults:
@@ -123,24 +124,24 @@ def make(
     if draft_facts and draft_facts.kv and model.kv:
         # A draft keeps KV of its own for every token, in the engine's memory and in all tiers.
         model = dataclasses.replace(model, kv=model.kv.plus(draft_facts.kv))
-    memory = budget.memory(settings, machine, model, draft_facts, cached)
-    gpu = budget.gpu(settings, machine, model, draft_facts)
+    budget = memory.budget(settings, machine, model, draft_facts, cached)
+    gpu = memory.gpu_budget(settings, machine, model, draft_facts)
     tiers = None
     if cached:
         region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
         tiers = kv_tiers.plan(
-            settings, machine, model, memory, count, lmcache_file, to_fetch, region
+            settings, machine, model, budget, count, lmcache_file, to_fetch, region
         )
     running = tiers is not None and tiers.l1 > 0
     if cached and not running:
-        memory = budget.memory(settings, machine, model, draft_facts, cached=False)
+        budget = memory.budget(settings, machine, model, draft_facts, cached=False)
     derived: dict[str, Any] = {}
-    if memory.kv is not None:
-        derived["kv_cache_memory_bytes"] = memory.kv
+    if budget.kv is not None:
+        derived["kv_cache_memory_bytes"] = budget.kv
     if tiers and running:
         derived["kv_transfer_config"] = kv_tiers.connector(tiers, machine, parts.connector)
     if settings.kv_events:
-        derived["kv_events_config"] = vllm_args.kv_events(settings)
+        derived["kv_events_config"] = vllm.kv_events(settings)
     if speculation := _speculation(settings, drafted):
         derived["speculative_config"] = speculation
     return Plan(
@@ -149,14 +150,14 @@ def make(
         parts=parts,
         model=model,
         draft=drafted,
-        memory=memory,
+        memory=budget,
         gpu=gpu,
         tiers=tiers,
-        environment=vllm_args.environment(settings, machine, environ),
+        environment=vllm.environment(settings, machine, environ),
         cache_environment=kv_tiers.server_environment(tiers) if tiers else {},
-        options=vllm_args.options(settings, machine, settings.model_id, derived, parts.cpu_lora),
+        options=vllm.options(settings, machine, settings.model_id, derived, parts.cpu_lora),
         findings=(
-            *preflight.findings(settings, machine, model, memory, gpu, tiers),
+            *preflight.findings(settings, machine, model, budget, gpu, tiers),
             *preflight.downloads(to_fetch, room),
         ),
     )

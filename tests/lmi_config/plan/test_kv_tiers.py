@@ -8,9 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config import explain, kv_tiers, lmcache, plan
-from lmi_config.model import KvShape
-from lmi_config.settings import SettingsError, read
+from lmi_config.facts.model import KvShape
+from lmi_config.options.settings import SettingsError, read
+from lmi_config.plan import explain, kv_tiers, lmcache, plan
 from tests.lmi_config.examples import DISK, GIB, H100, PARTS, machine, model
 
 AUTO = {"OPTION_LMCACHE_AUTO_CONFIG": "true"}

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.lmcache import Disk, L2Store, Translation, merged, store, translate
-from lmi_config.settings import SettingsError
+from lmi_config.options.settings import SettingsError
+from lmi_config.plan.lmcache import Disk, L2Store, Translation, merged, store, translate
 
 COUNTED = (
     "capacity_gb bounds what this server stores from its start on; what it finds there, and what "

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmi_config.options import OPTIONS, vllm_options
-from lmi_config.settings import SettingsError, read
+from lmi_config.options.declared import OPTIONS, vllm_options
+from lmi_config.options.settings import SettingsError, read
 from scripts.generate import options_page
 
 

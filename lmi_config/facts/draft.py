@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lmi_config.model import (
+from lmi_config.facts.model import (
     Checkpoint,
     Config,
     ModelError,

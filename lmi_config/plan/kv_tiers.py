@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmi_config import lmcache
-from lmi_config.budget import GIB, SHARED_MEMORY, Budget, kv_per_token
-from lmi_config.lmcache import L2Store, Translation
-from lmi_config.machine import Machine
-from lmi_config.model import ModelFacts
-from lmi_config.options import Settings
-from lmi_config.settings import SettingsError
+from lmi_config.facts.machine import Machine
+from lmi_config.facts.model import ModelFacts
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+from lmi_config.plan import lmcache
+from lmi_config.plan.lmcache import L2Store, Translation
+from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
 
 POLICY, POLICY_SKIPPING_L1 = "slipway", "slipway_skip_l1"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"

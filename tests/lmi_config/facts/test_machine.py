@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from lmi_config.machine import Gpu, look
+from lmi_config.facts.machine import Gpu, look
 
 GIB = 1024**3
 

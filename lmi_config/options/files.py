@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmi_config.options import PREFIX
+from lmi_config.options.declared import PREFIX
 
 PROPERTIES = "serving.properties"
 YAML = "slipway.yaml"

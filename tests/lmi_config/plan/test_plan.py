@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config import draft, explain, plan
-from lmi_config.settings import SettingsError, read
+from lmi_config.facts import draft
+from lmi_config.options.settings import SettingsError, read
+from lmi_config.plan import explain, plan
 from tests.lmi_config.examples import GIB, H100, PARTS, machine, model
-from tests.lmi_config.test_draft import EAGLE3, EAGLE3_TENSORS, Memory, target
-from tests.lmi_config.test_settings import NAMES, VALUES
+from tests.lmi_config.facts.test_draft import EAGLE3, EAGLE3_TENSORS, Memory, target
+from tests.lmi_config.options.test_settings import NAMES, VALUES
 
 
 def planned(environ, here=None, facts=None, drafted=None):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.options import OPTIONS, Settings, vllm_options
-from lmi_config.settings import SettingsError, read
-from lmi_config.unused import REFUSED, UNUSED
+from lmi_config.options.declared import OPTIONS, Settings, vllm_options
+from lmi_config.options.ignored import REFUSED, UNUSED
+from lmi_config.options.settings import SettingsError, read
 
 TRACES, PROTOCOL = "otlp_traces_endpoint", "OTEL_EXPORTER_OTLP_PROTOCOL"
 
@@ -338,7 +338,7 @@ def test_every_declared_vllm_option_exists():
     import json
     from pathlib import Path
 
-    listed = json.loads(Path("lmi_config/vllm_options.json").read_text())
+    listed = json.loads(Path("lmi_config/options/vllm_options.json").read_text())
     assert {option.vllm for option in OPTIONS.values() if option.vllm} <= listed.keys()
     assert REFUSED.keys() <= listed.keys()
 

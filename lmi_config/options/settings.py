@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmi_config import files
-from lmi_config.files import FileFault, Given
-from lmi_config.options import (
+from lmi_config.options import files
+from lmi_config.options.declared import (
     MODEL_STORE,
     OPTIONS,
     PREFIX,
@@ -20,9 +19,10 @@ from lmi_config.options import (
     Settings,
     vllm_options,
 )
-from lmi_config.redaction import masked, secret
-from lmi_config.unused import REFUSED, UNUSED
-from lmi_config.values import Reader
+from lmi_config.options.files import FileFault, Given
+from lmi_config.options.ignored import REFUSED, UNUSED
+from lmi_config.options.parsers import Reader
+from lmi_config.options.redaction import masked, secret
 
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
 _NEAR = 0.85  # a letter or two; Kubernetes' SERVING_SERVICE_HOST is not meant

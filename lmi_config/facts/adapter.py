@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmi_config.model import Checkpoint, ModelError, Tensor, header, json_object
+from lmi_config.facts.model import Checkpoint, ModelError, Tensor, header, json_object
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmi_config import budget, preflight, vllm_args
-from lmi_config.kv_tiers import DOCUMENT, told
-from lmi_config.options import OPTIONS
-from lmi_config.plan import Plan, draft_id
-from lmi_config.redaction import masked, secret
-from lmi_config.values import AUTO
+from lmi_config.options.declared import OPTIONS
+from lmi_config.options.parsers import AUTO
+from lmi_config.options.redaction import masked, secret
+from lmi_config.plan import memory, preflight, vllm
+from lmi_config.plan.kv_tiers import DOCUMENT, told
+from lmi_config.plan.plan import Plan, draft_id
 
 
 def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -70,7 +70,7 @@ def _tokens(size: int, each: int) -> str:
 def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """The plan as a table: what, how much, and why or what that means. A name of "" goes on."""
     settings, machine, model = plan.settings, plan.machine, plan.model
-    each = budget.kv_per_token(settings, model)
+    each = memory.kv_per_token(settings, model)
     about = [settings.model_id, *model.architectures[:1], model.dtype, model.quantization]
     yield "model", told(model.weight_bytes), ", ".join(part for part in about if part)
     if each:
@@ -100,13 +100,13 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield from _tiers(plan, each)
     yield "port", str(settings.port), settings.origins.get("port", "default")
     if settings.kv_events:
-        events, log = vllm_args.kv_event_ports(settings)
+        events, log = vllm.kv_event_ports(settings)
         yield "KV events", f"ports {events}, {log}", "events and their log; prompts are in them"
 
 
 def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
     settings, machine = plan.settings, plan.machine
-    degree = vllm_args.tensor_parallel(settings, machine)
+    degree = vllm.tensor_parallel(settings, machine)
     given = settings.origins.get("tensor_parallel_degree", "default: max")
     if not machine.gpus:
         quota = f", {machine.cpu_quota:g} by quota" if machine.cpu_quota else ""
@@ -145,7 +145,7 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     """What will run: a name, and arguments with what is secret hidden."""
-    yield "vLLM, in this process", vllm_args.arguments(_engine(plan))
+    yield "vLLM, in this process", vllm.arguments(_engine(plan))
     if plan.cache_server and plan.tiers:
         shared = plan.tiers.shared
         tiers = dataclasses.replace(
@@ -179,7 +179,7 @@ def as_text(plan: Plan) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan for a program: sizes in bytes, nothing secret."""
     tiers = plan.tiers
-    each = budget.kv_per_token(plan.settings, plan.model)
+    each = memory.kv_per_token(plan.settings, plan.model)
     return {
         "model": {
             "id": plan.settings.model_id,
@@ -221,7 +221,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             else None
         ),
         "kv_events": (
-            dict(zip(("port", "log_port"), vllm_args.kv_event_ports(plan.settings), strict=True))
+            dict(zip(("port", "log_port"), vllm.kv_event_ports(plan.settings), strict=True))
             if plan.settings.kv_events
             else None
         ),

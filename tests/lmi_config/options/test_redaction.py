@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmi_config.options import OPTIONS, vllm_options
-from lmi_config.redaction import HIDDEN, masked, parts, secret
+from lmi_config.options.declared import OPTIONS, vllm_options
+from lmi_config.options.redaction import HIDDEN, masked, parts, secret
 
 SECRET = """
 HF_TOKEN HUGGING_FACE_HUB_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.model import Folder, KvShape, ModelError, ModelFacts, look, tensors
+from lmi_config.facts.model import Folder, KvShape, ModelError, ModelFacts, look, tensors
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -742,7 +742,8 @@ def test_any_bytes_are_read_or_refused(content):
 
 def test_reading_a_model_loads_no_large_packages():
     program = (
-        "import lmi_config.draft, sys; print(*{'torch', 'vllm', 'safetensors'} & {*sys.modules})"
+        "import lmi_config.facts.draft, sys\n"
+        "print(*{'torch', 'vllm', 'safetensors'} & {*sys.modules})"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lmi_config.unused import REFUSED
-from lmi_config.values import (
+from lmi_config.options.ignored import REFUSED
+from lmi_config.options.parsers import (
     Reader,
     address,
     amount,

@@ -4,7 +4,7 @@ import re
 import urllib.parse
 from collections.abc import Iterator
 
-from lmi_config.options import OPTIONS, PREFIX, VLLM_PREFIX, vllm_options
+from lmi_config.options.declared import OPTIONS, PREFIX, VLLM_PREFIX, vllm_options
 
 HIDDEN = "[secret]"
 

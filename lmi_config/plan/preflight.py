@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from lmi_config import lmcache
-from lmi_config.budget import Budget, GpuBudget, kv_per_token
-from lmi_config.kv_tiers import Tiers, told
-from lmi_config.machine import Machine
-from lmi_config.model import ModelFacts
-from lmi_config.options import Settings
-from lmi_config.values import AUTO
-from lmi_config.vllm_args import ranks, workerless
+from lmi_config.facts.machine import Machine
+from lmi_config.facts.model import ModelFacts
+from lmi_config.options.declared import Settings
+from lmi_config.options.parsers import AUTO
+from lmi_config.plan import lmcache
+from lmi_config.plan.kv_tiers import Tiers, told
+from lmi_config.plan.memory import Budget, GpuBudget, kv_per_token
+from lmi_config.plan.vllm import ranks, workerless
 
 DRIVER = 580
 """The oldest driver for CUDA 13.0, which vLLM 0.32 is built with (CUDA's release notes)."""

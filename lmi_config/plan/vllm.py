@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmi_config.machine import Machine
-from lmi_config.options import LORA_DEFAULTS, OPTIONS, Settings
-from lmi_config.settings import SettingsError, traces_protocol
+from lmi_config.facts.machine import Machine
+from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings
+from lmi_config.options.settings import SettingsError, traces_protocol
 
 _DERIVED = {
     "model",  # where it was fetched to

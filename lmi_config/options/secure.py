@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from lmi_config.model import Checkpoint
-from lmi_config.options import (
+from lmi_config.facts.model import Checkpoint
+from lmi_config.options.declared import (
     OPTIONS,
     PICKLE_FILES,
     REMOTE_CODE,

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 
-from lmi_config.machine import Machine
-from lmi_config.model import ModelFacts
-from lmi_config.options import Settings
-from lmi_config.settings import SettingsError
-from lmi_config.vllm_args import ranks, tensor_parallel
+from lmi_config.facts.machine import Machine
+from lmi_config.facts.model import ModelFacts
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+from lmi_config.plan.vllm import ranks, tensor_parallel
 
 MIB = 1024**2
 GIB = 1024**3
@@ -84,7 +84,7 @@ class Budget:
         return sum(share.size for share in self.shares)
 
 
-def memory(
+def budget(
     settings: Settings, machine: Machine, model: ModelFacts, draft: ModelFacts | None, cached: bool
 ) -> Budget:
     """Divide the memory that is free now. cached: whether LMCache's server takes part."""
@@ -177,7 +177,7 @@ class GpuBudget:
         return self.usable - self.weights - self.overhead
 
 
-def gpu(
+def gpu_budget(
     settings: Settings, machine: Machine, model: ModelFacts, draft: ModelFacts | None
 ) -> GpuBudget | None:
     """Estimate the memory of the smallest GPU in use, or None where there is none or it is unknown.

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.draft import faults, look
-from lmi_config.model import Folder, ModelError, ModelFacts, facts
-from lmi_config.model import look as look_at_model
+from lmi_config.facts.draft import faults, look
+from lmi_config.facts.model import Folder, ModelError, ModelFacts, facts
+from lmi_config.facts.model import look as look_at_model
 
 
 class Memory:

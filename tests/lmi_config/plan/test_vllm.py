@@ -1,7 +1,7 @@
 import pytest
 
-from lmi_config.settings import SettingsError, read
-from lmi_config.vllm_args import arguments, environment, options
+from lmi_config.options.settings import SettingsError, read
+from lmi_config.plan.vllm import arguments, environment, options
 from tests.lmi_config.examples import PARTS, machine
 
 CPU = machine()

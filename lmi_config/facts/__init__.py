@@ -1,0 +1,1 @@
+"""What there is: the machine, the model, its draft, adapters."""
