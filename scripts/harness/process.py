@@ -1,0 +1,148 @@
+"""A server in a process of its own: the one supervisor of tests, benchmarks and chaos."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import httpx
+import psutil
+
+from scripts.harness import ports
+
+ROOT = Path(__file__).parent.parent.parent
+SERVE = ("./entrypoint.sh", "serve")
+ROUTE = ("./entrypoint.sh", "route")
+START_S = 300.0  # far above what a start takes, for machines that do much else
+STOP_S = 40.0  # above the 30 s after which platforms kill
+
+
+class NotReady(Exception):
+    """A server that ended, or is still starting, when it should answer."""
+
+
+class Program:
+    """A program that serves HTTP on a port, which stays its own when it is started again.
+
+    command: `{port}` in it becomes the port. environ: set in addition to our own variables;
+    OPTION_PORT is the port. log: the file that its output goes to; None for our own output.
+    root: the checkout to run from.
+    """
+
+    process: "subprocess.Popen[bytes]"
+
+    def __init__(
+        self, *command: str, log: Path | None = None, root: Path = ROOT, **environ: str
+    ) -> None:
+        self.port = ports.free()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        if log:
+            log.write_bytes(b"")
+        self._command = [part.replace("{port}", str(self.port)) for part in command]
+        own = {"OPTION_PORT": str(self.port), "SLIPWAY_PYTHON": sys.executable}
+        self._environ = {**os.environ, **own, **environ}
+        self._root = root
+        self._seen: set[psutil.Process] = set()
+
+    def start(self) -> None:
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(self.log.open("ab")) if self.log else None
+            self.process = subprocess.Popen(
+                self._command,
+                env=self._environ,
+                cwd=self._root,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # as a shell does it: our Ctrl-C is not its own
+            )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        finally:
+            self.end()
+
+    def ready(self, seconds: float = START_S) -> None:
+        """Wait until its /ping is 200. Raises NotReady."""
+        deadline = time.monotonic() + seconds
+        with httpx.Client(base_url=self.url, timeout=10, verify=False) as client:
+            while self.process.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get("/ping").status_code == 200:
+                        self.children()
+                        return
+                time.sleep(0.1)
+        ended = self.process.poll()
+        why = (
+            f"not ready within {seconds:g} s" if ended is None else f"ended with exit code {ended}"
+        )
+        raise NotReady(f"{' '.join(self._command)}: {why}\n{self.logged()[-5000:]}")
+
+    def logged(self) -> str:
+        return self.log.read_text(errors="replace") if self.log else ""
+
+    def children(self, name: str = "") -> list[psutil.Process]:
+        """Its living processes that have this in their command line, like VLLM::Worker."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if running(child) and name in " ".join(child.cmdline()):
+                        found.append(child)
+                    self._seen.add(child)
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """Itself and its children."""
+        return [psutil.Process(self.process.pid), *self.children()]
+
+    def left_behind(self, seconds: float = 5) -> list[psutil.Process]:
+        """Its processes that live on after it, once they have had a moment to go."""
+        _, alive = psutil.wait_procs(self._seen, timeout=seconds)
+        return [child for child in alive if running(child)]
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send it this signal, and its children none."""
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    def stop(self, seconds: float = STOP_S) -> int:
+        """Ask it to stop. Its exit code. Raises subprocess.TimeoutExpired."""
+        self.children()
+        self.process.terminate()
+        return self.process.wait(seconds)
+
+    def end(self) -> None:
+        """Kill it with all its children, as a container's end does."""
+        self.children()
+        self.kill()
+        for child in self._seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """The CPU time that these have used, to the nanosecond: /proc counts in steps of 10 ms.
+
+    The clock's number is what clock_getcpuclockid(3) computes for a process.
+    """
+    return sum(time.clock_gettime(~process.pid << 3 | 2) for process in processes)

@@ -1,0 +1,27 @@
+"""Waiting until something holds."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+
+
+def until(holds: Callable[[], object], seconds: float = 60, every: float = 0.05) -> None:
+    """Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(every)
+
+
+async def until_async(
+    holds: Callable[[], object], seconds: float = 60, every: float = 0.005
+) -> None:
+    """The same for coroutines. holds: may be a coroutine function. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while True:
+            found = holds()
+            if await found if inspect.isawaitable(found) else found:
+                return
+            await asyncio.sleep(every)
