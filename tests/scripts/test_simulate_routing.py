@@ -7,17 +7,12 @@ from functools import partial
 
 import pytest
 
-from scripts.routing_sim import simulate as routing_sim
-from scripts.routing_sim.simulate import (
-    B32,
-    B70,
-    Case,
-    Fleet,
-    Request,
-    document_case,
-    simulate,
-    unshared_case,
-)
+from scripts.routing_sim import fleet as fleet_module
+from scripts.routing_sim.fleet import Fleet
+from scripts.routing_sim.model import B32, B70, Case, Request
+from scripts.routing_sim.report import simulate
+from scripts.routing_sim.rivals import ARMS
+from scripts.routing_sim.workloads import chat, document_case, unshared_case
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +26,7 @@ def _as_before():
 @pytest.fixture
 def one(monkeypatch):
     """Simulates requests before one replica, and returns them."""
-    monkeypatch.setattr(routing_sim, "REPLICAS", 1)
+    monkeypatch.setattr(fleet_module, "REPLICAS", 1)
 
     def run(*requests, profile=B32, **more):
         case = Case("", profile, lambda rng, load: iter(requests), 1.0, 1000, **more)
@@ -89,7 +84,7 @@ def test_eviction(one):
     assert [(load.in_flight, load.queued, load.context) for load in fleet._up] == [(0, 0, 0)]
 
 
-@pytest.mark.parametrize("arm", routing_sim.ARMS)
+@pytest.mark.parametrize("arm", ARMS)
 def test_same_again(arm):
     case = document_case(8000, 3, 20, 150)
     assert simulate(case, arm, [1]) == simulate(case, arm, [1])
@@ -126,7 +121,7 @@ def test_restart(arm):
 
 
 def test_chat():
-    case = Case("", B70, routing_sim.chat, 20, 100)
+    case = Case("", B70, chat, 20, 100)
     assert simulate(case, "kvaware", [0]).hit > 0.8
-    users = partial(routing_sim.chat, random.Random(0), 20)
+    users = partial(chat, random.Random(0), 20)
     assert len(list(users())) == 20

@@ -1,0 +1,57 @@
+"""Simulate the router's strategies, and those of others, in front of seven engines with GPUs.
+
+scripts/routing_sim/README.md says what is simulated, whose strategies they are, and how far to
+believe it.
+
+Columns: percentiles of the time to first token (TTFT) in seconds, over the requests of all seeds;
+"gap": time between the tokens of an answer; "hit": prompt tokens from an engine's cache / prompt
+tokens; "hot": replicas x the largest share of requests that one got; "failed": requests that had
+not ended 60 s after the last one came, which count as the slowest.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from scripts.routing_sim.model import REPLICAS
+from scripts.routing_sim.report import Found, plot, run, targets
+from scripts.routing_sim.rivals import ARMS, BASE, OURS
+from scripts.routing_sim.workloads import workloads
+
+FEW = ("least requests", "their prefixaware", "cache_aware", "loadaware")
+SWEPT = ("8k", "64k", "unshared", "system")
+ALL_ARMS = ("chat", "hot", "faults", "adapters")
+QUICK = ("8k", "64k", "system")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", nargs="+", choices=workloads(quick=False))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="round-robin and ours come too")
+    parser.add_argument("--seeds", type=int, help="runs of each (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")
+    parser.add_argument("--plot", type=Path, help="a file for TTFT by load, like routing.png")
+    options = parser.parse_args()
+    cases = workloads(options.quick)
+    seeds = options.seeds or (1 if options.quick else 3)
+    print(f"{REPLICAS} replicas, {seeds} seeds; times in s")
+    found: dict[str, Found] = {}
+    for name in options.workload or (QUICK if options.quick else cases):
+        fewer = FEW if options.quick or name in SWEPT else ("cache_aware",)
+        arms = options.arms or (ARMS if name in ALL_ARMS and not options.quick else fewer)
+        found[name] = run(cases[name], [it for it in ARMS if it in (BASE, *OURS, *arms)], seeds)
+    print("\nTargets, against round-robin with the same requests: wanted, found")
+    reached = [*targets(cases, found)]
+    for target in reached:
+        print(target.row())
+    if options.plot:
+        plot(cases, found, options.plot)
+    missed = sum(not target.met for target in reached)
+    if missed and not options.quick:  # which is too short for such figures
+        sys.exit(f"{missed} of {len(reached)} targets not met")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A simulated fleet: the router, its replicas, and a run of one case through them."""
+
+import random
+from functools import partial
+
+from scripts.routing_sim.engine import Clock, Engine, Run
+from scripts.routing_sim.model import BLOCK, REPLICAS, Case, Prompt, Request, chain
+from scripts.routing_sim.rivals import ARMS, WITH_EVENTS
+from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
+from serving.router.policy.policies import Load
+from serving.router.policy.prefix_index import PrefixIndex
+
+EVENTS_S = 0.005
+"""How old KV events are when they arrive."""
+WARM_UP, DRAIN_S, DOWN_S = 1 / 3, 60.0, 20.0
+"""The share of a run that only fills caches; seconds after the last request in which all may end;
+seconds that a lost replica is away."""
+
+
+class Fleet:
+    """The router, its replicas, and a run of one workload through them."""
+
+    def __init__(self, case: Case, arm: str, seed: int) -> None:
+        random.seed(seed)  # the strategies'
+        self.case = case
+        self.clock = Clock()
+        self.requests: list[Request] = []
+        self._coming = case.requests(random.Random(seed), case.load)
+        self._index, self._blocks = PrefixIndex(), KvIndex()
+        self._policy = ARMS[arm](self._index, self._blocks)
+        self._listens = arm in WITH_EVENTS
+        self._engines: dict[str, Engine] = {}
+        self._up: list[Load] = []
+        self._runs: dict[Run, None] = {}
+        for number in range(REPLICAS):
+            self._add(f"replica{number}", 1 if number else case.slow)
+        if case.restart:
+            self.clock.at(case.seconds * (1 + WARM_UP) / 2, self._restart)
+
+    def run(self) -> None:
+        self._come()
+        self.clock.run(self.case.seconds + DRAIN_S)
+
+    def _add(self, name: str, slow: float = 1.0) -> None:
+        self._engines[name] = Engine(name, self.case.profile, self.clock, self, slow)
+        self._up.append(Load(name))
+        self._index.resize(name, self.case.profile.kv_tokens)
+        self._blocks.followed.add(name)
+
+    def _come(self) -> None:
+        request = next(self._coming, None)
+        if request and request.at < self.case.seconds:
+            self.clock.at(request.at, partial(self._arrive, request))
+            self.clock.at(request.at, self._come)
+
+    def _arrive(self, request: Request) -> None:
+        self.requests.append(request)
+        self._send(request)
+
+    def _send(self, request: Request) -> None:
+        now = self.clock.now
+        answer = (-request.parts[-1][0], request.output)
+        links = chain((*request.parts, answer), BLOCK, request.adapter)
+        prompt = Prompt.of(request, links, self._listens)
+        load, cached = self._policy.choose(prompt, self._up, now)
+        self._policy.learn(prompt, load.name, now)
+        work = load.begin(prompt.tokens, cached, streamed=True, now=now)
+        request.replica = load.name
+        engine = self._engines[load.name]
+        run = Run(request, prompt.tokens, links, engine, load, work)
+        self._runs[run] = None
+        self.clock.at(now + self.case.profile.overhead_s, partial(engine.receive, run))
+
+    def first(self, run: Run) -> None:
+        """The answer's first byte."""
+        run.load.computed(run.work)
+        run.request.first = self.clock.now
+
+    def ended(self, run: Run) -> None:
+        run.load.end(run.work)
+        run.request.end = self.clock.now
+        del self._runs[run]
+        follows = run.request.after and run.request.after(self.clock.now)
+        if follows and follows.at < self.case.seconds:
+            self.clock.at(follows.at, partial(self._arrive, follows))
+
+    def published(self, engine: Engine, events: list[BlockStored | BlockRemoved]) -> None:
+        if events and self._listens:
+            self.clock.at(self.clock.now + EVENTS_S, partial(self._apply, engine, events))
+
+    def _apply(self, engine: Engine, events: list[BlockStored | BlockRemoved]) -> None:
+        if self._engines.get(engine.name) is engine:
+            for event in events:
+                self._blocks.apply(engine.name, 0, event)
+
+    def _restart(self) -> None:
+        """The last replica is lost; what it had under way goes elsewhere. It comes back empty."""
+        down = self._up.pop()
+        self._engines.pop(down.name).restart()
+        for memory in (self._policy, self._index, self._blocks):
+            memory.forget(down.name)
+        self.clock.at(self.clock.now + DOWN_S, partial(self._add, down.name))
+        for run in [run for run in self._runs if run.load is down]:
+            run.lost = True
+            del self._runs[run]
+            self._send(run.request)

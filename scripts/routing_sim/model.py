@@ -1,0 +1,118 @@
+"""Values of the simulation: engines' profiles, requests, what strategies know of them, cases."""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from serving.router.policy import kv_index
+from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK
+from serving.router.policy.request import RoutingRequest
+
+REPLICAS = 7
+BLOCK = CHUNK // BYTES_PER_TOKEN
+"""Tokens of one link of the router's chains; the simulated engines' blocks are as large."""
+TOKEN = (1 << 31) - 1
+"""A mask: KV events carry tokens, and a block here has one, made of the lower bits of its hash."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of an engine: tokens/s of prompts, seconds of a step, seconds for each token of context that
+    a step reads, seconds for each request, tokens that its KV cache holds.
+    """
+
+    rate: float
+    step_s: float
+    context_s: float
+    overhead_s: float
+    kv_tokens: int
+
+
+B32 = Profile(15_926, 0.010, 0.28e-3 / 7000, 0.045, 307_000)
+B70 = Profile(25_000, 0.010, 0.12e-3 / 7000, 0.045, 500_000)
+
+Parts = tuple[tuple[int, int], ...]
+
+
+def chain(parts: Parts, size: int, seed: int = 0) -> list[int]:
+    """A hash for each `size` tokens of a text that is made of (name, tokens) parts, as
+    prefix_index.chain() makes them of bytes.
+    """
+    links: list[int] = []
+    pieces: list[int] = []
+    link, room = seed, size
+    for name, length in parts:
+        at = 0
+        while length - at >= room:
+            link = hash((link, *pieces, name, at, room))
+            links.append(link)
+            at += room
+            pieces, room = [], size
+        if at < length:
+            pieces += [name, at, length - at]
+            room -= length - at
+    return links
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a client wants, and what it got. after: the request that follows its end, and when."""
+
+    at: float
+    parts: Parts
+    output: int
+    session: str = ""
+    adapter: int = 0
+    after: "Callable[[float], Request | None] | None" = None
+    first: float = math.inf
+    end: float = math.inf
+    cached: int = 0
+    replica: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for _, length in self.parts)
+
+
+class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
+    """What strategies know of a request, and for those of others its text as well."""
+
+    parts: Parts
+
+    @classmethod
+    def of(cls, request: Request, links: Sequence[int], tokenized: bool) -> "Prompt":
+        """links: a chain of the request and its answer."""
+        tokens = request.tokens
+        links = links[: tokens // BLOCK]
+        keys = [link & TOKEN for link in links] if tokenized else []
+        return cls(
+            tokens=tokens,
+            chain=links,
+            blocks=kv_index.chain(keys, 1, kv_index.seed()) if tokenized else None,
+            block_size=BLOCK,
+            adapter=f"adapter{request.adapter}" if request.adapter else "",
+            session=request.session,
+            parts=request.parts,
+        )
+
+    @cached_property
+    def fine(self) -> list[int]:
+        """A chain with links of 128 characters."""
+        return chain(self.parts, 128 // BYTES_PER_TOKEN)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload at a load, which is requests/s or users. slow: how many times as long the first
+    replica takes. restart: whether one is lost in the middle of what is measured.
+    """
+
+    name: str
+    profile: Profile
+    requests: Callable[[random.Random, float], Iterator[Request]]
+    load: float
+    seconds: float
+    slow: float = 1.0
+    restart: bool = False
