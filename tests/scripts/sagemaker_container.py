@@ -31,7 +31,7 @@ class Refusal(Exception):
 
 
 class Container:
-    """faults: names of the rules of sagemaker_check that it breaks, and some more."""
+    """faults: names of the rules of the contract that it breaks, and some more."""
 
     def __init__(self, faults=()):
         self.faults = {*faults}

@@ -719,7 +719,7 @@ def test_an_image_is_run_with_docker(another, image, tmp_path, monkeypatch):
     log = tmp_path / "log"
     docker.write_text(DOCKER.format(python=sys.executable, log=str(log), program=program))
     docker.chmod(0o755)
-    monkeypatch.setattr("sagemaker_copy.DOCKER", [str(docker)])
+    monkeypatch.setattr("scripts.sagemaker_local.container.DOCKER", [str(docker)])
     source = {"S3Uri": "s3://bucket/prefix/", "S3DataType": "S3Prefix", "CompressionType": "None"}
     another.endpoint("one")
     container = {
