@@ -37,6 +37,10 @@ takes longer is a store.
 """
 UNRESPONSIVE_LIMIT_S = 0.1
 """The limit after a request has waited in vain, until one is answered in time again."""
+PROBE_INTERVAL_S = 5.0
+"""Then one request in this time still waits for the whole limit: on a busy machine no answer may
+come within the short one.
+"""
 END_LIMIT_S = 1.0
 """For the server to acknowledge that an engine ends; it need not."""
 MOST_REPORTS = 10_000
@@ -94,6 +98,9 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
 
     _unresponsive = False
     """Whether the last request that asked the tiers has waited in vain."""
+    _probe = ""
+    """The request that waits for the whole limit nevertheless."""
+    _next_probe = 0.0
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
@@ -129,12 +136,19 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
             return match
         acknowledged = request.request_id not in adapter._unacked_lookups
         limit = STORE_LIMIT_S if acknowledged else SERVER_LIMIT_S
-        if waited < (UNRESPONSIVE_LIMIT_S if self._unresponsive else limit):
+        if waited < (UNRESPONSIVE_LIMIT_S if self._is_hurried(request, began) else limit):
             return match
         if not self._unresponsive:
             log.warning("the KV tiers did not answer within %.0f s; computing again", limit)
+            self._next_probe = monotonic() + PROBE_INTERVAL_S
         self._unresponsive = True
         return self._bypass(request)
+
+    def _is_hurried(self, request: "Request", began: float) -> bool:
+        """Whether a request that asked the tiers at this time waits for the short limit only."""
+        if self._unresponsive and began >= self._next_probe:
+            self._probe, self._next_probe = request.request_id, began + PROBE_INTERVAL_S
+        return self._unresponsive and request.request_id != self._probe
 
     def _bypass(self, request: "Request") -> tuple[int, bool]:
         """Have a request computed without the tiers."""

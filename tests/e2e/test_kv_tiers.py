@@ -321,9 +321,15 @@ def test_hits_with_all_else_that_changes_how_prompts_are_computed(tiers, tmp_pat
         served.ready()
         names = [f"evicted {number}" for number in range(12)]
         texts = [ask(served, prompt(name))[0] for name in names]
-        found = [ask(served, prompt(name)) for name in names]
-        assert [text for text, _ in found] == texts
-        assert sum(cached > 0 for _, cached in found) >= 6
+        hits: list[int] = []
+
+        def enough() -> bool:
+            found = [ask(served, prompt(name)) for name in names]
+            assert [text for text, _ in found] == texts
+            hits.extend(cached for _, cached in found if cached)
+            return len(hits) >= 6
+
+        until(enough, 300)  # a round's hits are those that the disk has before memory evicts them
         until(lambda: metric(served, "lmcache_mp_lookup_hit_l2_tokens_total") > 0)
 
 

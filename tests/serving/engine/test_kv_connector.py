@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -136,6 +137,7 @@ class Engine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.ended: dict[str, str] = {}
+        self.loaded: set[str] = set()
 
     def ask(
         self, first: int, length: int = PROMPT, tokens: int = 1, salt: str | None = None
@@ -168,6 +170,7 @@ class Engine:
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
         output.failed_recving = results.failed_recving
+        self.loaded |= (results.finished_recving or set()) - (results.failed_recving or set())
         output.invalid_block_ids = worker.get_block_ids_with_load_errors()
         worker.clear_connector_metadata()
         during()
@@ -337,6 +340,28 @@ def test_a_server_that_hangs_during_transfers_ends_nothing(engine, server):
     loaded, stored = engine.loading(9), engine.ask(10)
     server.pause()
     engine.answer(loaded, stored)
+
+
+def test_a_server_that_answers_late_after_it_hung_is_used_again(engine, server, monkeypatch):
+    """As on a busy machine, where no answer comes within the time after a vain wait."""
+    monkeypatch.setattr(kv_connector, "PROBE_INTERVAL_S", 0.5, raising=False)
+    engine.known(22)
+    server.pause()
+    engine.answer(engine.ask(22))
+    server.resume()
+
+    def hit() -> bool:
+        engine.idle()
+        assert engine.scheduler.reset_prefix_cache()
+        name = engine.ask(22)
+        server.pause()
+        later = threading.Timer(4 * kv_connector.UNRESPONSIVE_LIMIT_S, server.resume)
+        later.start()
+        engine.answer(name)
+        later.join()
+        return name in engine.loaded
+
+    engine.until(hit, 30)
 
 
 def test_a_lookup_that_raises_is_a_miss(engine, monkeypatch):
