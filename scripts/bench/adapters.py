@@ -7,7 +7,6 @@ the other in turn, after all are registered. Printed are medians and, in bracket
 """
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -17,13 +16,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import psutil
 
-from lmi_config.plan import vllm
-from scripts.bench.overhead import PLAIN_PORT, PROMPT, SLIPWAY_PORT, server, spread
+from scripts.bench.plain_vllm import plain_vllm, planned
+from scripts.harness.process import SERVE, Program
+from scripts.harness.stats import spread
 from scripts.models import tiny, tiny_lora
-from serving.server.prepare import prepare
 
+PROMPT = "The import statement is"
 SLOTS = 4
 LOADS = 24
 BASE_REQUESTS, ROUNDS = 40, 15
@@ -57,31 +56,17 @@ def main() -> None:
             "OPTION_MAX_LORAS": str(SLOTS),
             "OPTION_ADAPTER_ROOTS": str(folder),
         }
-        plan = prepare({**os.environ, **asked}).plan
-        arguments = vllm.arguments(plan.engine(asked["OPTION_MODEL_ID"], None))
-        plain_command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-        plain_command += ["--disable-uvicorn-access-log", f"--port={PLAIN_PORT}"]
-        stack.enter_context(
-            server(
-                plain_command,
-                {**plan.environment, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
-                PLAIN_PORT,
-                folder / "plain.log",
-            )
+        model = asked["OPTION_MODEL_ID"]
+        plan = planned(asked)
+        more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        vllm = plain_vllm(
+            plan, model, "--disable-uvicorn-access-log", environ=more, log=folder / "plain.log"
         )
-        pid = stack.enter_context(
-            server(
-                [sys.executable, "-m", "serving", "serve"],
-                asked | {"OPTION_PORT": str(SLIPWAY_PORT)},
-                SLIPWAY_PORT,
-                folder / "slipway.log",
-            )
-        )
-        plain = stack.enter_context(
-            httpx.Client(base_url=f"http://127.0.0.1:{PLAIN_PORT}", timeout=60)
-        )
-        slipway = stack.enter_context(
-            httpx.Client(base_url=f"http://127.0.0.1:{SLIPWAY_PORT}", timeout=60)
+        server = Program(*SERVE, environ=asked, log=folder / "slipway.log")
+        for program in (vllm, server):
+            stack.enter_context(program).ready()
+        plain, slipway = (
+            stack.enter_context(httpx.Client(base_url=it.url, timeout=60)) for it in (vllm, server)
         )
 
         def complete(client: httpx.Client, model: str | None = None) -> httpx.Response:
@@ -97,12 +82,12 @@ def main() -> None:
             return plain.post("/v1/load_lora_adapter", json=body)
 
         print(f"{len(plan.machine.cpus)} CPUs, {len(plan.machine.gpus)} GPUs, {SLOTS} slots")
-        memory = psutil.Process(pid).memory_info().rss
+        memory = server.own.memory_info().rss
         registrations = [
             timed(lambda n=n: register(f"adapter-{n}", used[n % LOADS]))  # type: ignore[misc]
             for n in range(options.adapters)
         ]
-        grown = psutil.Process(pid).memory_info().rss - memory
+        grown = server.own.memory_info().rss - memory
         print(f"registering {options.adapters}: {told_ms(registrations)} each")
         print(f"memory for each that is registered: {grown / options.adapters / 1024:.1f} KiB")
 

@@ -55,12 +55,12 @@ from lmi_config.plan import vllm
 from lmi_config.plan.kv_tiers import told
 from lmi_config.plan.memory import GIB, kv_per_token
 from lmi_config.plan.plan import Plan
-from scripts.bench.overhead import server
+from scripts.harness import metrics
+from scripts.harness.process import SERVE, Program
 from scripts.harness.slow_link import slow_link
 from scripts.models import default
 from serving.server.prepare import prepare
 
-PORT = 18110
 ARMS = ("none", "prefix", "l1", "disk", "redis", "shared", "slow")
 WITH_REDIS = ("redis", "shared", "slow")
 TWO_SERVERS = ("shared", "slow")
@@ -245,12 +245,10 @@ async def ask(client: aiohttp.ClientSession, number: int, prompt: str, output: i
     return Answer(number, ttft, text, tokens, fault)
 
 
-async def run(jobs: Sequence[tuple[int, str]], in_flight: int, output: int) -> Round:
+async def run(url: str, jobs: Sequence[tuple[int, str]], in_flight: int, output: int) -> Round:
     """Send these documents, `in_flight` at a time."""
     todo, answers = iter(jobs), []
-    async with aiohttp.ClientSession(
-        f"http://127.0.0.1:{PORT}", timeout=aiohttp.ClientTimeout(total=None)
-    ) as client:
+    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=None)) as client:
 
         async def work() -> None:
             for number, prompt in todo:
@@ -261,21 +259,15 @@ async def run(jobs: Sequence[tuple[int, str]], in_flight: int, output: int) -> R
         return Round(answers, time.perf_counter() - began)
 
 
-async def hits() -> Hits:
+async def hits(url: str) -> Hits:
     """What the server has counted so far."""
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}") as client:
+    async with aiohttp.ClientSession(url) as client:
         counted = await (await client.get("/metrics")).text()
     return Hits(
-        engine=total(counted, "vllm:prefix_cache_hits_total"),
-        tiers=total(counted, "vllm:external_prefix_cache_hits_total"),
-        l2=total(counted, "lmcache_mp_lookup_hit_l2_tokens_total"),
+        engine=round(metrics.total(counted, "vllm:prefix_cache_hits_total")),
+        tiers=round(metrics.total(counted, "vllm:external_prefix_cache_hits_total")),
+        l2=round(metrics.total(counted, "lmcache_mp_lookup_hit_l2_tokens_total")),
     )
-
-
-def total(metrics: str, name: str) -> int:
-    """The sum of a counter over its labels, in Prometheus' text format."""
-    lines = (line.rsplit(" ", 1) for line in metrics.splitlines())
-    return round(sum(float(line[1]) for line in lines if line[0].partition("{")[0] == name))
 
 
 def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Namespace) -> Measured:
@@ -286,13 +278,14 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
     documents = [(number, document(number, options.length)) for number in range(options.documents)]
     queries = order(options.documents, options.repeat, options.mode, options.seed)
 
-    def sent(jobs: Sequence[tuple[int, str]]) -> Round:
-        return asyncio.run(run(jobs, options.in_flight, options.output))
+    def sent(server: Program, jobs: Sequence[tuple[int, str]]) -> Round:
+        return asyncio.run(run(server.url, jobs, options.in_flight, options.output))
 
-    def serve(log: Path) -> None:
-        command = [sys.executable, "-m", "serving", "serve"]
-        servers.enter_context(server(command, asked, PORT, log))
-        rounds.append(sent(warm_up))
+    def serve(log: Path) -> Program:
+        server = servers.enter_context(Program(*SERVE, environ=asked, log=log))
+        server.ready()
+        rounds.append(sent(server, warm_up))
+        return server
 
     rounds: list[Round] = []
     with ExitStack() as kept, ExitStack() as servers:
@@ -302,19 +295,19 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
         if arm in WITH_REDIS:
             store = kept.enter_context(ValkeyServer(save=""))
             asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store.port}"
-        serve(logs / f"{arm}.log")
-        fill = sent(documents)
+        server = serve(logs / f"{arm}.log")
+        fill = sent(server, documents)
         time.sleep(max(options.pause, COUNTED_S))
         if arm in TWO_SERVERS:
             servers.close()
             if arm == "slow":
                 link = kept.enter_context(slow_link(store.port, options.slow_link * 1e6))
                 asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{link}"
-            serve(logs / f"{arm}-second.log")
-        before = asyncio.run(hits())
-        query = sent([documents[number] for number in queries])
+            server = serve(logs / f"{arm}-second.log")
+        before = asyncio.run(hits(server.url))
+        query = sent(server, [documents[number] for number in queries])
         time.sleep(COUNTED_S)
-        after = asyncio.run(hits())
+        after = asyncio.run(hits(server.url))
     rounds += [fill, query]
     found = Hits(*(late - early for early, late in zip(before, after, strict=True)))
     faults = [f"{arm}: {fault}" for done in rounds for fault in done.faults]
@@ -417,7 +410,6 @@ def main() -> None:
     environ = {
         "OPTION_MODEL_ID": options.model or str(default.make()),
         "OPTION_KV_DISK_PATH": str(options.disk),
-        "OPTION_PORT": str(PORT),
     }
     plan = prepare({**os.environ, **environ}).plan
     options.on_gpu = bool(plan.machine.gpus)

@@ -15,30 +15,25 @@ With --before, a checkout of another version is measured in the same rounds.
 import argparse
 import asyncio
 import json
-import os
 import shutil
-import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import aiohttp
-import psutil
 
-from lmi_config.plan import vllm
-from scripts.models import tiny
-from serving.server.prepare import prepare
+from scripts.bench.plain_vllm import plain_vllm, planned
+from scripts.harness.process import SERVE, Program, cpu_seconds
+from scripts.harness.stats import cpu_ratio, paired, percentiles, print_changes, rate_ratio, spread
+from scripts.models import formatter, tiny
 
 PROMPT = "The import statement is"
-PLAIN_PORT, SLIPWAY_PORT, FORMATTER_PORT, BEFORE_PORT = 18100, 18101, 18102, 18103
-ROOT = Path(__file__).parent.parent.parent
-FORMATTER = ROOT / "tests" / "compat" / "stream_edit" / "model.py"
+PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
+"""The servers."""
 STREAM_TOKENS = 128
 STREAM_CONCURRENCY = 8
 
@@ -67,24 +62,22 @@ def details_body(stream: bool) -> dict[str, Any]:
 
 class Arm(NamedTuple):
     name: str
-    port: int
+    server: str
     path: str
     body: Callable[[bool], dict[str, Any]]
 
 
 ARMS = (
-    Arm("plain vLLM", PLAIN_PORT, "/v1/completions", openai_body),
-    Arm("plain vLLM, logprobs", PLAIN_PORT, "/v1/completions", logprobs_body),
-    Arm("/v1/completions", SLIPWAY_PORT, "/v1/completions", openai_body),
-    Arm("/invocations, OpenAI body", SLIPWAY_PORT, "/invocations", openai_body),
-    Arm("/invocations, LMI body", SLIPWAY_PORT, "/invocations", lmi_body),
-    Arm("/invocations, LMI, details", SLIPWAY_PORT, "/invocations", details_body),
-    Arm("/invocations, formatter", FORMATTER_PORT, "/invocations", openai_body),
+    Arm("plain vLLM", PLAIN, "/v1/completions", openai_body),
+    Arm("plain vLLM, logprobs", PLAIN, "/v1/completions", logprobs_body),
+    Arm("/v1/completions", SLIPWAY, "/v1/completions", openai_body),
+    Arm("/invocations, OpenAI body", SLIPWAY, "/invocations", openai_body),
+    Arm("/invocations, LMI body", SLIPWAY, "/invocations", lmi_body),
+    Arm("/invocations, LMI, details", SLIPWAY, "/invocations", details_body),
+    Arm("/invocations, formatter", FORMATTER, "/invocations", openai_body),
 )
-BEFORE = tuple(
-    arm._replace(name=f"before: {arm.name}", port=BEFORE_PORT)
-    for arm in ARMS
-    if arm.port == SLIPWAY_PORT
+AGAIN = tuple(
+    arm._replace(name=f"before: {arm.name}", server=BEFORE) for arm in ARMS if arm.server == SLIPWAY
 )
 
 
@@ -99,50 +92,14 @@ class Round(NamedTuple):
     cpu: float
 
 
-@contextmanager
-def server(
-    command: list[str], environ: dict[str, str], port: int, log: Path, root: Path = ROOT
-) -> Iterator[int]:
-    """Run a server until it is ready; gives its process id. Exits where its port is taken: it would
-    be a stranger that is measured.
-
-    root: the checkout that it runs from.
-    """
-    with socket.socket() as there:
-        if there.connect_ex(("127.0.0.1", port)) == 0:
-            sys.exit(f"port {port} is in use by another program; stop it first")
-    environ = {**os.environ, "PYTHONPATH": str(root), **environ}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environ, stdout=output, stderr=output, cwd=root)
-    try:
-        asyncio.run(until_ready(process, port, log))
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-async def until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-        while process.poll() is None:
-            try:
-                async with client.get("/ping") as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.5)
-    sys.exit(f"a server did not start:\n{log.read_text()[-3000:]}")
-
-
-async def load(arm: Arm, stream: bool, concurrency: int, requests: int, pid: int) -> Round:
+async def load(arm: Arm, server: Program, stream: bool, concurrency: int, requests: int) -> Round:
     """Send `requests` requests, `concurrency` at a time, and measure. Exits when one fails."""
     body = json.dumps(arm.body(stream)).encode()
     headers = {"content-type": "application/json"}
     times: list[float] = []
     todo = iter(range(requests))
     async with aiohttp.ClientSession(
-        f"http://127.0.0.1:{arm.port}", connector=aiohttp.TCPConnector(limit=concurrency)
+        server.url, connector=aiohttp.TCPConnector(limit=concurrency)
     ) as client:
 
         async def work() -> None:
@@ -156,28 +113,14 @@ async def load(arm: Arm, stream: bool, concurrency: int, requests: int, pid: int
                     sys.exit(f"{arm.name}: a request failed: {answer.status} {content[:300]!r}")
                 times.append(time.perf_counter() - began)
 
-        processes = [psutil.Process(pid)]
-        processes += [
-            it for it in processes[0].children() if "handlers.custom" in " ".join(it.cmdline())
-        ]
-        cpu = spent(processes)
+        processes = [server.own, *server.children("handlers.custom")]
+        cpu = cpu_seconds(processes)
         began = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(concurrency)))
         elapsed = time.perf_counter() - began
-        cpu = spent(processes) - cpu
+        cpu = cpu_seconds(processes) - cpu
     count = requests * (STREAM_TOKENS if stream else 1)
-    cuts = statistics.quantiles(times, n=100)
-    return Round(count / elapsed, cuts[49], cuts[98], cpu / count)
-
-
-def spent(processes: list[psutil.Process]) -> float:
-    """Their CPU time by the clock that clock_getcpuclockid(3) names: /proc counts in 10 ms."""
-    return sum(time.clock_gettime(~process.pid << 3 | 2) for process in processes)
-
-
-def spread(values: list[float], form: str) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:{form}} [{low:{form}} … {high:{form}}]"
+    return Round(count / elapsed, *percentiles(times), cpu / count)
 
 
 def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
@@ -187,36 +130,16 @@ def report(title: str, unit: str, rounds: dict[str, list[Round]]) -> None:
     print(f"{'':35}" + "".join(f"{column:>28}" for column in columns))
     plain = rounds[ARMS[0].name]
     for name, measured in rounds.items():
-        pairs = list(zip(measured, plain, strict=True))
         cells = [
             spread([it.rate for it in measured], ".0f"),
-            spread([it.rate / base.rate for it, base in pairs], ".3f"),
-            spread([1e3 * (it.p50 - base.p50) for it, base in pairs], ".2f"),
-            spread([1e3 * (it.p99 - base.p99) for it, base in pairs], ".2f"),
+            spread(paired(rate_ratio, measured, plain), ".3f"),
+            spread(paired(lambda it, base: 1e3 * (it.p50 - base.p50), measured, plain), ".2f"),
+            spread(paired(lambda it, base: 1e3 * (it.p99 - base.p99), measured, plain), ".2f"),
             spread([1e6 * it.cpu for it in measured], ".0f"),
-            spread([it.cpu / base.cpu for it, base in pairs], ".3f"),
+            spread(paired(cpu_ratio, measured, plain), ".3f"),
         ]
         print(f"{name:35}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
-    for name, measured in rounds.items():
-        if before := rounds.get(f"before: {name}"):
-            report_change(name, measured, before)
-
-
-class Measured(Protocol):
-    """What any round says. rate: of requests or tokens; cpu: seconds for each."""
-
-    @property
-    def rate(self) -> float: ...
-    @property
-    def cpu(self) -> float: ...
-
-
-def report_change(name: str, measured: Sequence[Measured], before: Sequence[Measured]) -> None:
-    """The same arm of two versions, round by round."""
-    pairs = list(zip(measured, before, strict=True))
-    rate = spread([now.rate / then.rate for now, then in pairs], ".3f")
-    cpu = spread([now.cpu / then.cpu for now, then in pairs], ".3f")
-    print(f"{name} ÷ before: rate {rate}, CPU {cpu}", flush=True)
+    print_changes(rounds)
 
 
 def main() -> None:
@@ -233,38 +156,31 @@ def main() -> None:
         "OPTION_DISABLE_LOG_STATS": "true",
         "OPTION_LOG_LEVEL": "warning",
     }
-    plan = prepare({**os.environ, **asked}).plan
-    arguments = [
-        *vllm.arguments(plan.engine(asked["OPTION_MODEL_ID"], None)),
-        "--disable-uvicorn-access-log",
-    ]
-    environ, here = dict(plan.environment), plan.machine
-    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    model = asked["OPTION_MODEL_ID"]
+    plan = planned(asked)
     print(
-        f"starting plain vLLM and Slipway twice; {len(here.cpus)} CPUs, {len(here.gpus)} GPUs",
+        f"starting plain vLLM and Slipway twice; {len(plan.machine.cpus)} CPUs, "
+        f"{len(plan.machine.gpus)} GPUs",
         flush=True,
     )
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        formatted = Path(folder, "model")
-        shutil.copytree(asked["OPTION_MODEL_ID"], formatted)
-        shutil.copy(FORMATTER, formatted)
-
-        def slipway(port: int, root: Path = ROOT, **environ: str) -> int:
-            command = [sys.executable, "-m", "serving", "serve"]
-            environ = asked | {"OPTION_PORT": str(port)} | environ
-            log = Path(folder, str(port))
-            return stack.enter_context(server(command, environ, port, log, root))
-
-        pids = {
-            PLAIN_PORT: stack.enter_context(
-                server([*plain, f"--port={PLAIN_PORT}"], environ, PLAIN_PORT, Path(folder, "plain"))
-            ),
-            SLIPWAY_PORT: slipway(SLIPWAY_PORT),
-            FORMATTER_PORT: slipway(FORMATTER_PORT, OPTION_MODEL_ID=str(formatted)),
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        formatted = folder / "model"
+        shutil.copytree(model, formatted)
+        formatter.write(formatted)
+        of_formatted = asked | {"OPTION_MODEL_ID": str(formatted)}
+        no_log = "--disable-uvicorn-access-log"
+        servers = {
+            PLAIN: plain_vllm(plan, model, no_log, log=folder / PLAIN),
+            SLIPWAY: Program(*SERVE, environ=asked, log=folder / SLIPWAY),
+            FORMATTER: Program(*SERVE, environ=of_formatted, log=folder / FORMATTER),
         }
         if options.before:
-            pids[BEFORE_PORT] = slipway(BEFORE_PORT, options.before.resolve())
-        every = ARMS + BEFORE * bool(options.before)
+            root = options.before.resolve()
+            servers[BEFORE] = Program(*SERVE, environ=asked, log=folder / BEFORE, root=root)
+        for server in servers.values():
+            stack.enter_context(server).ready()
+        every = ARMS + AGAIN * bool(options.before)
         loads = [
             (f"1-token completions, concurrency {concurrency}", "requests/s", False, concurrency, n)
             for concurrency, n in ((1, 80), (8, 240), (32, 480))
@@ -278,7 +194,7 @@ def main() -> None:
             for number in range(-1, options.rounds):  # the first warms up and is not counted
                 # Every other round the other way about, so that none is always first.
                 for arm in arms if number % 2 else reversed(arms):
-                    run = load(arm, stream, concurrency, requests, pids[arm.port])
+                    run = load(arm, servers[arm.server], stream, concurrency, requests)
                     measured = asyncio.run(run)
                     if number >= 0:
                         rounds[arm.name].append(measured)

@@ -17,7 +17,6 @@ With --before, a checkout of another version is measured in the same rounds.
 import argparse
 import asyncio
 import itertools
-import socket
 import statistics
 import sys
 import tempfile
@@ -31,8 +30,16 @@ import httptools
 import psutil
 import uvloop
 
-from scripts.bench.overhead import ROOT, report_change, server, spent, spread
-from scripts.harness import stub_replica
+from scripts.harness import ports, stub_replica
+from scripts.harness.process import ROOT, ROUTE, Program, cpu_seconds
+from scripts.harness.stats import (
+    cpu_ratio,
+    paired,
+    percentiles,
+    print_changes,
+    rate_ratio,
+    spread,
+)
 
 DIRECT, PEER = "direct", "vllm-router"
 STRATEGIES = ("prefixaware", "prefixaware x2", "session", "roundrobin")
@@ -74,8 +81,8 @@ class Round(NamedTuple):
 
 
 Rounds = dict[str, list[Round]]
-Arm = tuple[Sequence[int], int | None]
-"""Ports to load, and the router's process where there is one."""
+Arm = tuple[Sequence[int], Program | None]
+"""Ports to load, and the router where there is one."""
 
 
 class Failed(Exception):
@@ -198,64 +205,52 @@ class Client(asyncio.Protocol):
             self.load.fail(f"a connection was cut: {error or 'closed'}")
 
 
-def measured(workload: Workload, ports: Sequence[int], pid: int | None, seconds: float) -> Round:
+def measured(
+    workload: Workload, ports: Sequence[int], router: Program | None, seconds: float
+) -> Round:
     async def run() -> tuple[int, float, list[float]]:
         load = Load(workload, seconds)
         return *await load.run(ports), load.times
 
-    processes = []
-    if pid:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    cpu = spent(processes)
+    processes = [router.own, *router.children()] if router else []
+    cpu = cpu_seconds(processes)
     count, elapsed, times = uvloop.run(run())
-    cpu = spent(processes) - cpu
-    cuts = statistics.quantiles(times, n=100) if len(times) > 1 else times * 99
+    cpu = cpu_seconds(processes) - cpu
     memory = sum(process.memory_info().rss for process in processes)
-    return Round(count / elapsed, cpu / count, cuts[49], cuts[98], memory)
-
-
-def free_port() -> int:
-    """Not fixed ones: another benchmark's server there would be taken for what was started."""
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return int(it.getsockname()[1])
+    return Round(count / elapsed, cpu / count, *percentiles(times), memory)
 
 
 def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
     """Start the replicas and every arm, and load the arms in turn."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
-        def start(
-            name: str, command: list[str], port: int, root: Path = ROOT, **environ: str
-        ) -> Arm:
-            log = Path(folder, f"{name}-{port}")
-            return (port,), stack.enter_context(server(command, environ, port, log, root))
+        def start(name: str, *command: str, root: Path = ROOT, **environ: str) -> Program:
+            log = Path(folder, name.replace(" ", "-"))
+            program = Program(*command, environ=environ, log=log, root=root)
+            stack.enter_context(program).ready()
+            return program
 
-        stub = [sys.executable, stub_replica.__file__, f"--rate={workload.rate or 50}"]
-        stubs = [free_port(), free_port()]
-        for port in stubs:
-            start("stub", [*stub, str(port)], port)
-        replicas = [f"http://127.0.0.1:{port}" for port in stubs]
-        arms: dict[str, Arm] = {DIRECT: (stubs if workload.rate else stubs[:1], None)}
-        port = free_port()
+        stub = (sys.executable, stub_replica.__file__, f"--rate={workload.rate or 50}", "{port}")
+        stubs = [start(name, *stub) for name in ("stub-1", "stub-2")]
+        replicas = [it.url for it in stubs]
+        direct = [it.port for it in stubs]
+        arms: dict[str, Arm] = {DIRECT: (direct if workload.rate else direct[:1], None)}
         peer = [options.vllm_router, "--worker-urls", *replicas, "--policy", "round_robin"]
-        peer += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
-        peer += ["--prometheus-port", str(free_port())]
-        arms[PEER] = start(PEER, peer, port)
+        peer += ["--host", "127.0.0.1", "--port", "{port}", "--log-level", "error"]
+        peer += ["--prometheus-port", str(ports.free())]
+        routers = {PEER: start(PEER, *peer)}
         checkouts = {"": ROOT} | ({"before: ": options.before.resolve()} if options.before else {})
         for label, arm in itertools.product(checkouts, options.strategies):
             strategy, _, processes = arm.partition(" x")
-            port = free_port()
-            arms[label + arm] = start(
-                f"{label}{arm}".replace(" ", "-"),
-                [sys.executable, "-m", "serving", "route"],
-                port,
-                checkouts[label],
+            routers[label + arm] = start(
+                label + arm,
+                *ROUTE,
+                root=checkouts[label],
                 OPTION_ROUTER_REPLICAS=",".join(replicas),
                 OPTION_ROUTING_STRATEGY=strategy,
                 OPTION_ROUTER_PROCESSES=processes or "1",
-                OPTION_PORT=str(port),
             )
+        arms |= {name: ([it.port], it) for name, it in routers.items()}
 
         rounds: Rounds = {arm: [] for arm in arms}
         for number in range(-1, options.rounds):  # the first warms up and is not counted
@@ -270,20 +265,6 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
         return rounds
 
 
-def paired(
-    figure: Callable[[Round, Round], float], rounds: Rounds, arm: str, base: str
-) -> list[float]:
-    return [figure(*pair) for pair in zip(rounds[arm], rounds[base], strict=True)]
-
-
-def rate_ratio(it: Round, base: Round) -> float:
-    return it.rate / base.rate
-
-
-def cpu_ratio(it: Round, base: Round) -> float:
-    return it.cpu / base.cpu
-
-
 def report(workload: Workload, rounds: Rounds) -> None:
     unit = workload.unit
     columns = [f"{unit}s/s", f"÷ {PEER}'s", f"CPU µs/{unit}", f"÷ {PEER}'s", "RSS MB"]
@@ -294,20 +275,20 @@ def report(workload: Workload, rounds: Rounds) -> None:
     for arm, all_of_it in rounds.items():
         cells = [
             spread([it.rate for it in all_of_it], ".0f"),
-            spread(paired(rate_ratio, rounds, arm, PEER), ".2f"),
+            spread(paired(rate_ratio, all_of_it, rounds[PEER]), ".2f"),
             spread([1e6 * it.cpu for it in all_of_it], ".1f"),
-            spread(paired(cpu_ratio, rounds, arm, PEER), ".2f"),
+            spread(paired(cpu_ratio, all_of_it, rounds[PEER]), ".2f"),
             f"{max(it.memory for it in all_of_it) / 1e6:.0f}",
         ]
         if arm == DIRECT:  # no router, so neither its CPU nor its memory
             cells[2:] = ["-"] * 3
         if not workload.rate:
             for figure in (added_p50, added_p99):
-                cells.append(spread([1e6 * s for s in paired(figure, rounds, arm, DIRECT)], ".0f"))
+                cells.append(
+                    spread([1e6 * s for s in paired(figure, all_of_it, rounds[DIRECT])], ".0f")
+                )
         print(f"{arm:22}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
-    for arm, measured in rounds.items():
-        if before := rounds.get(f"before: {arm}"):
-            report_change(arm, measured, before)
+    print_changes(rounds)
 
 
 def added_p50(it: Round, base: Round) -> float:
@@ -322,9 +303,15 @@ def report_targets(found: dict[Workload, Rounds], strategies: Sequence[str]) -> 
     print()
     for arm in strategies:
         figures = (
-            (f"requests/s ÷ {PEER}'s", paired(rate_ratio, found[SMALL], arm, PEER)),
-            (f"CPU per streamed chunk ÷ {PEER}'s", paired(cpu_ratio, found[STREAMS], arm, PEER)),
-            ("added P50 ms", [1e3 * s for s in paired(added_p50, found[ALONE], arm, DIRECT)]),
+            (f"requests/s ÷ {PEER}'s", paired(rate_ratio, found[SMALL][arm], found[SMALL][PEER])),
+            (
+                f"CPU per streamed chunk ÷ {PEER}'s",
+                paired(cpu_ratio, found[STREAMS][arm], found[STREAMS][PEER]),
+            ),
+            (
+                "added P50 ms",
+                [1e3 * s for s in paired(added_p50, found[ALONE][arm], found[ALONE][DIRECT])],
+            ),
         )
         told = (
             f"{name}: {statistics.median(values):.2f} (target {target})"

@@ -19,14 +19,13 @@ from typing import NamedTuple
 
 import httpx
 from matplotlib.figure import Figure
-from prometheus_client.parser import text_string_to_metric_families
 
 from lmi_config.facts import machine
-from scripts.bench.overhead import server
 from scripts.eagle import train
+from scripts.harness import metrics
+from scripts.harness.process import SERVE, Program
 from scripts.models import tiny
 
-PORT = 18120
 PROMPTS, PROMPT_LENGTH = 16, 200  # how many, and characters
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
@@ -53,14 +52,10 @@ def drafted(path: str | None, k: int) -> dict[str, str]:
 def measured(environ: Mapping[str, str], prompts: list[str], tokens: int) -> Figures:
     with (
         tempfile.TemporaryDirectory() as folder,
-        server(
-            [sys.executable, "-m", "serving", "serve"],
-            dict(environ) | {"OPTION_PORT": str(PORT)},
-            PORT,
-            Path(folder, "log"),
-        ),
-        httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=300) as client,
+        Program(*SERVE, environ=environ, log=Path(folder, "log")) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
+        server.ready()
         before = counters(client)
         began = time.perf_counter()
         for prompt in prompts:
@@ -81,14 +76,10 @@ def measured(environ: Mapping[str, str], prompts: list[str], tokens: int) -> Fig
 
 def counters(client: httpx.Client) -> dict[str, float]:
     """vLLM's counts: `drafts`, and accepted tokens under each position's number."""
-    found = {}
-    for family in text_string_to_metric_families(client.get("/metrics").text):
-        for sample in family.samples:
-            if sample.name == "vllm:spec_decode_num_drafts_total":
-                found["drafts"] = sample.value
-            if sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                found[sample.labels["position"]] = sample.value
-    return found
+    text = client.get("/metrics").text
+    positions = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    accepted = {it.labels["position"]: it.value for it in metrics.samples(text, positions)}
+    return {"drafts": metrics.total(text, "vllm:spec_decode_num_drafts_total"), **accepted}
 
 
 def texts(files: list[Path]) -> list[str]:

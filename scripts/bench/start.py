@@ -8,47 +8,32 @@ the pairs' ratios, and its 95% confidence interval from resampling the pairs.
 """
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
-from lmi_config.plan import vllm
+from scripts.bench.plain_vllm import plain_vllm, planned
+from scripts.harness.process import SERVE, Program
 from scripts.models import tiny
-from serving.server.prepare import prepare
 
-PORT = 18110
 BODY = {"prompt": "The import statement is", "max_tokens": 8, "logprobs": 0}
 RESAMPLES = 10_000
 
 
-def started(command: list[str], environ: dict[str, str], log: Path) -> float:
-    """Seconds from the start of the process to its first answer. Exits where it ends before."""
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent), **environ}
+def started(program: Program) -> float:
+    """Seconds from the start of the process to its first answer."""
     began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
-    try:
-        while process.poll() is None:
-            try:
-                answer = httpx.post(
-                    f"http://127.0.0.1:{PORT}/v1/completions", json=BODY, timeout=60
-                )
-                if answer.status_code == 200:
-                    return time.monotonic() - began
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        sys.exit(f"a server did not start:\n{log.read_text()[-3000:]}")
-    finally:
-        process.terminate()
-        process.wait(60)
+    with program:
+        program.ready()
+        answer = httpx.post(f"{program.url}/v1/completions", json=BODY, timeout=60)
+        took = time.monotonic() - began
+        answer.raise_for_status()
+        return took
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -70,20 +55,18 @@ def main() -> None:
         "OPTION_MODEL_ID": model,
         "OPTION_MAX_MODEL_LEN": "2048",
         "OPTION_KV_CACHE_MEMORY_BYTES": "512M",
-        "OPTION_PORT": str(PORT),
     }
-    plan = prepare({**os.environ, **asked}).plan
-    arguments = vllm.arguments(plan.engine(model, None))
-    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    arms = {
-        "plain vLLM": ([*plain, f"--port={PORT}"], dict(plan.environment)),
-        "Slipway": ([sys.executable, "-m", "serving", "serve"], asked),
-    }
+    plan = planned(asked)
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        arms: dict[str, Callable[[], Program]] = {
+            "plain vLLM": lambda: plain_vllm(plan, model, log=log),
+            "Slipway": lambda: Program(*SERVE, environ=asked, log=log),
+        }
         for number in range(-1, options.pairs):  # the first fills the page cache and is not counted
             took = {
-                name: started(*arms[name], Path(folder, "log"))
+                name: started(arms[name]())
                 for name in (sorted(arms) if number % 2 else sorted(arms, reverse=True))
             }
             shown = ", ".join(f"{name} {took[name]:.1f} s" for name in arms)

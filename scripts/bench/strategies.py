@@ -16,25 +16,30 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.bench.overhead import server
+from scripts.harness import metrics, ports
+from scripts.harness.process import ROUTE, SERVE, Program
 from scripts.models import tiny
 
 STRATEGIES = ("roundrobin", "session", "prefixaware", "kvaware")
-REPLICAS = (18130, 18131, 18132)
-ROUTER = 18139
-EVENTS = 18140
+REPLICAS = 3
 
 SYSTEM_WORDS, TURNS, TURN_WORDS = 150, 5, 60
 DOCUMENT_WORDS, QUESTIONS = 600, 5
 ANSWER_TOKENS = 16
+
+COUNTERS = (
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:request_success_total",
+)
 
 
 class Figures(NamedTuple):
@@ -80,15 +85,14 @@ async def asked(client: aiohttp.ClientSession, path: str, body: object) -> bytes
         return found
 
 
-async def load(name: str, chats: int, documents: int) -> Figures:
+async def load(
+    name: str, engines: Sequence[Program], router: Program, chats: int, documents: int
+) -> Figures:
     """Chats and questions through the router, and what the engines counted of them."""
     drawn = random.Random(name)
     system = words(drawn, SYSTEM_WORDS)
-    before = [await counters(port) for port in REPLICAS]
-    async with (
-        aiohttp.ClientSession(f"http://127.0.0.1:{ROUTER}") as client,
-        asyncio.TaskGroup() as tasks,
-    ):
+    before = [await counters(it) for it in engines]
+    async with aiohttp.ClientSession(router.url) as client, asyncio.TaskGroup() as tasks:
         for n in range(chats):
             tasks.create_task(chat(client, f"{name} {n}", system))
         for n in range(documents):
@@ -96,62 +100,44 @@ async def load(name: str, chats: int, documents: int) -> Figures:
             for m in range(QUESTIONS):
                 delay = drawn.uniform(0, 15)
                 tasks.create_task(question(client, document, f"{name} {n} {m}?", delay))
-    after = [await counters(port) for port in REPLICAS]
+    after = [await counters(it) for it in engines]
     hits, queries, requests = (
-        [new[key] - old[key] for new, old in zip(after, before, strict=True)]
-        for key in ("hits", "queries", "requests")
+        [new[name] - old[name] for new, old in zip(after, before, strict=True)] for name in COUNTERS
     )
-    return Figures(sum(hits) / sum(queries), len(REPLICAS) * max(requests) / sum(requests))
+    return Figures(sum(hits) / sum(queries), len(engines) * max(requests) / sum(requests))
 
 
-async def counters(port: int) -> dict[str, float]:
-    names = {
-        "vllm:prefix_cache_hits_total": "hits",
-        "vllm:prefix_cache_queries_total": "queries",
-        "vllm:request_success_total": "requests",
-    }
-    found = dict.fromkeys(names.values(), 0.0)
+async def counters(engine: Program) -> dict[str, float]:
     async with (
-        aiohttp.ClientSession() as client,
-        client.get(f"http://127.0.0.1:{port}/metrics") as answer,
+        aiohttp.ClientSession(engine.url) as client,
+        client.get("/metrics") as answer,
     ):
         text = await answer.text()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name in names:
-                found[names[sample.name]] += sample.value
-    return found
+    return {name: metrics.total(text, name) for name in COUNTERS}
 
 
-@contextmanager
-def engines(folder: Path, kv_bytes: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for n, port in enumerate(REPLICAS):
-            environ = {
-                "OPTION_MODEL_ID": str(tiny.make()),
-                "OPTION_MAX_MODEL_LEN": "4096",
-                "OPTION_KV_CACHE_MEMORY_BYTES": kv_bytes,
-                "OPTION_KV_EVENTS": "true",
-                "OPTION_KV_EVENTS_PORT": str(EVENTS + 2 * n),
-                "OPTION_PORT": str(port),
-            }
-            command = [sys.executable, "-m", "serving", "serve"]
-            stack.enter_context(server(command, environ, port, folder / f"engine-{n}"))
-        yield
-
-
-@contextmanager
-def router(folder: Path, strategy: str) -> Iterator[None]:
+def engine(log: Path, kv_bytes: str) -> Program:
     environ = {
         "OPTION_MODEL_ID": str(tiny.make()),
-        "OPTION_ROUTER_REPLICAS": ",".join(f"http://127.0.0.1:{port}" for port in REPLICAS),
-        "OPTION_ROUTING_STRATEGY": strategy,
-        "OPTION_PORT": str(ROUTER),
+        "OPTION_MAX_MODEL_LEN": "4096",
+        "OPTION_KV_CACHE_MEMORY_BYTES": kv_bytes,
+        "OPTION_KV_EVENTS": "true",
+        "OPTION_KV_EVENTS_PORT": str(ports.free(2)),
     }
-    command = [sys.executable, "-m", "serving", "route"]
-    with server(command, environ, ROUTER, folder / strategy):
-        asyncio.run(asyncio.sleep(5 if strategy == "kvaware" else 1))  # its tokenizer, all replicas
-        yield
+    return Program(*SERVE, environ=environ, log=log)
+
+
+@contextmanager
+def routed(folder: Path, strategy: str, engines: Sequence[Program]) -> Iterator[Program]:
+    options = {
+        "OPTION_MODEL_ID": str(tiny.make()),
+        "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in engines),
+        "OPTION_ROUTING_STRATEGY": strategy,
+    }
+    with Program(*ROUTE, environ=options, log=folder / strategy) as router:
+        router.ready()
+        time.sleep(5 if strategy == "kvaware" else 1)  # its tokenizer, all replicas
+        yield router
 
 
 def report(found: dict[str, list[Figures]]) -> None:
@@ -172,11 +158,16 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     found: dict[str, list[Figures]] = {strategy: [] for strategy in STRATEGIES}
-    with tempfile.TemporaryDirectory() as name, engines(Path(name), options.kv):
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        engines = [engine(folder / f"engine-{n}", options.kv) for n in range(REPLICAS)]
+        for it in engines:
+            stack.enter_context(it).ready()
         for n in range(options.rounds):
             for strategy in STRATEGIES:
-                with router(Path(name), strategy):
-                    load_ = load(f"{n} {strategy}", options.chats, options.documents)
+                with routed(folder, strategy, engines) as router:
+                    name = f"{n} {strategy}"
+                    load_ = load(name, engines, router, options.chats, options.documents)
                     found[strategy].append(asyncio.run(load_))
     report(found)
 

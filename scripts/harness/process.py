@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import httpx
@@ -22,6 +23,9 @@ START_S = 300.0  # far above what a start takes, for machines that do much else
 STOP_S = 40.0  # above the 30 s after which platforms kill
 
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
 class NotReady(Exception):
     """A server that ended, or is still starting, when it should answer."""
 
@@ -29,15 +33,19 @@ class NotReady(Exception):
 class Program:
     """A program that serves HTTP on a port, which stays its own when it is started again.
 
-    command: `{port}` in it becomes the port. environ: set in addition to our own variables;
-    OPTION_PORT is the port. log: the file that its output goes to; None for our own output.
+    command, environ: `{port}` in them becomes the port. environ is set in addition to our own
+    variables and OPTION_PORT. log: the file that its output goes to; None for our own output.
     root: the checkout to run from.
     """
 
     process: "subprocess.Popen[bytes]"
 
     def __init__(
-        self, *command: str, log: Path | None = None, root: Path = ROOT, **environ: str
+        self,
+        *command: str,
+        environ: Mapping[str, str] = NOTHING,
+        log: Path | None = None,
+        root: Path = ROOT,
     ) -> None:
         self.port = ports.free()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -45,8 +53,9 @@ class Program:
         if log:
             log.write_bytes(b"")
         self._command = [part.replace("{port}", str(self.port)) for part in command]
-        own = {"OPTION_PORT": str(self.port), "SLIPWAY_PYTHON": sys.executable}
-        self._environ = {**os.environ, **own, **environ}
+        own = {"OPTION_PORT": "{port}", "SLIPWAY_PYTHON": sys.executable, **environ}
+        own = {name: value.replace("{port}", str(self.port)) for name, value in own.items()}
+        self._environ = {**os.environ, **own}
         self._root = root
         self._seen: set[psutil.Process] = set()
 
@@ -92,20 +101,21 @@ class Program:
     def logged(self) -> str:
         return self.log.read_text(errors="replace") if self.log else ""
 
+    @property
+    def own(self) -> psutil.Process:
+        """Its process. Raises psutil.NoSuchProcess."""
+        return psutil.Process(self.process.pid)
+
     def children(self, name: str = "") -> list[psutil.Process]:
         """Its living processes that have this in their command line, like VLLM::Worker."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+            for child in self.own.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if running(child) and name in " ".join(child.cmdline()):
                         found.append(child)
                     self._seen.add(child)
         return found
-
-    def processes(self) -> list[psutil.Process]:
-        """Itself and its children."""
-        return [psutil.Process(self.process.pid), *self.children()]
 
     def left_behind(self, seconds: float = 5) -> list[psutil.Process]:
         """Its processes that live on after it, once they have had a moment to go."""

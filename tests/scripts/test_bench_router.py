@@ -3,8 +3,8 @@
 import pytest
 import uvloop
 
-from scripts.bench.router import Failed, Load, Workload, free_port
-from scripts.harness import stub_replica
+from scripts.bench.router import Failed, Load, Workload
+from scripts.harness import ports, stub_replica
 
 STREAMS = Workload("two streams", 2, 150, rate=200)
 WHOLE = Workload("whole answers", 2, 150)
@@ -12,7 +12,7 @@ WHOLE = Workload("whole answers", 2, 150)
 
 def loaded(workload, connection=stub_replica.Connection, seconds=0.1):
     async def run():
-        port = free_port()
+        port = ports.free()
         replica = stub_replica.Replica(port, workload.rate or 50)
         server = await replica.loop.create_server(lambda: connection(replica), "127.0.0.1", port)
         async with server:

@@ -43,7 +43,7 @@ def test_a_program_is_started_again_on_its_port(tmp_path):
 def test_a_program_that_ends_is_not_waited_for_and_its_log_is_shown(tmp_path):
     command = (sys.executable, "-c", "import os, sys; sys.exit(os.environ['WHY'])")
     with (
-        Program(*command, log=tmp_path / "log", WHY="no model") as program,
+        Program(*command, environ={"WHY": "no model"}, log=tmp_path / "log") as program,
         pytest.raises(NotReady, match=r"ended with exit code 1\nno model\n"),
     ):
         program.ready()
@@ -77,11 +77,13 @@ def test_a_program_that_does_not_stop_is_ended(tmp_path):
 def test_the_log_is_of_every_start(tmp_path):
     log = tmp_path / "log"
     log.write_text("an older program's\n")
-    program = Program("echo", "port {port}", log=log)
+    program = Program(
+        "sh", "-c", "echo port {port} $NAMED $OPTION_PORT", log=log, environ={"NAMED": "{port}"}
+    )
     for _ in range(2):
         program.start()
         program.process.wait()
-    assert program.logged() == f"port {program.port}\n" * 2
+    assert program.logged() == f"port {program.port} {program.port} {program.port}\n" * 2
 
 
 def test_the_checkout_to_run_from(tmp_path):
@@ -93,7 +95,7 @@ def test_the_checkout_to_run_from(tmp_path):
 def test_cpu_time_is_finer_than_a_clock_tick():
     with Program(*STUB) as program:
         program.ready()
-        assert 0 < cpu_seconds(program.processes()) % 0.01 < 0.01
+        assert 0 < cpu_seconds([program.own]) % 0.01 < 0.01
 
 
 def test_ports_that_are_in_use_are_left_out():

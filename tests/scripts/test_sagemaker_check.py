@@ -1,22 +1,20 @@
 """The conformance run: a container that keeps every rule, and for each rule one that breaks it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from scripts.harness.process import ROOT, Program
 from scripts.sagemaker_local import contract
 from tests.scripts.sagemaker_container import Container
 
-ROOT = Path(__file__).parent.parent.parent
 BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
 NEEDS = {
     "adapter-again": "adapter-register",
@@ -83,32 +81,15 @@ def test_what_needs_an_adapter_or_a_session_is_not_tried_without_one():
     assert {it.verdict for it in found.values()} == {"not tried"}
 
 
-@pytest.fixture
-def started():
-    """Starts the container in a process of its own, and returns it with its URL."""
-    processes = []
-
-    def start(faults):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        environ = {"FAULTS": faults, "SAGEMAKER_BIND_TO_PORT": str(port)}
-        process = subprocess.Popen(
-            [sys.executable, ROOT / "tests/scripts/sagemaker_container.py", "serve"],
-            env={**os.environ, **environ},
-        )
-        processes.append(process)
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-            else:
-                return process, f"http://127.0.0.1:{port}"
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+@contextlib.contextmanager
+def started(faults):
+    """The container in a process of its own."""
+    command = (sys.executable, "tests/scripts/sagemaker_container.py", "serve")
+    with Program(
+        *command, environ={"FAULTS": faults, "SAGEMAKER_BIND_TO_PORT": "{port}"}
+    ) as program:
+        program.ready()
+        yield program
 
 
 def command_line(*arguments):
@@ -122,19 +103,20 @@ def command_line(*arguments):
 
 
 @pytest.mark.parametrize(("faults", "kept"), [("", True), ("sigterm", False)])
-def test_a_container_that_is_stopped(started, faults, kept):
-    process, url = started(faults)
-    ended = command_line(url, "--pid", str(process.pid), "--only", "sigterm", "ping")
-    assert ended.returncode == (0 if kept else 1), ended.stdout
-    assert ended.stdout.splitlines()[-1] == (
-        "2 pass, 0 fail, 0 not tried" if kept else "1 pass, 1 fail, 0 not tried"
-    )
-    assert process.wait() == (0 if kept else -signal.SIGTERM)
+def test_a_container_that_is_stopped(faults, kept):
+    with started(faults) as program:
+        pid = str(program.process.pid)
+        ended = command_line(program.url, "--pid", pid, "--only", "sigterm", "ping")
+        assert ended.returncode == (0 if kept else 1), ended.stdout
+        assert ended.stdout.splitlines()[-1] == (
+            "2 pass, 0 fail, 0 not tried" if kept else "1 pass, 1 fail, 0 not tried"
+        )
+        assert program.process.wait() == (0 if kept else -signal.SIGTERM)
 
 
-def test_the_score_sheet_as_json(started):
-    _, url = started("metrics")
-    ended = command_line(url, "--json", "--only", "metrics", "ping")
+def test_the_score_sheet_as_json():
+    with started("metrics") as program:
+        ended = command_line(program.url, "--json", "--only", "metrics", "ping")
     assert ended.returncode == 1
     ping, metrics = json.loads(ended.stdout)
     assert (ping["rule"], ping["verdict"]) == ("ping", "pass")

@@ -3,21 +3,20 @@
 import asyncio
 import contextlib
 import os
-import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from scripts.harness import stub_replica
+from scripts.harness.process import ROUTE, Program
 from serving.http.sockets import most_routed, raise_open_files
 from serving.router import proxy
 from serving.router.fleet import health
@@ -26,62 +25,14 @@ from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, u
 
 pytestmark = pytest.mark.anyio
 
-ROOT = Path(__file__).parents[3]
-STUB = ROOT / "scripts" / "harness" / "stub_replica.py"
+STUB = (sys.executable, stub_replica.__file__, "{port}")
 LATE_S = 30.0  # machines are noisy
-
-
-def free_port() -> int:
-    """One that no outgoing connection takes while its process is down."""
-    while True:
-        with socket.socket() as it, contextlib.suppress(OSError):
-            it.bind(("127.0.0.1", random.randrange(15_000, 30_000)))
-            return int(it.getsockname()[1])
-
-
-class Process:
-    """A process that serves HTTP on a port, which stays its own when it is started again."""
-
-    def __init__(self, *command: str, **environ: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, *(it.format(port=self.port) for it in command)]
-        self._environ = os.environ | environ | {"OPTION_PORT": str(self.port)}
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, cwd=ROOT, env=self._environ)
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self.process.wait(10)
-
-    async def answers(self) -> None:
-        """Wait until its /ping is 200."""
-        async with httpx.AsyncClient(base_url=self.url) as client, asyncio.timeout(LATE_S):
-            while True:
-                try:
-                    if (await client.get("/ping")).status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.05)
-
-    async def left(self) -> int:
-        """Wait for its end. Its exit code."""
-        await until(lambda: self.process.poll() is not None, LATE_S)
-        return self.process.returncode
-
-    def memory(self) -> int:
-        """Bytes that it has in memory."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
 
 
 class Routed:
     """stubs: the replicas. router: the router's process."""
 
-    def __init__(self, stubs: list[Process], router: Process, client: httpx.AsyncClient) -> None:
+    def __init__(self, stubs: list[Program], router: Program, client: httpx.AsyncClient) -> None:
         self.stubs, self.router, self.client = stubs, router, client
 
     async def post(self, **body: Any) -> httpx.Response:
@@ -122,28 +73,41 @@ async def routed(
     count: int = 2, others: Sequence[str] = (), **environ: str
 ) -> AsyncIterator[Routed]:
     """A router in front of so many replicas, and of others."""
-    stubs = [Process(str(STUB), "{port}") for _ in range(count)]
+    stubs = [Program(*STUB) for _ in range(count)]
     urls = ",".join([*(it.url for it in stubs), *others])
     options = {"OPTION_ROUTING_STRATEGY": "roundrobin", "OPTION_ROUTER_REPLICAS": urls} | environ
-    router = Process("-m", "serving", "route", **options)
-    started = [*stubs, router]
+    router = Program(*ROUTE, environ=options)
     limits = httpx.Limits(max_connections=None)
-    try:
-        for it in started:
+    async with AsyncExitStack() as stack:
+        for it in (*stubs, router):
             it.start()
-        async with AsyncExitStack() as stack:
-            client = httpx.AsyncClient(base_url=router.url, timeout=LATE_S, limits=limits)
-            found = Routed(stubs, router, await stack.enter_async_context(client))
-            await router.answers()
-            await found.ready(count + len(others))
-            yield found
-    finally:
-        for process in reversed(started):
-            if process is router and process.process.poll() is None:
-                process.kill(signal.SIGTERM)  # its workers are to end with it
-                process.kill(signal.SIGTERM)
-                process.process.wait(10)
-            process.kill()
+            stack.callback(it.end)
+        stack.callback(stopped, router)
+        client = httpx.AsyncClient(base_url=router.url, timeout=LATE_S, limits=limits)
+        found = Routed(stubs, router, await stack.enter_async_context(client))
+        await ready(router)
+        await found.ready(count + len(others))
+        yield found
+
+
+def stopped(router: Program) -> None:
+    """What is under way is not waited for: that takes a second signal."""
+    router.kill(signal.SIGTERM)
+    router.stop()
+
+
+async def ready(program: Program) -> None:
+    await asyncio.to_thread(program.ready, LATE_S)
+
+
+async def end_of(program: Program) -> int:
+    """Wait for its end. Its exit code."""
+    return await asyncio.to_thread(program.process.wait, LATE_S)
+
+
+def memory(program: Program) -> int:
+    """Bytes that it has in memory."""
+    return int(program.own.memory_info().rss)
 
 
 async def test_replicas_that_are_killed_restarted_and_all_gone():
@@ -197,7 +161,7 @@ async def test_a_router_that_is_killed_and_one_that_is_stopped():
         it.router.kill()
         assert not any(complete for _, _, complete in await asyncio.gather(*streams))
         it.router.start()  # at once
-        await it.router.answers()
+        await ready(it.router)
         await it.ready(2)
 
         streams = [asyncio.create_task(it.stream(50)) for _ in range(10)]
@@ -206,14 +170,13 @@ async def test_a_router_that_is_killed_and_one_that_is_stopped():
         await asyncio.sleep(0.1)
         assert (await it.post()).status_code == 503
         assert {found[1:] for found in await asyncio.gather(*streams)} == {(50, True)}
-        assert await it.router.left() == 0
+        assert await end_of(it.router) == 0
         it.router.start()
-        await it.router.answers()
+        await ready(it.router)
 
 
-def workers(router: Process) -> list[int]:
-    path = Path(f"/proc/{router.process.pid}/task/{router.process.pid}/children")
-    return [int(it) for it in path.read_text().split()]
+def workers(router: Program) -> list[int]:
+    return [it.pid for it in router.own.children()]
 
 
 async def test_processes_on_one_port():
@@ -249,7 +212,7 @@ async def test_processes_on_one_port():
             while any([sum(await shown()) for _ in range(8)]):
                 await asyncio.sleep(0.1)
         it.router.kill(signal.SIGTERM)
-        assert await it.router.left() == 0
+        assert await end_of(it.router) == 0
 
 
 async def test_a_process_that_cannot_run_ends_the_router():
@@ -303,7 +266,7 @@ async def test_ten_thousand_idle_connections(told):
     raise_open_files()
     count = min(10_000, most_routed() - 500)
     async with routed() as it:
-        before = it.router.memory()
+        before = memory(it.router)
         request = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
         idle = []
         try:
@@ -315,7 +278,7 @@ async def test_ten_thousand_idle_connections(told):
                     await asyncio.sleep(0)
             for connection in idle:
                 assert connection.recv(200).startswith(b"HTTP/1.1 200 ")
-            each = (it.router.memory() - before) / count
+            each = (memory(it.router) - before) / count
             began = time.monotonic()
             for _ in range(20):
                 assert (await it.post()).status_code == 200
@@ -344,7 +307,7 @@ async def test_two_hundred_slow_readers(told):
     fake.answer = answer
     slow = []
     async with routed(0, [fake.url]) as it:
-        before = it.router.memory()
+        before = memory(it.router)
         request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nHi"
         try:
             for _ in range(200):
@@ -358,7 +321,7 @@ async def test_two_hundred_slow_readers(told):
                 while len(fake.asked) < 200 or sent > last:  # until all stand still
                     last = sent
                     await asyncio.sleep(0.5)
-            each = (it.router.memory() - before) / 200
+            each = (memory(it.router) - before) / 200
             told(
                 f"200 slow readers of {sent / 200:.0f} bytes each: {each:.0f} bytes of memory each"
             )
