@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -221,3 +222,14 @@ def test_kills_for_want_of_memory_are_noticed(tmp_path, monkeypatch, version, na
     assert "ran out of memory" in memory_ran_out(1)
     assert memory_ran_out(2) == memory_ran_out(None) == ""
     assert "more memory" in remedy("x" + memory_ran_out(1))
+
+
+def test_the_troubleshooting_page_has_every_fix_with_reasons_that_lead_to_it():
+    page = (ROOT / "docs/guides/troubleshooting.md").read_text()
+    table = page.partition("| `reason` has, for example | `fix` |\n|---|---|\n")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    for examples, fix in rows:
+        for example in re.findall("`([^`]+)`", examples) if "anything" not in examples else ():
+            assert remedy(example) == fix, example
+    unknown = remedy("aggregated wrongly"), remedy("aggregated wrongly", "options")
+    assert {fix for _, fix in rows} == {fix for _, fix in module._REMEDIES} | {*unknown}
