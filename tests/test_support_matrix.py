@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lmi_config import plan, settings
-from lmi_config.settings import SettingsError
+from lmi_config.options import settings
+from lmi_config.options.settings import SettingsError
+from lmi_config.plan import plan
 from tests.lmi_config.examples import PARTS, machine, model
 from tests.test_security import named_in
 
@@ -47,4 +48,3 @@ def test_what_is_tested_names_tests_that_exist(cells, tests):
     assert bool(named) == ("tested" in cells)
     for file, test in named:
         assert test in named_in(ROOT / file), f"{file} has no {test}"
-
