@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lmi_config.facts.machine import Machine
 from lmi_config.options import settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import plan
@@ -19,7 +20,12 @@ ROWS = [
     if line.startswith("|")
 ][2:]
 CPU, ONE, SEVERAL = machine(), machine(gpus=1), machine(gpus=4)
-COLUMNS = ((CPU, {}), (ONE, {}), (SEVERAL, {}), (SEVERAL, {"OPTION_NNODES": "2"}))
+COLUMNS: tuple[tuple[Machine, dict[str, str]], ...] = (
+    (CPU, {}),
+    (ONE, {}),
+    (SEVERAL, {}),
+    (SEVERAL, {"OPTION_NNODES": "2"}),
+)
 
 
 def refused(here, environ):
