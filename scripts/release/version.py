@@ -1,0 +1,73 @@
+"""The version, which pyproject.toml states, and the other places that repeat it.
+
+`scripts/check` compares them, and `scripts/check --fix` writes them.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+STATED = r'^version = "(.+)"$'
+REPEATED = {
+    "serving/__init__.py": r'^VERSION = "(.+)"$',
+    "docs/reference/openapi.yaml": r"^  version: (.+)$",
+    "deploy/kubernetes/kustomization.yaml": r'^    newTag: "(.+)"$',
+    "deploy/kubernetes/hyperpod.yaml": r"^    image: .+/slipway:(.+)$",
+}
+RELEASED = r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$"
+
+
+def found(file: Path, pattern: str) -> re.Match[str]:
+    """The first line of a file that has a version."""
+    match = re.search(pattern, file.read_text(), re.MULTILINE)
+    if not match:
+        raise SystemExit(f"{file} has no line like {pattern}")
+    return match
+
+
+def version(root: Path) -> str:
+    return found(root / "pyproject.toml", STATED)[1]
+
+
+def faults(root: Path) -> list[str]:
+    """The places that have another version, a line each."""
+    wanted = version(root)
+    places = {**REPEATED, "CHANGELOG.md": RELEASED}
+    has = {name: found(root / name, it)[1] for name, it in places.items()}
+    return [
+        f"{name} has version {it}, pyproject.toml has {wanted}"
+        for name, it in has.items()
+        if it != wanted
+    ]
+
+
+def write(root: Path) -> None:
+    """Repeat the version wherever it is repeated. CHANGELOG.md is written by people."""
+    for name, pattern in REPEATED.items():
+        match = found(root / name, pattern)
+        start, end = match.span(1)
+        (root / name).write_text(match.string[:start] + version(root) + match.string[end:])
+
+
+def notes(root: Path) -> str:
+    """What CHANGELOG.md says of the version."""
+    heading = found(root / "CHANGELOG.md", RELEASED)
+    return heading.string[heading.end() :].partition("\n## ")[0].strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/release/version.py", description=__doc__)
+    parser.add_argument("--fix", action="store_true", help="write the version to all places")
+    parser.add_argument("--notes", action="store_true", help="print the version's release notes")
+    given = parser.parse_args()
+    root = Path(__file__).parents[2]
+    if given.fix:
+        write(root)
+    if wrong := faults(root):
+        sys.exit("\n".join([*wrong, "scripts/check --fix writes all but CHANGELOG.md"]))
+    print(notes(root) if given.notes else version(root))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a release stands on: one version, and the steps that `scripts/dev release` takes."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.release import version
+
+ROOT = Path(__file__).parents[2]
+REPOSITORY = "registry.example.com:5000/slipway"
+
+
+def dev(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "scripts" / "dev", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The files of this checkout that have the version."""
+    for name in ("pyproject.toml", "CHANGELOG.md", *version.REPEATED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_version_is_the_same_everywhere():
+    assert version.faults(ROOT) == []
+
+
+def test_another_version_is_found_and_written(copy):
+    stated = copy / "pyproject.toml"
+    stated.write_text(re.sub(version.STATED, 'version = "9.8.7"', stated.read_text(), flags=re.M))
+    assert len(version.faults(copy)) == len(version.REPEATED) + 1
+    version.write(copy)
+    (left,) = version.faults(copy)
+    assert left.startswith("CHANGELOG.md has version ")
+    assert left.endswith("pyproject.toml has 9.8.7")
+    for name in version.REPEATED:
+        before, after = ((it / name).read_text().splitlines() for it in (ROOT, copy))
+        changed = [new for old, new in zip(before, after, strict=True) if old != new]
+        assert len(changed) == 1
+        assert "9.8.7" in changed[0]
+
+
+def test_notes_are_the_changelogs_section(copy):
+    changelog = copy / "CHANGELOG.md"
+    changelog.write_text(
+        "# Changelog\n\n## [Unreleased]\n\n- x\n\n## [0.2.0] - 2027-01-01\n\n### Added\n\n- new\n"
+        "\n## [0.1.0] - 2026-11-22\n\n- old\n"
+    )
+    assert version.notes(copy) == "### Added\n\n- new"
+
+
+def test_a_changelog_that_starts_no_release_is_named(copy):
+    (copy / "CHANGELOG.md").write_text("# Changelog\n")
+    with pytest.raises(SystemExit, match=r"CHANGELOG\.md has no line"):
+        version.faults(copy)
+
+
+def test_a_dry_run_prints_the_steps_of_a_release():
+    ended = dev("release", REPOSITORY, "--dry-run")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    image = f"{REPOSITORY}:{version.version(ROOT)}"
+    steps = ended.stdout.splitlines()
+    assert all(it.startswith("+ ") for it in steps)
+    order = [
+        *(f"+ scripts/build {engine} {image}-{engine}" for engine in ("cpu", "gpu")),
+        f"+ env IMAGE={image}-cpu scripts/test image",
+        f"+ docker push {image}-cpu",
+        f"+ docker push {image}",
+    ]
+    assert [it for it in steps if it in order] == order
+    pushed = [it.rpartition(":")[2] for it in steps if it.startswith("+ docker push ")]
+    signed = [it.rpartition("-OF-")[2] for it in steps if it.startswith("+ cosign sign ")]
+    attested = [it.rpartition("-OF-")[2] for it in steps if it.startswith("+ cosign attest ")]
+    assert signed == attested == pushed[:-1]
+    boms = {it.split()[-1] for it in steps if it.startswith("+ scripts/dev sbom ")}
+    assert {it.split("--predicate ")[1].split()[0] for it in steps if "--predicate" in it} == boms
+
+
+def test_a_dry_run_prints_how_the_commit_is_tagged():
+    name = f"v{version.version(ROOT)}"
+    steps = dev("release", "tag", "--dry-run").stdout.splitlines()
+    assert [it.split()[-1] for it in steps] == [name, name]
+    assert [it.split()[1:3] for it in steps] == [["git", "tag"], ["git", "push"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([f"{REPOSITORY}:1.0"], "a repository without a tag"),
+        (["--dry-run"], "a repository without a tag"),
+        ([REPOSITORY, "--dryrun"], "--dryrun: there is no such option"),
+        ([], "Release what is checked out"),
+    ],
+)
+def test_what_cannot_be_released_is_said(arguments, message):
+    ended = dev("release", *arguments)
+    assert ended.returncode != 0
+    assert message in ended.stdout + ended.stderr
+
+
+def test_every_step_of_a_workflow_is_a_script_that_is_there():
+    lines = [
+        line
+        for file in (ROOT / ".github" / "workflows").glob("*.yml")
+        for line in file.read_text().splitlines()
+    ]
+    used = {it for line in lines for it in re.findall(r"scripts/[\w./]+", line)}
+    assert used >= {"scripts/check", "scripts/test", "scripts/build", "scripts/dev"}
+    assert [it for it in used if not (ROOT / it).is_file()] == []
+    actions = [line for line in lines if "uses:" in line]
+    assert [it for it in actions if not re.search(r"@[0-9a-f]{40} # v[\d.]+$", it)] == []
