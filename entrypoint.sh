@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The container's entry point: our verbs start Slipway, anything else runs as given. Either takes
-# this shell's place, as PID 1 in a container, and hears SIGTERM itself.
+# The container's entry point: our verbs start Slipway, flags alone mean `serve`, anything else runs
+# as given. Either takes this shell's place, as PID 1 in a container, and hears SIGTERM itself.
 set -euo pipefail
 
-[ $# -gt 0 ] || set -- serve
+case ${1:--} in -*) set -- serve "$@" ;; esac
 case $1 in
     serve | plan | route) ;;
     *) exec "$@" ;;

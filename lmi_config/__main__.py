@@ -1,14 +1,21 @@
-"""`python -m lmi_config`: check the options, with nothing installed but Python."""
+"""`python -m lmi_config VERB [ARGUMENT ...]`: the verb's help, or a check of what it is given, with
+nothing installed but Python.
+"""
 
 import contextlib
 import os
 import sys
 
+from lmi_config.options import arguments
 from lmi_config.options.settings import SettingsError, read
 
+verb, *rest = sys.argv[1:] or ["serve"]
+if arguments.wants_help(rest):
+    print(arguments.usage(verb))
+    sys.exit()
 try:
     with contextlib.suppress(ModuleNotFoundError):  # what reads a file is not installed yet
-        read(os.environ)
+        read(os.environ, arguments.read(verb, rest))
 except SettingsError as error:
     print(error, file=sys.stderr)
     sys.exit(2)

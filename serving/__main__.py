@@ -10,7 +10,7 @@ def _stop_early(number: int, frame: object) -> None:
     """End at once: nothing has been started that would have to be stopped."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = f'"time": "{stamp}", "level": "info", "logger": "serving", "message": "stopped"'
-    os.write(2, f'{{{line}, "stage": "options"}}\n'.encode())
+    os.write(2, b"stopped\n" if os.isatty(2) else f'{{{line}, "stage": "options"}}\n'.encode())
     os._exit(0)
 
 
@@ -22,91 +22,112 @@ if __name__ == "__main__":
             signal.signal(_number, _stop_early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # entrypoint.sh has them wait until here
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Mapping
 
-from lmi_config.options import settings
+from lmi_config.options import arguments, settings
+from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import explain
 from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
 from serving.observability.capture import capture_output
 
-USAGE = """usage: python -m serving [serve | plan [--json] | route]
+USAGE = """usage: python -m serving [serve | plan | route] [ARGUMENT ...]
 
   serve   serve a model (the default)
   plan    print what serve would do here, and why; starts nothing
   route   route requests to several servers
 
-Options are environment variables and files; docs/reference/options.md lists them.
+`python -m serving serve --help` lists the options, which are arguments or environment variables.
 """
 
 
-def main(arguments: list[str], environ: Mapping[str, str]) -> int:
-    match arguments or ["serve"]:
-        case ["serve"]:
-            return _run(_serve, environ)
-        case ["route"]:
-            return _run(_route, environ)
-        case ["plan"] | ["plan", "--json"]:
-            return _plan(arguments[1:], environ)
-    print(USAGE, file=sys.stderr)
-    return USAGE_ERROR
+def main(argv: list[str], environ: Mapping[str, str]) -> int:
+    verb, rest = (argv[0], argv[1:]) if argv else ("serve", [])
+    if verb in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if verb not in _VERBS:
+        print(USAGE, file=sys.stderr)
+        return USAGE_ERROR
+    if arguments.wants_help(rest):
+        print(arguments.usage(verb), end="")
+        return 0
+    return _VERBS[verb](rest, environ)
 
 
 # Each verb imports what it alone needs: `plan` answers without the web server's imports.
 
 
-def _plan(arguments: list[str], environ: Mapping[str, str]) -> int:
+def _plan(rest: list[str], environ: Mapping[str, str]) -> int:
     from serving.server.prepare import prepare
 
     redaction.hide(environ)  # a secret may also stand in the value of another option
+    as_json = "--json" in rest
     try:
-        plan = prepare(environ).plan
+        argued = arguments.read("plan", [it for it in rest if it != "--json"])
+        redaction.hide(_together(environ, argued))
+        plan = prepare(environ, argued).plan
     except SettingsError as error:
         print(redaction.redacted(str(error)), file=sys.stderr)
         return USAGE_ERROR
-    if arguments:
+    if as_json:
         print(json.dumps(redaction.plain(explain.as_json(plan)), indent=2))
     else:
         print(redaction.redacted(explain.as_text(plan)))
     return 0
 
 
-def _run(verb: Callable[[Mapping[str, str]], Exit], environ: Mapping[str, str]) -> int:
+def _together(environ: Mapping[str, str], argued: Mapping[str, Given]) -> dict[str, str]:
+    """The environment as it would be if what the command line says stood in it."""
+    return {**environ, **{name: given.text for name, given in argued.items()}}
+
+
+def _run(
+    name: str,
+    verb: Callable[[Mapping[str, str], Mapping[str, Given]], Exit],
+    rest: list[str],
+    environ: Mapping[str, str],
+) -> int:
     """Run a verb that logs. However it ends, the last line says why."""
     logs.configure(environ)
     try:
-        end = verb(environ)
+        argued = arguments.read(name, rest)
+        redaction.hide(_together(environ, argued))
+        end = verb(environ, argued)
     except Exception as error:
         end = failure(error)
     report(end)
     return end.code
 
 
-def _serve(environ: Mapping[str, str]) -> Exit:
+def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     from serving.kv_cache import pool
     from serving.server.prepare import prepare
 
     with pool.cleanup():  # before the machine's memory is looked at
-        deployment = prepare(environ)
-        level = deployment.plan.settings.log_level
-        logs.set_level(level)
+        deployment = prepare(environ, argued)
+        options = deployment.plan.settings
+        logs.set_format(options.log_format)
+        logs.set_level(options.log_level)
         os.environ.update(deployment.plan.environment)  # vLLM reads it when it is imported
-        os.environ.update(logs.engine_environment(environ, level))
+        os.environ.update(logs.engine_environment(environ, options.log_level))
         with capture_output():
             from serving.server.server import serve
 
             return serve(deployment)
 
 
-def _route(environ: Mapping[str, str]) -> Exit:
-    options = settings.read(environ)
+def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
+    options = settings.read(environ, argued)
     if not options.router_replicas:
         raise SettingsError(
             ["OPTION_ROUTER_REPLICAS is not set: it names the servers, as http://a:8080"]
         )
+    logs.set_format(options.log_format)
     logs.set_level(options.log_level)
     with tempfile.TemporaryDirectory(prefix="slipway-") as counters:
         if options.router_processes > 1:  # Prometheus' client reads it when it is imported
@@ -114,6 +135,13 @@ def _route(environ: Mapping[str, str]) -> Exit:
         from serving.router.workers import route
 
         return route(options, environ)
+
+
+_VERBS: Mapping[str, Callable[[list[str], Mapping[str, str]], int]] = {
+    "serve": functools.partial(_run, "serve", _serve),
+    "plan": _plan,
+    "route": functools.partial(_run, "route", _route),
+}
 
 
 if __name__ == "__main__":

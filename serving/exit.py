@@ -162,14 +162,15 @@ def failure(error: Exception) -> Exit:
 def report(end: Exit) -> None:
     """Write the last line: "failed" with stage, reason and fix, or "stopped" with the stage."""
     if not end.code:
-        log.info("stopped", extra={"facts": {"stage": end.stage}})
+        log.info("stopped", extra={"facts": {"stage": end.stage}, "text": "stopped", "busy": False})
         return
     reason = redacted(" ".join(end.reason.split()))
     facts = {"stage": end.stage, "reason": reason, "fix": remedy(reason, end.stage)}
     while (excess := len(_line(facts)) - MAX_LINE) > 0:
         # JSON writes some characters as twelve.
         reason = facts["reason"] = reason[: -max(excess // 12, 1) - 3] + "..."
-    log.error("failed", extra={"facts": facts})
+    fix = f"\nwhat helps: {facts['fix']}" if facts["fix"] else ""
+    log.error("failed", extra={"facts": facts, "text": reason + fix, "busy": False})
     with contextlib.suppress(OSError):
         if TERMINATION_LOG.exists():
             TERMINATION_LOG.write_text(_line(facts) + "\n")

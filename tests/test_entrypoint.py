@@ -76,10 +76,38 @@ def program(path, *lines):
     return str(path)
 
 
-def test_an_unknown_argument_shows_the_usage():
-    ended = run("serve", "--fast")
+@pytest.mark.parametrize("words", [("serve",), ("plan",), ()])
+def test_a_mistyped_flag_ends_it_and_is_named_as_it_was_typed(words):
+    ended = run(*words, "--max-modle-len", "5", "--port=abc")
     assert ended.returncode == 2
-    assert "usage: python -m serving" in ended.stderr
+    assert "--max-modle-len: no such option; did you mean --max-model-len?" in ended.stderr
+    assert "--port='abc': should be a whole number" in ended.stderr
+
+
+@pytest.mark.parametrize("words", [("serve", "--help"), ("plan", "m", "-h"), ("--help",)])
+def test_help_lists_the_flags(words):
+    ended = run(*words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\n  --max-model-len\n" in ended.stdout
+
+
+def test_a_plan_takes_flags_and_says_where_each_value_came_from(model):
+    ended = run("plan", "--json", str(model), "--max-model-len", "256", OPTION_MAX_MODEL_LEN="9")
+    found = json.loads(ended.stdout)
+    shown = {it["name"]: (it["value"], it["origin"]) for it in found["options"]}
+    assert shown["max_model_len"] == ("256", "--max-model-len")
+    assert shown["model_id"] == (str(model), "MODEL")
+
+
+def test_secrets_on_the_command_line_are_hidden_too(model):
+    ended = run("plan", str(model), "--kv-l2-url", "redis://me:hush-hush@host", "--revision", "x")
+    assert "hush" not in ended.stdout + ended.stderr
+
+
+def test_a_router_takes_its_replicas_as_arguments():
+    ended = run("route", "http://a:1", "https://b")
+    assert ended.returncode == 2
+    assert "REPLICA='http://a:1,https://b': should be like http://10.0.0.5:8080" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ Every command-line option of vLLM that is not declared here can be given by its 
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lmi_config.options.ignored import REFUSED
+from lmi_config.options.ignored import REFUSED, UNUSED
 from lmi_config.options.parsers import (
     Reader,
     address,
@@ -311,6 +312,13 @@ class Settings:
         default="info",
         help="The least that is logged: `debug`, `info`, `warning`, `error` or `critical`. At run "
         "time SIGUSR1 makes the log louder by one of these steps, SIGUSR2 quieter.",
+    )
+    log_format: str = _option(
+        choice("auto", "json", "text"),
+        "OPTION_LOG_FORMAT",
+        default="auto",
+        help="`json`: one JSON object per line; `text`: lines for people. `auto` is text on a "
+        "terminal, with colour and a progress bar, and JSON everywhere else.",
     )
     otlp_traces_endpoint: str | None = _option(
         text,
@@ -799,6 +807,29 @@ def vllm_options() -> Mapping[str, Reader]:
         if name not in declared and name not in REFUSED
     }
     return {**found, **{name: integer(low=1) for name in ("nnodes", "data_parallel_size")}}
+
+
+@functools.cache
+def flags() -> Mapping[str, tuple[str, Reader | None]]:
+    """Flag → the variable that means the same, and its reader; None where it does nothing."""
+    found: dict[str, tuple[str, Reader | None]] = {
+        flag(name): (name, None) for name in UNUSED if name.startswith(PREFIX)
+    }
+    for name, read in vllm_options().items():
+        found[flag(name)] = (PREFIX + name.upper(), read)
+    for option in OPTIONS.values():
+        ours = [name for name in option.names if name.startswith(PREFIX)]
+        if option.vllm:
+            ours.append(PREFIX + option.vllm.upper())
+        for name in ours or option.names[:1]:
+            found[flag(name)] = (name, option.read)
+    return found
+
+
+def flag(name: str) -> str:
+    """The flag that means the same as a variable: its name without the prefix of whose it is."""
+    bare = re.sub(r"^(OPTION|SERVING|SAGEMAKER)_", "", name)
+    return "--" + bare.lower().replace("_", "-")
 
 
 def names_option(name: str) -> bool:

@@ -45,6 +45,11 @@ def boolean(value: str) -> bool:
         raise ValueError("true or false") from None
 
 
+def switch(value: str) -> bool | None:
+    """Read an option of vLLM's that has no --no- form: true, or None for not set."""
+    return boolean(value) or None
+
+
 def integer(low: int | None = None, high: int | None = None) -> Reader:
     def read(value: str) -> int:
         limits = "".join(
@@ -202,7 +207,7 @@ def kind(name: str, choices: tuple[str, ...] = ()) -> Reader:
     """The reader for an option of vLLM's, by its kind in vllm_options.json."""
     return {
         "boolean": boolean,
-        "switch": lambda value: boolean(value) or None,  # vLLM has no --no- form of these
+        "switch": switch,
         "integer": integer(),
         "number": number,
         "size": size,

@@ -1,6 +1,7 @@
-"""The environment and files with options → Settings, or one error that tells every fault in them.
+"""The command line, the environment and files → Settings, or one error with every fault in them.
 
-Which one counts, as in LMI: SAGEMAKER_* variables, files, HF_*, OPTION_*, then the other names.
+Which one counts: the command line, then as in LMI SAGEMAKER_* variables, files, HF_*, OPTION_*,
+and the other names.
 """
 
 import difflib
@@ -17,6 +18,7 @@ from lmi_config.options.declared import (
     VLLM_PREFIX,
     Option,
     Settings,
+    flags,
     vllm_options,
 )
 from lmi_config.options.files import FileFault, Given
@@ -40,17 +42,24 @@ class SettingsError(ValueError):
         super().__init__(f"{count} cannot be used:" + "".join(f"\n  {f}" for f in self.faults))
 
 
-def read(environ: Mapping[str, str]) -> Settings:
+_NOTHING: Mapping[str, Given] = {}
+
+
+def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> Settings:
     """Read the settings from environment variables and the files that they or the model bring.
 
-    Empty values count as not set. Raises SettingsError with all faults at once: values that cannot
-    be read, names of one option that disagree, files that cannot be read, and (unless OPTION_STRICT
-    is false) unknown names. Raises ModuleNotFoundError where a file's parser is not installed yet.
+    argued: what the command line says (`arguments.read`). It comes before all else.
+
+    Empty variables count as not set. Raises SettingsError with all faults at once: values that
+    cannot be read, names of one option that disagree, files that cannot be read, and (unless
+    OPTION_STRICT is false) unknown names. Raises ModuleNotFoundError where a file's parser is not
+    installed yet.
     """
     given = _traced(from_environ(environ))
-    named = next((Path(given[name].text) for name in _MODELS if name in given), None)
-    store = given.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
-    config_file = given.get("OPTION_CONFIG_FILE", Given("", ""))
+    known = {**_without(given, argued), **argued}
+    named = next((Path(known[name].text) for name in _MODELS if name in known), None)
+    store = known.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
+    config_file = known.get("OPTION_CONFIG_FILE", Given("", ""))
     try:
         folder = files.model_folder(Path(store.text), named)
         found = files.read(folder, config_file.text)
@@ -58,7 +67,18 @@ def read(environ: Mapping[str, str]) -> Settings:
         raise SettingsError([str(fault)]) from None
     except OSError as error:
         raise SettingsError([f"{error.filename}: {error.strerror}"]) from None
-    return merged(given, found, folder)
+    return merged(given, found, folder, argued)
+
+
+def _without(given: Mapping[str, Given], argued: Mapping[str, Given]) -> dict[str, Given]:
+    """What was given, without the options that the command line sets, by whichever name."""
+    options = set(map(_option, argued))
+    return {name: it for name, it in given.items() if _option(name) not in options}
+
+
+def _option(name: str) -> str:
+    """The option that a variable sets, however it spells it: a field, or a name of vLLM's."""
+    return _FIELDS.get(name) or name.replace(VLLM_PREFIX, PREFIX, 1)
 
 
 def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
@@ -93,11 +113,19 @@ def traces_protocol(environ: Mapping[str, str]) -> str:
 
 
 def merged(
-    given: Mapping[str, Given], found: Mapping[str, Given], folder: Path | None = None
+    given: Mapping[str, Given],
+    found: Mapping[str, Given],
+    folder: Path | None = None,
+    argued: Mapping[str, Given] = _NOTHING,
 ) -> Settings:
-    """Settings from what the environment gives and what files do. Raises as `read` does."""
+    """Settings from what the environment gives, files do, and the command line says.
+
+    Raises as `read` does.
+    """
     found = {name: value for name, value in found.items() if value.text}
-    reading = _Reading({**given, **found}, frozenset(found))
+    everything = {**given, **found}
+    left = _without(everything, argued)
+    reading = _Reading({**left, **argued}, frozenset(found.keys() & left.keys()))
     reading.faults += [
         f"{found[name].name}: only the environment may set it"
         for name in sorted(_PLATFORM & found.keys())
@@ -108,8 +136,14 @@ def merged(
         raise SettingsError(reading.faults)
     overridden = [
         f"{name} is set, but {found[name].name} comes first"
-        for name in sorted(found.keys() & given.keys())
+        for name in sorted(found.keys() & given.keys() & left.keys())
         if found[name].text != given[name].text
+    ]
+    first = {_option(name): it for name, it in argued.items()}
+    overridden += [
+        f"{it.name} is set, but {first[_option(name)].name} comes first"
+        for name, it in sorted(everything.items())
+        if name not in left and it.text != first[_option(name)].text
     ]
     if folder:
         values.setdefault("model_id", str(folder))
@@ -265,11 +299,16 @@ class _Reading:
         self._notes += nearly(name, _bare(name), known)
 
     def _stranger(self, name: str) -> str:
-        known = sorted(_NAMES | UNUSED.keys() | {f"{PREFIX}{o.upper()}" for o in vllm_options()})
-        sought = name.replace(VLLM_PREFIX, PREFIX, 1).upper()
+        written = self.given[name].name
+        if written.startswith("-"):
+            sought, known = written, sorted(flags())
+        else:
+            sought = name.replace(VLLM_PREFIX, PREFIX, 1).upper()
+            of_vllm = (f"{PREFIX}{option.upper()}" for option in vllm_options())
+            known = sorted({*_NAMES, *UNUSED, *of_vllm})
         near = difflib.get_close_matches(sought, known, n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{self.given[name].name}: no such option{hint}"
+        return f"{written}: no such option{hint}"
 
 
 def _assigned(name: str) -> str:
@@ -295,12 +334,13 @@ def _vllm_names(option: str) -> tuple[str, str]:
     return PREFIX + option.upper(), VLLM_PREFIX + option.upper()
 
 
-_NAMES = {
-    name
-    for option in OPTIONS.values()
+_FIELDS = {
+    name: field
+    for field, option in OPTIONS.items()
     for name in (
         *option.names,
         *option.others,
         *(_vllm_names(option.vllm) if option.vllm else ()),
     )
 }
+_NAMES = frozenset(_FIELDS)

@@ -13,18 +13,22 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/generate/options_page.py from lmi_config; do not edit. -->
 
-Options are environment variables. Each can also stand in a file in the model's folder, or in
-`/opt/ml/model` (`SERVING_MODEL_STORE`):
+Options are environment variables, or arguments of `serve`, `plan` and `route`, as in vLLM:
+`OPTION_MAX_MODEL_LEN=8k` is `--max-model-len 8k`, `SERVING_JOB_QUEUE_SIZE=9` is
+`--job-queue-size 9`, and the model may stand without a flag: `serve Qwen/Qwen3-0.6B`. Options that
+are on or off need no value: `--enable-lora`, `--no-enable-prefix-caching`.
+
+Each can also stand in a file in the model's folder, or in `/opt/ml/model` (`SERVING_MODEL_STORE`):
 
 - `serving.properties`, as LMI has it: `option.max_model_len=8192` is `OPTION_MAX_MODEL_LEN`, and
   `job_queue_size=100` is `SERVING_JOB_QUEUE_SIZE`.
 - `slipway.yaml`, or the file that `OPTION_CONFIG_FILE` names: `max_model_len: 8192`. Values may be
   mappings and lists, and longer than the 1,024 bytes that SageMaker allows a variable.
 
-Where an option is given several times, this counts, first to last: `SAGEMAKER_*` variables, YAML,
-`serving.properties`, `HF_*`, `OPTION_*`, the other names in their row from left to right, the
-default. `OPTION_<NAME>` and `SM_VLLM_<NAME>`, with the name of the vLLM option that is shown, are
-further names; what they say must agree with the rest. Empty variables count as not set.
+Where an option is given several times, this counts, first to last: arguments, `SAGEMAKER_*`
+variables, YAML, `serving.properties`, `HF_*`, `OPTION_*`, the other names in their row from left to
+right, the default. `OPTION_<NAME>` and `SM_VLLM_<NAME>`, with the name of the vLLM option that is
+shown, are further names; what they say must agree with the rest. Empty variables count as not set.
 
 Values that cannot be read, names that disagree and unknown names stop the start, all told at once.
 `scripts/plan` shows every option that is set and where it was given.

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from serving.lifecycle import SHUTDOWN
-from serving.observability.logs import make_record, process_handler
+from serving.observability.logs import make_record, process_handler, reach
 
 MAX_TRACEBACK = 500
 """Lines of a traceback that are one line of the log."""
 MAX_LINE = 256 * 1024
-"""Bytes; CloudWatch takes no more. What is longer comes in pieces."""
+"""Characters; CloudWatch takes no more bytes. What is longer comes in pieces."""
+MAX_BAR = 300
+"""Characters of a progress bar."""
 PIPE = 1024**2
 """Bytes that wait while this process is busy; more hold up who writes."""
 
@@ -62,9 +64,14 @@ def capture_output() -> Iterator[None]:
 
 def _read(pipe: int, handle: Callable[[logging.LogRecord], object]) -> None:
     parser = _Parser()
-    with open(pipe, "rb") as lines:
+    # A line ends with "\n" or, where a progress bar overwrites it, with "\r".
+    with open(pipe, encoding="utf-8", errors="replace", newline="") as lines:
         while line := lines.readline(MAX_LINE):
-            for record in parser.parse(line.decode(errors="replace")):
+            if line.endswith("\r"):
+                if found := _BAR.search(line[:MAX_BAR]):
+                    reach(int(found["done"]), int(found["total"]))
+                continue
+            for record in parser.parse(line):
                 _remember_cause(record)
                 if record.levelno >= logging.getLogger("serving").level:
                     handle(record)
@@ -73,6 +80,7 @@ def _read(pipe: int, handle: Callable[[logging.LogRecord], object]) -> None:
         handle(record)
 
 
+_BAR = re.compile(r"\d+%.*\| (?P<done>\d+)/(?P<total>\d+) \[")  # tqdm's
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _FORMS = (  # in which others write their level and name
     re.compile(r"\[[^]]*\] LMCache (?P<level>\w+): (?P<message>.*)"),  # lmcache/logging.py
@@ -91,7 +99,7 @@ class _Parser:
         self._traceback: list[str] = []
 
     def parse(self, line: str) -> Iterator[logging.LogRecord]:
-        text = _COLOUR.sub("", line).rstrip().rpartition("\r")[2]  # a progress bar's last state
+        text = _COLOUR.sub("", line).rstrip()
         if self._traceback:
             self._traceback.append(text)
             if text.startswith((" ", "\t")) and len(self._traceback) < MAX_TRACEBACK:

@@ -61,19 +61,36 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Writes the same as text, for a terminal."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    """Writes the same for people. A call may put it in other words: `extra={"text": …}`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        return f"{_stamp(record.created)} {self.body(record)}"
+
+    def body(self, record: logging.LogRecord) -> str:
+        """A record without its time."""
+        text = getattr(record, "text", "") or self._in_full(record)
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        if record.levelno != logging.INFO:
+            text = f"{record.levelname}: {text}"
+        return _CONTROL.sub(lambda it: f"\\x{ord(it[0]):02x}", redacted(text)).replace("\n", _NEXT)
+
+    def _in_full(self, record: logging.LogRecord) -> str:
+        """The message, who says so where it is not the server, and all facts."""
         facts = dict(getattr(record, "facts", {}))
         if request := REQUEST_ID.get():
             facts["request_id"] = request
-        text = " ".join([super().format(record), *(f"{key}={facts[key]}" for key in facts)])
-        return redacted(text)
+        exception = facts.pop("exception", "")
+        ours = record.name.startswith("serving")
+        whole = record.getMessage() if ours else f"{record.name}: {record.getMessage()}"
+        words = [whole, *(f"{key}={value}" for key, value in facts.items())]
+        return " ".join(words) + (f"\n{exception}" if exception else "")
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What could change a terminal's state, or overwrite what it shows."""
+_NEXT = "\n    "
+"""Before further lines of a record, so that none can be taken for a record of its own."""
 _DIGITS = re.compile(r"\d+")
 
 
@@ -97,7 +114,14 @@ class Handler(logging.StreamHandler[TextIO]):
         key = record.name, template[:80]
         self._counts[key] += 1
         if self._counts[key] <= MAX_REPEATS:
-            super().emit(record)
+            self.put(record)
+
+    def put(self, record: logging.LogRecord) -> None:
+        """Write a record, however often it came."""
+        super().emit(record)
+
+    def reach(self, done: float, total: float) -> None:
+        """Hear how far what the log was last said to be busy with is."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Do nothing: there is nowhere left to write it, and standard error leads back to us."""
@@ -120,7 +144,7 @@ class Handler(logging.StreamHandler[TextIO]):
             if count > MAX_REPEATS:
                 facts = {"suppressed": count - MAX_REPEATS, "like": template}
                 values = {"name": name, "msg": "the same came again and again", "facts": facts}
-                super().emit(make_record(logging.WARNING, values))
+                self.put(make_record(logging.WARNING, values))
 
 
 def make_record(level: int, values: Mapping[str, Any]) -> logging.LogRecord:
@@ -135,13 +159,31 @@ _handler: Handler | None = None
 
 def configure(environ: Mapping[str, str]) -> None:
     """Send our log and what others log through Python to standard error."""
-    global _handler
     hide(environ)
-    formatter = TextFormatter() if sys.stderr.isatty() else JsonFormatter()
-    _handler = Handler(sys.stderr, formatter)
-    logging.getLogger().handlers = [_handler]
+    set_format("auto")
     logging.captureWarnings(True)
     set_level("info")
+
+
+def set_format(name: str) -> None:
+    """Write lines as OPTION_LOG_FORMAT has it."""
+    global _handler
+    terminal = sys.stderr.isatty()
+    if name == "json" or (name == "auto" and not terminal):
+        _handler = Handler(sys.stderr, JsonFormatter())
+    elif terminal:
+        from serving.observability.terminal import Terminal
+
+        _handler = Terminal(sys.stderr)
+    else:
+        _handler = Handler(sys.stderr, TextFormatter())
+    logging.getLogger().handlers = [_handler]
+
+
+def reach(done: float, total: float) -> None:
+    """Say how far the step that was last noted is: so much of so much, of whatever."""
+    if _handler:
+        _handler.reach(done, total)
 
 
 def process_handler() -> Handler:
@@ -168,7 +210,7 @@ def access(request: str, facts: dict[str, Any]) -> None:
     if not _access.isEnabledFor(logging.INFO):
         return
     if not _handler or not isinstance(_handler.formatter, JsonFormatter):
-        _access.info("request", extra={"facts": facts})
+        _access.info("request", extra={"facts": facts, "text": _access_text(facts)})
         return
     line: dict[str, Any] = {
         "time": _stamp(time.time()),
@@ -178,6 +220,13 @@ def access(request: str, facts: dict[str, Any]) -> None:
         "request_id": request,
     }
     _handler.write(msgspec.json.encode(line | facts) + b"\n")
+
+
+def _access_text(facts: Mapping[str, Any]) -> str:
+    """A request's line for people."""
+    shown = dict(facts)
+    head = f"{shown.pop('method')} {shown.pop('path')} {shown.pop('status')}, {shown.pop('ms')} ms"
+    return " ".join([head, *(f"{key}={value}" for key, value in shown.items())])
 
 
 def engine_environment(environ: Mapping[str, str], level: str) -> dict[str, str]:

@@ -116,7 +116,9 @@ class Router:
         server = await loop.create_server(self._connection, sock=listener, backlog=2048)
         host, port = listener.getsockname()[:2]
         strategy = self._settings.routing_strategy
-        log.info("routing", extra={"facts": {"host": host, "port": port, "strategy": strategy}})
+        facts = {"host": host, "port": port, "strategy": strategy}
+        text = f"routing on port {port} of {host}, strategy {strategy}"
+        log.info("routing", extra={"facts": facts, "text": text})
         works = [
             self._health.run(discovered(self._settings.router_replicas or "")),
             self.routing.peers.run(),

@@ -9,6 +9,7 @@ from lmi_config.facts import draft, machine, model
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import secure, settings
 from lmi_config.options.declared import Settings
+from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import kv_tiers, plan
 from lmi_config.plan.plan import EngineParts, Plan
@@ -32,9 +33,15 @@ class Deployment:
     draft: Source | None
 
 
-def prepare(environ: Mapping[str, str]) -> Deployment:
-    """Look at everything once and decide. Raises SettingsError with what is wrong."""
-    options = settings.read(environ)
+_NOTHING: Mapping[str, Given] = {}
+
+
+def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> Deployment:
+    """Look at everything once and decide. Raises SettingsError with what is wrong.
+
+    argued: what the command line says.
+    """
+    options = settings.read(environ, argued)
     _require_secure(options)
     with _blaming(options, "model_id", "OPTION_MODEL_ID"):
         source = _locate(options.model_id, options, environ, options.revision)

@@ -3,6 +3,7 @@ that loses no request that could have been answered.
 """
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -31,6 +32,7 @@ from serving.inference.admission import Admission
 from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
 from serving.observability.capture import causes
 from serving.process import StopSignals
+from serving.protocol import INVOCATIONS, PING
 from serving.server.prepare import Deployment
 from serving.server.startup import Runtime, start
 
@@ -60,7 +62,9 @@ def serve(deployment: Deployment) -> Exit:
         return Exit(START_FAILED, "start", str(error))
     for finding in deployment.plan.findings:
         log.warning("%s", finding)
-    log.info("plan", extra={"facts": {"plan": explain.as_json(deployment.plan)}})
+    _, size, model = next(explain.rows(deployment.plan))
+    facts = {"plan": explain.as_json(deployment.plan)}
+    log.info("plan", extra={"facts": facts, "text": f"model: {model}, {size}"})
     process.adopt_orphans()
     # vLLM leaves the sockets it talks to its processes over where it has put them.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
@@ -96,7 +100,8 @@ class Server:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         reaping = asyncio.create_task(process.reap())
         host, port = self._listener.getsockname()[:2]
-        log.info("listening", extra={"facts": {"host": host, "port": port}})
+        text = f"listening on {_url(host, port)}; {PING} says how far the start is"
+        log.info("listening", extra={"facts": {"host": host, "port": port}, "text": text})
         try:
             return await self._live()
         finally:
@@ -115,7 +120,9 @@ class Server:
             stop.cancel()
             return runtime
         requests = self.backend.open(runtime.engine, runtime.adapters, runtime.code).admission
-        log.info("ready", extra={"facts": self._time_to_ready()})
+        facts = self._time_to_ready()
+        text = f"ready after {facts['elapsed_s']} s. Try:\n\n{self._to_try()}\n"
+        log.info("ready", extra={"facts": facts, "text": text, "busy": False})
         failure = asyncio.create_task(self._failure(runtime.engine))
         await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
@@ -193,4 +200,19 @@ class Server:
     def _note(self, step: Step, text: str = "") -> None:
         self.lifecycle.note(step, text)
         facts = {"elapsed_s": round(self.lifecycle.elapsed, 1)}
-        log.info(self.lifecycle.detail, extra={"facts": facts})
+        text = self.lifecycle.detail
+        log.info(text, extra={"facts": facts, "text": text, "busy": True})
+
+    def _to_try(self) -> str:
+        """A command that asks the server something."""
+        url = _url(*self._listener.getsockname()[:2])
+        body = json.dumps({"inputs": "The capital of France is"})
+        kind = "-H 'content-type: application/json'"
+        return f"curl -s {url}{INVOCATIONS[0]} {kind} -d '{body}'"
+
+
+def _url(host: str, port: int) -> str:
+    """What reaches a listener from its own machine."""
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
 from lmi_config.facts.model import Checkpoint
+from serving.observability import logs
 
 T = TypeVar("T")
 
@@ -111,6 +112,7 @@ class Progress:
         self._note(f"fetched {self._what}: {human_size(self._total)} in {took:.0f} s")
 
     def _note_if_due(self) -> None:
+        logs.reach(self._done, self._total)
         now = time.monotonic()
         if now - self._last_note >= PERIOD_S:
             self._last_note = now

@@ -1,0 +1,118 @@
+"""The command line, `[MODEL] [--flag VALUE ...]`, as the options that it sets.
+
+Every option is a flag by its name: OPTION_MAX_MODEL_LEN is --max-model-len, as in vLLM, and
+SERVING_JOB_QUEUE_SIZE, which has no OPTION_ name, is --job-queue-size.
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from lmi_config.options.declared import OPTIONS, PREFIX, flag, flags
+from lmi_config.options.files import Given
+from lmi_config.options.parsers import Reader, boolean, switch, words
+from lmi_config.options.settings import SettingsError
+
+_BOOLEANS = (boolean, switch)
+_HELP = ("-h", "--help")
+_SHORT = {
+    "tp": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+    "q": "quantization",
+}
+"""vLLM's own short forms of those that are often given."""
+_ABOUT = {
+    "serve": "Serve a model. MODEL is a local folder, an s3:// prefix or a Hugging Face hub id.",
+    "plan": "Print what `serve` would do here, and why; starts nothing. --json is for programs.",
+    "route": "Route requests to servers. REPLICA is the address of one, like http://10.0.0.5:8080.",
+}
+_POSITIONAL = {"serve": "[MODEL]", "plan": "[MODEL] [--json]", "route": "[REPLICA ...]"}
+_NOTE = """\
+Each flag is also an environment variable: --max-model-len 8k is OPTION_MAX_MODEL_LEN=8k. What the
+command line says comes before all else. Flags that are on or off need no value: --enable-lora,
+--no-enable-prefix-caching. Every other option of vLLM's is a flag by its own name."""
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    return any(it in _HELP for it in arguments)
+
+
+def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
+    """The options on a verb's command line: variable's name → what was given.
+
+    Values are not checked, and names need not be known. The last of equal flags counts. Raises
+    SettingsError where a flag has no value, or there is more than one model.
+    """
+    found: dict[str, Given] = {}
+    others: list[str] = []
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-") or word == "-":
+            others.append(word)
+            continue
+        typed, assigned, value = word.partition("=")
+        name, read = _option(typed)
+        denied, denied_read = _option(typed.removeprefix("--no"))
+        if assigned:
+            found[name] = Given(value, typed)
+        elif read is None and typed.startswith("--no-") and denied_read in _BOOLEANS:
+            found[denied] = Given("false", typed)
+        else:
+            found[name] = Given(_value(typed, read, left), typed)
+    if others and verb == "route":
+        found["OPTION_ROUTER_REPLICAS"] = Given(",".join(others), "REPLICA")
+    elif others:
+        if "OPTION_MODEL_ID" in found:
+            others.append(found["OPTION_MODEL_ID"].text)
+        if len(others) > 1:
+            fault = "one server serves one model; options are flags, like --max-model-len 8k"
+            raise SettingsError([f"{' '.join(others)}: {fault}"])
+        found["OPTION_MODEL_ID"] = Given(others[0], "MODEL")
+    return found
+
+
+def _option(typed: str) -> tuple[str, Reader | None]:
+    """The variable that means the same, and its reader; of a flag that is not known None."""
+    bare = typed.lstrip("-").replace("_", "-")
+    if not typed.startswith("--"):
+        bare = _SHORT.get(bare, bare)
+    return flags().get(f"--{bare}", (PREFIX + bare.replace("-", "_").upper(), None))
+
+
+def _value(typed: str, read: Reader | None, left: list[str]) -> str:
+    """Take the value of a flag from what is left of the command line."""
+    if read in _BOOLEANS:
+        given = left and left[0].lower() in ("true", "false", "1", "0")
+        return left.pop(0) if given else "true"
+    values = []
+    while left and not re.match(r"--|-[a-z]", left[0]):
+        values.append(left.pop(0))
+        if read is not words:
+            break
+    if not values and read:
+        raise SettingsError([f"{typed}: needs a value"])
+    return values[0] if len(values) == 1 else json.dumps(values) if values else "true"
+
+
+def usage(verb: str) -> str:
+    """What `--help` prints."""
+    return "\n".join(_usage(verb)) + "\n"
+
+
+def _usage(verb: str) -> Iterator[str]:
+    yield f"usage: {verb} {_POSITIONAL[verb]} [--flag VALUE ...]"
+    yield from ("", _ABOUT[verb], "", _NOTE)
+    for option in OPTIONS.values():
+        if option.heading:
+            yield from ("", f"{option.heading}:")
+        name = next((it for it in option.names if it.startswith(PREFIX)), option.names[0])
+        if option.vllm and not name.startswith(PREFIX):
+            name = option.vllm
+        about = " ".join(option.help.replace("`", "").split())
+        yield f"  {flag(name)}"
+        yield from textwrap.wrap(
+            about, 96, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+        )

@@ -1,0 +1,71 @@
+"""The log on a terminal: lines in colour, and below them a bar for what the start is busy with."""
+
+import contextlib
+import logging
+import re
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from serving.observability.logs import Handler, TextFormatter
+
+_STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
+
+# Of vLLM's warnings, those that say nothing to somebody who serves as planned.
+_HARMLESS = re.compile("|".join(("placeholder",)))
+
+
+class Terminal(Handler):
+    """Writes lines for people, through rich, which knows terminals and NO_COLOR.
+
+    A record with `extra={"busy": True}` is shown as a bar and not as a line, until one with False.
+    What others than Slipway log is shown from warnings on, unless the level is debug.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._text = TextFormatter()
+        super().__init__(stream, self._text)
+        self._console = Console(file=stream, highlight=False)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def setStream(self, stream: TextIO) -> TextIO | None:  # noqa: N802 - logging's name
+        self._console.file = stream
+        return super().setStream(stream)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _is_shown(record):
+            super().emit(record)
+
+    def put(self, record: logging.LogRecord) -> None:
+        body = self._text.body(record)
+        with contextlib.suppress(OSError):  # nobody sees it any more
+            if getattr(record, "busy", False):
+                self._bar.start()
+                self._bar.update(self._task, description=body, total=None, completed=0)
+                return
+            if getattr(record, "busy", None) is False:
+                self._bar.stop()
+            at = time.strftime("%H:%M:%S", time.localtime(record.created))
+            style = _STYLES.get(record.levelname, "")
+            self._console.print(Text.assemble((at, "dim"), "  ", (body, style)), soft_wrap=True)
+
+    def reach(self, done: float, total: float) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Whether a record is for whoever sits before the terminal."""
+    if record.name.startswith("serving") or logging.getLogger("serving").level <= logging.DEBUG:
+        return True
+    return record.levelno >= logging.WARNING and not _HARMLESS.search(record.getMessage())

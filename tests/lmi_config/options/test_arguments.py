@@ -1,0 +1,115 @@
+"""The command line, through settings.read() as the verbs do it."""
+
+import pytest
+
+from lmi_config.options import arguments
+from lmi_config.options.declared import OPTIONS
+from lmi_config.options.settings import SettingsError, read
+
+
+def settings(*words, verb="serve", **environ):
+    return read(environ, arguments.read(verb, words))
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("org/m",), "model_id", "org/m"),
+        (("org/m", "--max-model-len", "8k"), "max_model_len", 8000),
+        (("--max-model-len=8k", "org/m"), "model_id", "org/m"),
+        (("--max_model_len", "8k"), "max_model_len", 8000),
+        (("--max-model-len", "-1"), "max_model_len", -1),
+        (("--model", "org/m"), "model_id", "org/m"),
+        (("--model-id", "org/m"), "model_id", "org/m"),
+        (("--port", "1", "--port", "2"), "port", 2),
+        (("--tensor-parallel-size", "2"), "tensor_parallel_degree", 2),
+        (("-tp", "2", "org/m"), "model_id", "org/m"),
+        (("-tp", "2", "org/m"), "tensor_parallel_degree", 2),
+        (("--enable-lora", "org/m"), "model_id", "org/m"),
+        (("--enable-lora", "org/m"), "enable_lora", True),
+        (("--enable-lora", "false"), "enable_lora", False),
+        (("--no-enable-lora",), "enable_lora", False),
+        (("--no-normalize",), "normalize", False),
+        (("--no-enable-prefix-caching", "org/m"), "engine", {"enable_prefix_caching": False}),
+        (("--seed", "7", "--load-format", "dummy"), "engine", {"seed": 7}),
+        (("--served-model-name", "a", "b", "--port", "1"), "served_model_name", ("a", "b")),
+        (("--served-model-name", "a,b", "--port", "1"), "served_model_name", ("a", "b")),
+        (("--job-queue-size", "9"), "job_queue_size", 9),
+        (("--rolling-batch", "auto", "org/m"), "model_id", "org/m"),
+        (("--speculative-config", '{"method":"ngram"}'), "speculative_config", {"method": "ngram"}),
+        (("--log-format", "text"), "log_format", "text"),
+    ],
+)
+def test_words_become_options(words, field, value):
+    assert getattr(settings(*words), field) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("--max-model-len", "abc"), "--max-model-len='abc': should be a number of tokens"),
+        (
+            ("--max-modle-len", "5"),
+            "--max-modle-len: no such option; did you mean --max-model-len?",
+        ),
+        (
+            ("--job-qeue-size", "5"),
+            "--job-qeue-size: no such option; did you mean --job-queue-size?",
+        ),
+        (("--api-key", "x"), "--api-key: vLLM has this option, but its own HTTP server is not"),
+        (("--port",), "--port: needs a value"),
+        (("--port", "--host", "::"), "--port: needs a value"),
+        (("a", "b"), "a b: one server serves one model; options are flags, like --max-model-len"),
+        (("a", "--model-id", "b"), "a b: one server serves one model"),
+        (("a", "--model", "b"), "MODEL='a' and --model='b' set the same option to different"),
+    ],
+)
+def test_faults_name_the_flag_as_it_was_typed(words, fault):
+    with pytest.raises(SettingsError) as raised:
+        settings(*words)
+    assert fault in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "field", "value"),
+    [
+        (("a",), {"HF_MODEL_ID": "b", "OPTION_MODEL": "c"}, "model_id", "a"),
+        (("--port", "1"), {"SAGEMAKER_BIND_TO_PORT": "2"}, "port", 1),
+        (("-tp", "1"), {"TENSOR_PARALLEL_DEGREE": "2"}, "tensor_parallel_degree", 1),
+        (("--seed", "1"), {"OPTION_SEED": "2", "SM_VLLM_SEED": "3"}, "engine", {"seed": 1}),
+        (("--enforce-eager",), {"ENABLE_CUDA_GRAPHS": "1"}, "enforce_eager", True),
+    ],
+)
+def test_what_is_typed_comes_before_the_environment(words, environ, field, value):
+    read = settings(*words, **environ, OPTION_REVISION="kept", SEED="none of ours")
+    assert getattr(read, field) == value
+    assert read.revision == "kept"
+    assert [note.partition(" ")[0] for note in read.notes] == sorted(environ)
+    assert all(note.endswith("comes first") for note in read.notes)
+
+
+def test_what_is_typed_comes_before_files(tmp_path):
+    (tmp_path / "serving.properties").write_text("option.max_model_len=5\noption.seed=9\n")
+    read = settings(str(tmp_path), "--max-model-len", "6")
+    assert (read.max_model_len, read.engine) == (6, {"seed": 9})
+    assert read.notes == (
+        "serving.properties: option.max_model_len is set, but --max-model-len comes first",
+    )
+    assert read.origins["max_model_len"] == "--max-model-len"
+
+
+def test_a_router_takes_its_replicas():
+    read = settings("http://a:1", "b:2", "--port", "3", verb="route")
+    assert (read.router_replicas, read.port) == ("http://a:1,b:2", 3)
+
+
+def test_help_names_every_option_by_a_flag_that_is_taken():
+    usage = arguments.usage("serve")
+    flags = [line.strip() for line in usage.splitlines() if line.startswith("  --")]
+    assert len(flags) == len(OPTIONS)
+    names = {name for flag in flags for name in arguments.read("serve", [f"{flag}=x"])}
+    assert len(names) == len(OPTIONS)
+    declared = {name for option in OPTIONS.values() for name in (*option.names, option.vllm)}
+    assert {name for name in names if name not in declared} == {
+        f"OPTION_{name.upper()}" for name in ("download_dir", "otlp_traces_endpoint")
+    }
