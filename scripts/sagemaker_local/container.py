@@ -124,7 +124,7 @@ def locate(store: Path | None, artifact: Artifact) -> Path:
 class Copy:
     """A container, or a process in its place.
 
-    work: where its files and its log may be. ended: called when it exits and nobody asked it to.
+    work: where its files and its log may be. ended: called when it exits by itself.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Copy:
         assert self._process
         seconds = self._limits.startup_s or self.recipe.startup_s
         deadline = time.monotonic() + seconds
-        fault: str | None = "it was never asked"
+        fault: str | None = "no ping was sent"
         while time.monotonic() < deadline:
             if self._process.returncode is not None:
                 code = self._process.returncode
@@ -329,7 +329,7 @@ class Copy:
             try:
                 return Answer(response.status, response.headers, await response.read())
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise Failed(_told(error)) from None
+                raise Failed(_described(error)) from None
 
     @contextlib.asynccontextmanager
     async def calling(
@@ -358,7 +358,7 @@ class Copy:
                     method, path, headers=headers, data=data, allow_redirects=False
                 )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise Failed(_told(error)) from None
+                raise Failed(_described(error)) from None
             async with response:
                 size = sum(len(name) + len(value) + 4 for name, value in response.raw_headers)
                 size += len(response.reason or "")
@@ -410,7 +410,7 @@ class Copy:
         await killing.wait()
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "the connection was not accepted in time"
     if isinstance(error, TimeoutError):

@@ -1,11 +1,8 @@
-"""A local stand-in for SageMaker, for unmodified boto3 clients, and a check of containers.
+"""The HTTP server of the stand-in, for boto3's two clients and for OpenAI's.
 
-`serve` answers `sagemaker` and `sagemaker-runtime` clients whose endpoint_url leads here, and runs
-the containers of their endpoints on this machine: with Docker, or as processes where the Image is
-`process:PROGRAM`. `check URL` runs SageMaker's contract against a container that runs already.
+`running()` is the door for tests.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -13,8 +10,6 @@ import json
 import logging
 import random
 import re
-import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,7 +19,6 @@ from typing import Any, NamedTuple
 
 from aiohttp import ClientError, ClientResponse, web
 
-from scripts.sagemaker_local import contract
 from scripts.sagemaker_local.container import Failed, Limits
 from scripts.sagemaker_local.control import ControlPlane, Target
 from scripts.sagemaker_local.wire import (
@@ -48,7 +42,6 @@ VARIANT = "x-Amzn-Invoked-Production-Variant"
 CLOSED_SESSION = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "X-Amzn-SageMaker-New-Session-Id"
 SESSION = "X-Amzn-SageMaker-Session-Id"
-BODY = '{"prompt": "Hello", "max_tokens": 8, "temperature": 0}'
 
 
 class Options(NamedTuple):
@@ -81,7 +74,6 @@ class StandIn:
             work,
             region=options.region,
             account=options.account,
-            seed=options.seed,
             duplicate_posts=options.duplicate_posts,
         )
         self.app = web.Application(client_max_size=options.limits.payload_bytes + 1)
@@ -107,10 +99,10 @@ class StandIn:
         try:
             _require_signed(request)
             try:
-                asked = json.loads(await request.read() or b"{}")
+                parameters = json.loads(await request.read() or b"{}")
             except ValueError:
                 raise Refused("The body is not JSON", "SerializationException") from None
-            answer, status = self.control.answer(name, asked), 200
+            answer, status = self.control.answer(name, parameters), 200
         except Refused as refused:
             code = refused.code or "ValidationException"
             answer, status = {"__type": code, "message": str(refused)}, refused.status
@@ -118,7 +110,7 @@ class StandIn:
 
     async def _invoke(self, request: web.Request) -> web.Response:
         try:
-            target, headers, body = await self._asked(request, INVOKE)
+            target, headers, body = await self._invocation(request, INVOKE)
             try:
                 answer = await target.copy.call("POST", "/invocations", headers, body)
             except Failed as fault:
@@ -127,46 +119,52 @@ class StandIn:
                 raise self._model_error(target, answer.status, _text(answer.body))
         except Refused as refused:
             return _refusal(refused)
-        told = self._told(target, answer.headers, "Content-Type")
-        return web.Response(body=answer.body, headers=told)
+        headers = self._answer_headers(target, answer.headers, "Content-Type")
+        return web.Response(body=answer.body, headers=headers)
 
-    def _told(self, target: Target, headers: Mapping[str, str], kind: str) -> dict[str, str]:
+    def _answer_headers(
+        self, target: Target, headers: Mapping[str, str], kind: str
+    ) -> dict[str, str]:
         """The headers of an answer to InvokeEndpoint or its streaming sister.
 
         kind: the header that carries the container's Content-Type.
         """
-        told = {VARIANT: target.variant}
+        answered = {VARIANT: target.variant}
         for name in ("Content-Type", ATTRIBUTES, CLOSED_SESSION):
             if name in headers:
-                told[kind if name == "Content-Type" else name] = headers[name]
+                answered[kind if name == "Content-Type" else name] = headers[name]
         if session := headers.get(NEW_SESSION) or headers.get(SESSION):
             if _NEW_SESSION.fullmatch(session):
-                told[NEW_SESSION] = session
+                answered[NEW_SESSION] = session
             else:
-                log.warning("a new session is not told as `ID; Expires=…Z`: %.300r", session)
-        return told
+                log.warning("a new session is not announced as `ID; Expires=…Z`: %.300r", session)
+        return answered
 
-    async def _asked(self, request: web.Request, name: str) -> tuple[Target, dict[str, str], bytes]:
+    async def _invocation(
+        self, request: web.Request, name: str
+    ) -> tuple[Target, dict[str, str], bytes]:
         """What answers an invocation, and what it gets. Raises Refused."""
         _require_signed(request)
         shape = operation("sagemaker-runtime", name).input_shape
         assert shape
         members = header_members(shape)
-        given: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             member: request.headers[header]
             for header, member in members.items()
             if header in request.headers
         }
-        given["EndpointName"] = request.match_info["endpoint"]
-        check(shape, {**given, "Body": b""})  # the body has a limit of its own
+        parameters["EndpointName"] = request.match_info["endpoint"]
+        check(shape, {**parameters, "Body": b""})  # the body has a limit of its own
         body = await self._body(request)
         target = self.control.target(
-            given["EndpointName"], given.get("InferenceComponentName"), given.get("TargetVariant")
+            parameters["EndpointName"],
+            parameters.get("InferenceComponentName"),
+            parameters.get("TargetVariant"),
         )
         headers = {
-            "Accept" if member == "Accept" else header: given[member]
+            "Accept" if member == "Accept" else header: parameters[member]
             for header, member in members.items()
-            if member in given
+            if member in parameters
         }
         return target, headers | target.headers, body
 
@@ -200,7 +198,7 @@ class StandIn:
 
     async def _invoke_stream(self, request: web.Request) -> web.StreamResponse:
         try:
-            target, headers, body = await self._asked(request, STREAM)
+            target, headers, body = await self._invocation(request, STREAM)
             calling = target.copy.calling(
                 "POST", "/invocations", headers, body, self._limits.stream_s
             )
@@ -212,8 +210,10 @@ class StandIn:
                         raise self._model_error(target, answer.status, message)
                 except (Failed, ClientError, TimeoutError, OSError) as fault:
                     raise self._model_error(target, 0, str(fault)) from None
-                told = self._told(target, answer.headers, "X-Amzn-SageMaker-Content-Type")
-                response = web.StreamResponse(headers=told)
+                headers = self._answer_headers(
+                    target, answer.headers, "X-Amzn-SageMaker-Content-Type"
+                )
+                response = web.StreamResponse(headers=headers)
                 response.content_type = "application/vnd.amazon.eventstream"
                 await response.prepare(request)
                 await self._stream(answer, response)
@@ -321,7 +321,7 @@ def _refusal(refused: Refused) -> web.Response:
     )
 
 
-async def _serve(options: Options, opened: "Future[str]", stop: asyncio.Event) -> None:
+async def serve(options: Options, opened: "Future[str]", stop: asyncio.Event) -> None:
     with contextlib.ExitStack() as stack:
         work = options.work or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="sagemaker-local-"))
@@ -348,7 +348,7 @@ def running(**options: Any) -> Iterator[str]:
     options: the fields of Options and of Limits. What still runs at the end is stopped.
     """
     limits = Limits(**{name: options.pop(name) for name in Limits._fields if name in options})
-    asked = Options(limits=limits, **options)
+    whole = Options(limits=limits, **options)
     opened: Future[str] = Future()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -356,7 +356,7 @@ def running(**options: Any) -> Iterator[str]:
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             try:
-                runner.run(_serve(asked, opened, stop))
+                runner.run(serve(whole, opened, stop))
             except BaseException as error:
                 if opened.done():
                     raise
@@ -369,96 +369,3 @@ def running(**options: Any) -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
-
-
-async def _serve_until_signal(options: Options) -> None:
-    opened: Future[str] = Future()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    opened.add_done_callback(
-        lambda it: print(f"SageMaker stand-in at {it.result()}; Ctrl-C ends it", flush=True)
-    )
-    await _serve(options, opened, stop)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scripts/sagemaker", description=__doc__.split("\n")[0])
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    serve = verbs.add_parser("local", help="stand in for SageMaker")
-    serve.add_argument("--port", type=int, default=9000)
-    serve.add_argument(
-        "--s3", type=Path, help="the folder that stands for S3: s3://a/b is FOLDER/a/b"
-    )
-    serve.add_argument(
-        "--work", type=Path, help="where containers' files and logs go (a new folder)"
-    )
-    serve.add_argument("--region", default=REGION)
-    serve.add_argument("--account", default=ACCOUNT)
-    serve.add_argument("--seed", type=int, default=0, help="of how streams are cut")
-    serve.add_argument("--duplicate-posts", action="store_true", help="register each adapter twice")
-    serve.add_argument(
-        "--broken-streams", type=float, default=0, help="share that ends in InternalStreamFailure"
-    )
-    for name, help_text in LIMITS.items():
-        default = Limits._field_defaults[name]
-        serve.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int if name.endswith("bytes") else float,
-            default=default,
-            help=help_text + ("" if default is None else f" ({default})"),
-        )
-    check_ = verbs.add_parser("check", help="run SageMaker's contract against a container")
-    check_.add_argument("url", help="like http://127.0.0.1:8080")
-    check_.add_argument("--body", default=BODY, help="of a request that it answers (%(default)s)")
-    check_.add_argument("--adapter", type=Path, help="a LoRA adapter; the container sees this path")
-    check_.add_argument("--pid", type=int, help="of the container's process, which gets a SIGTERM")
-    check_.add_argument("--only", nargs="+", default=[], metavar="RULE", choices=[*contract.RULES])
-    check_.add_argument("--json", action="store_true", dest="as_json")
-    return parser
-
-
-LIMITS = {
-    "answer_s": "seconds for an answer",
-    "stream_s": "seconds for a stream",
-    "ping_s": "seconds for /ping",
-    "accept_s": "seconds until a connection is accepted",
-    "ping_every_s": "seconds between pings",
-    "stop_s": "seconds between SIGTERM and SIGKILL",
-    "startup_s": "seconds to become healthy, in the place of what the endpoint says",
-    "scrape_s": "seconds between scrapes of /metrics, likewise",
-    "header_bytes": "bytes of an answer's headers",
-    "payload_bytes": "bytes of a request; SageMaker's own model says 6291456, its guide 25 MB",
-}
-
-
-def _check(
-    url: str,
-    body: str,
-    adapter: Path | None,
-    pid: int | None,
-    only: list[str],
-    as_json: bool,
-) -> int:
-    """Print the score sheet. Returns the exit code: 0 where no rule is broken."""
-    folder = adapter.resolve() if adapter else None
-    container = contract.Container(url, json.loads(body), folder, pid)
-    results = asyncio.run(contract.run(container, only))
-    if as_json:
-        print(json.dumps([it._asdict() for it in results], indent=1))
-    else:
-        print(contract.sheet(results))
-    return int(any(it.verdict == "fail" for it in results))
-
-
-def main() -> None:
-    given = vars(_parser().parse_args())
-    if given.pop("verb") == "check":
-        sys.exit(_check(**given))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    limits = Limits(**{name: given.pop(name) for name in Limits._fields})
-    asyncio.run(_serve_until_signal(Options(limits=limits, **given)))
-
-
-if __name__ == "__main__":
-    main()

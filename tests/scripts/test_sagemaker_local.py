@@ -397,6 +397,11 @@ CONTROL = [
     ("create_model", prefix("s3://bucket/prefix"), "should end with a slash"),
     ("create_model", model("model"), "Cannot create already existing model"),
     ("create_endpoint_config", config(role=None), "ExecutionRoleArn is required"),
+    (
+        "create_endpoint_config",
+        config() | {"ProductionVariants": 2 * config()["ProductionVariants"]},
+        "one of ProductionVariants",
+    ),
     ("create_endpoint_config", config(InstanceType="ml.huge"), "enum value set"),
     ("create_endpoint_config", config(**SCALING), "leave ModelName out"),
     (
@@ -419,6 +424,11 @@ CONTROL = [
         "CopyCount=2: the stand-in runs one copy",
     ),
     ("create_inference_component", base(RuntimeConfig={"CopyCount": 0}), "at least 1"),
+    (
+        "create_inference_component",
+        {"InferenceComponentName": "c", "EndpointName": "one", "Specifications": [{}]},
+        "does not read Specifications",
+    ),
     ("create_inference_component", adapter(VariantName="all"), "no VariantName and no Runtime"),
     ("create_inference_component", adapter(None), "ArtifactUrl is required"),
     ("list_tags", {"ResourceArn": "x"}, "the stand-in does not know ListTags"),
@@ -541,11 +551,11 @@ def test_metrics_are_scraped(clients):
 def test_lists(clients):
     for name in ("list-a", "list-b", "list-c"):
         clients.model(name)
-    pages = clients.control.get_paginator("list_models").paginate(
-        NameContains="list-", SortBy="Name", SortOrder="Ascending", PaginationConfig={"PageSize": 2}
-    )
+    pages = clients.control.get_paginator("list_models").paginate(NameContains="LIST-")
     found = [[it["ModelName"] for it in page["Models"]] for page in pages]
-    assert found == [["list-a", "list-b"], ["list-c"]]
+    assert found == [["list-c", "list-b", "list-a"]]
+    message = refusal(clients.control.list_models, SortBy="Name")["Error"]["Message"]
+    assert message.endswith("not by SortBy")
     clients.control.delete_model(ModelName="list-a")
     names = clients.control.list_models(NameContains="list-")["Models"]
     assert {it["ModelName"] for it in names} == {"list-b", "list-c"}
