@@ -1,4 +1,4 @@
-"""docs/guides/monitoring.md has all series of Slipway's own: their owners and their labels."""
+"""docs/reference/metrics.md has all series of Slipway's own: their owners and their labels."""
 
 import re
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Row(NamedTuple):
 
 
 def rows():
-    text = (composed.ROOT / "docs/guides/monitoring.md").read_text()
+    text = (composed.ROOT / "docs/reference/metrics.md").read_text()
     for line in re.findall(r"^\| `slipway_.*\|$", text, re.MULTILINE):
         name, labels, owner, bound, description = (
             cell.strip(" |") for cell in line.strip("|").split(" | ", 4)
