@@ -26,6 +26,7 @@ from lmi_config.options import settings
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import Endpoints, replica_source
 from lmi_config.plan import vllm
+from lmi_config.plan.parallelism import copies
 from serving.api.app import create_app
 from serving.api.backend import Backend
 from serving.inference import queue
@@ -365,9 +366,11 @@ def test_router_and_servers_agree() -> None:
     "part", [it for it in OURS if it.settings().kv_events], ids=lambda part: part.file
 )
 def test_kv_events_have_their_ports(part: Part) -> None:
-    assert not vllm.kv_events_faults(part.settings())
+    settings = part.settings()
+    count = copies(settings)
+    assert not vllm.kv_events_faults(settings, count)
     ports = {it["name"]: it["containerPort"] for it in part.container["ports"]}
-    assert (ports["kv-events"], ports["kv-events-log"]) == vllm.kv_event_ports(part.settings())
+    assert (ports["kv-events"], ports["kv-events-log"]) == vllm.kv_event_ports(settings, count)
 
 
 def test_the_nodes_of_a_group_agree() -> None:

@@ -124,7 +124,7 @@ def look(checkpoint: Checkpoint) -> Draft:
 
 def _speculators(config: Config, kind: Any) -> str:
     """The method of a draft in the format of the speculators library."""
-    if kind not in [*_SPECULATORS]:
+    if not isinstance(kind, str) or kind not in _SPECULATORS:
         wanted = f"one of {', '.join(_SPECULATORS)} for vLLM 0.32"
         raise config.fault("speculators_model_type", kind, wanted, "use another draft")
     method, needed = _SPECULATORS[kind]
@@ -132,7 +132,8 @@ def _speculators(config: Config, kind: Any) -> str:
         if config.top.get(name) is None:
             raise ModelError(f"{config.file}: there is no {name} in it; fetch the draft again")
     model_type = config.text.get("model_type", "llama")
-    if method == "eagle3" and model_type not in [*_SPECULATORS_EAGLE3]:
+    known = isinstance(model_type, str) and model_type in _SPECULATORS_EAGLE3
+    if method == "eagle3" and not known:
         raise config.fault(
             "transformer_layer_config.model_type",
             model_type,
@@ -402,14 +403,14 @@ def _brings(draft: Draft, part: str) -> bool:
 _IGNORED = re.compile(r".*\.bias|.*rotary_emb\..*|.*(d2t|t2d|mask_hidden).*")
 
 
-def _unexpected(draft: Draft, parts: Iterable[str], unwanted: str = "\0") -> Iterator[str]:
+def _unexpected(draft: Draft, parts: Iterable[str], unwanted: str | None = None) -> Iterator[str]:
     """Tensors that vLLM's loader has no place for, and stops at."""
     layers = {str(layer) for layer in _layers(draft)}
     names = []
     for name in draft.shapes:
         first, second, *_ = [*name.split("."), ""]
         known = first in parts and (first != "layers" or second in layers)
-        if not _IGNORED.fullmatch(name) and (not known or name.startswith(unwanted)):
+        if not _IGNORED.fullmatch(name) and (not known or (unwanted and name.startswith(unwanted))):
             names.append(name)
     if names:
         yield (

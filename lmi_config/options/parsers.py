@@ -184,6 +184,15 @@ def amount(value: str) -> float:
     return found
 
 
+def positive(value: str) -> float:
+    try:
+        if (found := number(value)) <= 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError("a number above 0") from None
+    return found
+
+
 def choice(*choices: str) -> Reader:
     def read(value: str) -> str:
         if value not in choices:

@@ -11,8 +11,9 @@ from lmi_config.options.declared import OPTIONS
 from lmi_config.options.parsers import AUTO
 from lmi_config.options.redaction import masked, secret
 from lmi_config.plan import memory, preflight, vllm
-from lmi_config.plan.kv_tiers import DOCUMENT, told
-from lmi_config.plan.plan import Plan, draft_id
+from lmi_config.plan.kv_tiers import DOCUMENT, NoTiers, Tiers, format_size
+from lmi_config.plan.plan import Plan
+from lmi_config.plan.speculation import draft_id
 
 
 def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -72,7 +73,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     settings, machine, model = plan.settings, plan.machine, plan.model
     each = memory.kv_per_token(settings, model)
     about = [settings.model_id, *model.architectures[:1], model.dtype, model.quantization]
-    yield "model", told(model.weight_bytes), ", ".join(part for part in about if part)
+    yield "model", format_size(model.weight_bytes), ", ".join(part for part in about if part)
     if each:
         drafted = " and the draft's" if plan.draft and plan.draft.facts.kv else ""
         yield "KV per token", f"{each / 1024:g} KiB", f"{model.layers or '?'} layers{drafted}"
@@ -84,29 +85,30 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "longest request", f"{longest:,} tokens", origin
     if plan.draft:
         method = (settings.speculative_config or {}).get("method") or plan.draft.method
-        size = told(plan.draft.facts.weight_bytes)
+        size = format_size(plan.draft.facts.weight_bytes)
         yield "draft", size, f"{draft_id(settings)}, {method}"
     if settings.model_folder and (settings.model_folder / "model.py").is_file():
         yield "model.py", "", f"{settings.model_folder}, run in a process of its own"
     yield from _devices(plan)
     kind = "the container's limit" if machine.limited else "the host's"
-    yield "memory", told(machine.memory), f"{kind}; {told(machine.memory_free)} free"
+    yield "memory", format_size(machine.memory), f"{kind}; {format_size(machine.memory_free)} free"
     for share in plan.memory.shares:
-        yield f"  {share.name}", told(share.size), share.reason
-    left = plan.memory.free - (plan.tiers.l1 if plan.tiers else 0)
-    if plan.tiers and plan.tiers.l1:
-        yield "  KV tier L1", told(plan.tiers.l1), "below"
-    yield "  left", told(left), ""
+        yield f"  {share.name}", format_size(share.size), share.reason
+    left = plan.memory.free
+    if isinstance(plan.tiers, Tiers):
+        left -= plan.tiers.l1
+        yield "  KV tier L1", format_size(plan.tiers.l1), "below"
+    yield "  left", format_size(left), ""
     yield from _tiers(plan, each)
     yield "port", str(settings.port), settings.origins.get("port", "default")
     if settings.kv_events:
-        events, log = vllm.kv_event_ports(settings)
+        events, log = vllm.kv_event_ports(settings, plan.parallelism.copies)
         yield "KV events", f"ports {events}, {log}", "events and their log; prompts are in them"
 
 
 def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
     settings, machine = plan.settings, plan.machine
-    degree = vllm.tensor_parallel(settings, machine)
+    degree = plan.parallelism.tensor
     given = settings.origins.get("tensor_parallel_degree", "default: max")
     if not machine.gpus:
         quota = f", {machine.cpu_quota:g} by quota" if machine.cpu_quota else ""
@@ -115,38 +117,45 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
     names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
     yield "devices", f"{len(machine.gpus)} x {names}", f"tensor parallel {degree} ({given})"
     if plan.gpu:
-        tokens = preflight.kv_tokens(settings, machine, plan.model, plan.memory, plan.gpu)
-        yield "each GPU", told(plan.gpu.total), f"vLLM may use {told(plan.gpu.usable)}"
-        yield "  weights", told(plan.gpu.weights), "the rank's part, and the draft's"
-        yield "  overhead", told(plan.gpu.overhead), "context, activations, graphs; an estimate"
+        tokens = preflight.kv_tokens(settings, plan.parallelism, plan.model, plan.memory, plan.gpu)
+        yield (
+            "each GPU",
+            format_size(plan.gpu.total),
+            f"vLLM may use {format_size(plan.gpu.usable)}",
+        )
+        yield "  weights", format_size(plan.gpu.weights), "the rank's part, and the draft's"
+        yield (
+            "  overhead",
+            format_size(plan.gpu.overhead),
+            "context, activations, graphs; an estimate",
+        )
         amount = f"about {tokens:,} tokens in all" if tokens is not None else "unknown"
-        yield "  KV cache", told(max(plan.gpu.kv, 0)), amount
+        yield "  KV cache", format_size(max(plan.gpu.kv, 0)), amount
 
 
 def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
     tiers = plan.tiers
-    if not tiers:
-        yield "KV cache tiers", "none", "OPTION_LMCACHE_AUTO_CONFIG=true makes some"
+    if isinstance(tiers, NoTiers):
+        yield "KV cache tiers", "none", tiers.reason
         return
     for name, size, reason in (
         ("L1", tiers.l1, tiers.reasons["l1"]),
-        ("disk", tiers.disk, tiers.reasons["disk"]),
+        ("disk", tiers.disk.size if tiers.disk else 0, tiers.reasons["disk"]),
     ):
-        yield f"KV tier {name}", told(size) if size else "none", reason
+        yield f"KV tier {name}", format_size(size) if size else "none", reason
         if size and each:
             yield "", "", _tokens(size, each)
     if tiers.disk:
-        yield "", "", f"in {tiers.path}"
+        yield "", "", f"in {tiers.disk.path}"
     if tiers.shared:
         yield "KV tier shared", "", tiers.shared.shown
-    if tiers.l1:
-        yield "KV chunk", f"{tiers.chunk_size} tokens", tiers.reasons["chunk_size"]
+    yield "KV chunk", f"{tiers.chunk_size} tokens", tiers.reasons["chunk_size"]
 
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     """What will run: a name, and arguments with what is secret hidden."""
     yield "vLLM, in this process", vllm.arguments(_engine(plan))
-    if plan.cache_server and plan.tiers:
+    if isinstance(plan.tiers, Tiers):
         shared = plan.tiers.shared
         tiers = dataclasses.replace(
             plan.tiers, shared=shared and dataclasses.replace(shared, adapter=shared.masked)
@@ -178,7 +187,6 @@ def as_text(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan for a program: sizes in bytes, nothing secret."""
-    tiers = plan.tiers
     each = memory.kv_per_token(plan.settings, plan.model)
     return {
         "model": {
@@ -205,23 +213,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "free": plan.memory.free,
         },
         "gpu": {**dataclasses.asdict(plan.gpu), "kv": plan.gpu.kv} if plan.gpu else None,
-        "tiers": (
-            {
-                "l1_bytes": tiers.l1,
-                "l1_tokens": tiers.l1 // each if each else None,
-                "disk_bytes": tiers.disk,
-                "disk_tokens": tiers.disk // each if each else None,
-                "disk_path": tiers.path,
-                "disk_direct": tiers.direct,
-                "shared": tiers.shared.shown if tiers.shared else None,
-                "chunk_size": tiers.chunk_size,
-                "reasons": dict(tiers.reasons),
-            }
-            if tiers
-            else None
-        ),
+        "tiers": _tiers_as_json(plan.tiers, each) if isinstance(plan.tiers, Tiers) else None,
         "kv_events": (
-            dict(zip(("port", "log_port"), vllm.kv_event_ports(plan.settings), strict=True))
+            dict(
+                zip(
+                    ("port", "log_port"),
+                    vllm.kv_event_ports(plan.settings, plan.parallelism.copies),
+                    strict=True,
+                )
+            )
             if plan.settings.kv_events
             else None
         ),
@@ -232,4 +232,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "commands": dict(commands(plan)),
         "environment": dict(plan.environment),
         "findings": list(plan.findings),
+    }
+
+
+def _tiers_as_json(tiers: Tiers, each: int | None) -> dict[str, Any]:
+    disk, size = tiers.disk, tiers.disk.size if tiers.disk else 0
+    return {
+        "l1_bytes": tiers.l1,
+        "l1_tokens": tiers.l1 // each if each else None,
+        "disk_bytes": size,
+        "disk_tokens": size // each if each else None,
+        "disk_path": disk.path if disk else "",
+        "disk_direct": bool(disk and disk.direct),
+        "shared": tiers.shared.shown if tiers.shared else None,
+        "chunk_size": tiers.chunk_size,
+        "reasons": dict(tiers.reasons),
     }

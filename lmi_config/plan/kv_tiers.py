@@ -15,9 +15,11 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import lmcache
-from lmi_config.plan.lmcache import L2Store, Translation
+from lmi_config.plan import lmcache, shared_store
+from lmi_config.plan.lmcache import Translation
 from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
+from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.shared_store import L2Store
 
 POLICY, POLICY_SKIPPING_L1 = "slipway", "slipway_skip_l1"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"
@@ -48,24 +50,37 @@ LAZY = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskTier:
+    """A folder on this machine's own disk. size: bytes. direct: whether it uses O_DIRECT."""
+
+    path: str
+    size: int
+    direct: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
     """The tiers beside the engine's memory.
 
-    l1, disk: bytes; disk is 0 where there is no disk tier. direct: whether it uses O_DIRECT.
-    reasons: why each is as it is, by "l1", "disk", "chunk_size", "shared".
+    l1: bytes. reasons: why each is as it is, or is not there, by "l1", "disk", "chunk_size".
     """
 
     l1: int
-    disk: int
-    path: str
-    direct: bool
-    shared: L2Store | None
+    disk: DiskTier | None = None
+    shared: L2Store | None = None
     chunk_size: int
     skip_l1: bool = False
     eviction: str = "LRU"
     connector: Mapping[str, object] = dataclasses.field(default_factory=dict)
     reasons: Mapping[str, str]
     notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoTiers:
+    """Only the engine's own memory keeps KV caches. reason: why."""
+
+    reason: str
 
 
 def wanted(settings: Settings) -> bool:
@@ -112,30 +127,40 @@ def faults(settings: Settings) -> list[str]:
 def plan(
     settings: Settings,
     machine: Machine,
+    parallelism: Parallelism,
     model: ModelFacts,
     budget: Budget,
-    ranks: int,
+    environ: Mapping[str, str],
     file: Mapping[str, object] | None,
     to_fetch: int,
-    region: str | None,
-) -> Tiers:
+) -> Tiers | NoTiers:
     """Size the tiers.
 
-    file: the content of LMCache's own configuration file, or None. to_fetch: bytes of models that
-    have yet to be downloaded to the disk of the disk tier. region: of AWS, for a store in S3.
+    budget: with the cache server. file: the content of LMCache's own configuration file, or None.
+    to_fetch: bytes of models that have yet to be downloaded to the disk of the disk tier.
 
     Raises SettingsError for a configuration that cannot be honoured, or does not fit.
     """
+    if not wanted(settings):
+        return NoTiers("OPTION_LMCACHE_AUTO_CONFIG=true makes some")
+    if len(machine.ports) < len(Ports._fields):
+        raise SettingsError(
+            [
+                f"SAGEMAKER_SAFE_PORT_RANGE={environ.get('SAGEMAKER_SAFE_PORT_RANGE')!r}: KV cache "
+                f"tiers need three free ports, and there are {len(machine.ports)}"
+            ]
+        )
     shared = None
     if settings.kv_l2_url:
+        region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
         try:
-            shared = lmcache.store(settings.kv_l2_url, region)
+            shared = shared_store.read(settings.kv_l2_url, region)
         except ValueError as error:
             raise SettingsError([f"OPTION_KV_L2_URL: {error}"]) from None
     translation = _translated(settings, file)
     if translation is None:
         return _automatic(settings, machine, model, budget, shared, to_fetch)
-    return _manually(translation, machine, budget, ranks, shared)
+    return _manually(translation, machine, budget, parallelism.workers, shared)
 
 
 def disk_path(settings: Settings, file: Mapping[str, object] | None) -> str:
@@ -163,26 +188,20 @@ def _automatic(
     budget: Budget,
     shared: L2Store | None,
     to_fetch: int,
-) -> Tiers:
+) -> Tiers | NoTiers:
     block = settings.engine.get("block_size") or (
         GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE
     )
     chunk = math.ceil(CHUNK_SIZE / block) * block
-    reasons = {"chunk_size": f"a multiple of the engine's block of {block} tokens"}
     l1 = budget.free // _STEP * _STEP
     least = max(SMALLEST_L1, _document(settings, model))
     if l1 < least:
-        reasons["l1"] = (
-            f"left out: {told(budget.free)} are left of {told(machine.memory_free)} free memory, "
-            f"and less than {told(least)} would not help"
+        return NoTiers(
+            f"left out: {format_size(budget.free)} are left of "
+            f"{format_size(machine.memory_free)} free memory, and less than {format_size(least)} "
+            "would not help"
         )
-        reasons["disk"] = "left out: it needs L1 to pass through"
-        return Tiers(
-            l1=0, disk=0, path="", direct=False, shared=None, chunk_size=chunk, reasons=reasons,
-            notes=(f"no KV cache tiers: {reasons['l1']}",),
-        )  # fmt: skip
-    reasons["l1"] = "what the engine leaves, all of it taken at the start"
-    disk, reasons["disk"] = _disk(machine, to_fetch, settings.kv_disk_size)
+    disk, reason = _disk(machine, to_fetch, settings.kv_disk_size)
     notes = [shared.note] if shared and shared.note else []
     if disk and machine.disk.kind == "overlay":
         notes.append(
@@ -195,11 +214,13 @@ def _automatic(
     return Tiers(
         l1=l1,
         disk=disk,
-        path=machine.disk.path if disk else "",
-        direct=bool(disk) and machine.disk.direct,
         shared=shared,
         chunk_size=chunk,
-        reasons=reasons,
+        reasons={
+            "chunk_size": f"a multiple of the engine's block of {block} tokens",
+            "l1": "what the engine leaves, all of it taken at the start",
+            "disk": reason,
+        },
         notes=tuple(notes),
     )
 
@@ -210,26 +231,30 @@ def _document(settings: Settings, model: ModelFacts) -> int:
     return tokens * (kv_per_token(settings, model) or 0)
 
 
-def _disk(machine: Machine, to_fetch: int, asked: int | None) -> tuple[int, str]:
+def _disk(machine: Machine, to_fetch: int, asked: int | None) -> tuple[DiskTier | None, str]:
+    """The disk tier as large as it can be, or as asked for, and why it is as it is."""
     disk = machine.disk
     if asked == 0:
-        return 0, "left out: OPTION_KV_DISK_SIZE=0"
+        return None, "left out: OPTION_KV_DISK_SIZE=0"
     if disk.in_memory:
-        return 0, f"left out: {disk.path} is a {disk.kind}, which is memory; mount a disk there"
+        return None, f"left out: {disk.path} is a {disk.kind}, which is memory; mount a disk there"
     kept = round(DISK_MARGIN * disk.total) + COMPILED + to_fetch
     size = max(disk.free - kept, 0) // GIB * GIB
     if size < SMALLEST_DISK:
-        return 0, (
-            f"left out: {told(disk.free)} are free on {disk.path}, of which {told(kept)} are kept "
-            "for other files"
+        return None, (
+            f"left out: {format_size(disk.free)} are free on {disk.path}, of which "
+            f"{format_size(kept)} are kept for other files"
         )
     direct = "O_DIRECT" if disk.direct else "no O_DIRECT"
-    room = f"{told(disk.free)} free ({disk.kind}, {direct})"
-    if asked is None:
-        return size, f"{room}, {told(kept)} kept for other files"
-    if asked > disk.free:
-        raise SettingsError([f"OPTION_KV_DISK_SIZE: is {told(asked)}, and {disk.path} has {room}"])
-    return asked, f"OPTION_KV_DISK_SIZE; {room}"
+    room = f"{format_size(disk.free)} free ({disk.kind}, {direct})"
+    reason = f"{room}, {format_size(kept)} kept for other files"
+    if asked is not None:
+        if asked > disk.free:
+            raise SettingsError(
+                [f"OPTION_KV_DISK_SIZE: is {format_size(asked)}, and {disk.path} has {room}"]
+            )
+        size, reason = asked, f"OPTION_KV_DISK_SIZE; {room}"
+    return DiskTier(path=disk.path, size=size, direct=disk.direct), reason
 
 
 def _manually(
@@ -237,43 +262,40 @@ def _manually(
 ) -> Tiers:
     """The tiers as LMCache's own configuration names them, checked against the machine."""
     l1 = round(translation.l1_gib * GIB) * ranks
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
     found = []
     if l1 > budget.free:
         found.append(
             f"max_local_cpu_size: {translation.l1_gib:g} GiB for each of {ranks} ranks need "
-            f"{told(l1)} of memory, and the engine leaves {told(budget.free)}"
+            f"{format_size(l1)} of memory, and the engine leaves {format_size(budget.free)}"
         )
-    each = f" for each of {ranks} ranks" if ranks > 1 else ""
-    disk, path, direct, reason = 0, "", False, "left out: not asked for"
-    if translation.disk and machine.disk.in_memory:
+    notes = list(translation.ignored)
+    wanted, disk, reason = translation.disk, None, "left out: not asked for"
+    if wanted and machine.disk.in_memory:
         reason = (
-            f"left out: {translation.disk.path} is a {machine.disk.kind}, which is memory; name a "
+            f"left out: {wanted.path} is a {machine.disk.kind}, which is memory; name a "
             "folder on a disk as local_disk"
         )
-    elif translation.disk:
-        disk = round(translation.disk.gib * GIB) * ranks
-        path = translation.disk.path
-        direct = translation.disk.odirect and machine.disk.direct
+        notes.append(f"no disk tier: {reason}")
+    elif wanted:
+        size = round(wanted.gib * GIB) * ranks
+        disk = DiskTier(path=wanted.path, size=size, direct=wanted.odirect and machine.disk.direct)
         reason = f"max_local_disk_size{each}"
-        if disk > machine.disk.free:
+        if size > machine.disk.free:
             found.append(
-                f"max_local_disk_size: {translation.disk.gib:g} GiB for each of {ranks} ranks need "
-                f"{told(disk)} on {path}, and {told(machine.disk.free)} are free"
+                f"max_local_disk_size: {wanted.gib:g} GiB for each of {ranks} ranks need "
+                f"{format_size(size)} on {wanted.path}, and {format_size(machine.disk.free)} are "
+                "free"
             )
+        if wanted.odirect and not disk.direct:
+            notes.append(f"use_odirect: {wanted.path} refuses it; written through the page cache")
     if shared and translation.remote:
         found.append("OPTION_KV_L2_URL and remote_url both name a shared store; keep one")
     if found:
         raise SettingsError(found)
-    notes = list(translation.ignored)
-    if translation.disk and not disk:
-        notes.append(f"no disk tier: {reason}")
-    elif translation.disk and translation.disk.odirect and not direct:
-        notes.append(f"use_odirect: {path} refuses it; written through the page cache")
     return Tiers(
         l1=l1,
         disk=disk,
-        path=path,
-        direct=direct,
         shared=shared or translation.remote,
         chunk_size=translation.chunk_size,
         skip_l1=translation.skip_l1,
@@ -337,8 +359,8 @@ def server_arguments(tiers: Tiers, machine: Machine, disk_store: str) -> list[st
             "type": "native_plugin",
             "module_path": module,
             "class_name": name,
-            "adapter_params": {"path": tiers.path, "direct": tiers.direct},
-            "max_capacity_gb": tiers.disk / GIB,
+            "adapter_params": {"path": tiers.disk.path, "direct": tiers.disk.direct},
+            "max_capacity_gb": tiers.disk.size / GIB,
             "eviction": {"eviction_policy": "LRU"},  # without it the capacity bounds nothing
         }
         arguments.append(f"--l2-adapter={json.dumps(disk, separators=(',', ':'))}")
@@ -396,9 +418,9 @@ def yaml(tiers: Tiers) -> str:
     ]
     if tiers.disk:
         lines += [
-            f"local_disk: {json.dumps('file://' + tiers.path)}",
-            f"max_local_disk_size: {tiers.disk / GIB:.10g}  # GiB: {tiers.reasons['disk']}",
-            f"extra_config: {{use_odirect: {str(tiers.direct).lower()}}}",
+            f"local_disk: {json.dumps('file://' + tiers.disk.path)}",
+            f"max_local_disk_size: {tiers.disk.size / GIB:.10g}  # GiB: {tiers.reasons['disk']}",
+            f"extra_config: {{use_odirect: {str(tiers.disk.direct).lower()}}}",
         ]
     else:
         lines.append(f"# no disk tier: {tiers.reasons['disk'].removeprefix('left out: ')}")
@@ -407,6 +429,6 @@ def yaml(tiers: Tiers) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def told(size: int) -> str:
+def format_size(size: int) -> str:
     """Bytes for a person, in GiB or MiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / 1024**2:.0f} MiB"

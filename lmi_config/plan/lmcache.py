@@ -1,6 +1,6 @@
-"""LMCache's two vocabularies, as its server takes them: L2 stores by URL, in-process options.
+"""LMCache's own options, as LMI's users write them, for its server.
 
-Slipway runs `lmcache server` (multiprocess mode), which is told everything by command-line flags.
+Slipway runs `lmcache server` (multiprocess mode), which takes everything by command-line flags.
 LMI's users configure LMCache inside the engine instead, by a YAML file and `LMCACHE_*` variables.
 Those become what the server takes, or are refused by name. The facts are those of LMCache 0.5.6.
 """
@@ -10,335 +10,57 @@ import contextlib
 import dataclasses
 import difflib
 import json
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
+from lmi_config.options.parsers import (
+    Reader,
+    amount,
+    boolean,
+    integer,
+    json_object,
+    positive,
+    text,
+)
 from lmi_config.options.redaction import masked, secret
 from lmi_config.options.settings import SettingsError, nearly
-
-Reader = Callable[[object], Any]
-"""Turns a text or YAML's value into an option's, or raises ValueError saying what it should be."""
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError("text")
-    text = str(value).strip()
-    if not text:
-        raise ValueError("text, not nothing")
-    return text
+from lmi_config.plan import shared_store
+from lmi_config.plan.shared_store import L2Store
 
 
-def _boolean(value: object) -> bool:
-    try:
-        return {"true": True, "1": True, "false": False, "0": False}[str(value).strip().lower()]
-    except KeyError:
-        raise ValueError("true or false") from None
+def _milliseconds(value: str) -> int:
+    return round(positive(value) * 1000)
 
 
-def _count(value: object) -> int:
-    try:
-        number = int(_text(value))
-        if number < 1:
-            raise ValueError
-    except ValueError:
-        raise ValueError("a whole number, at least 1") from None
-    return number
-
-
-def _size(value: object) -> float:
-    try:
-        number = float(_text(value))
-        if not math.isfinite(number) or number < 0:
-            raise ValueError
-    except ValueError:
-        raise ValueError("a number, at least 0") from None
-    return number
-
-
-def _positive(value: object) -> float:
-    try:
-        number = _size(value)
-        if not number:
-            raise ValueError
-    except ValueError:
-        raise ValueError("a number above 0") from None
-    return number
-
-
-def _milliseconds(value: object) -> int:
-    return round(_positive(value) * 1000)
-
-
-def _policy(value: object) -> str:
-    policy = _text(value).upper()
+def _policy(value: str) -> str:
+    policy = value.upper()
     if policy not in ("LRU", "ARC"):
         raise ValueError("LRU or ARC, the policies of LMCache's server")
     return policy
 
 
-def _folder(value: object) -> str:
+def _folder(value: str) -> str:
     """Read a folder. LMI's documents write file://tmp/lmcache for /tmp/lmcache."""
-    text = _text(value)
-    if "," in text:
+    if "," in value:
         raise ValueError("one folder; the server cannot spread a tier over several")
-    if text.startswith("file:"):
-        text = "/" + text.removeprefix("file:")
-    if not text.startswith("/"):
+    if value.startswith("file:"):
+        value = "/" + value.removeprefix("file:")
+    if not value.startswith("/"):
         raise ValueError("an absolute path, like /tmp/lmcache")
-    return str(PurePosixPath("/" + text.lstrip("/")))
+    return str(PurePosixPath("/" + value.lstrip("/")))
 
 
-def _mapping(value: object) -> dict[str, object]:
+def _written(value: object) -> str:
+    """A value of a YAML file as a variable would have it."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"a JSON object ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError("a mapping, or a JSON object")
-    return {str(key): item for key, item in value.items()}
+        return value.strip()
+    return "" if value is None else json.dumps(value, default=str)
 
 
-# L2 stores
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class L2Store:
-    """A store behind the cache server's memory, as the server is told of it.
-
-    kind: LMCache's name of the adapter.
-    adapter: LMCache's JSON object for it. It may have a password in it.
-    env: variables for the server's process; they carry what is secret.
-    shown: the URL, with its password masked.
-    note: what an operator should know, or "".
-    """
-
-    kind: str
-    adapter: Mapping[str, object] = dataclasses.field(repr=False)
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-    shown: str
-    note: str = ""
-
-    @property
-    def masked(self) -> dict[str, object]:
-        """`adapter`, fit to be shown."""
-        return {key: "***" if key == "password" else self.adapter[key] for key in self.adapter}
-
-
-def store(url: str, region: str | None = None) -> L2Store:
-    """Read the URL of an L2 store. `region` is the AWS region for an S3 URL that names none.
-
-    `redis://[user:password@]host[:6379][/database]`, `valkey://…`: Redis or Valkey, through
-        Valkey's client: LMCache's own for `resp` hangs on a key that was evicted, and does not
-        connect again. Characters that mean something in a URL are percent-encoded in a password.
-    `rediss://…`, `valkeys://…`: the same with TLS.
-    `redis://host,host`, or one host and `?cluster=true`, in each of the four: a cluster.
-    `s3://bucket?region=…`: S3, with the credentials that boto3 finds. `endpoint` is the host of a
-        service like S3, after `http://` where it has no TLS; it must answer to `bucket.endpoint`.
-    `file:///folder`: a folder that several servers may share.
-    `tieredstorage://host[:9200]`, `sagemaker-hyperpod://…`: HyperPod's daemon on this node.
-        `bucket` is its name for a set of keys, `shared_memory_name` that of its memory segment.
-
-    `capacity_gb`, in GiB, makes the server remove what it used least, in all but HyperPod's.
-
-    Raises ValueError in one sentence. It never repeats what may be part of a password.
-    """
-    url = url.strip()
-    scheme, found, _ = url.partition("://")
-    read = _STORES.get(scheme.lower())
-    if not found or read is None:
-        known = ", ".join(f"{name}://" for name in _STORES)
-        raise ValueError(f"should be a URL that begins with one of {known}")
-    try:
-        parts = urlsplit(url)
-        if parts.fragment or (parts.scheme != "file" and "@" in parts.path + parts.query):
-            raise ValueError
-    except ValueError:  # urlsplit's own message may repeat the password
-        raise ValueError(
-            "characters that mean something in a URL, like / ? # [, have to be percent-encoded in "
-            "a password or a path: %2F for /"
-        ) from None
-    return read(parts, region)
-
-
-def _query(parts: SplitResult, **readers: Reader) -> dict[str, Any]:
-    read: dict[str, Any] = {}
-    for key, value in parse_qsl(parts.query, keep_blank_values=True):
-        if key not in readers:
-            raise ValueError(
-                f"{parts.scheme}:// has no query key {key!r}, only {', '.join(readers)}"
-            )
-        try:
-            read[key] = readers[key](value)
-        except ValueError as error:
-            raise ValueError(f"{key}={value!r} should be {error}") from None
-    return read
-
-
-def _addresses(parts: SplitResult, hosts: str, port: int) -> list[tuple[str, int]]:
-    """Host and port of each host. `port` is the usual one."""
-    found: list[tuple[str, int]] = []
-    for address in hosts.split(","):
-        host, colon, number = address.partition(":")
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", host):
-            raise ValueError(
-                f"{parts.scheme}:// needs a host, like {parts.scheme}://cache.example:{port}"
-            )
-        # What stands here may be a password with no host behind it: it is not repeated.
-        if colon and not (re.fullmatch(r"\d{1,5}", number) and 1 <= int(number) <= 65535):
-            raise ValueError(f"the port after {host} should be a number from 1 to 65535")
-        found.append((host, int(number or port)))
-    return found
-
-
-def _without_login(parts: SplitResult) -> None:
-    if "@" in parts.netloc:
-        raise ValueError(f"{parts.scheme}:// takes no user or password")
-
-
-_COUNTED = (
-    "capacity_gb bounds what this server stores from its start on; what it finds there, and what "
-    "other servers store, is neither counted nor removed"
-)
-
-
-def _bounded(adapter: dict[str, object], capacity: float | None) -> dict[str, object]:
-    # Without an eviction block LMCache only counts.
-    limit = {"max_capacity_gb": capacity, "eviction": {"eviction_policy": "LRU"}}
-    return adapter | limit if capacity else adapter
-
-
-def _redis(parts: SplitResult, _: str | None) -> L2Store:
-    scheme = parts.scheme
-    login, _, hosts = parts.netloc.rpartition("@")
-    user, _, password = (unquote(part) for part in login.partition(":"))
-    if login and not password:
-        raise ValueError(f"{scheme}:// has a user without a password: write user:password@host")
-    addresses = _addresses(parts, hosts, 6379)
-    query = _query(parts, cluster=_boolean, capacity_gb=_positive)
-    cluster = query.get("cluster", len(addresses) > 1)
-    if len(addresses) > 1 and not cluster:
-        raise ValueError(f"{scheme}:// with several hosts is a cluster: drop cluster=false")
-    path = parts.path.strip("/")
-    if path and not re.fullmatch(r"\d{1,9}", path):
-        raise ValueError(f"the path after {scheme}://{hosts} should be a database number, like /0")
-    database = int(path or 0)
-    if database and cluster:
-        raise ValueError(f"{scheme}:// reaches database 0 only of a cluster, not {database}")
-    capacity = query.get("capacity_gb")
-    nodes = ",".join(f"{host}:{port}" for host, port in addresses)
-    adapter: dict[str, object] = {"type": "valkey", "startup_nodes": nodes}
-    adapter |= {"tls_enable": True} if scheme in ("rediss", "valkeys") else {}
-    adapter |= {"cluster_mode": True} if cluster else {}
-    adapter |= {"database_id": database} if database else {}
-    adapter |= {"username": user} if user else {}
-    adapter |= {"password": password} if password else {}
-    masked = f"{login.partition(':')[0]}:***@{hosts}" if login else hosts
-    return L2Store(
-        kind=str(adapter["type"]),
-        adapter=_bounded(adapter | {"shared": True}, capacity),
-        shown=parts._replace(netloc=masked).geturl(),
-        note=_COUNTED if capacity else "",
-    )
-
-
-def _s3(parts: SplitResult, region: str | None) -> L2Store:
-    """LMCache reaches a bucket by a host name of its own, and puts its keys at the top of it."""
-    _without_login(parts)
-    query = _query(parts, region=_text, endpoint=_text, capacity_gb=_positive)
-    bucket, endpoint = parts.netloc, query.get("endpoint")
-    if endpoint is None and re.search(r"\.amazonaws\.com(\.cn)?$", bucket):
-        bucket, _, endpoint = bucket.partition(".")
-    if not bucket:
-        raise ValueError("s3:// needs a bucket, like s3://my-bucket?region=us-east-1")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", bucket):
-        raise ValueError(
-            "s3:// takes a bucket named with 3 to 63 lower-case letters, digits and dashes; a dot "
-            "does not work, because the bucket becomes a part of the host's name"
-        )
-    if parts.path.strip("/"):
-        raise ValueError(f"s3://{bucket} takes no prefix: LMCache writes to the bucket's top level")
-    region = query.get("region") or region
-    if not region:
-        raise ValueError("s3:// needs a region: add ?region=us-east-1, or set AWS_REGION")
-    domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
-    match = re.fullmatch(
-        r"(?:(https?)://)?([A-Za-z0-9.-]+(?::\d+)?)/?", endpoint or f"s3.{region}.{domain}"
-    )
-    if not match or re.fullmatch(r"[\d.]+(:\d+)?", match[2]):
-        raise ValueError(
-            "the S3 endpoint should be the name of a host, not an address or a path, like "
-            "s3.us-east-1.amazonaws.com or http://minio.example:9000"
-        )
-    host = match[2].removeprefix(f"{bucket}.")
-    adapter: dict[str, object] = {
-        "type": "s3",
-        "s3_endpoint": f"{bucket}.{host}",
-        "s3_region": region,
-        "shared": True,
-    }
-    adapter |= {"disable_tls": True} if match[1] == "http" else {}
-    capacity = query.get("capacity_gb")
-    return L2Store(
-        kind="s3",
-        adapter=_bounded(adapter, capacity),
-        shown=parts.geturl(),
-        note=_COUNTED if capacity else "",
-    )
-
-
-def _file(parts: SplitResult, _: str | None) -> L2Store:
-    if parts.netloc:
-        raise ValueError("file:// takes no host: write three slashes, like file:///mnt/kv")
-    path = PurePosixPath("/" + unquote(parts.path).lstrip("/"))
-    if path == PurePosixPath("/"):
-        raise ValueError("file:// needs a folder, like file:///mnt/kv")
-    capacity = _query(parts, capacity_gb=_positive).get("capacity_gb")
-    adapter: dict[str, object] = {"type": "fs_native", "base_path": str(path), "shared": True}
-    kept = "nothing removes old files: give capacity_gb, or clean the folder from outside"
-    return L2Store(
-        kind="fs_native",
-        adapter=_bounded(adapter, capacity),
-        shown=parts.geturl(),
-        note=_COUNTED if capacity else kept,
-    )
-
-
-def _hyperpod(parts: SplitResult, _: str | None) -> L2Store:
-    _without_login(parts)
-    addresses = _addresses(parts, parts.netloc, 9200)
-    if len(addresses) > 1 or parts.path.strip("/"):
-        raise ValueError(f"{parts.scheme}:// takes one host and port, and nothing behind it")
-    host, port = addresses[0]
-    return L2Store(
-        kind="sagemaker-hyperpod",
-        adapter={
-            "type": "sagemaker-hyperpod",
-            "url": f"sagemaker-hyperpod://{host}:{port}",
-            **_query(parts, bucket=_text, shared_memory_name=_text),
-        },
-        shown=parts.geturl(),
-    )
-
-
-_STORES: Mapping[str, Callable[[SplitResult, str | None], L2Store]] = {
-    "redis": _redis,
-    "rediss": _redis,
-    "valkey": _redis,
-    "valkeys": _redis,
-    "s3": _s3,
-    "file": _file,
-    "tieredstorage": _hyperpod,
-    "sagemaker-hyperpod": _hyperpod,
-}
-
-
-# LMCache's in-process options
+_count = integer(low=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -347,7 +69,7 @@ class _Vocabulary:
 
     readers: those that are translated.
     refused: those that may only be off: name → why, and what would do.
-    needless: beginnings of those that may say what they like: → why nothing has to be done.
+    needless: those that may say what they like, as patterns: → why nothing has to be done.
     """
 
     readers: Mapping[str, Reader]
@@ -359,8 +81,14 @@ class _Vocabulary:
 
     def reason(self, name: str) -> str | None:
         """Why nothing has to be done for a needless option."""
-        reasons = (why for start, why in self.needless.items() if name.startswith(start))
+        reasons = (why for it, why in self.needless.items() if fnmatchcase(name, it))
         return next(reasons, None)
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are known by their whole name, in order."""
+        needless = (it for it in self.needless if "*" not in it)
+        return sorted((*self.readers, *self.refused, *needless))
 
 
 _LAZY = "the server takes its memory bit by bit where it can"
@@ -371,14 +99,14 @@ _SHARING = "engines share KV through OPTION_KV_L2_URL, not with one another"
 _TOP = _Vocabulary(
     readers={
         "chunk_size": _count,
-        "local_cpu": _boolean,
-        "max_local_cpu_size": _positive,
+        "local_cpu": boolean,
+        "max_local_cpu_size": positive,
         "local_disk": _folder,
-        "max_local_disk_size": _size,
-        "remote_url": _text,
-        "save_decode_cache": _boolean,
+        "max_local_disk_size": amount,
+        "remote_url": text,
+        "save_decode_cache": boolean,
         "cache_policy": _policy,
-        "extra_config": _mapping,
+        "extra_config": json_object,
     },
     needless={
         "blocking_timeout_secs": _LIMITS,
@@ -386,29 +114,29 @@ _TOP = _Vocabulary(
         "enable_kv_events": "OPTION_KV_EVENTS_CONFIG decides on events",
         "enable_lazy_memory_allocator": _LAZY,
         "enable_scheduler_bypass_lookup": "the scheduler asks the server itself",
-        "lazy_memory_": _LAZY,
+        "lazy_memory_*": _LAZY,
         "lookup_server_worker_ids": "the server answers for all ranks",
         "lookup_timeout_ms": _LIMITS,
         "mp_host": "only SGLang reads it",
         "mp_port": "only SGLang reads it",
-        "pin_": _LIMITS,
+        "pin_*": _LIMITS,
         "pre_caching_hash_algorithm": "the server's hash is the same in every process",
         "py_enable_gc": "the cache is not in the engine's process",
         "reserve_local_cpu_size": "the container's memory limit is looked at instead",
         "use_gpu_connector_v3": "it chooses among connectors that are not used here",
         "app_id": "nothing uses it without remote_config_url",
-        "blend_": "nothing uses it without enable_blending",
-        "chunk_statistics_": "nothing uses it without enable_chunk_statistics",
-        "controller_": "nothing uses it without enable_controller",
-        "gds_": "nothing uses it without gds_path",
-        "hidden_state": "nothing uses it without enable_hidden_state_cache",
-        "internal_api_server_": "nothing uses it without internal_api_server_enabled",
-        "lmcache_": "nothing uses it without enable_controller",
-        "maru_": "nothing uses it without maru_path",
+        "blend_*": "nothing uses it without enable_blending",
+        "chunk_statistics_*": "nothing uses it without enable_chunk_statistics",
+        "controller_*": "nothing uses it without enable_controller",
+        "gds_*": "nothing uses it without gds_path",
+        "hidden_state*": "nothing uses it without enable_hidden_state_cache",
+        "internal_api_server_*": "nothing uses it without internal_api_server_enabled",
+        "lmcache_*": "nothing uses it without enable_controller",
+        "maru_*": "nothing uses it without maru_path",
         "max_hidden_state_cpu_size": "nothing uses it without enable_hidden_state_cache",
-        "nixl_": "nothing uses it without extra_config.enable_nixl_storage",
-        "p2p_": "nothing uses it without enable_p2p",
-        "pd_": "nothing uses it without enable_pd",
+        "nixl_*": "nothing uses it without extra_config.enable_nixl_storage",
+        "p2p_*": "nothing uses it without enable_p2p",
+        "pd_*": "nothing uses it without enable_pd",
         "script_allowed_imports": "nothing uses it without run_script_api_enabled",
         "transfer_channel": "nothing uses it without enable_p2p",
         "use_gds": "nothing uses it without gds_path",
@@ -459,41 +187,41 @@ class _Extra:
 
 
 _EXTRA: Mapping[str, _Extra] = {
-    "use_odirect": _Extra("local_disk", _boolean),
+    "use_odirect": _Extra("local_disk", boolean),
     "fs_connector_read_ahead_size": _Extra("remote_url fs://", _count, "read_ahead_size"),
-    "fs_connector_relative_tmp_dir": _Extra("remote_url fs://", _text, "relative_tmp_dir"),
-    "fs_connector_use_odirect": _Extra("remote_url fs://", _boolean, "use_odirect"),
-    "aws_access_key_id": _Extra("remote_url s3://", _text),
-    "aws_secret_access_key": _Extra("remote_url s3://", _text),
-    "disable_tls": _Extra("remote_url s3://", _boolean, "disable_tls"),
-    "s3_enable_s3express": _Extra("remote_url s3://", _boolean, "s3_enable_s3express"),
-    "s3_endpoint": _Extra("remote_url s3://", _text),
+    "fs_connector_relative_tmp_dir": _Extra("remote_url fs://", text, "relative_tmp_dir"),
+    "fs_connector_use_odirect": _Extra("remote_url fs://", boolean, "use_odirect"),
+    "aws_access_key_id": _Extra("remote_url s3://", text),
+    "aws_secret_access_key": _Extra("remote_url s3://", text),
+    "disable_tls": _Extra("remote_url s3://", boolean, "disable_tls"),
+    "s3_enable_s3express": _Extra("remote_url s3://", boolean, "s3_enable_s3express"),
+    "s3_endpoint": _Extra("remote_url s3://", text),
     "s3_num_io_threads": _Extra("remote_url s3://", _count, "s3_num_io_threads"),
-    "s3_prefer_http2": _Extra("remote_url s3://", _boolean, "s3_prefer_http2"),
-    "s3_region": _Extra("remote_url s3://", _text),
-    "password": _Extra("remote_url resp://", _text),
+    "s3_prefer_http2": _Extra("remote_url s3://", boolean, "s3_prefer_http2"),
+    "s3_region": _Extra("remote_url s3://", text),
+    "password": _Extra("remote_url resp://", text),
     "resp_num_threads": _Extra("remote_url resp://", _count, "num_workers"),
-    "username": _Extra("remote_url resp://", _text),
-    "tls_enable": _Extra("remote_url valkey://", _boolean),
-    "valkey_database": _Extra("remote_url valkey://", _text),
-    "valkey_mode": _Extra("remote_url valkey://", _text),
+    "username": _Extra("remote_url resp://", text),
+    "tls_enable": _Extra("remote_url valkey://", boolean),
+    "valkey_database": _Extra("remote_url valkey://", text),
+    "valkey_mode": _Extra("remote_url valkey://", text),
     "valkey_num_workers": _Extra("remote_url valkey://", _count, "num_workers"),
     "valkey_sync_num_workers": _Extra("remote_url valkey://", _count, "num_workers"),
-    "valkey_password": _Extra("remote_url valkey://", _text),
-    "valkey_username": _Extra("remote_url valkey://", _text),
+    "valkey_password": _Extra("remote_url valkey://", text),
+    "valkey_username": _Extra("remote_url valkey://", text),
     **{
         f"sagemaker_hyperpod_{key}": _Extra("remote_url sagemaker-hyperpod://", read, adapter)
         for key, read, adapter in (
-            ("bucket", _text, "bucket"),
+            ("bucket", text, "bucket"),
             ("lease_ttl_s", _milliseconds, "lease_ttl_ms"),
             ("max_concurrent_requests", _count, "max_concurrent_requests"),
             ("max_connections", _count, "max_connections"),
             ("max_connections_per_host", _count, "max_connections_per_host"),
-            ("max_lease_size_mb", _positive, "max_lease_size_mb"),
+            ("max_lease_size_mb", positive, "max_lease_size_mb"),
             ("put_stream_chunk_bytes", _count, "put_stream_chunk_bytes"),
-            ("shared_memory_name", _text, "shared_memory_name"),
+            ("shared_memory_name", text, "shared_memory_name"),
             ("timeout_ms", _count, "timeout_ms"),
-            ("use_https", _boolean, "use_https"),
+            ("use_https", boolean, "use_https"),
         )
     },
 }
@@ -562,7 +290,7 @@ def merged(file: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, 
         value = _unquoted(environ[name].strip())
         if name.startswith("LMCACHE_") and key in _TOP and value:
             with _faults(faults, name, value):
-                options[key] = _TOP.readers.get(key, _text)(value)
+                options[key] = _TOP.readers.get(key, text)(value)
     if faults:
         raise SettingsError(faults)
     return options
@@ -570,7 +298,7 @@ def merged(file: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, 
 
 def misspelt(names: Iterable[str]) -> Iterator[str]:
     """`LMCACHE_*` variables that are no options of LMCache's, but nearly one: a sentence each."""
-    known = [f"LMCACHE_{it.upper()}" for it in (*_TOP.readers, *_TOP.refused, *_TOP.needless)]
+    known = [f"LMCACHE_{it.upper()}" for it in _TOP.names]
     for name in names:
         if name.removeprefix("LMCACHE_").lower() not in _TOP:
             yield from nearly(name, name, {it: it for it in known})
@@ -645,21 +373,23 @@ def _sift(
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = f"{prefix}{key}"
-        if value is None or value == "":
+        written = _written(value)
+        if not written:
             continue
-        if key in known.readers:
+        if read := known.readers.get(key):
             with _faults(faults, name, value):
-                values[key] = known.readers[key](value)
+                if read is text and isinstance(value, bool | list | dict):
+                    raise ValueError("text")
+                values[key] = read(written)
         elif key in known.refused:
-            if str(value).lower() in ("false", "0", "0.0", "[]", _HARMLESS.get(key)):
+            if written.lower() in ("false", "0", "0.0", "[]", _HARMLESS.get(key)):
                 ignored.append(f"{name}: so it is here in any case")
             else:
                 faults.append(f"{name}: {known.refused[key]}")
         elif reason := known.reason(key):
             ignored.append(f"{name}: {reason}")
         else:
-            names = sorted((*known.readers, *known.refused, *known.needless))
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
+            near = difflib.get_close_matches(key, known.names, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]}?" if near else ""
             faults.append(f"{name}: no such option{hint}")
     return values
@@ -715,7 +445,7 @@ def _remote(url: str, extra: Mapping[str, Any]) -> L2Store:
             if {"aws_access_key_id", "aws_secret_access_key"} <= extra.keys():
                 env["AWS_ACCESS_KEY_ID"] = extra["aws_access_key_id"]
                 env["AWS_SECRET_ACCESS_KEY"] = extra["aws_secret_access_key"]
-    found = store(url)
+    found = shared_store.read(url)
     options = {
         key.adapter: extra[name] for name, key in _EXTRA.items() if key.adapter and name in extra
     }

@@ -7,7 +7,7 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan.vllm import ranks, tensor_parallel
+from lmi_config.plan.parallelism import Parallelism
 
 MIB = 1024**2
 GIB = 1024**3
@@ -83,12 +83,22 @@ class Budget:
     def needed(self) -> int:
         return sum(share.size for share in self.shares)
 
+    def with_cache_server(self) -> "Budget":
+        """The budget where LMCache's server takes part."""
+        share = Share("cache server", CACHE_SERVER, "without its pool; measured")
+        free = max(self.free - CACHE_SERVER, 0)
+        return dataclasses.replace(self, shares=(*self.shares, share), free=free)
+
 
 def budget(
-    settings: Settings, machine: Machine, model: ModelFacts, draft: ModelFacts | None, cached: bool
+    settings: Settings,
+    machine: Machine,
+    parallelism: Parallelism,
+    model: ModelFacts,
+    draft: ModelFacts | None,
 ) -> Budget:
-    """Divide the memory that is free now. cached: whether LMCache's server takes part."""
-    count = ranks(settings, machine)
+    """Divide the memory that is free now; LMCache's server takes no part yet."""
+    count = parallelism.workers
     on_gpu = bool(machine.gpus)
     shares = [
         Share("server and engine core", SERVER + ENGINE_CORE, "measured"),
@@ -116,9 +126,6 @@ def budget(
     if kv is not None:
         shares.append(Share("engine's KV cache", kv * count, reason))
         left -= kv * count
-    if cached:
-        shares.append(Share("cache server", CACHE_SERVER, "without its pool; measured"))
-        left -= CACHE_SERVER
     return Budget(shares=tuple(shares), kv=kv, free=max(left, 0))
 
 
@@ -178,20 +185,24 @@ class GpuBudget:
 
 
 def gpu_budget(
-    settings: Settings, machine: Machine, model: ModelFacts, draft: ModelFacts | None
+    settings: Settings,
+    machine: Machine,
+    parallelism: Parallelism,
+    model: ModelFacts,
+    draft: ModelFacts | None,
 ) -> GpuBudget | None:
     """Estimate the memory of the smallest GPU in use, or None where there is none or it is unknown.
 
     Weights are split evenly over the ranks; the draft's are in each tensor-parallel rank's share.
     """
-    used = machine.gpus[: ranks(settings, machine)]
+    used = machine.gpus[: parallelism.workers]
     sizes = [found.memory for found in used if found.memory]
     if not used or len(sizes) < len(used):
         return None
-    weights = model.weight_bytes // ranks(settings, machine)
+    weights = model.weight_bytes // parallelism.workers
     weights -= min(round((settings.cpu_offload_gb_per_gpu or 0) * GIB), weights)
     if draft:
-        weights += draft.weight_bytes // tensor_parallel(settings, machine)
+        weights += draft.weight_bytes // parallelism.tensor
     share = settings.gpu_memory_utilization or UTILIZATION
     return GpuBudget(
         total=min(sizes),

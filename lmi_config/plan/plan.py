@@ -4,18 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lmi_config.facts import draft
 from lmi_config.facts.draft import Draft
 from lmi_config.facts.machine import Machine
-from lmi_config.facts.model import ModelError, ModelFacts
+from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import kv_tiers, memory, preflight, vllm
-from lmi_config.plan.kv_tiers import Tiers
+from lmi_config.plan import kv_tiers, memory, parallelism, preflight, speculation, vllm
+from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from lmi_config.plan.memory import Budget, GpuBudget
-
-SPECULATIVE_TOKENS = 3
-"""Tokens that a draft proposes where neither the operator nor the draft says how many."""
+from lmi_config.plan.parallelism import Parallelism
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,52 +41,49 @@ class Plan:
     settings: Settings
     machine: Machine
     parts: EngineParts
+    parallelism: Parallelism
     model: ModelFacts
     draft: Draft | None
     memory: Budget
     gpu: GpuBudget | None
-    tiers: Tiers | None
+    tiers: Tiers | NoTiers
     environment: Mapping[str, str]
     cache_environment: Mapping[str, str] = dataclasses.field(repr=False)
     options: Mapping[str, Any] = dataclasses.field(repr=False)
     findings: tuple[str, ...]
 
-    def engine(self, model: str, draft: str | None, tiers: bool = True) -> dict[str, Any]:
-        """The options, with the folders that the model and its draft are in.
-
-        tiers: whether the cache server that was planned is there.
-        """
+    def engine(self, model: str, draft: str | None) -> dict[str, Any]:
+        """The options, with the folders that the model and its draft are in by now."""
         options = {**self.options, "model": model}
         if draft:
             options["speculative_config"] = {**options["speculative_config"], "model": draft}
-        if not tiers and self.tiers and self.tiers.l1:
-            del options["kv_transfer_config"]
-            if self.settings.kv_transfer_config:
-                options["kv_transfer_config"] = self.settings.kv_transfer_config
         return options
+
+    def without_tiers(self, reason: str) -> "Plan":
+        """The plan where the cache server did not come up."""
+        if isinstance(self.tiers, NoTiers):
+            return self
+        options = dict(self.options)
+        del options["kv_transfer_config"]
+        if own := self.settings.kv_transfer_config:
+            options["kv_transfer_config"] = own
+        return dataclasses.replace(self, tiers=NoTiers(reason), options=options)
 
     @property
     def cache_server(self) -> list[str] | None:
         """The command line of `lmcache`, or None where there are no tiers."""
-        return self.cache_command(self.tiers) if self.tiers and self.tiers.l1 else None
+        return None if isinstance(self.tiers, NoTiers) else self.cache_command(self.tiers)
 
     def cache_command(self, tiers: Tiers) -> list[str]:
         """The command line of `lmcache` for these tiers: as planned, or as they came to be."""
         return kv_tiers.server_arguments(tiers, self.machine, self.parts.disk_store)
 
 
-def draft_id(settings: Settings) -> str | None:
-    """What is named as the draft: a folder, an S3 prefix, a hub id; None where there is none."""
-    config = settings.speculative_config or {}
-    model = settings.speculative_draft_model or config.get("model")
-    return model if isinstance(model, str) and model else None
-
-
 def make(
     settings: Settings,
     machine: Machine,
     model: ModelFacts,
-    drafted: Draft | None,
+    draft: Draft | None,
     environ: Mapping[str, str],
     parts: EngineParts,
     lmcache_file: Mapping[str, object] | None = None,
@@ -104,109 +98,49 @@ def make(
     Raises SettingsError where it cannot work.
     """
     settings = memory.settled(settings, machine, environ)
-    count = vllm.ranks(settings, machine)
+    spread = parallelism.decide(settings, machine)
     faults = (
         kv_tiers.faults(settings)
-        + vllm.kv_events_faults(settings)
-        + _speculation_faults(settings, model, drafted)
+        + vllm.kv_events_faults(settings, spread.copies)
+        + speculation.faults(settings, model, draft)
     )
     if faults:
         raise SettingsError(faults)
-    cached = kv_tiers.wanted(settings)
-    if cached and len(machine.ports) < len(kv_tiers.Ports._fields):
-        raise SettingsError(
-            [
-                f"SAGEMAKER_SAFE_PORT_RANGE={environ.get('SAGEMAKER_SAFE_PORT_RANGE')!r}: KV cache "
-                f"tiers need three free ports, and there are {len(machine.ports)}"
-            ]
-        )
-    draft_facts = drafted.facts if drafted else None
+    draft_facts = draft.facts if draft else None
     if draft_facts and draft_facts.kv and model.kv:
         # A draft keeps KV of its own for every token, in the engine's memory and in all tiers.
         model = dataclasses.replace(model, kv=model.kv.plus(draft_facts.kv))
-    budget = memory.budget(settings, machine, model, draft_facts, cached)
-    gpu = memory.gpu_budget(settings, machine, model, draft_facts)
-    tiers = None
-    if cached:
-        region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
-        tiers = kv_tiers.plan(
-            settings, machine, model, budget, count, lmcache_file, to_fetch, region
-        )
-    running = tiers is not None and tiers.l1 > 0
-    if cached and not running:
-        budget = memory.budget(settings, machine, model, draft_facts, cached=False)
+    budget = memory.budget(settings, machine, spread, model, draft_facts)
+    gpu = memory.gpu_budget(settings, machine, spread, model, draft_facts)
+    cached = budget.with_cache_server()
+    tiers = kv_tiers.plan(settings, machine, spread, model, cached, environ, lmcache_file, to_fetch)
     derived: dict[str, Any] = {}
+    cache_environment: dict[str, str] = {}
     if budget.kv is not None:
         derived["kv_cache_memory_bytes"] = budget.kv
-    if tiers and running:
+    if isinstance(tiers, Tiers):
+        budget = cached
+        cache_environment = kv_tiers.server_environment(tiers)
         derived["kv_transfer_config"] = kv_tiers.connector(tiers, machine, parts.connector)
     if settings.kv_events:
-        derived["kv_events_config"] = vllm.kv_events(settings)
-    if speculation := _speculation(settings, drafted):
-        derived["speculative_config"] = speculation
+        derived["kv_events_config"] = vllm.kv_events(settings, spread.copies)
+    if speculative := speculation.config(settings, draft):
+        derived["speculative_config"] = speculative
     return Plan(
         settings=settings,
         machine=machine,
         parts=parts,
+        parallelism=spread,
         model=model,
-        draft=drafted,
+        draft=draft,
         memory=budget,
         gpu=gpu,
         tiers=tiers,
-        environment=vllm.environment(settings, machine, environ),
-        cache_environment=kv_tiers.server_environment(tiers) if tiers else {},
-        options=vllm.options(settings, machine, settings.model_id, derived, parts.cpu_lora),
+        environment=vllm.environment(settings, machine, spread, environ),
+        cache_environment=cache_environment,
+        options=vllm.options(settings, machine, spread, derived, parts.cpu_lora),
         findings=(
-            *preflight.findings(settings, machine, model, budget, gpu, tiers),
+            *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),
             *preflight.downloads(to_fetch, room),
         ),
     )
-
-
-def _speculation(settings: Settings, drafted: Draft | None) -> dict[str, Any] | None:
-    """vLLM's speculative_config, from the operator's or from the draft alone."""
-    config = dict(settings.speculative_config or {})
-    if model := draft_id(settings):
-        config["model"] = model
-    if settings.num_speculative_tokens is not None:
-        config["num_speculative_tokens"] = settings.num_speculative_tokens
-    if drafted:
-        if drafted.method:
-            config.setdefault("method", drafted.method)
-        config.setdefault("num_speculative_tokens", drafted.tokens or SPECULATIVE_TOKENS)
-        if drafted.parallel:
-            config.setdefault("parallel_drafting", True)
-    return config or None
-
-
-def _speculation_faults(settings: Settings, model: ModelFacts, drafted: Draft | None) -> list[str]:
-    config = settings.speculative_config or {}
-    name = "OPTION_SPECULATIVE_DRAFT_MODEL"
-    found = []
-    for option, key, value in (
-        (name, "model", settings.speculative_draft_model),
-        (
-            "OPTION_NUM_SPECULATIVE_TOKENS",
-            "num_speculative_tokens",
-            settings.num_speculative_tokens,
-        ),
-    ):
-        if value is not None and config.get(key, value) != value:
-            found.append(f"{option} and the {key} in OPTION_SPECULATIVE_CONFIG differ; keep one")
-    tokens = settings.num_speculative_tokens
-    if tokens is None:
-        tokens = config.get("num_speculative_tokens")
-    if tokens is not None and drafted is None and not config:
-        found.append(f"OPTION_NUM_SPECULATIVE_TOKENS={tokens}: there is no draft; set {name}")
-    if tokens is not None and not isinstance(tokens, int):
-        found.append(f"num_speculative_tokens={tokens!r}: should be a whole number, like 3")
-        tokens = None
-    checked = config.get("method") in (None, drafted and drafted.method)
-    if drafted and checked and not config.get("use_heterogeneous_vocab"):
-        wanted = tokens if tokens is not None else drafted.tokens or SPECULATIVE_TOKENS
-        try:
-            reasons = draft.faults(drafted, model, wanted)
-        except ModelError as error:
-            reasons = [str(error)]
-        found += [f"{draft_id(settings)}: {reason}" for reason in reasons]
-    return found

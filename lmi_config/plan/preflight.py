@@ -7,9 +7,9 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
 from lmi_config.plan import lmcache
-from lmi_config.plan.kv_tiers import Tiers, told
+from lmi_config.plan.kv_tiers import NoTiers, Tiers, format_size, wanted
 from lmi_config.plan.memory import Budget, GpuBudget, kv_per_token
-from lmi_config.plan.vllm import ranks, workerless
+from lmi_config.plan.parallelism import Parallelism
 
 DRIVER = 580
 """The oldest driver for CUDA 13.0, which vLLM 0.32 is built with (CUDA's release notes)."""
@@ -19,31 +19,32 @@ SMALL_SHM = 512 * 1024**2
 def findings(
     settings: Settings,
     machine: Machine,
+    parallelism: Parallelism,
     model: ModelFacts,
     budget: Budget,
     gpu: GpuBudget | None,
-    tiers: Tiers | None,
+    tiers: Tiers | NoTiers,
 ) -> Iterator[str]:
     """What an operator should know."""
     yield from settings.notes
-    yield from _gpus(settings, machine)
+    yield from _gpus(settings, machine, parallelism)
     yield from _memory(machine, budget)
     if gpu and gpu.kv <= 0:
         yield (
-            f"each GPU's share of the weights is {told(gpu.weights)} and vLLM may use "
-            f"{told(gpu.usable)} of its memory; use more GPUs or a quantised model"
+            f"each GPU's share of the weights is {format_size(gpu.weights)} and vLLM may use "
+            f"{format_size(gpu.usable)} of its memory; use more GPUs or a quantised model"
         )
-    yield from _length(settings, machine, model, budget, gpu)
-    count = ranks(settings, machine)
+    yield from _length(settings, parallelism, model, budget, gpu)
+    count = parallelism.workers
     if count > 1 and machine.shm < SMALL_SHM:
         yield (
-            f"/dev/shm has {told(machine.shm)} and {count} ranks talk through it; give the "
+            f"/dev/shm has {format_size(machine.shm)} and {count} ranks talk through it; give the "
             "container more (docker run --shm-size=2g, or an emptyDir with medium Memory)"
         )
-    if workerless(settings, machine):
+    if parallelism.workerless:
         yield (
-            f"/dev/shm has {told(machine.shm)}, too little for a worker process: the engine's core "
-            "does its work (docker run --shm-size=2g gives more)"
+            f"/dev/shm has {format_size(machine.shm)}, too little for a worker process: the "
+            "engine's core does its work (docker run --shm-size=2g gives more)"
         )
     length = settings.max_model_len
     if length and model.max_length and length > model.max_length:
@@ -52,7 +53,7 @@ def findings(
             "it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"
         )
     yield from lmcache.misspelt(sorted(settings.lmcache))
-    if settings.lmcache and not tiers:
+    if settings.lmcache and not wanted(settings):
         names = ", ".join(sorted(settings.lmcache)[:3])
         yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"
     if settings.kv_events and settings.engine.get("enable_prefix_caching") is False:
@@ -60,20 +61,22 @@ def findings(
             "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave "
             "OPTION_ENABLE_PREFIX_CACHING out"
         )
-    if tiers:
+    if isinstance(tiers, Tiers):
         yield from tiers.notes
+    elif wanted(settings):
+        yield f"no KV cache tiers: {tiers.reason}"
 
 
 def downloads(to_fetch: int, room: int) -> Iterator[str]:
     """Whether what has yet to be downloaded finds room. Both in bytes."""
     if to_fetch > room:
         yield (
-            f"{told(to_fetch)} have yet to be downloaded, and {told(room)} are free where they go; "
-            "set SERVING_DOWNLOAD_DIR (S3) or HF_HOME (hub) to a larger disk"
+            f"{format_size(to_fetch)} have yet to be downloaded, and {format_size(room)} are free "
+            "where they go; set SERVING_DOWNLOAD_DIR (S3) or HF_HOME (hub) to a larger disk"
         )
 
 
-def _gpus(settings: Settings, machine: Machine) -> Iterator[str]:
+def _gpus(settings: Settings, machine: Machine, parallelism: Parallelism) -> Iterator[str]:
     if not machine.gpus:
         return
     driver = machine.gpus[0].driver
@@ -82,7 +85,7 @@ def _gpus(settings: Settings, machine: Machine) -> Iterator[str]:
             f"driver {driver} is older than CUDA 13.0 wants ({DRIVER}); on SageMaker choose an "
             "InferenceAmiVersion of al2023 with gpu-4-1, elsewhere update the driver"
         )
-    idle = len(machine.gpus) - ranks(settings, machine)
+    idle = len(machine.gpus) - parallelism.workers
     if idle > 0 and "data_parallel_size" not in settings.engine:
         yield (
             f"{idle} of {len(machine.gpus)} GPUs will do nothing; set "
@@ -93,15 +96,20 @@ def _gpus(settings: Settings, machine: Machine) -> Iterator[str]:
 def _memory(machine: Machine, budget: Budget) -> Iterator[str]:
     if budget.needed > machine.memory_free:
         yield (
-            f"the engine wants about {told(budget.needed)} of memory, and "
-            f"{told(machine.memory_free)} are free; give the container more, or a smaller model"
+            f"the engine wants about {format_size(budget.needed)} of memory, and "
+            f"{format_size(machine.memory_free)} are free; give the container more, or a smaller "
+            "model"
         )
 
 
 def _length(
-    settings: Settings, machine: Machine, model: ModelFacts, budget: Budget, gpu: GpuBudget | None
+    settings: Settings,
+    parallelism: Parallelism,
+    model: ModelFacts,
+    budget: Budget,
+    gpu: GpuBudget | None,
 ) -> Iterator[str]:
-    tokens = kv_tokens(settings, machine, model, budget, gpu)
+    tokens = kv_tokens(settings, parallelism, model, budget, gpu)
     length = settings.max_model_len
     length = model.max_length if length in (None, AUTO) else length
     if tokens and length and tokens < length:
@@ -112,12 +120,16 @@ def _length(
 
 
 def kv_tokens(
-    settings: Settings, machine: Machine, model: ModelFacts, budget: Budget, gpu: GpuBudget | None
+    settings: Settings,
+    parallelism: Parallelism,
+    model: ModelFacts,
+    budget: Budget,
+    gpu: GpuBudget | None,
 ) -> int | None:
     """Tokens that the engine's KV cache holds, all ranks together; on GPUs an estimate."""
     each = kv_per_token(settings, model)
     size = gpu.kv if gpu else budget.kv
     if not each or not model.kv or size is None:
         return None
-    count = ranks(settings, machine)
+    count = parallelism.workers
     return max(size, 0) * count // (each * model.kv.copies(count))

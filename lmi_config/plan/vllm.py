@@ -1,4 +1,4 @@
-"""Settings and Machine → the arguments and environment that vLLM is started with."""
+"""The arguments and the environment that vLLM is started with."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,6 +7,7 @@ from typing import Any
 from lmi_config.facts.machine import Machine
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings
 from lmi_config.options.settings import SettingsError, traces_protocol
+from lmi_config.plan.parallelism import Parallelism
 
 _DERIVED = {
     "model",  # where it was fetched to
@@ -27,28 +28,26 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-WORKER_SHM = 256 * 1024**2
-"""What one worker process wants of /dev/shm: 240 MB for its queues, as seen."""
-
-
 def options(
     settings: Settings,
     machine: Machine,
-    model: str,
+    parallelism: Parallelism,
     derived: Mapping[str, Any],
     cpu_lora: str,
 ) -> dict[str, Any]:
     """vLLM's options for these settings on this machine, by vLLM's names.
 
-    model: the folder it is in by now. derived: options that follow from what else is known, by
-    vLLM's names; they come before the operator's. cpu_lora: the path of the class that a worker is
-    extended with where adapters run without a GPU.
+    derived: options that follow from what else is known, by vLLM's names; they come before the
+    operator's. cpu_lora: the path of the class that a worker is extended with where adapters run
+    without a GPU.
 
-    Raises SettingsError where the machine has fewer devices than the settings ask for, and for a
-    word of a list that vLLM would take for another option.
+    Raises SettingsError for a word of a list that vLLM would take for another option.
     """
-    found: dict[str, Any] = {"model": model, "served_model_name": settings.model_names}
-    found["tensor_parallel_size"] = tensor_parallel(settings, machine)
+    found: dict[str, Any] = {
+        "model": settings.model_id,
+        "served_model_name": settings.model_names,
+        "tensor_parallel_size": parallelism.tensor,
+    }
     for field, option in OPTIONS.items():
         value = getattr(settings, field)
         if option.vllm and option.vllm not in found.keys() | _DERIVED and value != option.default:
@@ -61,7 +60,7 @@ def options(
             found.setdefault("worker_extension_cls", cpu_lora)
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)
-    if workerless(settings, machine):
+    if parallelism.workerless:
         found["distributed_executor_backend"] = "uni"
     found |= {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
     if faults := list(_flags(settings, found)):
@@ -88,7 +87,9 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
     return [part for name, value in options.items() for part in _rendered(name, value)]
 
 
-def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(
+    settings: Settings, machine: Machine, parallelism: Parallelism, environ: Mapping[str, str]
+) -> dict[str, str]:
     """Variables to set before vLLM is imported. What the operator has set stays as it is."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -113,63 +114,29 @@ def environment(settings: Settings, machine: Machine, environ: Mapping[str, str]
             # vLLM compiles some helpers of its sampler even so: 20 s at the first request, a
             # compiler needed on the machine, and no faster on a CPU.
             wanted["TORCHDYNAMO_DISABLE"] = "1"
-        if (count := ranks(settings, machine)) > 1:
+        if (count := parallelism.workers) > 1:
             # Left alone, vLLM wants a NUMA node for each rank. Each gets its share of the CPUs.
             share = len(machine.cpus) // count
             shares = [machine.cpus[rank * share : (rank + 1) * share] for rank in range(count)]
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
                 ",".join(str(cpu) for cpu in cpus) for cpus in shares
             )
-    if workerless(settings, machine):
+    if parallelism.workerless:
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM overrules the executor
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def workerless(settings: Settings, machine: Machine) -> bool:
-    """Whether the engine's core does the worker's work: without a GPU vLLM has a process for it
-    even with one rank, which would not start with the 64 MiB of shared memory that containers get.
+def kv_event_ports(settings: Settings, copies: int) -> tuple[int, int]:
+    """The first port of KV events and the first of their logs; vLLM adds each copy's rank.
+
+    copies: of the model, on all machines.
     """
-    return (
-        not machine.gpus
-        and machine.shm < WORKER_SHM
-        and ranks(settings, machine) == 1
-        and "distributed_executor_backend" not in settings.engine
-    )
+    return settings.kv_events_port, settings.kv_events_port + copies
 
 
-def tensor_parallel(settings: Settings, machine: Machine) -> int:
-    """Devices that each stage of the model is spread over.
-
-    Raises SettingsError where that is more than there are.
-    """
-    asked = settings.tensor_parallel_degree
-    stages = settings.pipeline_parallel_degree * _copies(settings)
-    devices, kind = (len(machine.gpus), "GPU") if machine.gpus else (len(machine.cpus), "CPU")
-    everywhere = len(machine.gpus) * settings.engine.get("nnodes", 1)
-    degree = max(everywhere // stages, 1) if asked == "max" else asked
-    if degree * stages <= devices or _elsewhere(settings):
-        return degree
-    if asked == "max":
-        field, value, fix = "pipeline_parallel_degree", settings.pipeline_parallel_degree, ""
-        if _copies(settings) > 1:
-            field, value = "data_parallel_size", _copies(settings)
-    else:
-        field, value = "tensor_parallel_degree", degree
-        fix = f"; use at most {max(devices // stages, 1)}, or max"
-    name = settings.origins.get(field, f"OPTION_{field.upper()}")
-    raise SettingsError(
-        [f"{name}={value}: needs {degree * stages} {kind}s, but this machine shows {devices}{fix}"]
-    )
-
-
-def kv_event_ports(settings: Settings) -> tuple[int, int]:
-    """The first port of KV events and the first of their logs; vLLM adds each copy's rank."""
-    return settings.kv_events_port, settings.kv_events_port + _ranks(settings)
-
-
-def kv_events(settings: Settings) -> dict[str, Any]:
+def kv_events(settings: Settings, copies: int) -> dict[str, Any]:
     """vLLM's kv_events_config."""
-    events, log = kv_event_ports(settings)
+    events, log = kv_event_ports(settings, copies)
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -178,7 +145,7 @@ def kv_events(settings: Settings) -> dict[str, Any]:
     }
 
 
-def kv_events_faults(settings: Settings) -> list[str]:
+def kv_events_faults(settings: Settings, copies: int) -> list[str]:
     """Why KV events cannot be published as asked: a sentence each."""
     if not settings.kv_events:
         return []
@@ -186,37 +153,13 @@ def kv_events_faults(settings: Settings) -> list[str]:
     if "kv_events_config" in settings.engine:
         name = settings.origins.get("kv_events_config", "OPTION_KV_EVENTS_CONFIG")
         found.append(f"OPTION_KV_EVENTS=true and {name} both say where events go; keep one")
-    first, last = settings.kv_events_port, settings.kv_events_port + 2 * _ranks(settings) - 1
+    first, last = settings.kv_events_port, settings.kv_events_port + 2 * copies - 1
     told = f"OPTION_KV_EVENTS_PORT={first}: events and their logs take the ports to {last}"
     if last > 65535:
         found.append(f"{told}; choose a lower one")
     if first <= settings.port <= last:
         found.append(f"{told}, and requests come in at {settings.port}; choose another")
     return found
-
-
-def _ranks(settings: Settings) -> int:
-    """Copies of the model on all machines."""
-    count: int = settings.engine.get("data_parallel_size") or 1
-    return count
-
-
-def _copies(settings: Settings) -> int:
-    """Copies of the model on this machine, each with ranks of its own (data parallel)."""
-    engine = settings.engine
-    copies: int = engine.get("data_parallel_size_local") or engine.get("data_parallel_size") or 1
-    return copies
-
-
-def _elsewhere(settings: Settings) -> bool:
-    """Whether devices of other machines take part, which vLLM or Ray counts."""
-    engine = settings.engine
-    return engine.get("nnodes", 1) > 1 or engine.get("distributed_executor_backend") == "ray"
-
-
-def ranks(settings: Settings, machine: Machine) -> int:
-    """Worker processes: one for each device that a copy of the model is spread over."""
-    return tensor_parallel(settings, machine) * settings.pipeline_parallel_degree
 
 
 def _rendered(name: str, value: Any) -> list[str]:

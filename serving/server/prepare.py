@@ -11,7 +11,7 @@ from lmi_config.options import secure, settings
 from lmi_config.options.declared import Settings
 from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import kv_tiers, plan
+from lmi_config.plan import kv_tiers, plan, speculation
 from lmi_config.plan.plan import EngineParts, Plan
 from serving.sources.locate import locate
 from serving.sources.source import Source, SourceError
@@ -50,7 +50,7 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
         to_fetch = _to_fetch(checkpoint, facts)
     draft_source, drafted = None, None
     with _blaming(options, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
-        if draft_id := plan.draft_id(options):
+        if draft_id := speculation.draft_id(options):
             revision = (options.speculative_config or {}).get("revision")
             draft_source = _locate(draft_id, options, environ, revision)
             checkpoint = draft_source.checkpoint()

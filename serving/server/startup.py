@@ -15,7 +15,7 @@ from handlers.custom import FILE
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
 from lmi_config.plan import kv_tiers
-from lmi_config.plan.kv_tiers import Tiers
+from lmi_config.plan.kv_tiers import DiskTier, NoTiers, Tiers
 from lmi_config.plan.plan import Plan
 from lmi_config.plan.vllm import arguments
 from serving import folders
@@ -74,7 +74,9 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         if not starting_cache.done():
             note(Step.CACHE_SERVER)
         cache, name = await starting_cache
-    options = plan.engine(str(name), str(draft) if draft else None, tiers=cache is not None)
+    if not cache:
+        plan = plan.without_tiers("the cache server did not start")
+    options = plan.engine(str(name), str(draft) if draft else None)
     engine = await vllm.start(arguments(options), note)
     adapters = await _register_adapters(plan, folder, engine)
     return Runtime(engine=engine, adapters=adapters, code=code, cache=cache)
@@ -209,7 +211,7 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
     There is none where none is planned, or where it cannot be started.
     """
     tiers = plan.tiers
-    if not tiers or not tiers.l1:
+    if isinstance(tiers, NoTiers):
         return None, folder
     try:
         outlives = bool(tiers.disk or tiers.shared)
@@ -217,7 +219,8 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
         name = _named(folder, fingerprint)
         write_tiers(tiers, plan.settings.port)
         if tiers.disk:
-            tiers = await in_thread(_claim_disk, tiers, fingerprint)
+            claimed = await in_thread(_claim_disk, tiers.disk, fingerprint)
+            tiers = dataclasses.replace(tiers, disk=claimed)
         server = _cache_server(plan, tiers)
         await server.start()
     except (CacheServerError, OSError) as error:
@@ -235,7 +238,7 @@ def _cache_server(plan: Plan, tiers: Tiers) -> CacheServer:
         arguments=plan.cache_command(tiers),
         environ=plan.cache_environment,
         http_port=kv_tiers.ports(plan.machine).http,
-        capacity={"l1": tiers.l1, "disk": tiers.disk},
+        capacity={"l1": tiers.l1, "disk": tiers.disk.size if tiers.disk else 0},
         prefilled=vllm.prefilled,
         chunk_size=tiers.chunk_size,
         pool=pool,
@@ -261,9 +264,9 @@ def _named(folder: Path, fingerprint: str) -> Path:
         return folder
 
 
-def _claim_disk(tiers: Tiers, fingerprint: str) -> Tiers:
+def _claim_disk(tier: DiskTier, fingerprint: str) -> DiskTier | None:
     try:
-        return disk.claim(tiers, fingerprint)
+        return disk.claim(tier, fingerprint)
     except OSError as error:
         log.error("serving without the disk tier; OPTION_KV_DISK_PATH names another: %s", error)
-        return dataclasses.replace(tiers, disk=0, path="", direct=False)
+        return None

@@ -10,7 +10,7 @@ from serving import folders
 from serving.kv_cache import disk, identity
 from serving.sources.locate import locate
 from serving.sources.s3 import S3
-from tests.serving.kv_cache.test_disk import ONE, tiers
+from tests.serving.kv_cache.test_disk import ONE, tier
 
 ANOTHER = 4711
 
@@ -92,7 +92,7 @@ def test_where_an_operator_says_nobody_is_asked(squatted, tmp_path):
         folder.mkdir()
         os.chown(folder, ANOTHER, ANOTHER)
     assert folders.make(tmp_path / "mine" / "models").is_dir()
-    assert Path(disk.claim(tiers(tmp_path / "disk"), ONE).path).is_dir()
+    assert Path(disk.claim(tier(tmp_path / "disk"), ONE).path).is_dir()
 
 
 def test_the_disk_tier_is_not_made_where_another_user_may_swap_it(home):
@@ -102,5 +102,5 @@ def test_the_disk_tier_is_not_made_where_another_user_may_swap_it(home):
     lmcache.mkdir()
     os.chown(lmcache, ANOTHER, ANOTHER)
     with pytest.raises(PermissionError, match="belongs to user 4711"):
-        disk.claim(tiers(lmcache), ONE)
+        disk.claim(tier(lmcache), ONE)
     assert not [*lmcache.iterdir()]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lmi_config.facts.model import KvShape
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import explain, kv_tiers, lmcache, plan
+from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from tests.lmi_config.examples import DISK, GIB, H100, PARTS, machine, model
 
 AUTO = {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
@@ -43,16 +44,16 @@ def test_l1_where_the_reference_has_an_example(memory, weights, ranks, l1):
 )
 def test_disk_where_the_reference_has_an_example(free, weights, ranks, size):
     here = machine(gpus=ranks, memory=1000 * GIB, disk=disk(free))
-    assert planned(here=here, facts=model(weights)).tiers.disk / GIB == size
+    assert planned(here=here, facts=model(weights)).tiers.disk.size / GIB == size
 
 
 def test_free_disk_counts_and_not_all_of_it():
-    assert planned(here=machine(disk=disk(300, 1000))).tiers.disk == 198 * GIB
+    assert planned(here=machine(disk=disk(300, 1000))).tiers.disk.size == 198 * GIB
 
 
 def test_models_that_are_still_to_come_are_left_their_room():
     here = machine(disk=disk(300, 1000))
-    assert planned(here=here, to_fetch=100 * GIB).tiers.disk == 98 * GIB
+    assert planned(here=here, to_fetch=100 * GIB).tiers.disk.size == 98 * GIB
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,12 @@ def test_models_that_are_still_to_come_are_left_their_room():
 )
 def test_l1_is_left_out_where_it_would_not_help(here, facts, reason):
     found = planned(here=here, facts=facts)
-    assert (found.tiers.l1, found.tiers.disk, found.cache_server) == (0, 0, None)
-    assert reason in found.tiers.reasons["l1"]
-    assert any(finding.startswith("no KV cache tiers: ") for finding in found.findings)
+    assert isinstance(found.tiers, NoTiers)
+    assert found.cache_server is None
+    assert reason in found.tiers.reason
+    assert f"no KV cache tiers: {found.tiers.reason}" in found.findings
+    assert explain.as_json(found)["tiers"] is None
+    assert reason in next(line for line in explain.as_text(found).splitlines() if "tiers" in line)
     assert "kv_transfer_config" not in found.engine("m", None)
 
 
@@ -87,19 +91,20 @@ def test_the_engines_own_cache_comes_before_the_tiers():
 def test_the_disk_is_left_out_where_there_is_none(found, reason):
     tiers = planned(here=machine(disk=found)).tiers
     assert tiers.l1 > 0
-    assert tiers.disk == 0
+    assert tiers.disk is None
     assert reason in tiers.reasons["disk"]
 
 
 @pytest.mark.parametrize("size", [0, 30 * GIB])
 def test_the_disk_tier_can_be_told_its_size(size):
-    assert planned({**AUTO, "OPTION_KV_DISK_SIZE": f"{size}"}).tiers.disk == size
+    found = planned({**AUTO, "OPTION_KV_DISK_SIZE": f"{size}"})
+    assert (found.tiers.disk.size if found.tiers.disk else 0) == size
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_o_direct_is_used_where_it_works(direct):
     found = planned(here=machine(disk=disk(100, direct=direct)))
-    assert found.tiers.direct is direct
+    assert found.tiers.disk.direct is direct
     assert f'"direct":{str(direct).lower()}' in found.cache_server[-1]
 
 
@@ -168,8 +173,8 @@ def test_lmcaches_own_file_is_honoured():
     }
     here = machine(gpus=2, disk=disk(200))
     found = planned({**MANUAL, "LMCACHE_CHUNK_SIZE": "64"}, here, file=file)
-    assert (found.tiers.chunk_size, found.tiers.l1, found.tiers.disk) == (64, 10 * GIB, 132 * GIB)
-    assert found.tiers.path == "/data"
+    assert (found.tiers.chunk_size, found.tiers.l1) == (64, 10 * GIB)
+    assert (found.tiers.disk.size, found.tiers.disk.path) == (132 * GIB, "/data")
     assert "--l2-store-policy=slipway_skip_l1" in found.cache_server
 
 
@@ -185,7 +190,7 @@ def test_lmis_manual_connector_means_lmcaches_configuration():
 def test_another_connector_is_passed_on():
     environ = {"OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'}
     found = planned(environ)
-    assert found.tiers is None
+    assert isinstance(found.tiers, NoTiers)
     assert found.engine("m", None)["kv_transfer_config"] == {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
@@ -243,7 +248,7 @@ def test_what_cannot_be_is_refused(environ, file, fault):
 
 def test_lmcaches_variables_alone_do_nothing_and_that_is_told():
     found = planned({"LMCACHE_CHUNK_SIZE": "8"})
-    assert found.tiers is None
+    assert isinstance(found.tiers, NoTiers)
     assert found.findings[-1] == (
         "LMCACHE_CHUNK_SIZE: nothing switches KV cache tiers on; set "
         "OPTION_LMCACHE_AUTO_CONFIG=true"
@@ -257,7 +262,7 @@ def test_the_decision_can_be_given_back_as_lmcaches_own_file():
     assert translation.chunk_size == tiers.chunk_size
     assert translation.l1_gib * GIB == tiers.l1
     assert translation.disk
-    assert translation.disk.gib * GIB == tiers.disk
+    assert translation.disk.gib * GIB == tiers.disk.size
     assert all("#" in line for line in text.splitlines() if "size" in line)
 
 
@@ -307,7 +312,7 @@ def test_no_plan_exceeds_the_machine(
         explain.as_text(found)
         explain.as_json(found)
         tiers = found.tiers
-        if tiers and tiers.l1:
+        if isinstance(tiers, Tiers):
             assert found.memory.needed + tiers.l1 <= here.memory_free
-            assert tiers.disk <= here.disk.free
+            assert not tiers.disk or tiers.disk.size <= here.disk.free
             assert kind != "tmpfs" or not tiers.disk or file is not None

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan.lmcache import Disk, L2Store, Translation, merged, store, translate
+from lmi_config.plan.lmcache import Disk, Translation, merged, translate
+from lmi_config.plan.shared_store import L2Store
+from lmi_config.plan.shared_store import read as store
 
 COUNTED = (
     "capacity_gb bounds what this server stores from its start on; what it finds there, and what "
@@ -559,7 +561,7 @@ def test_aws_keys_go_into_the_environment():
         ({"extra_config": "{hush"}, None),
         (
             {"extra_config": ["hush"]},
-            "extra_config=(hidden): should be a mapping, or a JSON object",
+            'extra_config=(hidden): should be a JSON object, like {"a": 1}',
         ),
         ({"remote_url": ["hush"]}, "remote_url=(hidden): should be text"),
         ({"remote_url": "lm://cache:1"}, f"remote_url: {KNOWN}"),
@@ -634,7 +636,7 @@ def test_variables_that_cannot_be_read_are_named():
         merged({}, {"LMCACHE_CHUNK_SIZE": "x", "LMCACHE_EXTRA_CONFIG": '{"password": hush}'})
     assert refused.value.faults == (
         "LMCACHE_CHUNK_SIZE='x': should be a whole number, at least 1",
-        "LMCACHE_EXTRA_CONFIG=(hidden): should be a JSON object (Expecting value: line 1 column 14 "
+        "LMCACHE_EXTRA_CONFIG=(hidden): should be JSON (Expecting value: line 1 column 14 "
         "(char 13))",
     )
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmi_config.facts import draft
 from lmi_config.options.settings import SettingsError, read
-from lmi_config.plan import explain, plan
+from lmi_config.plan import explain, plan, speculation
 from tests.lmi_config.examples import GIB, H100, PARTS, machine, model
 from tests.lmi_config.facts.test_draft import EAGLE3, EAGLE3_TENSORS, Memory, target
 from tests.lmi_config.options.test_settings import NAMES, VALUES
@@ -252,7 +252,7 @@ TARGET = target()
     ],
 )
 def test_how_to_speculate_is_read_from_the_draft(environ, config):
-    assert plan.draft_id(read(environ)) == "org/draft"
+    assert speculation.draft_id(read(environ)) == "org/draft"
     found = planned(environ, machine(gpus=1), TARGET, DRAFTED)
     assert found.engine("m", "/there")["speculative_config"] == config
 
@@ -274,7 +274,7 @@ def test_a_drafts_kv_and_weights_are_part_of_the_budget():
 def test_without_a_draft_the_operators_word_is_passed_on():
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     environ = {"OPTION_SPECULATIVE_CONFIG": json.dumps(config)}
-    assert plan.draft_id(read(environ)) is None
+    assert speculation.draft_id(read(environ)) is None
     assert planned(environ).engine("m", None)["speculative_config"] == config
 
 
@@ -322,7 +322,7 @@ def test_without_a_draft_the_operators_word_is_passed_on():
     ],
 )
 def test_speculation_that_cannot_work_is_refused(environ, facts, fault):
-    drafted = DRAFTED if plan.draft_id(read(environ)) else None
+    drafted = DRAFTED if speculation.draft_id(read(environ)) else None
     with pytest.raises(SettingsError) as refused:
         planned(environ, machine(gpus=1), facts or TARGET, drafted)
     assert fault in " ".join(refused.value.faults)
@@ -377,7 +377,7 @@ def test_kv_events_that_cannot_be_published_are_refused(environ, fault):
 )
 def test_any_environment_and_machine_give_a_plan_or_the_one_error(environ, gpus, memory, facts):
     with contextlib.suppress(SettingsError):
-        drafted = DRAFTED if plan.draft_id(read(environ)) else None
+        drafted = DRAFTED if speculation.draft_id(read(environ)) else None
         found = planned(environ, machine(gpus=gpus, memory=memory), facts, drafted)
         explain.as_text(found)
         json.dumps(explain.as_json(found))

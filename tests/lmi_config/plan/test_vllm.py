@@ -1,6 +1,7 @@
 import pytest
 
 from lmi_config.options.settings import SettingsError, read
+from lmi_config.plan import parallelism
 from lmi_config.plan.vllm import arguments, environment, options
 from tests.lmi_config.examples import PARTS, machine
 
@@ -10,7 +11,10 @@ SMALL_SHM = {"shm": 64 << 20}
 
 
 def command(environ, here, model="m", derived=()):
-    return arguments(options(read(environ), here, model, dict(derived), PARTS.cpu_lora))
+    settings = read(environ)
+    spread = parallelism.decide(settings, here)
+    found = options(settings, here, spread, dict(derived), PARTS.cpu_lora)
+    return arguments({**found, "model": model})
 
 
 def test_the_whole_command_line_on_gpus():
@@ -194,7 +198,8 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
 def test_the_engines_environment(environ, here, expected):
     always = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     on_cpu = {} if here.gpus else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
-    assert environment(read(environ), here, environ) == always | on_cpu | expected
+    spread = parallelism.decide(read(environ), here)
+    assert environment(read(environ), here, spread, environ) == always | on_cpu | expected
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,7 @@ from tests.lmi_config.examples import machine
 
 BLOCK, BLOCKS, CHUNK = 128, 32, 256
 PROMPT = 3 * CHUNK + 10
-TIERS = Tiers(
-    l1=1, disk=0, path="", direct=False, shared=None, chunk_size=CHUNK, reasons={}
-)  # fmt: skip
+TIERS = Tiers(l1=1, chunk_size=CHUNK, reasons={})
 QUICK = {"lmcache.mp.mq_timeout": 3.0, "lmcache.mp.heartbeat_interval": 2.0}
 ABORTED = RequestStatus.FINISHED_ABORTED
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmi_config.facts import machine
-from lmi_config.plan.kv_tiers import Tiers
+from lmi_config.plan.kv_tiers import DiskTier
 from serving.kv_cache import disk
 
 MIB = 1024**2
@@ -19,25 +19,17 @@ ONE, TWO, THREE = "1" * 16, "2" * 16, "3" * 16
 SERVER = """
 import sys
 from serving.kv_cache import disk
-from tests.serving.kv_cache.test_disk import tiers
+from tests.serving.kv_cache.test_disk import tier
 print("ready", flush=True)
 sys.stdin.readline()
-claimed = disk.claim(tiers(sys.argv[1]), sys.argv[2])
+claimed = disk.claim(tier(sys.argv[1]), sys.argv[2])
 print(claimed.path, flush=True)
 sys.stdin.readline()
 """
 
 
-def tiers(path, disk=1 << 30):
-    return Tiers(
-        l1=1 << 30,
-        disk=disk,
-        path=str(path),
-        direct=False,
-        shared=None,
-        chunk_size=256,
-        reasons={},
-    )
+def tier(path, size=1 << 30):
+    return DiskTier(path=str(path), size=size, direct=False)
 
 
 class Server:
@@ -199,10 +191,10 @@ def test_the_newest_files_of_the_same_model_are_kept(tmp_path):
         os.utime(folder / f"m@0x1@{name}.data", (1e9 - age, 1e9 - age))
     write(folder / "m@0x1@e.tmp", MIB)
     (folder / "m@0x1@0.data").unlink()
-    found = disk.claim(tiers(tmp_path, 4 * MIB), ONE)
+    found = disk.claim(tier(tmp_path, 4 * MIB), ONE)
     assert Path(found.path) == folder
     assert {file.name for file in folder.glob("m*")} == {"m@0x1@a.data", "m@0x1@b.data"}
-    assert found.disk == 2 * MIB
+    assert found.size == 2 * MIB
 
 
 def test_only_what_a_server_would_remove_counts_as_free(strangers):
@@ -227,6 +219,6 @@ def test_a_folder_of_that_name_that_is_not_ours_is_refused(tmp_path, kind):
         os.chown(path / machine.KV, 4711, 4711)
     before = tree(tmp_path)
     with pytest.raises(OSError, match=machine.KV):
-        disk.claim(tiers(path), TWO)
+        disk.claim(tier(path), TWO)
     assert machine.reclaimable(path) == 0
     assert tree(tmp_path) == before

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lmi_config.plan.kv_tiers import Tiers
 from serving.server.prepare import prepare
 from tests.lmi_config.facts.test_model import safetensors
 from tests.test_entrypoint import CONFIG
@@ -41,16 +42,18 @@ def test_the_disk_that_lmcaches_configuration_names_is_measured(environ, tmp_pat
     ).plan
     assert (plan.machine.disk.path, plan.machine.disk.kind) != (str(SHM), "tmpfs")
     assert plan.machine.disk.total == shutil.disk_usage(tmp_path).total
-    assert plan.tiers
-    assert (plan.tiers.path, plan.tiers.disk) == (str(disk), round(0.01 * (1 << 30)))
+    assert isinstance(plan.tiers, Tiers)
+    assert plan.tiers.disk
+    assert plan.tiers.disk.path == str(disk)
+    assert plan.tiers.disk.size == round(0.01 * (1 << 30))
 
 
 def test_memory_is_no_disk_wherever_it_is_named(environ, tmp_path):
     plan = prepare(
         {**environ, "LMCACHE_LOCAL_DISK": str(SHM / "kv"), "OPTION_KV_DISK_PATH": str(tmp_path)}
     ).plan
-    assert plan.tiers
-    assert (plan.tiers.path, plan.tiers.disk) == ("", 0)
+    assert isinstance(plan.tiers, Tiers)
+    assert plan.tiers.disk is None
     assert (
         "no disk tier: left out: /dev/shm/kv is a tmpfs, which is memory; name a folder on a disk "
         "as local_disk"

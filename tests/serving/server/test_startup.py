@@ -54,20 +54,20 @@ def home(tmp_path, monkeypatch):
 def tiers(path, environ=AUTO, file=None):
     here = machine(disk=dataclasses.replace(DISK, path=str(path)))
     found = plan.make(read(environ), here, model(2), None, environ, PARTS, file).tiers
-    assert found
+    assert isinstance(found, kv_tiers.Tiers)
     return found
 
 
 def test_the_decision_can_be_given_back(home, tmp_path):
     """The same disk tier is found again, of the same size."""
     decided = tiers(tmp_path / "kv")
-    first = disk.claim(decided, FINGERPRINT)
+    first = disk.claim(decided.disk, FINGERPRINT)
     write_tiers(decided, 8080)
     given = {"OPTION_LMCACHE_CONFIG_FILE": str(home / "8080/lmcache.yaml")}
     file = yaml.safe_load(Path(given["OPTION_LMCACHE_CONFIG_FILE"]).read_text())
     again = tiers(kv_tiers.disk_path(read(given), file), given, file)
     assert (again.l1, again.disk, again.chunk_size) == (decided.l1, decided.disk, 256)
-    assert disk.claim(again, FINGERPRINT).path == first.path
+    assert disk.claim(again.disk, FINGERPRINT).path == first.path
 
 
 def test_servers_on_one_machine_keep_their_decisions_apart(home, tmp_path):
@@ -112,5 +112,5 @@ def test_what_runs_is_what_was_planned(tmp_path):
     here = machine(disk=dataclasses.replace(DISK, path=str(tmp_path)))
     planned = plan.make(read(AUTO), here, model(2), None, AUTO, PARTS)
     assert planned.engine("/folder", None) == {**planned.options, "model": "/folder"}
-    without = planned.engine("/folder", None, tiers=False)
+    without = planned.without_tiers("it did not start").engine("/folder", None)
     assert {**planned.options, "model": "/folder"}.keys() - without.keys() == {"kv_transfer_config"}

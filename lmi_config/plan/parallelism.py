@@ -1,0 +1,81 @@
+"""How the model is spread over the devices, decided once."""
+
+import dataclasses
+
+from lmi_config.facts.machine import Machine
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+
+WORKER_SHM = 256 * 1024**2
+"""What one worker process wants of /dev/shm: 240 MB for its queues, as seen."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """tensor: devices that each stage of a copy is spread over. pipeline: its stages.
+
+    copies: of the model, on all machines (data parallel).
+    workerless: whether the engine's core does the only worker's work: without a GPU vLLM has a
+    process for it even with one rank, which would not start with the 64 MiB of shared memory that
+    containers get.
+    """
+
+    tensor: int
+    pipeline: int = 1
+    copies: int = 1
+    workerless: bool = False
+
+    @property
+    def workers(self) -> int:
+        """Worker processes of one copy, a rank each."""
+        return self.tensor * self.pipeline
+
+
+def decide(settings: Settings, machine: Machine) -> Parallelism:
+    """Raises SettingsError where the machine has fewer devices than the settings ask for."""
+    tensor, pipeline = _tensor(settings, machine), settings.pipeline_parallel_degree
+    return Parallelism(
+        tensor=tensor,
+        pipeline=pipeline,
+        copies=copies(settings),
+        workerless=(
+            not machine.gpus
+            and machine.shm < WORKER_SHM
+            and tensor * pipeline == 1
+            and "distributed_executor_backend" not in settings.engine
+        ),
+    )
+
+
+def copies(settings: Settings) -> int:
+    """Copies of the model on all machines."""
+    count: int = settings.engine.get("data_parallel_size") or 1
+    return count
+
+
+def _tensor(settings: Settings, machine: Machine) -> int:
+    asked = settings.tensor_parallel_degree
+    here = settings.engine.get("data_parallel_size_local") or copies(settings)
+    stages = settings.pipeline_parallel_degree * here
+    devices, kind = (len(machine.gpus), "GPU") if machine.gpus else (len(machine.cpus), "CPU")
+    everywhere = len(machine.gpus) * settings.engine.get("nnodes", 1)
+    degree = max(everywhere // stages, 1) if asked == "max" else asked
+    if degree * stages <= devices or _on_other_machines(settings):
+        return degree
+    if asked == "max":
+        field, value, fix = "pipeline_parallel_degree", settings.pipeline_parallel_degree, ""
+        if here > 1:
+            field, value = "data_parallel_size", here
+    else:
+        field, value = "tensor_parallel_degree", degree
+        fix = f"; use at most {max(devices // stages, 1)}, or max"
+    name = settings.origins.get(field, f"OPTION_{field.upper()}")
+    raise SettingsError(
+        [f"{name}={value}: needs {degree * stages} {kind}s, but this machine shows {devices}{fix}"]
+    )
+
+
+def _on_other_machines(settings: Settings) -> bool:
+    """Whether devices of other machines take part, which vLLM or Ray counts."""
+    engine = settings.engine
+    return engine.get("nnodes", 1) > 1 or engine.get("distributed_executor_backend") == "ray"

@@ -1,0 +1,68 @@
+"""Speculative decoding: vLLM's configuration of it, and why a draft cannot be used as asked."""
+
+from typing import Any
+
+from lmi_config.facts.draft import Draft
+from lmi_config.facts.draft import faults as draft_faults
+from lmi_config.facts.model import ModelError, ModelFacts
+from lmi_config.options.declared import Settings
+
+TOKENS = 3
+"""Tokens that a draft proposes where neither the operator nor the draft says how many."""
+
+
+def draft_id(settings: Settings) -> str | None:
+    """What is named as the draft: a folder, an S3 prefix, a hub id; None where there is none."""
+    config = settings.speculative_config or {}
+    model = settings.speculative_draft_model or config.get("model")
+    return model if isinstance(model, str) and model else None
+
+
+def config(settings: Settings, draft: Draft | None) -> dict[str, Any] | None:
+    """vLLM's speculative_config, from the operator's or from the draft alone."""
+    found = dict(settings.speculative_config or {})
+    if model := draft_id(settings):
+        found["model"] = model
+    if settings.num_speculative_tokens is not None:
+        found["num_speculative_tokens"] = settings.num_speculative_tokens
+    if draft:
+        if draft.method:
+            found.setdefault("method", draft.method)
+        found.setdefault("num_speculative_tokens", draft.tokens or TOKENS)
+        if draft.parallel:
+            found.setdefault("parallel_drafting", True)
+    return found or None
+
+
+def faults(settings: Settings, model: ModelFacts, draft: Draft | None) -> list[str]:
+    """Why the draft cannot be used as asked: a sentence for each reason."""
+    asked = settings.speculative_config or {}
+    name = "OPTION_SPECULATIVE_DRAFT_MODEL"
+    found = []
+    for option, key, value in (
+        (name, "model", settings.speculative_draft_model),
+        (
+            "OPTION_NUM_SPECULATIVE_TOKENS",
+            "num_speculative_tokens",
+            settings.num_speculative_tokens,
+        ),
+    ):
+        if value is not None and asked.get(key, value) != value:
+            found.append(f"{option} and the {key} in OPTION_SPECULATIVE_CONFIG differ; keep one")
+    tokens = settings.num_speculative_tokens
+    if tokens is None:
+        tokens = asked.get("num_speculative_tokens")
+    if tokens is not None and draft is None and not asked:
+        found.append(f"OPTION_NUM_SPECULATIVE_TOKENS={tokens}: there is no draft; set {name}")
+    if tokens is not None and not isinstance(tokens, int):
+        found.append(f"num_speculative_tokens={tokens!r}: should be a whole number, like 3")
+        tokens = None
+    checked = asked.get("method") in (None, draft and draft.method)
+    if draft and checked and not asked.get("use_heterogeneous_vocab"):
+        wanted = tokens if tokens is not None else draft.tokens or TOKENS
+        try:
+            reasons = draft_faults(draft, model, wanted)
+        except ModelError as error:
+            reasons = [str(error)]
+        found += [f"{draft_id(settings)}: {reason}" for reason in reasons]
+    return found
