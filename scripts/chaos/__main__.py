@@ -1,5 +1,194 @@
-"""`python -m scripts.chaos`: faults under load."""
+"""Faults under load: what is lost, what is wrong, and what grows. It should be nothing.
 
-from scripts.chaos.world import main
+Two servers with a tiny model, KV cache tiers, adapters and a formatter, a Valkey that they share
+behind a proxy, and the router in front of them. While mixed traffic goes on, faults come one after
+the other in a random order: engine processes, the cache server and Valkey are killed or stand
+still, a server is asked to stop, the network to Valkey stands still, a disk is full. All along
+adapters are registered, updated and deleted, and clients send garbage or leave in the middle. In
+the end all of it is asked to stop under load. What ends is started again, as Docker or Kubernetes
+would do it.
 
-main()
+Prompts are greedy, in float32, and their answers are recorded before from a server that does
+nothing else, so that a wrong answer, or one of another request or adapter, is seen. The ledger that
+is printed says how each request ended. The exit code is 0 if none was lost or wrong, no error came
+without its fault, and neither memory nor file descriptors grew.
+
+--soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
+--hostile has clients attack the servers and the router beside it (hostile.py).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from scripts.chaos.faults import FAULTS, Faults
+from scripts.chaos.hostile import assault
+from scripts.chaos.ledger import GROWS_SHARE, Ledger, Sample, grown, slopes, table
+from scripts.chaos.users import Users
+from scripts.chaos.world import World, say, until
+
+WARM_S = 15.0
+"""Of traffic before the first quiet moment, and after the last fault."""
+IDLE_S = 80.0
+"""Longer than connections are kept on which nothing is sent, which attacks leave behind."""
+
+
+class Chaos:
+    """One run: the world, its users, and what happens to them."""
+
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, closing: contextlib.ExitStack
+    ) -> None:
+        self.options = options
+        self.ledger = Ledger()
+        self.world = World(
+            servers=options.servers,
+            hostile=options.hostile,
+            folder=folder,
+            ledger=self.ledger,
+            closing=closing,
+        )
+        self.users = Users(self.world, self.ledger, options.seed)
+        self.compared = ""
+
+    async def start(self) -> None:
+        """Start all of it, and record the right answers."""
+        began = time.monotonic()
+        await self.world.start()
+        different = await self.users.record()
+        say(f"{len(self.users.known)} answers are known, {different} of them different", began)
+
+    async def run(self) -> None:
+        """Traffic and faults, for as long as asked, then the end."""
+        options, users = self.options, self.users
+        async with asyncio.TaskGroup() as tasks:
+            keeping = [tasks.create_task(it.keep()) for it in self.world.programs]
+            traffic = [tasks.create_task(it) for it in users.acting(options.users)]
+            users.going.set()
+            await asyncio.sleep(WARM_S)
+            before = await self.quiet()
+            users.going.set()
+            if options.soak:
+                await self._soak()
+            elif options.hostile:
+                await self._hostile()
+            else:
+                faults = Faults(self.world, self.ledger, options.seed)
+                await faults.run(options.faults, options.minutes)
+            await asyncio.sleep(WARM_S)
+            after = await self.quiet()
+            share = 0 if options.hostile else GROWS_SHARE
+            self.ledger.problems += grown(before, after, share)
+            users.going.set()
+            await asyncio.sleep(2)
+            say("asking all to stop, under load")
+            await self._stop()
+            for task in (*traffic, *keeping):
+                task.cancel()
+        self.compared = table(before, after)
+
+    async def _stop(self) -> None:
+        """One server, as in a rolling update, then the router, then what is left."""
+        first, *rest = self.world.servers
+        await first.stop_at_last()
+        await asyncio.sleep(1)
+        self.users.client.stopped_at = time.monotonic()
+        await self.world.router.stop_at_last()
+        await asyncio.gather(*(it.stop_at_last() for it in rest))
+        await self.users.pause()
+
+    async def quiet(self) -> dict[str, Sample]:
+        """Let all requests end, see that nothing is left of them, and measure."""
+        await self.users.pause()
+        await self.users.client.close()
+        if not await until(self.world.idle, 20):
+            self.ledger.problems.append("in quiet, requests are still under way somewhere")
+        await asyncio.sleep(3)
+        return self.world.samples()
+
+    async def _hostile(self) -> None:
+        """Have clients attack for as long as asked."""
+        options, archives = self.options, self.world.folder / "sources" / "archives"
+        text = await assault(
+            self.world.programs, archives, options.seed, options.minutes, self.ledger
+        )
+        print(f"\n{text}", flush=True)
+        await asyncio.sleep(IDLE_S)
+
+    async def _soak(self) -> None:
+        """Measure for as long as asked."""
+        ended = time.monotonic() + 60 * self.options.minutes
+        times: list[float] = []
+        series: dict[str, list[Sample]] = {}
+        while time.monotonic() < ended:
+            times.append(time.monotonic())
+            for name, sample in self.world.samples().items():
+                series.setdefault(name, []).append(sample)
+            await asyncio.sleep(2)
+        print(f"\n{slopes(times, series)}")
+
+    async def close(self) -> None:
+        await self.users.client.close()
+        await self.world.aside.close()
+
+
+async def chaos(options: argparse.Namespace, folder: Path) -> bool:
+    """Whether all was as it should be."""
+    task = asyncio.current_task()
+    assert task
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.ExitStack() as closing:
+        run = Chaos(options, folder, closing)
+        try:
+            await run.start()
+            await run.run()
+        finally:
+            await run.close()
+            run.world.look_into_logs()
+            print("\n" + run.ledger.text(), flush=True)
+    print("\n" + run.compared)
+    return run.ledger.good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/dev chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="faults:\n" + "\n".join(f"  {name}: {it[1]}" for name, it in FAULTS.items()),
+    )
+    parser.add_argument("--minutes", type=float, default=5, help="of faults, or of soaking")
+    parser.add_argument("--soak", action="store_true", help="no faults; print slopes")
+    parser.add_argument("--hostile", action="store_true", help="no faults, but hostile clients")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and of the faults' order")
+    parser.add_argument("--servers", type=int, default=2, help="2 or more")
+    parser.add_argument("--users", type=int, default=8, help="who ask at the same time")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="FAULT")
+    parser.add_argument("--logs", type=Path, help="a folder for the logs, which are else removed")
+    options = parser.parse_args()
+    if options.servers < 2:
+        parser.error("with one server there is nobody to answer while it starts again")
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+        try:
+            good = asyncio.run(chaos(options, Path(folder)))
+        except asyncio.CancelledError:
+            print("interrupted")
+            return 130
+        finally:
+            if options.logs:
+                options.logs.mkdir(parents=True, exist_ok=True)
+                for log in Path(folder).glob("*.log"):
+                    shutil.copy(log, options.logs)
+    print("\nall was as it should be" if good else "\nnot all was as it should be")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,50 +9,35 @@ over /ping, and the memory afterwards.
 import asyncio
 import base64
 import contextlib
-import functools
-import gzip
-import http.client
 import json
 import random
-import struct
 import sys
-import tarfile
 import time
-import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos.ledger import End, Ledger, Verdict
-from scripts.chaos.traffic import SESSION, completion, connected, error_of, lmi, posted, words
+import psutil
 
-PING_S = 2.0
-"""SageMaker's limit to an answer of /ping."""
+from scripts.chaos.bombs import bombs, png
+from scripts.chaos.ledger import End, Ledger, Verdict
+from scripts.chaos.parts import Kept
+from scripts.chaos.traffic import SESSION, completion, connected, error_of, lmi, posted, words
+from scripts.chaos.watch import Target, pings, watch
+from scripts.harness.process import Program
+from scripts.harness.wait import until_async
+
 PATIENCE_S = 20.0
 """How long an attack goes on, and waits for an answer."""
+ATTACKERS = 4
+"""Hostile clients at the same time, each with up to thousands of connections."""
 HELD_S = 5.0
 """How long connections are held on which nothing is sent or read."""
 REFUSALS = frozenset(
     (400, 403, 404, 405, 408, 409, 413, 415, 422, 424, 426, 429, 431, 503, 504, 507)
 )
 """Statuses that tell a client that it is not answered as asked."""
-
-
-@dataclass
-class Target:
-    """Who is attacked. limit: file descriptors that its process may have.
-
-    pings: seconds that /ping took, each. slowest: the longest of them, and when it was answered.
-    failures: answers of /ping that were none, or not 200.
-    """
-
-    name: str
-    port: int
-    limit: int
-    pings: list[float] = field(default_factory=list)
-    slowest: tuple[float, str] = (0.0, "")
-    failures: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -387,163 +372,27 @@ async def attack(
         await asyncio.sleep(drawn.random() / 2)
 
 
-async def watch(target: Target) -> None:
-    """Ask for /ping, until this is cancelled.
-
-    In a process of its own: what holds up the attackers, even for a moment, is not to be measured.
-    """
-    command = (sys.executable, "-m", __name__, "ping", str(target.port))
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout
-    try:
-        async for line in process.stdout:
-            took, failure = json.loads(line)
-            target.pings.append(took)
-            if took > target.slowest[0]:
-                target.slowest = took, time.strftime("%H:%M:%S")
-            if failure:
-                target.failures.append(failure)
-    finally:
-        process.kill()
-        await process.wait()
-
-
-def ping(port: int) -> None:
-    """Ask for /ping four times a second, on a connection of its own each time, and print how many
-    seconds each took and what was wrong with it.
-    """
-    while True:
-        time.sleep(0.25)
-        failure = ""
-        began = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=4 * PING_S)
-        try:
-            connection.request("GET", "/ping")
-            answer = connection.getresponse()
-            body = answer.read()
-            if answer.status != 200:
-                failure = f"{answer.status} {body[:100]!r}"
-        except (OSError, http.client.HTTPException) as error:
-            failure = repr(error)
-        finally:
-            connection.close()
-        print(json.dumps([time.monotonic() - began, failure]), flush=True)
-
-
-def pings(targets: list[Target], bystander: Target) -> tuple[str, list[str]]:
-    """How /ping was answered, as a table, and what was wrong with it.
-
-    bystander: a process that does nothing but answer. How long it took is the machine's, which has
-    fewer CPUs than there are processes here.
-    """
-    lines = [f"{'/ping':12}{'asked':>10}{'median ms':>12}{'worst ms':>12}{'failed':>10}"]
-    problems = []
-    allowed = PING_S + bystander.slowest[0]
-    for it in (*targets, bystander):
-        took = sorted(it.pings)
-        median, worst = took[len(took) // 2], took[-1]
-        cells = f"{len(took):>10}{1000 * median:>12.0f}{1000 * worst:>12.0f}"
-        lines.append(f"{it.name:12}{cells}{len(it.failures):>10}")
-        if worst > allowed:
-            problems.append(f"/ping of {it.name} took {worst:.1f} s, until {it.slowest[1]}")
-        if it.failures:
-            told = f"{len(it.failures)} times: {it.failures[0]}"
-            problems.append(f"/ping of {it.name} was not answered with 200 {told}")
-    return "\n".join(lines), problems
-
-
-# what is sent
-
-
-@functools.cache
-def png(side: int) -> bytes:
-    """A black square: some bytes for each thousand pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        crc = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + crc
-
-    rows = zlib.compress(bytes((side + 7) // 8 + 1) * side, 9)
-    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    parts = chunk(b"IHDR", head), chunk(b"IDAT", rows), chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-def bombs(folder: Path) -> list[Path]:
-    """Archives that no server should unpack."""
-    folder.mkdir()
-    found = []
-    for name, data in _archives():
-        path = folder / f"{name}.tar.gz"
-        with gzip.open(path, "wb", compresslevel=1) as file:
-            for piece in data:
-                file.write(piece)
-        found.append(path)
-    return found
-
-
-def _archives() -> Iterator[tuple[str, Iterator[bytes]]]:
-    mib = bytes(1 << 20)
-
-    def header(name: str, size: int, kind: bytes = tarfile.REGTYPE, link: str = "") -> bytes:
-        found = tarfile.TarInfo(name)
-        found.size, found.type, found.linkname = max(size, 0), kind, link
-        block = bytearray(found.tobuf(tarfile.GNU_FORMAT))
-        if size < 0:  # in base 256, as GNU tar has large ones
-            block[124:136] = b"\xff" + size.to_bytes(11, "big", signed=True)
-            block[148:156] = b" " * 8
-            block[148:156] = b"%06o\0 " % sum(block)
-        return bytes(block)
-
-    def large_pax() -> Iterator[bytes]:
-        yield header("pax", 300 << 20, tarfile.XHDTYPE)
-        yield from (mib for _ in range(300))
-
-    def large_file() -> Iterator[bytes]:
-        yield header("adapter_model.safetensors", 400 << 20)
-        yield from (mib for _ in range(400))
-
-    def negative() -> Iterator[bytes]:
-        yield header("folder", -(1 << 30), tarfile.DIRTYPE)
-        yield from large_file()
-
-    def links() -> Iterator[bytes]:
-        yield header("adapter_config.json", 0, tarfile.SYMTYPE, "/etc/passwd")
-
-    def members() -> Iterator[bytes]:
-        for n in range(20_000):
-            yield header(f"{n}", 0)
-
-    def paths() -> Iterator[bytes]:
-        yield header("../../../../tmp/hostile-was-here", 512)
-        yield bytes(512)
-
-    yield "pax", large_pax()
-    yield "large", large_file()
-    yield "negative", negative()
-    yield "links", links()
-    yield "members", members()
-    yield "paths", paths()
-    yield "broken", iter([b"no archive at all"])
-
-
-async def answer_only(port: int) -> None:
-    """Answer whatever is asked with 200, and do nothing else."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-            await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", port) as server:
-        await server.serve_forever()
-
-
-if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["ping", port]:
-            ping(int(port))
-        case ["answer", port]:
-            asyncio.run(answer_only(int(port)))
+async def assault(
+    programs: Sequence[Kept], folder: Path, seed: int, minutes: float, ledger: Ledger
+) -> str:
+    """Attack these for so long, and look whether /ping is answered. How it was, as a table."""
+    archives = bombs(folder)
+    targets = [Target(it.name, it.port, it.own.rlimit(psutil.RLIMIT_NOFILE)[0]) for it in programs]
+    answering = Program(sys.executable, "-m", watch.__module__, "answer", "{port}")
+    bystander = Target("bystander", answering.port, 0)
+    until = time.monotonic() + 60 * minutes
+    with answering:
+        await until_async(answering.listens)
+        async with asyncio.TaskGroup() as tasks:
+            watching = [tasks.create_task(watch(it)) for it in (*targets, bystander)]
+            attackers = [
+                attack(targets, f"{seed} {n}", ledger, archives, until) for n in range(ATTACKERS)
+            ]
+            try:
+                await asyncio.gather(*attackers)
+            finally:
+                for task in watching:
+                    task.cancel()
+    text, problems = pings(targets, bystander)
+    ledger.problems += problems
+    return text

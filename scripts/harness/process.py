@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,11 @@ class Program:
             f"not ready within {seconds:g} s" if ended is None else f"ended with exit code {ended}"
         )
         raise NotReady(f"{' '.join(self._command)}: {why}\n{self.logged()[-5000:]}")
+
+    def listens(self) -> bool:
+        """Whether it takes connections. For programs that speak something else than HTTP."""
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def logged(self) -> str:
         return self.log.read_text(errors="replace") if self.log else ""

@@ -1,10 +1,11 @@
 """A TCP proxy that lets only so many bytes through in a second, for tests and benchmarks.
 
-As a program, `slow_link.py PORT BYTES_PER_SECOND`, it prints its port and ends with its input.
+As a program: `slow_link.py PORT BYTES_PER_SECOND OWN_PORT`.
 """
 
 import asyncio
 import contextlib
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,15 +15,18 @@ PIECE = 64 * 1024
 
 
 @contextlib.contextmanager
-def slow_link(port: int, bytes_per_second: float) -> Iterator[int]:
-    """A port that leads to `port`, both on this machine; all connections share the limit."""
+def slow_link(port: int, bytes_per_second: float, own: int = 0) -> Iterator[int]:
+    """A port that leads to `port`, both on this machine; all connections share the limit.
+
+    own: its number, where that matters.
+    """
     opened: Future[int] = Future()
     loop = asyncio.new_event_loop()
     done = asyncio.Event()
 
     async def serve() -> None:
         link = _Link(port, bytes_per_second)
-        server = await asyncio.start_server(link.connected, "127.0.0.1", 0)
+        server = await asyncio.start_server(link.connected, "127.0.0.1", own)
         opened.set_result(server.sockets[0].getsockname()[1])
         await done.wait()
         server.close()
@@ -65,6 +69,5 @@ class _Link:
 
 
 if __name__ == "__main__":
-    with slow_link(int(sys.argv[1]), float(sys.argv[2])) as opened:
-        print(opened, flush=True)
-        sys.stdin.read()
+    with slow_link(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])):
+        signal.pause()

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from scripts.chaos.ledger import End, Ledger, Sample, Verdict, grown, slope, slopes, table
+from scripts.chaos.parts import Kept
 from scripts.chaos.traffic import (
     ERRORS,
     Ask,
@@ -28,7 +29,7 @@ from scripts.chaos.traffic import (
     send_garbage,
     whole,
 )
-from scripts.chaos.world import Program, running
+from scripts.harness.process import running
 from tests.serving.router.conftest import END, STREAM, FakeReplica, chunk
 from tests.serving.router.conftest import whole as answered
 
@@ -251,7 +252,7 @@ CHILD = "import subprocess; p = subprocess.Popen(['sleep', '99']); p.wait()"
 
 async def test_what_ends_is_started_again_and_how_it_ended_is_told(tmp_path):
     ledger = Ledger()
-    program = Program("server", [sys.executable, "-c", CHILD], {}, tmp_path, ledger)
+    program = Kept("server", [sys.executable, "-c", CHILD], {}, tmp_path, ledger)
 
     async def child():
         while not (found := program.children("sleep")):
@@ -276,7 +277,7 @@ async def test_what_ends_is_started_again_and_how_it_ended_is_told(tmp_path):
         for left in (of_first, of_second):
             left.kill()
     finally:
-        program.kill()
+        program.end()
     while running(last):
         await asyncio.sleep(0.02)
     await keeping

@@ -6,8 +6,10 @@ import random
 import pytest
 
 from scripts.chaos import hostile
-from scripts.chaos.hostile import ATTACKS, Hostile, Target, pings, png, watch
+from scripts.chaos.bombs import png
+from scripts.chaos.hostile import ATTACKS, Hostile
 from scripts.chaos.ledger import End, Ledger
+from scripts.chaos.watch import Target, pings, watch
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio

@@ -74,6 +74,17 @@ def test_a_program_that_does_not_stop_is_ended(tmp_path):
         assert program.process.returncode == -signal.SIGKILL
 
 
+def test_a_link_to_a_program_that_speaks_no_http():
+    with Program(*STUB) as program:
+        link = Program(
+            *(sys.executable, "-m", "scripts.harness.slow_link", str(program.port), "1e6"), "{port}"
+        )
+        assert not link.listens()
+        with link:
+            until(link.listens)
+            link.ready()
+
+
 def test_the_log_is_of_every_start(tmp_path):
     log = tmp_path / "log"
     log.write_text("an older program's\n")

@@ -1,0 +1,165 @@
+"""What goes wrong in chaos, one fault after the other, and how soon all is well again."""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import psutil
+
+from scripts.chaos.ledger import Fault, Ledger
+from scripts.chaos.parts import STOP_S, Server
+from scripts.chaos.traffic import ERRORS
+from scripts.chaos.world import World, say, until
+from scripts.harness.process import Program
+
+HELD_S = 8.0
+"""How long a fault lasts that does not end by itself."""
+RECOVERY_S = 150.0
+
+
+class Faults:
+    """Faults of one world, in a random order."""
+
+    def __init__(self, world: World, ledger: Ledger, seed: int) -> None:
+        self.world = world
+        self.ledger = ledger
+        self.random = random.Random(seed)
+
+    async def run(self, names: Sequence[str], minutes: float) -> None:
+        """As many as there is time for, each of them before any comes again."""
+        ended = time.monotonic() + 60 * minutes
+        order: list[str] = []
+        while time.monotonic() < ended:
+            if not order:
+                order = [*names]
+                self.random.shuffle(order)
+            name = order.pop()
+            began = time.monotonic()
+            await FAULTS[name][0](self, name)
+            say(f"{name}: {self.ledger.faults[-1].recovered or 'not'} recovered", began)
+            await asyncio.sleep(2)
+        done = {it.name.partition(" ")[0] for it in self.ledger.faults}
+        if missing := [it for it in names if it not in done]:
+            say(f"there was no time for: {', '.join(missing)}")
+
+    async def _recovered(
+        self, fault: Fault, holds: Callable[[], Awaitable[bool]], began: float
+    ) -> None:
+        if await until(holds, RECOVERY_S):
+            fault.recovered = round(time.monotonic() - began, 1)
+        else:
+            self.ledger.problems.append(f"no recovery from: {fault.name}")
+        fault.over = time.monotonic()
+
+    async def engine(self, name: str) -> None:
+        """Kill one of a server's engine processes. The server ends, and is started again."""
+        server = self.random.choice(self.world.servers)
+        victim = self.random.choice(server.children("VLLM::"))
+        fault = self.ledger.fault(name, ERRORS, forgets=True)
+        await self._ends(fault, server, 1, victim.kill)
+
+    async def stopped(self, name: str) -> None:
+        """Ask one server to stop, as a rolling update does."""
+        server = self.random.choice(self.world.servers)
+        fault = self.ledger.fault(name, forgets=True)
+        await self._ends(fault, server, 0, lambda: server.kill(signal.SIGTERM))
+
+    async def _ends(self, fault: Fault, server: Server, code: int, act: Callable[[], None]) -> None:
+        """Have a server end with this exit code, and wait until it serves again."""
+        process, server.exits = server.process, code
+        act()
+
+        async def ended() -> bool:
+            return process.poll() is not None
+
+        if not await until(ended, STOP_S):
+            self.ledger.problems.append(f"{server.name} did not end within {STOP_S:.0f} s")
+
+        async def anew() -> bool:
+            serves = server.process is not process and await self.world.serves(server)
+            return serves and await self.world.well()
+
+        await self._recovered(fault, anew, fault.began)
+
+    async def cache_server(self, name: str) -> None:
+        await self._cache_server(name, psutil.Process.kill)
+
+    async def cache_server_stands(self, name: str) -> None:
+        await self._cache_server(name, psutil.Process.suspend)
+
+    async def _cache_server(self, name: str, act: Callable[[psutil.Process], None]) -> None:
+        server = self.random.choice(self.world.servers)
+        old = server.children("kv_cache.lmcache")
+        fault = self.ledger.fault(name)
+        for it in old:
+            act(it)
+
+        async def back() -> bool:
+            found = server.children("kv_cache.lmcache")
+            up = await self.world.metric(server, "slipway_kv_cache_server_up")
+            return up == 1 and any(it not in old for it in found)
+
+        await self._recovered(fault, back, fault.began)
+
+    async def store_killed(self, name: str) -> None:
+        fault = self.ledger.fault(name)
+        valkey = self.world.store.valkey
+        valkey.kill()
+        await asyncio.sleep(HELD_S)
+        valkey.start()
+        await self._used_again(fault)
+
+    async def store_stands(self, name: str) -> None:
+        await self._stands(name, self.world.store.valkey)
+
+    async def network_stands(self, name: str) -> None:
+        await self._stands(name, self.world.store.link)
+
+    async def _stands(self, name: str, program: Program) -> None:
+        fault = self.ledger.fault(name)
+        program.kill(signal.SIGSTOP)
+        await asyncio.sleep(HELD_S)
+        program.kill(signal.SIGCONT)
+        await self._used_again(fault)
+
+    async def _used_again(self, fault: Fault) -> None:
+        """Wait until caches are stored in Valkey again."""
+        began = time.monotonic()
+        before: int | None = None
+
+        async def used() -> bool:
+            nonlocal before
+            now = await self.world.store.received()
+            before = now if before is None else before
+            return now - before > 1 << 20
+
+        await self._recovered(fault, used, began)
+
+    async def disk_full(self, name: str) -> None:
+        server = self.random.choice(self.world.servers)
+        disk, writers = server.disk, server.children("kv_cache.lmcache")
+        kind = "ENOSPC" if disk.mounted else "writes limited"
+        fault = self.ledger.fault(f"{name} ({kind})")
+        disk.fill(writers)
+        await asyncio.sleep(HELD_S)
+        disk.free(writers)
+        began, freed = time.monotonic(), time.time()
+
+        async def stored() -> bool:
+            return disk.newest() > freed
+
+        await self._recovered(fault, stored, began)
+
+
+FAULTS: dict[str, tuple[Callable[[Faults, str], Awaitable[None]], str]] = {
+    "engine": (Faults.engine, "an engine process is killed"),
+    "stop": (Faults.stopped, "a server is asked to stop"),
+    "cache-server": (Faults.cache_server, "the cache server is killed"),
+    "cache-server-stands": (Faults.cache_server_stands, "the cache server stands still"),
+    "store": (Faults.store_killed, "Valkey is killed"),
+    "store-stands": (Faults.store_stands, "Valkey stands still"),
+    "network": (Faults.network_stands, "the network to Valkey stands still"),
+    "disk": (Faults.disk_full, "the disk is full"),
+}

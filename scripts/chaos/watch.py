@@ -1,0 +1,115 @@
+"""Whether /ping is answered in time, whatever else goes on: seen from processes of their own."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+
+PING_S = 2.0
+"""SageMaker's limit to an answer of /ping."""
+
+
+@dataclass
+class Target:
+    """Who is attacked. limit: file descriptors that its process may have.
+
+    pings: seconds that /ping took, each. slowest: the longest of them, and when it was answered.
+    failures: answers of /ping that were none, or not 200.
+    """
+
+    name: str
+    port: int
+    limit: int
+    pings: list[float] = field(default_factory=list)
+    slowest: tuple[float, str] = (0.0, "")
+    failures: list[str] = field(default_factory=list)
+
+
+async def watch(target: Target) -> None:
+    """Ask for /ping, until this is cancelled.
+
+    In a process of its own: what holds up the attackers, even for a moment, is not to be measured.
+    """
+    command = (sys.executable, "-m", __name__, "ping", str(target.port))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout
+    try:
+        async for line in process.stdout:
+            took, failure = json.loads(line)
+            target.pings.append(took)
+            if took > target.slowest[0]:
+                target.slowest = took, time.strftime("%H:%M:%S")
+            if failure:
+                target.failures.append(failure)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def ping(port: int) -> None:
+    """Ask for /ping four times a second, on a connection of its own each time, and print how many
+    seconds each took and what was wrong with it.
+    """
+    while True:
+        time.sleep(0.25)
+        failure = ""
+        began = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=4 * PING_S)
+        try:
+            connection.request("GET", "/ping")
+            answer = connection.getresponse()
+            body = answer.read()
+            if answer.status != 200:
+                failure = f"{answer.status} {body[:100]!r}"
+        except (OSError, http.client.HTTPException) as error:
+            failure = repr(error)
+        finally:
+            connection.close()
+        print(json.dumps([time.monotonic() - began, failure]), flush=True)
+
+
+def pings(targets: list[Target], bystander: Target) -> tuple[str, list[str]]:
+    """How /ping was answered, as a table, and what was wrong with it.
+
+    bystander: a process that does nothing but answer. How long it took is the machine's, which has
+    fewer CPUs than there are processes here.
+    """
+    lines = [f"{'/ping':12}{'asked':>10}{'median ms':>12}{'worst ms':>12}{'failed':>10}"]
+    problems = []
+    allowed = PING_S + bystander.slowest[0]
+    for it in (*targets, bystander):
+        took = sorted(it.pings)
+        median, worst = took[len(took) // 2], took[-1]
+        cells = f"{len(took):>10}{1000 * median:>12.0f}{1000 * worst:>12.0f}"
+        lines.append(f"{it.name:12}{cells}{len(it.failures):>10}")
+        if worst > allowed:
+            problems.append(f"/ping of {it.name} took {worst:.1f} s, until {it.slowest[1]}")
+        if it.failures:
+            told = f"{len(it.failures)} times: {it.failures[0]}"
+            problems.append(f"/ping of {it.name} was not answered with 200 {told}")
+    return "\n".join(lines), problems
+
+
+async def answer_only(port: int) -> None:
+    """Answer whatever is asked with 200, and do nothing else."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", port) as server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["ping", port]:
+            ping(int(port))
+        case ["answer", port]:
+            asyncio.run(answer_only(int(port)))
