@@ -2,6 +2,7 @@
 own machine alone, and the page need not see the answer to have done harm.
 """
 
+import functools
 import ipaddress
 from collections.abc import Mapping
 
@@ -62,6 +63,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+@functools.lru_cache(maxsize=256)  # a client names one host; heads bound its length
 def _is_local(host: str) -> bool:
     """Whether no public name is meant: such a name has a dot in it, and is no address."""
     if host.startswith("["):
