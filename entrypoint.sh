@@ -28,4 +28,5 @@ home=$(dirname "$(readlink -f "$0")")
 export HF_HUB_DISABLE_TELEMETRY=${HF_HUB_DISABLE_TELEMETRY:-1}
 export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
 # Signals wait until Python can hear them: PID 1 never gets those that come before.
-exec env --block-signal=TERM,INT "${SLIPWAY_PYTHON:-python3}" -m serving "$@"
+# -P: Slipway's modules are found where it is, and not in the folder that it was called from.
+exec env --block-signal=TERM,INT "${SLIPWAY_PYTHON:-python3}" -P -m serving "$@"

@@ -1,4 +1,4 @@
-# Sourced by the scripts: makes or mends .venv with the engine that fits this machine.
+# Sourced by the scripts: their help, and .venv with the engine that fits this machine.
 # shellcheck shell=bash
 uv_version=0.13.8
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/slipway
@@ -7,6 +7,32 @@ venv=$root/.venv
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() { say "$*"; exit 1; }
+
+# The comment that a script begins with is its help.
+show_head() { sed -n '2,/^[^#]/s/^#\( \|$\)//p' "$0"; }
+
+asks_help() {
+    local word
+    for word in "$@"; do
+        case $word in --help | -h) return 0 ;; esac
+    done
+    return 1
+}
+
+# help ARGUMENT...: where one of them asks for help, show it and end. Nothing is installed for it.
+help() {
+    if asks_help "$@"; then show_head; exit; fi
+}
+
+# options VERB ARGUMENT...: show the verb's help and end where it is asked for, and end where an
+# option is mistyped. This needs Python alone; where that is too old, the verb itself says so later.
+options() {
+    if python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        PYTHONPATH=$root python3 -P -m lmi_config "$@"
+        if asks_help "$@"; then exit; fi
+    fi
+    help "$@"
+}
 
 uv() { "$SLIPWAY_UV" "$@"; }
 
@@ -83,13 +109,11 @@ setup() {
     say ".venv is ready after $((SECONDS - began)) s"
 }
 
-# Where neither variables nor files name a model, make a small real one and name that.
+# name_model VERB ARGUMENT...: where these, variables and files name no model, take the default one.
 name_model() {
-    local named=${OPTION_MODEL_ID:-}${HF_MODEL_ID:-}${SM_VLLM_MODEL:-}${OPTION_MODEL:-}
-    named+=${SERVING_MODEL_STORE:-}${OPTION_CONFIG_FILE:-}
-    if [ -n "$named" ] || [ -d /opt/ml/model ]; then return; fi
-    OPTION_MODEL_ID=$(PYTHONPATH=$root "$venv/bin/python" -m scripts.models.default)
-    export OPTION_MODEL_ID
+    local model
+    model=$(PYTHONPATH=$root "${SLIPWAY_PYTHON:-python3}" -P -m scripts.models.default "$@")
+    if [ -n "$model" ]; then export OPTION_MODEL_ID=$model; fi
 }
 
 # The lock files name every package, so nothing is left to resolve. Modules are compiled here: the

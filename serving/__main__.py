@@ -33,7 +33,6 @@ from lmi_config.options.settings import SettingsError
 from lmi_config.plan import explain
 from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
-from serving.observability.capture import capture_output
 
 USAGE = """usage: python -m serving [serve | plan | route] [ARGUMENT ...]
 
@@ -66,15 +65,14 @@ def _plan(rest: list[str], environ: Mapping[str, str]) -> int:
     from serving.server.prepare import prepare
 
     redaction.hide(environ)  # a secret may also stand in the value of another option
-    as_json = "--json" in rest
     try:
-        argued = arguments.read("plan", [it for it in rest if it != "--json"])
+        argued = arguments.read("plan", rest)
         redaction.hide(_together(environ, argued))
         plan = prepare(environ, argued).plan
     except SettingsError as error:
         print(redaction.redacted(str(error)), file=sys.stderr)
         return USAGE_ERROR
-    if as_json:
+    if arguments.AS_JSON in rest:
         print(json.dumps(redaction.plain(explain.as_json(plan)), indent=2))
     else:
         print(redaction.redacted(explain.as_text(plan)))
@@ -106,6 +104,7 @@ def _run(
 
 def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     from serving.kv_cache import pool
+    from serving.observability.capture import capture_output
     from serving.server.prepare import prepare
 
     with pool.cleanup():  # before the machine's memory is looked at
@@ -125,7 +124,10 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     options = settings.read(environ, argued)
     if not options.router_replicas:
         raise SettingsError(
-            ["OPTION_ROUTER_REPLICAS is not set: it names the servers, as http://a:8080"]
+            [
+                "OPTION_ROUTER_REPLICAS is not set: it names the servers, as http://a:8080; "
+                "`route http://a:8080 http://b:8080` does as well"
+            ]
         )
     logs.set_format(options.log_format)
     logs.set_level(options.log_level)

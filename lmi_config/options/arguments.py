@@ -14,6 +14,8 @@ from lmi_config.options.files import Given
 from lmi_config.options.parsers import Reader, boolean, switch, words
 from lmi_config.options.settings import SettingsError
 
+AS_JSON = "--json"
+"""The one argument of `plan` that is no option."""
 _BOOLEANS = (boolean, switch)
 _HELP = ("-h", "--help")
 _SHORT = {
@@ -47,7 +49,7 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
     """
     found: dict[str, Given] = {}
     others: list[str] = []
-    left = list(arguments)
+    left = [word for word in arguments if verb != "plan" or word != AS_JSON]
     while left:
         word = left.pop(0)
         if not word.startswith("-") or word == "-":

@@ -40,8 +40,8 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils import logging
 
-from scripts.models import default, tiny
-from scripts.models.default import say
+from scripts.models import tiny
+from scripts.models.cache import cache, kept, say
 
 METHODS = ("eagle", "eagle3")
 POSITIONS = 5
@@ -776,7 +776,7 @@ def make(method: str, **more: Any) -> Path:
 
     told = "".join(f"-{name}-{value}" for name, value in sorted(more.items()))
     name = f"tiny-{method}{told}-1"  # a new number when what is made changes
-    return default.kept(default.cache() / name, write)
+    return kept(cache() / name, write)
 
 
 def arguments() -> argparse.ArgumentParser:

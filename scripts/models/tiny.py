@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from scripts.models.default import cache, kept
+from scripts.models.cache import cache, kept
 
 NAME = "tiny-llama-1"  # a new number when what is made changes
 VOCABULARY = 4096

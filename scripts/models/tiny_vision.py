@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from scripts.models.default import cache, kept
+from scripts.models.cache import cache, kept
 from scripts.models.tiny import make as make_text_model
 
 NAME = "tiny-vision-1"  # a new number when what is made changes

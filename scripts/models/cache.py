@@ -1,0 +1,34 @@
+"""Where models that are made here are kept: a folder in the user's cache, each made once."""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "slipway" / "models"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def kept(folder: Path, write: Callable[[Path], None]) -> Path:
+    """The folder as `write` makes it, made once.
+
+    It is made beside its place and moved there when whole, so that an interrupted run leaves
+    nothing half made.
+    """
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
+        write(Path(scratch, folder.name))
+        Path(scratch, folder.name).rename(folder)
+    say(f"{folder.name}: made in {time.monotonic() - began:.0f} s")
+    return folder
