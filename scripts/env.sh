@@ -140,3 +140,27 @@ name_vllm() {
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
         >"$site/vllm-$version+cpu.dist-info/METADATA"
 }
+
+# Name in DOCKER an engine for containers that runs: what it names already, docker, or podman.
+find_containers() {
+    local name
+    for name in ${DOCKER:-docker podman}; do
+        if "$name" info >/dev/null 2>&1; then
+            export DOCKER=$name
+            return
+        fi
+    done
+    return 1
+}
+
+# Have the program beside the checkout start an engine until this script ends: `up` prints the
+# variables to set for it, `down` ends it.
+bring_up_containers() {
+    local variables
+    container_tools=${SLIPWAY_CONTAINER_TOOLS:-$root/../shared/tools/docker-here}
+    [ -x "$container_tools" ] || return 1
+    trap '"$container_tools" down' EXIT
+    variables=$("$container_tools" up) || return 1
+    eval "$variables"
+    find_containers
+}

@@ -1,4 +1,4 @@
-"""How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples, others each time."""
+"""How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples."""
 
 import os
 from typing import Any
@@ -11,6 +11,5 @@ TIMES = int(os.environ.get("SLIPWAY_FUZZ", "1"))
 def examples(count: int) -> Any:
     return settings(
         max_examples=count * TIMES,
-        derandomize=TIMES == 1,
         suppress_health_check=[*HealthCheck],
     )

@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 from scripts.harness import ports
+from scripts.harness.warm import Forked
 
 ROOT = Path(__file__).parent.parent.parent
 SERVE = ("./entrypoint.sh", "serve")
@@ -39,7 +40,7 @@ class Program:
     root: the checkout to run from.
     """
 
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | Forked"
 
     def __init__(
         self,

@@ -141,7 +141,7 @@ def image() -> None:
     except OSError as error:
         missing = str(error)
     if missing:
-        pytest.skip(f"there is no image {IMAGE}: {missing}")
+        pytest.fail(f"there is no image {IMAGE}; scripts/build makes it: {missing}")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Requests at random. Whatever a client sends, docs/reference/openapi.yaml describes the answer.
 
-The examples are the same in every run; SLIPWAY_FUZZ=50 tries fifty times as many, and others.
+In CI the examples are always the same; SLIPWAY_FUZZ=50 tries fifty times as many.
 """
 
 import asyncio

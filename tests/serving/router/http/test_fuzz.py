@@ -1,7 +1,7 @@
 """HTTP at random, from clients and from replicas, on both event loops.
 
-Another implementation of HTTP (h11) judges what replicas get and what clients get. The examples are
-the same in every run; SLIPWAY_FUZZ=30 tries thirty times as many, and others.
+Another implementation of HTTP (h11) judges what replicas get and what clients get. In CI the
+examples are always the same; SLIPWAY_FUZZ=30 tries thirty times as many.
 """
 
 import asyncio
