@@ -30,6 +30,7 @@ def modules(folder: str) -> dict[str, Path]:
 
 SERVING = modules("serving")
 CONFIGURATION = modules("lmi_config")
+SCRIPTS = modules("scripts")
 ROOMS = SERVING | CONFIGURATION
 EVERY = ROOMS | modules("handlers")
 GROUND = ("serving", "serving.router")
@@ -81,7 +82,7 @@ def test_every_room_is_on_a_floor_and_arrows_point_down():
 
 def test_rooms_are_small():
     count: dict[Path, int] = {}
-    for file in ROOMS.values():
+    for file in (ROOMS | SCRIPTS).values():
         count[file.parent] = count.get(file.parent, 0) + 1
     assert {folder: n for folder, n in count.items() if n > MOST} == {}
 
@@ -101,6 +102,51 @@ def test_a_library_is_used_in_its_room_only(library, home):
     }
     assert users
     assert {it for it in users if not it.startswith(home)} == set()
+
+
+OF_SCRIPTS = {
+    "harness": set(),
+    "models": set(),
+    "eagle": {"models"},
+    "bench": {"eagle", "harness", "models"},  # drafts for the tiny model
+    "chaos": {"harness", "models"},
+    "routing_sim": set(),
+    "sagemaker_local": set(),
+    "generate": set(),
+    "release": set(),
+}
+"""Room of scripts/ → the others that it may use."""
+
+
+def test_rooms_of_scripts_stand_on_the_harness_and_not_on_each_other():
+    for file in (ROOT / "scripts").rglob("*.py"):
+        here = file.parent.name
+        used = {tuple(it.split(".")[:2]) for it in imported(file)}
+        assert not [it for it in used if it[0] == "tests"], file
+        others = {it[1] for it in used if it[0] == "scripts"} - {here}
+        assert others <= OF_SCRIPTS[here], file
+
+
+STARTS_PROCESSES = {"Popen", "create_subprocess_exec", "create_subprocess_shell"}
+MAY_START_PROCESSES = {
+    "scripts.sagemaker_local.container",  # SageMaker's part: it runs containers
+    "scripts.chaos.watch",  # a client
+}
+
+
+def test_only_the_harness_starts_servers():
+    found = {
+        module
+        for module, file in SCRIPTS.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in STARTS_PROCESSES
+    }
+    assert {it for it in found if not it.startswith("scripts.harness.")} == MAY_START_PROCESSES
+
+
+def test_rooms_of_scripts_are_described():
+    table = ARCHITECTURE.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"^\| `scripts/(\w+)/` \|", table, re.MULTILINE)} == {*OF_SCRIPTS}
 
 
 def texts(file: Path) -> Iterator[str]:

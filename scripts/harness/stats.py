@@ -19,7 +19,7 @@ Round = TypeVar("Round", bound=Measured)
 
 def spread(values: Sequence[float], form: str) -> str:
     """The median and, in brackets, the quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return f"{middle:{form}} [{low:{form}} … {high:{form}}]"
 
 

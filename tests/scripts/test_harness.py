@@ -163,5 +163,6 @@ def test_rounds_are_compared_pair_by_pair(capsys):
         "ours ÷ before: rate 2.000 [2.000 … 2.000], CPU 1.000 [1.000 … 1.000]\n"
     )
     assert stats.spread([1, 2, 3], ".0f") == "2 [1 … 3]"
+    assert stats.spread([7], ".0f") == "7 [7 … 7]"
     assert stats.percentiles([*range(99)]) == (49, 98)
     assert stats.percentiles([7]) == (7, 7)
