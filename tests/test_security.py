@@ -44,7 +44,7 @@ def test_all_of_the_table_was_read():
 def test_an_option_that_it_names_exists(option):
     from lmi_config.options.declared import OPTIONS, vllm_options
 
-    declared = {name for it in OPTIONS.values() for name in (*it.names, *it.others)}
+    declared = {name for it in OPTIONS.values() for name in it.all_names}
     assert option in declared | {f"OPTION_{name.upper()}" for name in vllm_options()}
 
 

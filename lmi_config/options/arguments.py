@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from lmi_config.options.declared import OPTIONS, PREFIX, flag, flags
+from lmi_config.options.declared import PREFIX, Option, flag, flags, sections
 from lmi_config.options.files import Given
 from lmi_config.options.parsers import Reader, boolean, switch, words
 from lmi_config.options.settings import SettingsError
@@ -107,14 +107,18 @@ def usage(verb: str) -> str:
 def _usage(verb: str) -> Iterator[str]:
     yield f"usage: {verb} {_POSITIONAL[verb]} [--flag VALUE ...]"
     yield from ("", _ABOUT[verb], "", _NOTE)
-    for option in OPTIONS.values():
-        if option.heading:
-            yield from ("", f"{option.heading}:")
-        name = next((it for it in option.names if it.startswith(PREFIX)), option.names[0])
-        if option.vllm and not name.startswith(PREFIX):
-            name = option.vllm
-        about = " ".join(option.help.replace("`", "").split())
-        yield f"  {flag(name)}"
-        yield from textwrap.wrap(
-            about, 96, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
-        )
+    for section, options in sections().items():
+        yield from ("", f"{section.value}:")
+        for option in options:
+            yield from _described(option)
+
+
+def _described(option: Option) -> Iterator[str]:
+    name = option.name
+    if option.vllm and not name.startswith(PREFIX):
+        name = option.vllm
+    about = " ".join(option.help.replace("`", "").split())
+    yield f"  {flag(name)}"
+    yield from textwrap.wrap(
+        about, 96, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+    )

@@ -7,6 +7,7 @@ Every command-line option of vLLM that is not declared here can be given by its 
 """
 
 import dataclasses
+import enum
 import functools
 import json
 import re
@@ -60,6 +61,29 @@ SAGEMAKER_WHOLE_S, SAGEMAKER_STREAM_S = 55, 470
 
 LORA_DEFAULTS: Mapping[str, Any] = {"max_loras": 4, "max_lora_rank": 16}
 """What LMI gives vLLM when `enable_lora` is on and nothing else is said; vLLM's own is 1 and 16."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's choices of max_lora_rank."""
+GPU_MEMORY_UTILIZATION = 0.92
+"""vLLM's default of gpu_memory_utilization."""
+KV_ON_CPU = 4 * 1024**3
+"""The most that the engine's KV cache takes without a GPU where nothing sizes it, in bytes."""
+SPECULATIVE_TOKENS = 3
+"""Tokens that a draft proposes where neither the operator nor the draft says how many."""
+
+
+class Section(enum.Enum):
+    """A part of the reference page, in the page's order, by its heading."""
+
+    MODEL = "Model"
+    SERVER = "Server"
+    DEVICES = "Devices and memory"
+    BATCHING = "Batching"
+    KV_TIERS = "KV cache tiers"
+    SPECULATION = "Speculative decoding"
+    LORA = "LoRA adapters"
+    ROUTER = "Router"
+    SECURE = "Secure mode"
+    CONFIGURATION = "Configuration itself"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,48 +91,41 @@ class Option:
     """What is known of one option.
 
     names: environment variables that set it; the first that is set wins.
-    others: names that say it in other units, each with its own reader; they come last, except
+    converted: names that give it in other units, each with its own reader; they come last, except
     SAGEMAKER_* ones, which come first.
     vllm: the vLLM option it becomes. `OPTION_<VLLM>` and `SM_VLLM_<VLLM>` are then names as well,
     and must agree with the others.
-    otherwise: what holds when it is not set, where the default does not tell.
+    default_text: what holds when it is not set, where the default does not say it.
     secret: whether its value may be in no log and no plan.
+    untrusted: whether a file in an untrusted channel may set it in secure mode. No such option
+    runs code, reads or writes in another place, talks to another host, or lets clients do so.
     """
 
     names: tuple[str, ...]
     read: Reader
+    section: Section
     help: str
-    vllm: str | None
-    others: Mapping[str, Reader]
-    default: Any
-    otherwise: str | None
-    secret: bool
-    heading: str | None
+    vllm: str | None = None
+    converted: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
+    default: Any = None
+    default_text: str | None = None
+    secret: bool = False
+    untrusted: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name to show: LMI's where it has several."""
+        return next((name for name in self.names if name.startswith(PREFIX)), self.names[0])
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*self.names, *self.converted)
 
 
-def _option(
-    read: Reader,
-    *names: str,
-    help: str,
-    default: Any = None,
-    otherwise: str | None = None,
-    vllm: str | None = None,
-    others: Mapping[str, Reader] | None = None,
-    secret: bool = False,
-    heading: str | None = None,
-) -> Any:
-    about = Option(
-        names=names,
-        read=read,
-        help=help,
-        vllm=vllm,
-        others=others or {},
-        default=default,
-        otherwise=otherwise,
-        secret=secret,
-        heading=heading,
-    )
-    return dataclasses.field(default=default, metadata={"option": about})
+def _option(read: Reader, *names: str, default: Any = None, **about: Any) -> Any:
+    """A field of Settings. about: as for Option."""
+    option = Option(names=names, read=read, default=default, **about)
+    return dataclasses.field(default=default, metadata={"option": option})
 
 
 _STATUS = integer(400, 599)
@@ -122,7 +139,7 @@ class Settings:
         text,
         "HF_MODEL_ID",
         "OPTION_MODEL_ID",
-        heading="Model",
+        section=Section.MODEL,
         default=MODEL_STORE,
         vllm="model",
         help="The model: a local folder, an `s3://` prefix or a Hugging Face hub id.",
@@ -131,8 +148,9 @@ class Settings:
         text,
         "HF_REVISION",
         "OPTION_REVISION",
+        section=Section.MODEL,
         vllm="revision",
-        otherwise="the default branch",
+        default_text="the default branch",
         help="Branch, tag or commit of a hub model.",
     )
     task: str = _option(
@@ -147,6 +165,8 @@ class Settings:
         ),
         "HF_TASK",
         "OPTION_TASK",
+        section=Section.MODEL,
+        untrusted=True,
         default="auto",
         help="What the model is for; `auto` asks the model. `text-embedding` and "
         "`feature-extraction` make embeddings of a model that generates.",
@@ -154,26 +174,33 @@ class Settings:
     served_model_name: tuple[str, ...] = _option(
         words,
         "OPTION_SERVED_MODEL_NAME",
+        section=Section.MODEL,
+        untrusted=True,
         default=(),
-        otherwise="the hub id or the folder's name, and `lmi`",
+        default_text="the hub id or the folder's name, and `lmi`",
         vllm="served_model_name",
         help="Names that requests may give as `model`. The first stands in answers and metrics.",
     )
     endpoint_name: str | None = _option(
         text,
         "OPTION_ENDPOINT_NAME",
-        otherwise="none",
+        section=Section.MODEL,
+        default_text="none",
         help="One more such name: that of the SageMaker endpoint, which OpenAI clients give there.",
     )
     normalize: bool = _option(
         boolean,
         "OPTION_NORMALIZE",
+        section=Section.MODEL,
+        untrusted=True,
         default=True,
         help="Scale embeddings that `inputs` asks for to the length 1.",
     )
     dtype: str = _option(
         dtype,
         "OPTION_DTYPE",
+        section=Section.MODEL,
+        untrusted=True,
         default="auto",
         vllm="dtype",
         help="Data type of the weights and activations: auto, fp32, fp16, bf16.",
@@ -182,13 +209,17 @@ class Settings:
         text,
         "OPTION_QUANTIZE",
         "HF_MODEL_QUANTIZE",
+        section=Section.MODEL,
+        untrusted=True,
         vllm="quantization",
-        otherwise="what the model's own files say",
+        default_text="what the model's own files say",
         help="How weights are quantised: awq, gptq, fp8, bitsandbytes and what else vLLM knows.",
     )
     load_format: str = _option(
         text,
         "OPTION_LOAD_FORMAT",
+        section=Section.MODEL,
+        untrusted=True,
         default="auto",
         vllm="load_format",
         help="How weights are loaded; `dummy` makes random ones, for benchmarks.",
@@ -197,6 +228,7 @@ class Settings:
         boolean,
         "OPTION_TRUST_REMOTE_CODE",
         "HF_MODEL_TRUST_REMOTE_CODE",
+        section=Section.MODEL,
         default=False,
         vllm="trust_remote_code",
         help="Run Python code that comes with the model.",
@@ -204,14 +236,17 @@ class Settings:
     download_dir: str | None = _option(
         text,
         "SERVING_DOWNLOAD_DIR",
+        section=Section.MODEL,
         vllm="download_dir",
-        otherwise="`/tmp/slipway/models` for S3, `HF_HOME` for the hub",
+        default_text="`/tmp/slipway/models` for S3, `HF_HOME` for the hub",
         help="Where models from S3 are kept.",
     )
     entry_point: str | None = _option(
         entry_point,
         "OPTION_ENTRYPOINT",
         "DJL_ENTRY_POINT",
+        section=Section.MODEL,
+        untrusted=True,
         help="`model.py`, which is used wherever it is found, or one of LMI's handlers "
         "(`djl_python.*`), which are Slipway itself. Others are refused.",
     )
@@ -220,7 +255,7 @@ class Settings:
         integer(1, 65535),
         "SAGEMAKER_BIND_TO_PORT",
         "OPTION_PORT",
-        heading="Server",
+        section=Section.SERVER,
         default=8080,
         vllm="port",
         help="The port to listen on.",
@@ -228,6 +263,7 @@ class Settings:
     host: str = _option(
         address,
         "OPTION_HOST",
+        section=Section.SERVER,
         default="127.0.0.1",
         vllm="host",
         help="The address to listen on: 127.0.0.1 is reached from this machine alone, 0.0.0.0 are "
@@ -236,23 +272,27 @@ class Settings:
     cors_allowed_origin: tuple[str, ...] = _option(
         words,
         "SERVING_CORS_ALLOWED_ORIGIN",
+        section=Section.SERVER,
         default=(),
-        otherwise="the server's own",
-        help="Origins, separated by commas, whose web pages may call, like `https://app.example`; "
-        "`*` are all.",
+        default_text="the server's own",
+        help="Comma-separated origins whose web pages may call, like `https://app.example`; `*` "
+        "allows all.",
     )
     max_request_size: int = _option(
         integer(low=1),
         "SAGEMAKER_MAX_REQUEST_SIZE",
         "SERVING_MAX_REQUEST_SIZE",
+        section=Section.SERVER,
         default=64 * 1024**2,
-        others={"SAGEMAKER_MAX_PAYLOAD_IN_MB": mebibytes},
+        converted={"SAGEMAKER_MAX_PAYLOAD_IN_MB": mebibytes},
         help="The largest request body in bytes; a larger one is answered 413.",
     )
     job_queue_size: int = _option(
         integer(low=1),
         "SERVING_JOB_QUEUE_SIZE",
         "MAX_CONCURRENT_REQUESTS",
+        section=Section.SERVER,
+        untrusted=True,
         default=1000,
         help="Requests that may wait for the engine, beside those it works on; one more is "
         "answered 503 at once.",
@@ -262,60 +302,71 @@ class Settings:
         "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS",
         "OPTION_PREDICT_TIMEOUT",
         "PREDICT_TIMEOUT",
-        otherwise="none; on SageMaker 55, and 470 for streams, but for batch transform",
-        help="Seconds after which a request is ended with an error, for which it also may wait; "
-        "docs/explanation/overload.md.",
+        section=Section.SERVER,
+        untrusted=True,
+        default_text=f"none; on SageMaker real-time endpoints {SAGEMAKER_WHOLE_S}, and "
+        f"{SAGEMAKER_STREAM_S} for streams",
+        help="Request deadline in seconds, including queueing; docs/explanation/overload.md.",
     )
     throttle_error_http_code: int | None = _option(
         _STATUS,
         "SERVING_THROTTLE_ERROR_HTTP_CODE",
-        otherwise="503",
-        help="The status that tells a client that the queue is full, or that its request would "
-        "wait for too long; 429 is the other usual one.",
+        section=Section.SERVER,
+        default_text="503",
+        help="Status of a request that is rejected because the queue is full or its wait would "
+        "exceed its deadline; 429 is the other usual one.",
     )
     wlm_error_http_code: int | None = _option(
         _STATUS,
         "SERVING_WLM_ERROR_HTTP_CODE",
-        otherwise="503",
-        help="The status while the server starts and stops.",
+        section=Section.SERVER,
+        default_text="503",
+        help="Status while the server starts and stops.",
     )
     timeout_http_code: int | None = _option(
         _STATUS,
         "SERVING_TIMEOUT_HTTP_CODE",
-        otherwise="504",
-        help="The status of a request that took longer than it may.",
+        section=Section.SERVER,
+        default_text="504",
+        help="Status of a request that exceeded its deadline.",
     )
     bad_request_http_code: int | None = _option(
         _STATUS,
         "SERVING_BAD_REQUEST_HTTP_CODE",
-        otherwise="424 on `/invocations`, else 400",
-        help="The status of a request that cannot be understood or done.",
+        section=Section.SERVER,
+        default_text="424 on `/invocations`, else 400",
+        help="Status of a request that is malformed or cannot be served.",
     )
     server_error_http_code: int | None = _option(
         _STATUS,
         "SERVING_SERVER_ERROR_HTTP_CODE",
-        otherwise="500",
-        help="The status of a failure of the engine's or the server's.",
+        section=Section.SERVER,
+        default_text="500",
+        help="Status of a failure in the engine or the server.",
     )
     model_loading_timeout: int | None = _option(
         integer(low=1),
         "SAGEMAKER_STARTUP_TIMEOUT",
         "OPTION_MODEL_LOADING_TIMEOUT",
         "MODEL_LOADING_TIMEOUT",
-        otherwise="none",
+        section=Section.SERVER,
+        untrusted=True,
+        default_text="none",
         help="Seconds after which a start that is not ready has failed.",
     )
 
     log_level: str = _option(
         log_level,
         "OPTION_LOG_LEVEL",
+        section=Section.SERVER,
         default="info",
-        help="The least that is logged: `debug`, `info`, `warning`, `error` or `critical`. At run "
-        "time SIGUSR1 makes the log louder by one of these steps, SIGUSR2 quieter.",
+        help="Minimum log level: `debug`, `info`, `warning`, `error` or `critical`. At run time "
+        "SIGUSR1 makes the log one level more verbose, SIGUSR2 one level less.",
     )
     log_format: str = _option(
         choice("auto", "json", "text"),
         "OPTION_LOG_FORMAT",
+        section=Section.SERVER,
         default="auto",
         help="`json`: one JSON object per line; `text`: lines for people. `auto` is text on a "
         "terminal, with colour and a progress bar, and JSON everywhere else.",
@@ -323,7 +374,8 @@ class Settings:
     otlp_traces_endpoint: str | None = _option(
         text,
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-        otherwise="`OTEL_EXPORTER_OTLP_ENDPOINT`, or no traces",
+        section=Section.SERVER,
+        default_text="`OTEL_EXPORTER_OTLP_ENDPOINT`, or no traces",
         vllm="otlp_traces_endpoint",
         help="Where OpenTelemetry traces go. `OTEL_SERVICE_NAME` and the SDK's other variables "
         "work too; the protocol is `grpc` unless they say `http/protobuf`.",
@@ -331,32 +383,36 @@ class Settings:
     error_rate_wlm: tuple[int, int] | None = _option(
         rate,
         "SERVING_ERROR_RATE_WLM",
-        otherwise="none",
-        help="Requests that found no room, as `10/PT1M`; after more of them than that `/ping` "
-        "answers 503, until it is less again.",
+        section=Section.SERVER,
+        default_text="none",
+        help="Limit on requests rejected for lack of room, as `10/PT1M`; while the rate is above "
+        "it, `/ping` answers 503.",
     )
     error_rate_server: tuple[int, int] | None = _option(
         rate,
         "SERVING_ERROR_RATE_SERVER",
-        otherwise="none",
+        section=Section.SERVER,
+        default_text="none",
         help="The same for requests that failed in Slipway itself.",
     )
     error_rate_model: tuple[int, int] | None = _option(
         rate,
         "SERVING_ERROR_RATE_MODEL",
-        otherwise="none",
-        help="The same for requests that failed in the engine or in a `model.py`, or took too "
-        "long.",
+        section=Section.SERVER,
+        default_text="none",
+        help="The same for requests that failed in the engine or in a `model.py`, or timed out.",
     )
     error_rate_any: tuple[int, int] | None = _option(
         rate,
         "SERVING_ERROR_RATE_ANY",
-        otherwise="none",
+        section=Section.SERVER,
+        default_text="none",
         help="The same for all of these together.",
     )
     fail_fast: bool = _option(
         boolean,
         "SERVING_FAIL_FAST",
+        section=Section.SERVER,
         default=False,
         help="End the server where an error rate is exceeded. When its engine dies, it always "
         "ends.",
@@ -364,21 +420,25 @@ class Settings:
     default_accept: str = _option(
         text,
         "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT",
+        section=Section.SERVER,
+        untrusted=True,
         default="application/json",
-        help="What counts as `Accept` on `/invocations` where a client sends none; "
-        "`text/event-stream` makes streams server-sent events.",
+        help="`Accept` of requests to `/invocations` that have none; `text/event-stream` makes "
+        "streams server-sent events.",
     )
     allowed_media_domains: tuple[str, ...] = _option(
         words,
         "OPTION_ALLOWED_MEDIA_DOMAINS",
+        section=Section.SERVER,
         default=(),
         vllm="allowed_media_domains",
-        help="Hosts, parted by commas, from which images and other media of chats may be fetched. "
+        help="Comma-separated hosts from which images and other media of chats may be fetched. "
         "`data:` URLs are always allowed.",
     )
     trust_request_internals: bool = _option(
         boolean,
         "OPTION_TRUST_REQUEST_INTERNALS",
+        section=Section.SERVER,
         default=False,
         help="Let requests set what reaches the engine's internals: `kv_transfer_params`, "
         "`ec_transfer_params`, `vllm_xargs`. Only for servers that nobody but a trusted proxy "
@@ -388,31 +448,40 @@ class Settings:
         boolean,
         "OPTION_ENABLE_STATEFUL_SESSIONS",
         "SAGEMAKER_ENABLE_STATEFUL_SESSIONS",
+        section=Section.SERVER,
+        untrusted=True,
         default=True,
         help="Answer SageMaker's session calls, and refuse requests with unknown sessions.",
     )
     sessions_path: str = _option(
         text,
         "OPTION_SESSIONS_PATH",
+        section=Section.SERVER,
         default="/tmp/slipway/sessions",
         help="The folder where sessions are kept.",
     )
     sessions_expiration: int = _option(
         integer(low=1),
         "OPTION_SESSIONS_EXPIRATION",
+        section=Section.SERVER,
+        untrusted=True,
         default=1200,
         help="Seconds that a session lives after its last use.",
     )
     max_sessions: int = _option(
         integer(low=1),
         "OPTION_MAX_SESSIONS",
+        section=Section.SERVER,
+        untrusted=True,
         default=10_000,
-        help="Sessions that are remembered. One more takes the place of the oldest that was never "
-        "used, or else of the one that was not used for longest.",
+        help="The largest number of sessions. One more replaces the oldest that was never used, "
+        "or else the least recently used.",
     )
     formatter_timeout: int = _option(
         integer(low=1),
         "OPTION_FORMATTER_TIMEOUT",
+        section=Section.SERVER,
+        untrusted=True,
         default=30,
         help="Seconds that one call of a formatter in a `model.py` may take; "
         "`OPTION_PREDICT_TIMEOUT` is for custom handlers.",
@@ -420,6 +489,7 @@ class Settings:
     formatter_memory: int = _option(
         size,
         "OPTION_FORMATTER_MEMORY",
+        section=Section.SERVER,
         default=4 * 1024**3,
         help="Bytes of memory that the process of a `model.py` with formatters may take, like 4G; "
         "0 sets no limit.",
@@ -430,7 +500,8 @@ class Settings:
         "OPTION_TENSOR_PARALLEL_DEGREE",
         "TENSOR_PARALLEL_DEGREE",
         "SM_NUM_GPUS",
-        heading="Devices and memory",
+        section=Section.DEVICES,
+        untrusted=True,
         default="max",
         vllm="tensor_parallel_size",
         help="Devices that one copy of the model is spread over. `max`: every visible GPU, or 1 "
@@ -440,6 +511,8 @@ class Settings:
         integer(low=1),
         "OPTION_PIPELINE_PARALLEL_DEGREE",
         "PIPELINE_PARALLEL_DEGREE",
+        section=Section.DEVICES,
+        untrusted=True,
         default=1,
         vllm="pipeline_parallel_size",
         help="Stages that the layers are spread over, each on its own devices.",
@@ -448,63 +521,78 @@ class Settings:
         fraction,
         "OPTION_GPU_MEMORY_UTILIZATION",
         "CUDA_MEMORY_FRACTION",
+        section=Section.DEVICES,
+        untrusted=True,
         vllm="gpu_memory_utilization",
-        otherwise="vLLM's, 0.92",
+        default_text=f"vLLM's, {GPU_MEMORY_UTILIZATION}",
         help="Share of each GPU's memory that vLLM may use.",
     )
     kv_cache_memory_bytes: int | None = _option(
         size,
         "OPTION_KV_CACHE_MEMORY_BYTES",
+        section=Section.DEVICES,
+        untrusted=True,
         vllm="kv_cache_memory_bytes",
-        otherwise="what is left of the GPU's share; without a GPU what fits, at most 4 GiB",
+        default_text="what is left of the GPU's share; without a GPU what fits, at most "
+        f"{KV_ON_CPU >> 30} GiB",
         help="Memory of one rank's KV cache in the engine, in bytes. Without a GPU vLLM's own "
         "variable `VLLM_CPU_KVCACHE_SPACE` does the same, in GiB.",
     )
     cpu_offload_gb_per_gpu: float | None = _option(
         amount,
         "OPTION_CPU_OFFLOAD_GB_PER_GPU",
+        section=Section.DEVICES,
+        untrusted=True,
         vllm="cpu_offload_gb",
-        otherwise="0",
+        default_text="0",
         help="GiB of each GPU's weights that are kept in CPU memory.",
     )
     enforce_eager: bool | None = _option(
         boolean,
         "OPTION_ENFORCE_EAGER",
+        section=Section.DEVICES,
+        untrusted=True,
         vllm="enforce_eager",
-        others={"ENABLE_CUDA_GRAPHS": inverted},
-        otherwise="true without a GPU, else false",
+        converted={"ENABLE_CUDA_GRAPHS": inverted},
+        default_text="true without a GPU, else false",
         help="Run the model without compiling it: starts sooner, runs slower.",
     )
 
     max_model_len: int | None = _option(
         model_len,
         "OPTION_MAX_MODEL_LEN",
-        heading="Batching",
+        section=Section.BATCHING,
+        untrusted=True,
         vllm="max_model_len",
-        otherwise="the model's own",
+        default_text="the model's own",
         help="Longest prompt and answer together, in tokens.",
     )
     max_rolling_batch_size: int | None = _option(
         integer(low=1),
         "OPTION_MAX_ROLLING_BATCH_SIZE",
         "MAX_BATCH_SIZE",
+        section=Section.BATCHING,
+        untrusted=True,
         vllm="max_num_seqs",
-        otherwise="vLLM's own",
+        default_text="vLLM's own",
         help="Sequences that are generated at the same time.",
     )
     max_rolling_batch_prefill_tokens: int | None = _option(
         size,
         "OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS",
         "MAX_BATCH_PREFILL_TOKENS",
+        section=Section.BATCHING,
+        untrusted=True,
         vllm="max_num_batched_tokens",
-        otherwise="vLLM's own",
+        default_text="vLLM's own",
         help="Tokens that are computed in one step, prompts and answers together.",
     )
 
     lmcache_auto_config: bool = _option(
         boolean,
         "OPTION_LMCACHE_AUTO_CONFIG",
-        heading="KV cache tiers",
+        section=Section.KV_TIERS,
+        untrusted=True,
         default=False,
         help="Keep KV caches in CPU memory and on disk, as large as the container allows.",
     )
@@ -512,12 +600,14 @@ class Settings:
         text,
         "OPTION_LMCACHE_CONFIG_FILE",
         "LMCACHE_CONFIG_FILE",
+        section=Section.KV_TIERS,
         help="A configuration file of LMCache's, absolute or in the model's folder; `LMCACHE_*` "
         "variables override it. It is translated to the flags of LMCache's server.",
     )
     kv_l2_url: str | None = _option(
         text,
         "OPTION_KV_L2_URL",
+        section=Section.KV_TIERS,
         secret=True,
         help="A store that instances share: `redis://`, `rediss://`, `valkey://`, `valkeys://`, "
         "`s3://bucket`, `file:///folder`, `tieredstorage://host:port`.",
@@ -525,36 +615,40 @@ class Settings:
     kv_disk_path: str = _option(
         text,
         "OPTION_KV_DISK_PATH",
+        section=Section.KV_TIERS,
         default="/tmp/lmcache",
         help="The folder of the disk tier, on this machine's own disk.",
     )
     kv_disk_size: int | None = _option(
         size,
         "OPTION_KV_DISK_SIZE",
-        otherwise="what is free, but for a margin",
+        section=Section.KV_TIERS,
+        default_text="what is free, less a margin",
         help="Bytes of the disk tier, like 200G; 0 leaves it out.",
     )
     cache_salt_header: str | None = _option(
         text,
         "OPTION_CACHE_SALT_HEADER",
-        help="A request header that names a tenant, which a gateway sets in the place of the "
-        "client's own; twice, it is refused. Requests share KV caches, the engine's own and all "
-        "tiers, only with requests of the same tenant. A body's `cache_salt` separates them "
-        "further.",
+        section=Section.KV_TIERS,
+        help="A request header that names a tenant, which a gateway sets in place of the client's "
+        "own; a request that has it twice is refused. Requests share KV caches, the engine's own "
+        "and all tiers, only with requests of the same tenant. A body's `cache_salt` separates "
+        "them further.",
     )
     kv_transfer_config: Mapping[str, Any] | None = _option(
         json_object,
         "OPTION_KV_TRANSFER_CONFIG",
+        section=Section.KV_TIERS,
         vllm="kv_transfer_config",
         help="vLLM's own connector configuration, passed on as it is; Slipway then manages no KV "
-        "cache tiers. LMI's manual mode, `LMCacheConnectorV1` with `kv_both` and nothing else, is "
-        "taken as a wish for the tiers that LMCache's configuration names.",
+        "cache tiers. LMI's manual mode, `LMCacheConnectorV1` with `kv_both` and nothing else, "
+        "means the tiers that LMCache's configuration names.",
     )
 
     speculative_config: Mapping[str, Any] | None = _option(
         json_object,
         "OPTION_SPECULATIVE_CONFIG",
-        heading="Speculative decoding",
+        section=Section.SPECULATION,
         vllm="speculative_config",
         help="vLLM's configuration of speculative decoding. A `method` that is left out is read "
         "from the draft's own files.",
@@ -562,6 +656,7 @@ class Settings:
     speculative_draft_model: str | None = _option(
         text,
         "OPTION_SPECULATIVE_DRAFT_MODEL",
+        section=Section.SPECULATION,
         vllm="spec_model",
         help="The draft: a local folder, an `s3://` prefix or a hub id. Its method (EAGLE, "
         "EAGLE-3, draft model, ...) is read from its own files.",
@@ -569,15 +664,18 @@ class Settings:
     num_speculative_tokens: int | None = _option(
         integer(low=1),
         "OPTION_NUM_SPECULATIVE_TOKENS",
+        section=Section.SPECULATION,
+        untrusted=True,
         vllm="spec_tokens",
-        otherwise="the draft's own, or 3",
+        default_text=f"the draft's own, or {SPECULATIVE_TOKENS}",
         help="Tokens that the draft proposes in each step.",
     )
 
     enable_lora: bool = _option(
         boolean,
         "OPTION_ENABLE_LORA",
-        heading="LoRA adapters",
+        section=Section.LORA,
+        untrusted=True,
         default=False,
         vllm="enable_lora",
         help="Serve LoRA adapters.",
@@ -585,45 +683,57 @@ class Settings:
     max_loras: int | None = _option(
         integer(low=1),
         "OPTION_MAX_LORAS",
+        section=Section.LORA,
+        untrusted=True,
         vllm="max_loras",
-        otherwise="4",
+        default_text=str(LORA_DEFAULTS["max_loras"]),
         help="Adapters that one batch may mix, each with a slot in the engine's memory.",
     )
     max_lora_rank: int | None = _option(
-        one_of(1, 8, 16, 32, 64, 128, 256, 320, 512),
+        one_of(*LORA_RANKS),
         "OPTION_MAX_LORA_RANK",
+        section=Section.LORA,
+        untrusted=True,
         vllm="max_lora_rank",
-        otherwise="16",
-        help="The largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512.",
+        default_text=str(LORA_DEFAULTS["max_lora_rank"]),
+        help=f"The largest rank of an adapter: {', '.join(map(str, LORA_RANKS[:-1]))} or "
+        f"{LORA_RANKS[-1]}.",
     )
     max_cpu_loras: int | None = _option(
         integer(low=1),
         "OPTION_MAX_CPU_LORAS",
+        section=Section.LORA,
+        untrusted=True,
         vllm="max_cpu_loras",
-        otherwise="as `max_loras`",
-        help="Adapters that are kept in CPU memory, those in the engine's slots among them.",
+        default_text="as `max_loras`",
+        help="Adapters that are kept in CPU memory, including those in the engine's slots.",
     )
     max_adapters: int = _option(
         integer(low=1),
         "OPTION_MAX_ADAPTERS",
+        section=Section.LORA,
+        untrusted=True,
         default=10_000,
         help="Adapters that can be registered. Most of them wait on disk until they are used.",
     )
     adapter_roots: tuple[str, ...] = _option(
         words,
         "OPTION_ADAPTER_ROOTS",
+        section=Section.LORA,
         default=("/opt/ml/models", "/opt/ml/model"),
-        help="Folders, parted by commas, under which adapters may be, besides the model's own.",
+        help="Comma-separated folders under which adapters may be, besides the model's own.",
     )
     adapter_buckets: tuple[str, ...] = _option(
         words,
         "OPTION_ADAPTER_BUCKETS",
+        section=Section.LORA,
         default=(),
-        help="S3 buckets, parted by commas, whose adapters may be registered.",
+        help="Comma-separated S3 buckets whose adapters may be registered.",
     )
     adapter_disk: int = _option(
         size,
         "OPTION_ADAPTER_DISK",
+        section=Section.LORA,
         default=20 * 10**9,
         help="Bytes that the files of adapters from S3 and archives may take, like 20g.",
     )
@@ -631,7 +741,8 @@ class Settings:
     adapter_code: bool | None = _option(
         boolean,
         "OPTION_ADAPTER_CODE",
-        otherwise="true; false in secure mode",
+        section=Section.LORA,
+        default_text="true; false in secure mode",
         help="Run the `model.py` of adapters, apart from the server and its secrets "
         "(docs/explanation/security.md). Where it is false, an adapter that has one is refused.",
     )
@@ -639,13 +750,14 @@ class Settings:
     router_replicas: str | None = _option(
         replicas,
         "OPTION_ROUTER_REPLICAS",
-        heading="Router",
-        help="The servers that `route` stands before: URLs parted by commas, `file:///path` with "
-        "one in each line, or `kubernetes://NAMESPACE/LABELS?port=PORT`, labels of EndpointSlices.",
+        section=Section.ROUTER,
+        help="Upstream servers of `route`: comma-separated URLs, `file:///path` with one per "
+        "line, or `kubernetes://NAMESPACE/LABELS?port=PORT`, labels of EndpointSlices.",
     )
     routing_strategy: str = _option(
         choice("prefixaware", "kvaware", "session", "roundrobin"),
         "OPTION_ROUTING_STRATEGY",
+        section=Section.ROUTER,
         default="prefixaware",
         help="How `route` chooses a server for a request. `kvaware` needs OPTION_KV_EVENTS=true on "
         "the servers, and OPTION_MODEL_ID here, for the tokenizer.",
@@ -654,32 +766,37 @@ class Settings:
         text,
         "OPTION_SESSION_KEY",
         "SESSION_KEY",
-        otherwise="the header X-Session-Id, or `session_id`, `user_id`, `user` in the body",
+        section=Section.ROUTER,
+        default_text="the header X-Session-Id, or `session_id`, `user_id`, `user` in the body",
         help="The header, or key of a JSON body, that names a session for the `session` strategy. "
         "X-Amzn-SageMaker-Session-Id always does.",
     )
     router_processes: int = _option(
         integer(1, 64),
         "OPTION_ROUTER_PROCESSES",
+        section=Section.ROUTER,
         default=1,
-        help="Processes of `route` on its port, which tell each other what they do.",
+        help="Processes of `route` on its port, which keep each other informed.",
     )
     router_first_byte_timeout: int = _option(
         integer(low=1),
         "OPTION_ROUTER_FIRST_BYTE_TIMEOUT",
+        section=Section.ROUTER,
         default=600,
-        help="Seconds that a server may take until its answer begins, for which answers that are "
-        "not streamed have to be whole.",
+        help="Timeout in seconds until an answer begins; one that is not streamed has to be "
+        "complete by then.",
     )
     router_idle_timeout: int = _option(
         integer(low=1),
         "OPTION_ROUTER_IDLE_TIMEOUT",
+        section=Section.ROUTER,
         default=300,
-        help="Seconds that an answer may stand still.",
+        help="Idle timeout between bytes of an answer, in seconds.",
     )
     kv_events: bool = _option(
         boolean,
         "OPTION_KV_EVENTS",
+        section=Section.ROUTER,
         default=False,
         help="Publish what enters and leaves the engine's KV cache, for a router's `kvaware` "
         "strategy. Whoever reaches the ports can read prompts: keep them inside the cluster.",
@@ -687,6 +804,7 @@ class Settings:
     kv_events_port: int = _option(
         integer(1, 65534),
         "OPTION_KV_EVENTS_PORT",
+        section=Section.ROUTER,
         default=5557,
         help="The port of these events; their log is on the next one. Each data parallel rank has "
         "two ports of its own: all ranks' events come first, then all logs.",
@@ -695,7 +813,7 @@ class Settings:
     secure_mode: bool = _option(
         boolean,
         "SAGEMAKER_SECURE_MODE",
-        heading="Secure mode",
+        section=Section.SECURE,
         default=False,
         help="Refuse what the controls forbid (docs/explanation/security.md). SageMaker sets this "
         "and the next two; no file can.",
@@ -703,34 +821,38 @@ class Settings:
     security_controls: tuple[str, ...] = _option(
         some_of(REQUIREMENTS, PICKLE_FILES, REMOTE_CODE, SCRIPTS, TEMPLATE),
         "SAGEMAKER_SECURITY_CONTROLS",
+        section=Section.SECURE,
         default=(),
-        help="What is forbidden, parted by commas: `DISALLOW_REQUIREMENTS_TXT`, "
+        help="What is forbidden, comma-separated: `DISALLOW_REQUIREMENTS_TXT`, "
         "`DISALLOW_PICKLE_FILES`, `DISALLOW_TRUST_REMOTE_CODE`, "
         "`DISALLOW_CUSTOM_INFERENCE_SCRIPTS`, `DISALLOW_CHAT_TEMPLATE`.",
     )
     untrusted_channels: tuple[str, ...] = _option(
         words,
         "SAGEMAKER_UNTRUSTED_CHANNELS",
+        section=Section.SECURE,
         default=(),
-        help="The folders, parted by commas, whose files nobody vouches for.",
+        help="Comma-separated folders whose files are not trusted.",
     )
 
     config_file: str | None = _option(
         text,
         "OPTION_CONFIG_FILE",
-        heading="Configuration itself",
-        otherwise="`slipway.yaml` in the model's folder",
+        section=Section.CONFIGURATION,
+        default_text="`slipway.yaml` in the model's folder",
         help="A YAML file with options.",
     )
     model_store: str = _option(
         text,
         "SERVING_MODEL_STORE",
+        section=Section.CONFIGURATION,
         default=MODEL_STORE,
         help="The folder where a model, `serving.properties` and `slipway.yaml` are looked for.",
     )
     strict: bool = _option(
         boolean,
         "OPTION_STRICT",
+        section=Section.CONFIGURATION,
         default=True,
         help="Refuse to start when an option's name is not known; false only warns.",
     )
@@ -794,6 +916,27 @@ OPTIONS: Mapping[str, Option] = {
     if "option" in field.metadata
 }
 """Settings field → what is declared of it."""
+
+
+def sections() -> Mapping[Section, list[Option]]:
+    """The options of each section, in the order of the reference page."""
+    found: dict[Section, list[Option]] = {section: [] for section in Section}
+    for option in OPTIONS.values():
+        found[option.section].append(option)
+    return found
+
+
+VLLM_SECRET = frozenset(("hf_token",))
+"""vLLM's own options whose values may be in no log and no plan."""
+VLLM_UNTRUSTED = frozenset(
+    (
+        *("block_size", "disable_log_stats", "disable_sliding_window", "enable_auto_tool_choice"),
+        *("enable_chunked_prefill", "enable_expert_parallel", "enable_prefix_caching"),
+        *("kv_cache_dtype", "limit_mm_per_prompt", "reasoning_parser", "seed", "tokenizer_mode"),
+        "tool_call_parser",
+    )
+)
+"""vLLM's own options that a file in an untrusted channel may set in secure mode."""
 
 
 @functools.cache

@@ -206,7 +206,7 @@ def some_of(*choices: str) -> Reader:
     def read(value: str) -> tuple[str, ...]:
         found = words(value)
         if not found or not {*found} <= {*choices}:
-            raise ValueError(f"some of {', '.join(choices)}, parted by commas")
+            raise ValueError(f"some of {', '.join(choices)}, comma-separated")
         return found
 
     return read

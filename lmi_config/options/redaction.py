@@ -4,11 +4,10 @@ import re
 import urllib.parse
 from collections.abc import Iterator
 
-from lmi_config.options.declared import OPTIONS, PREFIX, VLLM_PREFIX, vllm_options
+from lmi_config.options.declared import OPTIONS, PREFIX, VLLM_PREFIX, VLLM_SECRET, vllm_options
 
 HIDDEN = "[secret]"
 
-_VLLM_SECRETS = frozenset(("hf_token",))
 _WORDS = re.compile(r"[A-Z0-9]+")
 _SECRET = re.compile(
     r".*(?:TOKEN|(?:KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?)|PASS|DSN|AUTHORIZATION"
@@ -26,7 +25,7 @@ def secret(name: str) -> bool:
     if name in _DECLARED:
         return _DECLARED[name]
     if option in vllm_options():
-        return option in _VLLM_SECRETS
+        return option in VLLM_SECRET
     words = _WORDS.findall(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper())
     if not words or words[-1] in _PLACES:
         return False
@@ -39,9 +38,7 @@ def secret(name: str) -> bool:
 
 
 _DECLARED = {
-    name: option.secret
-    for field, option in OPTIONS.items()
-    for name in (field, *option.names, *option.others)
+    name: option.secret for field, option in OPTIONS.items() for name in (field, *option.all_names)
 }
 
 

@@ -22,6 +22,7 @@ from lmi_config.options.declared import (
     REQUIREMENTS,
     SCRIPTS,
     TEMPLATE,
+    VLLM_UNTRUSTED,
     Settings,
 )
 
@@ -35,28 +36,9 @@ _WITH_TEMPLATES = (
 )
 _TOLD = 3  # files of one kind that a fault names
 
-MAY_BE_SET = frozenset(
-    (
-        *("task", "normalize", "dtype", "quantize", "load_format", "served_model_name"),
-        *("job_queue_size", "predict_timeout", "model_loading_timeout", "default_accept"),
-        *("enable_stateful_sessions", "sessions_expiration", "max_sessions", "formatter_timeout"),
-        *("tensor_parallel_degree", "pipeline_parallel_degree", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "cpu_offload_gb_per_gpu", "enforce_eager", "max_model_len"),
-        *("max_rolling_batch_size", "max_rolling_batch_prefill_tokens", "lmcache_auto_config"),
-        *("num_speculative_tokens", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
-        *("max_adapters", "entry_point"),
-        # vLLM's own
-        *("block_size", "disable_log_stats", "disable_sliding_window", "enable_auto_tool_choice"),
-        *("enable_chunked_prefill", "enable_expert_parallel", "enable_prefix_caching"),
-        *("kv_cache_dtype", "limit_mm_per_prompt", "reasoning_parser", "seed", "tokenizer_mode"),
-        "tool_call_parser",
-    )
-)
-"""What an option file in an untrusted channel may set: nothing that runs code, reads or writes in
-another place, talks to another host, or lets clients do so.
-"""
 _MODELS = ("model_id", "speculative_draft_model")
-"""These too, where they lead into an untrusted channel: what is there is looked at."""
+"""A file in an untrusted channel may set these where they lead into one: what is there is looked
+at."""
 
 _FILES = {
     "chat_template": TEMPLATE,
@@ -134,7 +116,7 @@ def faults(
     if not controls:
         found.append(
             "SAGEMAKER_SECURE_MODE=true: SAGEMAKER_SECURITY_CONTROLS is not set; it has the "
-            "controls, parted by commas"
+            "controls, comma-separated"
         )
     for channel, files in channels.items():
         if files is None:
@@ -188,7 +170,7 @@ def _option_faults(settings: Settings) -> list[str]:
     given |= {field: getattr(settings, field) for field in OPTIONS}
     for option, file in settings.files.items():
         value = given[option]
-        if option in MAY_BE_SET or not _untrusted(settings, file):
+        if _may_be_set(option) or not _untrusted(settings, file):
             continue
         if option in OPTIONS and value == OPTIONS[option].default:
             continue
@@ -210,6 +192,11 @@ def _option_faults(settings: Settings) -> list[str]:
             "may not configure LMCache in secure mode; set LMCACHE_* in the environment"
         )
     return found
+
+
+def _may_be_set(option: str) -> bool:
+    """Whether a file in an untrusted channel may set an option: a field, or one of vLLM's own."""
+    return OPTIONS[option].untrusted if option in OPTIONS else option in VLLM_UNTRUSTED
 
 
 def _untrusted(settings: Settings, path: Path) -> bool:

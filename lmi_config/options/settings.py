@@ -189,7 +189,7 @@ class _Reading:
         """The declared options that are set: field → value."""
         values: dict[str, Any] = {}
         for field, option in OPTIONS.items():
-            readers = {**dict.fromkeys(option.names, option.read), **option.others}
+            readers = {**dict.fromkeys(option.names, option.read), **option.converted}
             found = self._first(field, sorted(readers, key=self._rank), readers)
             if option.vllm:
                 found = self._agreed(field, option, found)
@@ -338,8 +338,7 @@ _FIELDS = {
     name: field
     for field, option in OPTIONS.items()
     for name in (
-        *option.names,
-        *option.others,
+        *option.all_names,
         *(_vllm_names(option.vllm) if option.vllm else ()),
     )
 }

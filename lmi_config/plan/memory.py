@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
-from lmi_config.options.declared import Settings
+from lmi_config.options.declared import GPU_MEMORY_UTILIZATION, KV_ON_CPU, Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan.parallelism import Parallelism
 
@@ -26,9 +26,6 @@ CUDA_OVERHEAD = 3 * GIB
 """Of a GPU's memory: context, activations and CUDA graphs. An estimate."""
 MARGIN = 0.1
 """Part of the memory that is left to page cache, growth and mistakes in the figures above."""
-KV_ON_CPU = 4 * GIB
-UTILIZATION = 0.92
-"""vLLM's default of gpu_memory_utilization."""
 
 
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -203,7 +200,7 @@ def gpu_budget(
     weights -= min(round((settings.cpu_offload_gb_per_gpu or 0) * GIB), weights)
     if draft:
         weights += draft.weight_bytes // parallelism.tensor
-    share = settings.gpu_memory_utilization or UTILIZATION
+    share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     return GpuBudget(
         total=min(sizes),
         usable=round(min(sizes) * share),

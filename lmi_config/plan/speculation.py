@@ -5,10 +5,7 @@ from typing import Any
 from lmi_config.facts.draft import Draft
 from lmi_config.facts.draft import faults as draft_faults
 from lmi_config.facts.model import ModelError, ModelFacts
-from lmi_config.options.declared import Settings
-
-TOKENS = 3
-"""Tokens that a draft proposes where neither the operator nor the draft says how many."""
+from lmi_config.options.declared import SPECULATIVE_TOKENS, Settings
 
 
 def draft_id(settings: Settings) -> str | None:
@@ -28,7 +25,7 @@ def config(settings: Settings, draft: Draft | None) -> dict[str, Any] | None:
     if draft:
         if draft.method:
             found.setdefault("method", draft.method)
-        found.setdefault("num_speculative_tokens", draft.tokens or TOKENS)
+        found.setdefault("num_speculative_tokens", draft.tokens or SPECULATIVE_TOKENS)
         if draft.parallel:
             found.setdefault("parallel_drafting", True)
     return found or None
@@ -59,7 +56,7 @@ def faults(settings: Settings, model: ModelFacts, draft: Draft | None) -> list[s
         tokens = None
     checked = asked.get("method") in (None, draft and draft.method)
     if draft and checked and not asked.get("use_heterogeneous_vocab"):
-        wanted = tokens if tokens is not None else draft.tokens or TOKENS
+        wanted = tokens if tokens is not None else draft.tokens or SPECULATIVE_TOKENS
         try:
             reasons = draft_faults(draft, model, wanted)
         except ModelError as error:

@@ -1,10 +1,14 @@
-"""Write docs/reference/options.md from lmi_config's declarations; a test fails when it is stale."""
+"""Write docs/reference/options.md from lmi_config's declarations, or check that it is fresh."""
 
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lmi_config.options.declared import OPTIONS, VLLM_UNTRUSTED, Section, sections, vllm_options
+from lmi_config.options.ignored import REFUSED, UNUSED
+
+MIB = 1024**2
 ROOT = Path(__file__).parent.parent.parent
 PATH = ROOT / "docs" / "reference" / "options.md"
 
@@ -30,8 +34,13 @@ variables, YAML, `serving.properties`, `HF_*`, `OPTION_*`, the other names in th
 right, the default. `OPTION_<NAME>` and `SM_VLLM_<NAME>`, with the name of the vLLM option that is
 shown, are further names; what they say must agree with the rest. Empty variables count as not set.
 
-Values that cannot be read, names that disagree and unknown names stop the start, all told at once.
-`scripts/plan` shows every option that is set and where it was given.
+Values that cannot be read, names that disagree and unknown names stop the start, all reported at
+once. `scripts/plan` shows every option that is set and where it was given.
+"""
+
+UNTRUSTED = """\
+
+An option file in an untrusted channel may name a model and a draft that are in one, and set
 """
 
 VLLM = """\
@@ -59,26 +68,33 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def default(value: object, otherwise: str | None) -> str:
-    if otherwise:
-        return otherwise
-    if value is None:
+def default(value: object) -> str:
+    """A default as an operator would write it."""
+    if value is None or value == ():
         return "none"
-    return f"`{json.dumps(value) if isinstance(value, bool) else value}`"
+    if isinstance(value, tuple):
+        return f"`{','.join(value)}`"
+    shown = f"`{json.dumps(value) if isinstance(value, bool) else value}`"
+    if isinstance(value, int) and value >= MIB:
+        for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("GB", 10**9)):
+            if value % size == 0:
+                return f"{shown} ({value // size} {unit})"
+    return shown
 
 
 def lines() -> Iterator[str]:
-    from lmi_config.options.declared import OPTIONS, vllm_options
-    from lmi_config.options.ignored import REFUSED, UNUSED
-
     yield INTRODUCTION
-    for option in OPTIONS.values():
-        if option.heading:
-            yield f"\n## {option.heading}\n\n| option | default | |\n|---|---|---|\n"
-        names = ", ".join(f"`{name}`" for name in (*option.names, *option.others))
-        passed = f" (vLLM: `{option.vllm}`)" if option.vllm else ""
-        told = default(option.default, option.otherwise)
-        yield f"| {names}{passed} | {cell(told)} | {cell(option.help)} |\n"
+    for section, options in sections().items():
+        yield f"\n## {section.value}\n\n| option | default | |\n|---|---|---|\n"
+        for option in options:
+            names = ", ".join(f"`{name}`" for name in option.all_names)
+            passed = f" (vLLM: `{option.vllm}`)" if option.vllm else ""
+            unset = option.default_text or default(option.default)
+            yield f"| {names}{passed} | {cell(unset)} | {cell(option.help)} |\n"
+        if section is Section.SECURE:
+            allowed = {it.name for it in OPTIONS.values() if it.untrusted}
+            allowed |= {f"OPTION_{name.upper()}" for name in VLLM_UNTRUSTED}
+            yield UNTRUSTED + ", ".join(f"`{name}`" for name in sorted(allowed)) + ".\n"
     yield VLLM
     yield "\n" + ", ".join(f"`{name}`" for name in sorted(vllm_options())) + ".\n"
     for introduction, table in ((REFUSED_INTRODUCTION, REFUSED), (UNUSED_INTRODUCTION, UNUSED)):
@@ -91,5 +107,8 @@ def lines() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    PATH.write_text("".join(lines()))
+    text = "".join(lines())
+    if "--check" not in sys.argv:
+        PATH.write_text(text)
+    elif PATH.read_text() != text:
+        sys.exit(f"{PATH.relative_to(ROOT)} is stale: run scripts/check --fix")

@@ -210,12 +210,10 @@ def test_any_file_gives_settings_or_the_one_error(tmp_path, text, kind):
 
 
 def test_the_list_of_options_is_fresh():
-    assert options_page.PATH.read_text() == "".join(options_page.lines()), (
-        "run scripts/generate/options_page.py"
-    )
+    assert options_page.PATH.read_text() == "".join(options_page.lines()), "run scripts/check --fix"
 
 
 def test_the_list_of_options_has_every_name():
     text = options_page.PATH.read_text()
-    names = {name for option in OPTIONS.values() for name in (*option.names, *option.others)}
+    names = {name for option in OPTIONS.values() for name in option.all_names}
     assert [name for name in sorted(names | vllm_options().keys()) if f"`{name}`" not in text] == []

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.options.declared import OPTIONS, Settings, vllm_options
+from lmi_config.options.declared import (
+    OPTIONS,
+    VLLM_SECRET,
+    VLLM_UNTRUSTED,
+    Settings,
+    vllm_options,
+)
 from lmi_config.options.ignored import REFUSED, UNUSED
 from lmi_config.options.settings import SettingsError, read
 
@@ -341,11 +347,11 @@ def test_every_declared_vllm_option_exists():
     listed = json.loads(Path("lmi_config/options/vllm_options.json").read_text())
     assert {option.vllm for option in OPTIONS.values() if option.vllm} <= listed.keys()
     assert REFUSED.keys() <= listed.keys()
+    assert vllm_options().keys() >= VLLM_SECRET | VLLM_UNTRUSTED
 
 
 NAMES = sorted(
-    {name for option in OPTIONS.values() for name in option.names}
-    | {name for option in OPTIONS.values() for name in option.others}
+    {name for option in OPTIONS.values() for name in option.all_names}
     | {f"OPTION_{name.upper()}" for name in vllm_options()}
     | {f"SM_VLLM_{name.upper()}" for name in vllm_options()}
     | UNUSED.keys()
