@@ -11,6 +11,7 @@ NAME=VALUE: the container's environment, like HF_MODEL_ID=HuggingFaceTB/SmolLM2-
 import json
 import sys
 import time
+from typing import Any
 
 import boto3
 from botocore.exceptions import ClientError
@@ -21,17 +22,17 @@ GREEDY = {"max_tokens": 16, "temperature": 0}
 url, image, first, second, newer, *variables = sys.argv[1:]
 environment = dict(it.split("=", 1) for it in variables) | {"OPTION_ENABLE_LORA": "true"}
 # The stand-in asks who calls, and believes it. Without endpoint_url these are clients of AWS.
-options = {
+options: dict[str, Any] = {
     "endpoint_url": url,
     "region_name": "us-east-1",
     "aws_access_key_id": "id",
     "aws_secret_access_key": "secret",
 }
-sagemaker = boto3.client("sagemaker", **options)
-runtime = boto3.client("sagemaker-runtime", **options)
+sagemaker: Any = boto3.client("sagemaker", **options)
+runtime: Any = boto3.client("sagemaker-runtime", **options)
 
 
-def component(name, **what):
+def component(name: str, **what: Any) -> None:
     """Create an inference component, and wait until it is in service: boto3 has no waiter."""
     sagemaker.create_inference_component(
         InferenceComponentName=name, EndpointName="example", **what
@@ -39,7 +40,7 @@ def component(name, **what):
     in_service(name)
 
 
-def in_service(name):
+def in_service(name: str) -> None:
     while True:
         found = sagemaker.describe_inference_component(InferenceComponentName=name)
         if found["InferenceComponentStatus"] == "InService":
@@ -49,11 +50,11 @@ def in_service(name):
         time.sleep(0.2)
 
 
-def adapter(base, artifact):
+def adapter(base: str, artifact: str) -> dict[str, Any]:
     return {"BaseInferenceComponentName": base, "Container": {"ArtifactUrl": artifact}}
 
 
-def invoke(name, body, **more):
+def invoke(name: str, body: Any, **more: Any) -> Any:
     return runtime.invoke_endpoint(
         EndpointName="example",
         InferenceComponentName=name,
@@ -63,9 +64,9 @@ def invoke(name, body, **more):
     )
 
 
-def answer(name, prompt="The import statement"):
+def answer(name: str, prompt: str = "The import statement") -> str:
     found = json.load(invoke(name, {"prompt": prompt, **GREEDY})["Body"])
-    return found["choices"][0]["text"]
+    return str(found["choices"][0]["text"])
 
 
 # 1. A model, and an endpoint for components: the configuration names a role and no model.

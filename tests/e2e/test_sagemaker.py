@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-import tarfile
 
 import pytest
 
+from examples.sagemaker import make_adapters
 from scripts.models import tiny_lora
 from scripts.sagemaker_local.server import running
 from tests.e2e.conftest import ROOT, START_S, serving
@@ -15,14 +15,8 @@ from tests.e2e.conftest import ROOT, START_S, serving
 @pytest.fixture
 def s3(tmp_path):
     """A folder that stands for S3, with three adapters."""
-    bucket = tmp_path / "s3" / "bucket"
-    bucket.mkdir(parents=True)
-    for seed, name in enumerate(("one", "two", "three"), 1):
-        folder = tiny_lora.write(tmp_path / name, seed)
-        with tarfile.open(bucket / f"{name}.tar.gz", "w:gz") as archive:
-            for file in folder.iterdir():
-                archive.add(file, file.name)
-    return bucket.parent
+    make_adapters.make(tmp_path / "bucket")
+    return tmp_path
 
 
 def test_the_example_in_the_documentation(tiny_options, s3, monkeypatch):
