@@ -3,7 +3,7 @@
     python examples/sagemaker/endpoint.py URL IMAGE FIRST SECOND NEWER NAME=VALUE...
 
 URL: of the stand-in (scripts/sagemaker local). IMAGE: what it runs, like
-process:scripts/serve.
+process:./entrypoint.sh.
 FIRST, SECOND: the adapters, like s3://bucket/french.tar.gz. NEWER: another version of the first.
 NAME=VALUE: the container's environment, like HF_MODEL_ID=HuggingFaceTB/SmolLM2-135M-Instruct.
 """
