@@ -14,8 +14,24 @@ from serving.observability.logs import Handler, TextFormatter
 
 _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
-# Of vLLM's warnings, those that say nothing to somebody who serves as planned.
-_HARMLESS = re.compile("|".join(("placeholder",)))
+# Warnings of others that say nothing to somebody who serves as planned: on CPUs vLLM runs eagerly
+# and without Triton, and what libraries will change one day is not for who uses them.
+_HARMLESS = re.compile(
+    "|".join(
+        (
+            r"Triton (is not|not)|requires Triton",
+            r"Enforce eager set",
+            r"Inductor compilation was disabled",
+            r"(libtcmalloc|libiomp) is not found",
+            r"OMP_NUM_THREADS=\d+ is set; leaving Torch threads",
+            r"Selected CPU core number",
+            r"NUMA binding: Using MEMBIND",
+            r"(Future|Deprecation)Warning: ",
+            r"KVConnectorBase_V1\. This API is experimental",
+            r"has no lookup ipc key, skipping touch",
+        )
+    )
+)
 
 
 class Terminal(Handler):
@@ -36,6 +52,9 @@ class Terminal(Handler):
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
+            # What is printed becomes lines of the log, redacted, and does not go around it.
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         self._task = self._bar.add_task("", total=None)
 
