@@ -207,8 +207,7 @@ class Server:
         """A command that asks the server something."""
         url = _url(*self._listener.getsockname()[:2])
         body = json.dumps({"inputs": "The capital of France is"})
-        kind = "-H 'content-type: application/json'"
-        return f"curl -s {url}{INVOCATIONS[0]} {kind} -d '{body}'"
+        return f"curl -s {url}{INVOCATIONS[0]} -d '{body}'"
 
 
 def _url(host: str, port: int) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import signal
 import tomllib
 from pathlib import Path
@@ -68,6 +69,18 @@ async def test_it_tells_how_long_its_start_took(caplog):
     assert ready["elapsed_s"] >= ready["steps"]["planning"] > 0
     assert 'slipway_start_seconds{step="fetching"}' in told
     assert f'slipway_build_info{{lmcache="0.5.6",version="{VERSION}",vllm="0.32.0' in told
+
+
+async def test_the_command_to_try_when_it_is_ready_gets_an_answer(caplog):
+    caplog.set_level(logging.INFO)
+    async with running() as served:
+        (text,) = [record.text for record in caplog.records if record.message == "ready"]
+        (command,) = [line for line in text.splitlines() if line.startswith("curl ")]
+        _, _, url, _, body = shlex.split(command)
+        kind = {"content-type": "application/x-www-form-urlencoded"}  # curl's own
+        answer = await served.client.post(url, content=body, headers=kind)
+    assert answer.status_code == 200
+    assert "generated_text" in answer.json()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
