@@ -8,8 +8,8 @@ venv=$root/.venv
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# The comment that a script begins with is its help.
-show_head() { sed -n '2,/^[^#]/s/^#\( \|$\)//p' "$0"; }
+# The comment that a script begins with, below the line with the licence, is its help.
+show_head() { sed -n '3,/^[^#]/s/^#\( \|$\)//p' "$0"; }
 
 asks_help() {
     local word
