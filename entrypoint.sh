@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The container's entry point: our verbs start Slipway, flags alone mean `serve`, anything else runs
 # as given. Either takes this shell's place, as PID 1 in a container, and hears SIGTERM itself.
 set -euo pipefail

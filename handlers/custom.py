@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's model.py in a process of its own: `python -m handlers.custom SOCKET FOLDER …`.
 
 Here it may block, print, fill memory and bring modules of its own without harm to the server, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decorators by which a user's model.py says what its functions are for."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMI's format for embeddings: `inputs` in, a list of vectors out."""
 
 from typing import Any

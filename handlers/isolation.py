@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the code of an adapter is kept from: nobody vouches for it.
 
 It runs as a user of its own, where the server may choose one, in a domain of Landlock's, where the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMI's text generation format: `inputs` and `parameters` in, `generated_text` out.
 
 The schema is the one of Amazon SageMaker's LMI container, which took it from Hugging Face's text

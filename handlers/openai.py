@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI's formats are the engine's own: bodies and answers pass untouched."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A body of any content type that LMI takes → requests as JSON."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What passes between a wire format and the engine."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m lmi_config VERB [ARGUMENT ...]`: the verb's help, or a check of what it is given, with
 nothing installed but Python.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by the scripts: their help, and .venv with the engine that fits this machine.
 # shellcheck shell=bash
 uv_version=0.13.8

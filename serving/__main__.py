@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m serving VERB`: the verbs, and what the process exits with."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a request ends before it has been answered. The first cause wins, and everybody hears it."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can go wrong with a request, and what it is on the wire: one table, a shape for each API."""
 
 import logging

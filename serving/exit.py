@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the process ends: its exit code, and a last line that says why and what helps. The line is
 short enough for SageMaker's failure reason, and it is also where Kubernetes looks for it.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders under /tmp for what no option names a folder for, safe from the machine's other users.
 
 Every user may make folders and links in /tmp, so only folders that no other user has made are used.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The life of a server: starting → ready → draining → stopped, and failed from anywhere.
 
 Everything that changes or reads the stage goes through this file, and so does what /ping says.

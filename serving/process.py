@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals, and the processes below this one: what `serve` and `route` share of a server's life."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names on the wire, of `serve` and of `route`: headers, in the case in which ASGI and the router
 compare them, and paths.
 

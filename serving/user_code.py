@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder's model.py, which runs in a process of its own (handlers/custom.py).
 
 A call that nobody waits for any more, because it took too long, its client left or the server

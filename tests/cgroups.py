@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real memory limits, where the tests may make them."""
 
 import contextlib

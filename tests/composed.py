@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compose.yaml as Compose itself reads it, and the series that the monitoring beside it uses."""
 
 import ast

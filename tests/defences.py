@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each defence of docs/explanation/security.md is taken out, to see that its test fails."""
 
 import asyncio

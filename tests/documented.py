@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation as data: its pages, their code blocks, and the commands in those."""
 
 import re

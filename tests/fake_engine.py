@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine at our own seam: an ASGI app that answers as vLLM's does, and misbehaves when told to.
 
 It "generates" the prompt's words in reverse, a word a token. Words of the prompt give orders:

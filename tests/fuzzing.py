@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples."""
 
 import os

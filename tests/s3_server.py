@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real S3 server (moto's), with a log of what is asked of it."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compose.yaml and the monitoring that it mounts, without running any of it.
 
 tests/e2e/test_compose.py runs it.

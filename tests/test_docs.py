@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README and docs/: what they show is what the programs take and print.
 
 Each code block is executed, parsed or compared by its language; tests/e2e/test_docs.py sends what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manifests: valid by the schemas, at one with each other, and with what the programs do.
 
 Objects of Kubernetes' own are held against its schemas. Those of operators have none that can be

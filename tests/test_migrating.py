@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/guides/migrating_from_lmi.md: what it says of options is what they do."""
 
 import re

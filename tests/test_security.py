@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/explanation/security.md: that every file and test it names is there."""
 
 import ast

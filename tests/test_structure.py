@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of the house, as docs/explanation/architecture.md has it: which rooms there are, which
 of them may use which, and where names may stand. `__init__` and `__main__` do not count.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/reference/support_matrix.md: each cell is what the plan says, and its tests are there."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that runs tests with the defence taken out that each of them is about.
 
 Each test runs in a process of its own (a fork), so that nothing is left of what was patched. What

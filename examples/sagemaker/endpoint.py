@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An endpoint with a base model and two LoRA adapters, from its creation to its deletion.
 
     python examples/sagemaker/endpoint.py URL IMAGE FIRST SECOND NEWER NAME=VALUE...

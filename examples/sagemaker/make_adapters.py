@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three small LoRA adapters for a tiny random model, as archives to try endpoint.py with.
 
     python -m examples.sagemaker.make_adapters FOLDER

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The events of an answer that SageMaker streams. Copy this file: it needs nothing but Python.
 
     answer = boto3.client("sagemaker-runtime").invoke_endpoint_with_response_stream(...)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users' model.py files import from LMI's package `djl_python`.
 
 They find it under that name, in a process of their own. Names and signatures are LMI's, as far as a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request's body by its Content-Type, and an answer's by what the client accepts."""
 
 import contextlib

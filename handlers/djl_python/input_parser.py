@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decorators' place in LMI's package."""
 
 from handlers.decorators import init_handler, input_formatter, prediction_handler

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a custom handler gets: one request."""
 
 import csv

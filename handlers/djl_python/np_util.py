@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists of arrays in bytes: NumPy's own files, and DJL's NDList.
 
 An NDList is a count, then each array: the text NDAR, a version, a byte that says whether a name

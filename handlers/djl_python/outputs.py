@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a custom handler returns: an answer, or a piece of one that is streamed."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The containers of a request's or an answer's content and properties."""
 
 from typing import Any

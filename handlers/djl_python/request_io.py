@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records that files written for LMI name in annotations or derive from.
 
 On vLLM's path nothing makes one: an input formatter gets a dict, an output formatter a Response.

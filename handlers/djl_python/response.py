@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an output formatter gets: the engine's whole answer."""
 
 from collections.abc import Collection, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a LoRA adapter's files tell of it, and why it cannot work with a model.
 
 Only the configuration and the header of the weights are read, so this takes milliseconds however

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A draft for speculative decoding: what kind it is, and why it could not work with a model.
 
 vLLM 0.32 refuses some drafts when it loads them, and others only at the first request. What is said

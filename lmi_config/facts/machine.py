@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machine, or the container on it, really has. look() is the only place that asks."""
 
 import contextlib

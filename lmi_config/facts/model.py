@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model's own files tell of it, read without torch and without the weights themselves.
 
 Where vLLM 0.32 has a rule of its own (which files it loads, how long a prompt may be, what it keeps

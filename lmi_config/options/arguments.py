@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line, `[MODEL] [--flag VALUE ...]`, as the options that it sets.
 
 Every option is a flag by its name: OPTION_MAX_MODEL_LEN is --max-model-len, as in vLLM, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every option, declared once: names, what it takes, default, where it goes, what it is for.
 
 `OPTION_*` and the `SERVING_*`, `SAGEMAKER_*`, `HF_*` names beside it are the vocabulary of Amazon

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options in files: LMI's serving.properties, and YAML for what no variable can hold."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that are known and do nothing here, or are refused, each with the reason."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers of option values: text in, value out, or ValueError saying what it should be."""
 
 import ipaddress

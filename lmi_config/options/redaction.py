@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is secret: a value by the name that it was given under, a part of a text by its shape."""
 
 import re

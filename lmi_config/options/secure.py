@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SageMaker's secure mode: what files that nobody vouches for may hold, and what they may decide.
 
 The platform says what is forbidden (SAGEMAKER_SECURITY_CONTROLS) and in which folders

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line, the environment and files → Settings, or one error with every fault in them.
 
 Which one counts: the command line, then as in LMI SAGEMAKER_* variables, files, HF_*, OPTION_*,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where KV caches are kept beside the engine's own memory: sizes, LMCache's arguments, the reasons.
 
 Tiers: L1 is memory of LMCache's server; L2 is a folder on this machine's disk, or a store that

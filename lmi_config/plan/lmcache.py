@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's own options, as LMI's users write them, for its server.
 
 Slipway runs `lmcache server` (multiprocess mode), which takes everything by command-line flags.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who gets how much of the machine's memory: the engine first, what is left is for KV caches."""
 
 import dataclasses

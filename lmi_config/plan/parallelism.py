@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the model is spread over the devices, decided once."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `serve` will do here, decided once, from what is known."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is likely to go wrong here, before anything is started: a sentence each, with the fix."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store of KV caches that instances share, by its URL, as LMCache's server takes it.
 
 The facts are those of LMCache 0.5.6.

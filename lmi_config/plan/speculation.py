@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding: vLLM's configuration of it, and why a draft cannot be used as asked."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments and the environment that vLLM is started with."""
 
 import json

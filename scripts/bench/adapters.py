@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What thousands of LoRA adapters cost: registering, first use, and requests to the base model.
 
 Plain vLLM and Slipway serve the same tiny model with the same arguments and 4 slots, side by side.

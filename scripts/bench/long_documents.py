@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What KV cache tiers win for long documents that are asked about again: TTFT and total time.
 
 The load is that of `lmcache bench engine --workload long-doc-qa`, which can be repeated against any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Slipway costs over plain vLLM: requests/s, latency and streamed tokens/s, as ratios.
 
 Plain vLLM and Slipway serve the same tiny model with the same arguments, side by side. Rounds of

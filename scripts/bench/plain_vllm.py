@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM without Slipway, which the benchmarks measure against."""
 
 import os

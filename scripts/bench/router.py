@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a router in front of replicas costs: requests/s, CPU, latency and streams, as ratios.
 
 The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or

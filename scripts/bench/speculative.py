@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens a step of the engine yields with each way to speculate.
 
 The same prompts go, one after the other, greedily, to a server for each method and each number k of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a start takes until the first answer, against plain vLLM's.
 
 Plain vLLM and Slipway are started in turn with the same model and arguments, every other pair the

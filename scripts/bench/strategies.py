@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each routing strategy finds in the KV caches of three real engines.
 
 Three servers with a tiny model, each with room for a third of what is asked in its KV cache, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults under load: what is lost, what is wrong, and what grows. It should be nothing.
 
 Two servers with a tiny model, KV cache tiers, adapters and a formatter, a Valkey that they share

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that harm who unpacks or decodes them without a limit."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong in chaos, one fault after the other, and how soon all is well again."""
 
 import asyncio

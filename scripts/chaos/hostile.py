@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile clients for `scripts/dev chaos --hostile`: what one client does to harm all the others.
 
 Each attack is bounded in time and size, and goes to a server or to the router. What comes back has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What chaos counts: every request's end, every fault, and whether anything has grown."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts that chaos breaks: programs that are started again, disks, and Valkey behind a link."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The traffic of chaos: requests of every kind, and a judge who knows the right answers."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who ask in chaos: users who know the right answers, and clients that do other things."""
 
 import asyncio

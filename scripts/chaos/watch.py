@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether /ping is answered in time, whatever else goes on: seen from processes of their own."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The world of chaos: two servers or more, the Valkey that they share, and the router."""
 
 import contextlib

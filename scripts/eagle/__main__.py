@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train an EAGLE or EAGLE-3 draft for a Llama model, as a folder that vLLM loads."""
 
 import argparse

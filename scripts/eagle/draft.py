@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EAGLE and EAGLE-3 drafts as vLLM 0.32 runs them, and the folders that it loads.
 
 The forward pass is that of vllm/model_executor/models/llama_eagle.py and llama_eagle3.py.

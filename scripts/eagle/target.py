@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that a draft is trained for: frozen, with the hidden states that vLLM hands on."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write docs/reference/options.md from lmi_config's declarations, or check that it is fresh."""
 
 import json

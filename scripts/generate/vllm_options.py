@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write vllm_options.json of lmi_config/options: what the pinned vLLM's options take.
 
 Settings are checked without importing vLLM (that takes many seconds), so its option names and kinds

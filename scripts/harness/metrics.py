@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What servers count, read from Prometheus' text format."""
 
 from collections.abc import Iterator

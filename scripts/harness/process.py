@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server in a process of its own: the one supervisor of tests, benchmarks and chaos."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A TCP proxy that lets only so many bytes through in a second, for tests and benchmarks.
 
 As a program: `slow_link.py PORT BYTES_PER_SECOND OWN_PORT`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of rounds of load, which are compared pair by pair."""
 
 import statistics

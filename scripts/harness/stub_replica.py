@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model server without a model, as fast as Python can be: `python stub_replica.py PORT`.
 
 For measuring and testing what stands in front of servers. GET /ping, /health, /v1/models and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where models that are made here are kept: a folder in the user's cache, each made once."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's output formatter that parses each event of a stream and writes it anew."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make a tiny random Llama with a tokenizer and a chat template, for tests and benchmarks.
 
 It answers nonsense, always the same nonsense to the same greedy prompt, and costs next to nothing:

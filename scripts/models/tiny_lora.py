@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small LoRA adapters for the tiny model, which change its greedy answers, each its own way."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make a tiny random vision-language model (Idefics3's shape), for tests. In the user's cache."""
 
 from pathlib import Path

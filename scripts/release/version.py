@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version, which pyproject.toml states, and the other places that repeat it.
 
 `scripts/check` compares them, and `scripts/check --fix` writes them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulate the router's strategies, and those of others, in front of seven engines with GPUs.
 
 scripts/routing_sim/README.md says what is simulated, whose strategies they are, and how far to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated engine: its scheduler, its KV cache, and the clock that drives them."""
 
 import heapq

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated fleet: the router, its replicas, and a run of one case through them."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of the simulation: engines' profiles, requests, what strategies know of them, cases."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulation finds: figures of each arm, tables, targets, and a plot."""
 
 import math

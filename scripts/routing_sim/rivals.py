@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routing strategies that are compared: ours, simple ones, and other routers' published rules.
 
 scripts/routing_sim/README.md says whose they are.

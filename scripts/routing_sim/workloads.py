@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workloads: streams of requests, and the cases that are made of them."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A local stand-in for SageMaker, for unmodified boto3 clients, and a check of containers.
 
 `local` answers `sagemaker` and `sagemaker-runtime` clients whose endpoint_url leads here, and runs

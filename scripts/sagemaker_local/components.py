@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inference components: base components, which have a copy of a container, and adapters on them."""
 
 import logging

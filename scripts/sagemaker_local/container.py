@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One copy of a model's container as SageMaker runs it: files, start, calls, end."""
 
 import asyncio

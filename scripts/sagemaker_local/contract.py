@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SageMaker's contract, rule by rule, against a container that runs: which of them it keeps.
 
 Each rule is a function that returns what it saw, or raises Broken or NotTried. They run one after

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SageMaker's control plane, as far as containers notice it: its operations, and who answers."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copies of containers that run for endpoints and components, and what is done meanwhile."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make a SageMaker endpoint from an image, and delete it again.
 
 All that `deploy NAME` makes is called NAME: the model, the endpoint configuration, the endpoint and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Endpoints: created, updated and deleted; the copy of an endpoint that serves a model itself."""
 
 from scripts.sagemaker_local.container import Copy, Failed

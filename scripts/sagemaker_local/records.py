@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of the control plane: what there is of each kind, as Describe and List show it."""
 
 import asyncio

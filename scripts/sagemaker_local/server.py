@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP server of the stand-in, for boto3's two clients and for OpenAI's.
 
 `running()` is the door for tests.

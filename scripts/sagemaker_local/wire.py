@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SageMaker on the wire: requests checked against botocore's service models, event streams, tokens.
 
 botocore's own client checks types, required members and minima; patterns, maxima and enumerations

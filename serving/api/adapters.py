@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapter registry's HTTP face: SageMaker's calls and LMI's.
 
 SageMaker sends parameters in the query string, with an empty body; others send a JSON object. Both

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP app: its routes, as a list."""
 
 from collections.abc import Awaitable, Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands behind the API, from the server's start to its end."""
 
 from lmi_config.options.declared import Settings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a route: where a request gets its record, and exceptions become answers.
 
 Starlette's own application would do this in two layers of middleware around every message that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server says of itself: its health, its models, its series, and how to use it."""
 
 import msgspec

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/invocations, and the paths that are the same: the body says what is wanted."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's own paths, OpenAI's."""
 
 from handlers import openai

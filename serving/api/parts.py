@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of several requests for the engine: JSON lines, and a list with an adapter for each."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stateful sessions: ids that SageMaker routes by, with an expiry that each use moves on.
 
 A session is an empty file whose time of modification is its expiry, so that it outlives a restart

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SageMaker's stateful sessions over HTTP: calls that begin or end one, and requests within."""
 
 from starlette.responses import JSONResponse, Response

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam: what the rest of Slipway knows of an engine, whichever it is."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the workers' processes: mends how vLLM 0.32 applies LoRA without a GPU.
 
 Its CPU kernels look each row's weights up by the row's slot, and a row of the base model has the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the server's process: vLLM 0.32's requests for embeddings, each read as one kind.
 
 vLLM has five models of such a request, and pydantic reads every body as all of them: 18 µs for each

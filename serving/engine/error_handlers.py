@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the server's process: vLLM's app answers errors in OpenAI's shape, repeating no request.
 
 vLLM's own handlers put the value at fault into the message, and that may be the prompt.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the engine core's process and in its workers': LMCache's connector, which here fails nothing.
 
 No fault of the cache server fails a request or ends the engine. vLLM imports the connector by its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the server's process: streams of vLLM 0.32 with no more in an event than LMI's format needs.
 
 vLLM builds each event with pydantic, and every token's log probability twice; with them a streamed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM inside our process: started, warmed up, stopped (vLLM 0.32, by its Python interface)."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error answers of vLLM's → our exceptions, in messages that repeat nothing of the prompt."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies: how they are received, and how much of them is held."""
 
 from starlette.types import Receive, Scope

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 as `serve` speaks it: uvicorn's connections, with limits to size, time and number.
 
 The app answers what is wrong with a request, like every other error: a request that cannot be read

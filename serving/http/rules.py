@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What serve and route demand of every HTTP request, wherever it goes."""
 
 MAX_HEAD = 64 * 1024

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listening, and the descriptors that connections take."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests are there, from their heads on: how many may wait, and how they are ended."""
 
 import asyncio

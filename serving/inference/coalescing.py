@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client's retry of a request that is still being answered: it gets that answer.
 
 boto3 sends a request again when it has waited for 60 s, up to twice, and closes the connection of

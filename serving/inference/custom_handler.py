@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's passage through a custom handler, the `handle` of a model.py."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keys of a request's body that somebody here decides by, read once.
 
 Which format a body is, is decided here and nowhere else. Values stay the bytes they are until they

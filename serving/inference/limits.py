@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a client's body the engine may get: its internals are the operator's.
 
 vLLM (0.32) reads much more from a body than sampling parameters. What would let a client reach the

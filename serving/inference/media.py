@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Media in requests: fetched, measured and named before the engine sees them.
 
 vLLM would fetch them itself: it follows redirects, looks at no addresses, and reaches whatever this

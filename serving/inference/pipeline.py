@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The way of every request for the engine, in its order. Nothing reaches the engine on another."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose turn it is at the engine: what is more than it works on at once waits here.
 
 The engine has a queue of its own, first come, first served, in which a flood of requests for one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's passage through the engine.
 
 It is given to the engine's ASGI app in this process, and what comes back is rendered. A stream that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request, from its head to what the engine is asked for: values that are whole from the start.
 
 HttpCall is what a route gets, ClientRequest what a client wants once its body is there, and

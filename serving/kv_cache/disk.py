@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of the disk tier: one for each model, so that no cache is ever read by another.
 
 LMCache counts only what it stored since its start. So each model has a folder named by its

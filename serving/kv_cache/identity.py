@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which caches belong to a model: its fingerprint, and the path under which every server has it.
 
 LMCache finds KV again by the path that vLLM was given and the tokens' hash. So a path is shown to

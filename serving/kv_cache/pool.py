@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of LMCache's memory in /dev/shm, and the lock by which a later server knows it unused.
 
 The file outlives a server that is killed, and /dev/shm may outlive the container: what is left

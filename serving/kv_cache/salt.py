@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who shares caches with whom: requests of the same salt, and nobody else.
 
 vLLM and LMCache make a request's `cache_salt` part of every key. What clients choose as a salt, or

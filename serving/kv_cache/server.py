@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's server as our child: started before the engine, watched, restarted, stopped last.
 
 While it is away the engine's connector notices and serves without it; when it is back, the

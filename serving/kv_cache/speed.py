@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast something is, as measured on the work itself."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One version of an adapter, its states, and how it comes into the engine and leaves it.
 
 The engine loads an adapter when it is first used, once for all who wait. What is in use is never

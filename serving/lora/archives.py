@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Archives of adapters (.tar.gz), read as if an attacker had made them.
 
 Python's tarfile holds the bodies of extended headers in memory whatever their size, seeks to where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where adapters' files come from: folders, archives and S3. All of it blocks."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapter registry: which adapters there are, by name. No HTTP.
 
 When an adapter is registered, its files are checked and a digest of them is made; it is loaded when

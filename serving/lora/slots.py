@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots for adapters: few in a batch of the engine (BatchSlots), more in its memory (EngineSlots).
 
 vLLM (0.32) passes over a request whose adapter has no room in the batch, for as long as requests of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of each request: its id, a line in the log, and series for Prometheus."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that this process and its children write becomes lines of the log.
 
 vLLM's processes log in our form (vllm_logging.json), LMCache and others as they like. What they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMI's SERVING_ERROR_RATE_*: after too many errors /ping says so, and the server is replaced."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log: one JSON object a line, or readable text on a terminal, without secrets."""
 
 import contextlib

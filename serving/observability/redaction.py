@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hides secrets in what is logged or printed: the environment's, and what looks like one."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log on a terminal: lines in colour, and below them a bar for what the start is busy with."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One log line for a trouble that is met again and again."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What router processes on one port tell each other: which request went where.
 
 Each process announces its choices to the others, within milliseconds, and several times a second

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's way: to a replica, to another where that helps, and its answer to the client."""
 
 import asyncio

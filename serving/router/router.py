@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process of `route`: one port in front of several servers."""
 
 import asyncio

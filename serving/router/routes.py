@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which paths the router answers, and by how many replicas."""
 
 import enum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which replica has which of SageMaker's stateful sessions: its answer says so."""
 
 from collections import OrderedDict

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the router says of itself: /ping, /metrics, and /replicas for people."""
 
 import html

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`route`: the processes of a router, one or several, on one port."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment → a Deployment, with all that has to be looked at on the way. Starts nothing."""
 
 import dataclasses

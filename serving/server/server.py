@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`serve`, from listening to the exit code: HTTP at once, the engine when it is there, and an end
 that loses no request that could have been answered.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a plan to a running engine: fetch the model, start the cache server, start vLLM."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of files: of all their bytes, and of samples where a model is too large for that."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of a model's files serving needs, by their names."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of the Hugging Face hub: listed, looked at by their beginnings, fetched to its cache."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kind of source a model's id names: a local folder, S3 or the Hugging Face hub."""
 
 import dataclasses

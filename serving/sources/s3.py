@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models on S3: listed, looked at by their first bytes, and fetched into a folder."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all kinds of sources have in common: their interface, errors, downloads and time-outs."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real servers: our program in a process of its own, the real engine in it, a real socket."""
 
 import contextlib

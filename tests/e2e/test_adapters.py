@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters on the real engine: SageMaker's calls, lazy loading, versions, mixed batches."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The APIs on the real engine with a tiny model."""
 
 import json

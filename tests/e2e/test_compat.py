@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Users' model.py files, embeddings and batches on the real engine."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The services of compose.yaml as processes of this machine, with the commands and options that
 are there, and what the monitoring beside it asks them for.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A deployment made for LMI, served as it is: in a container's memory, its model in S3."""
 
 import json

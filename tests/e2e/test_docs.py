@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the documentation sends to a server is answered as it shows."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests' engine answers as the real one does: the same calls to both, in status and shape."""
 
 import asyncio

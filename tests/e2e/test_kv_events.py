@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router's index follows a real engine: what a request leaves in its cache is what is looked
 up for the next.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache server and the shared store are killed and stopped while loads from them are under way.
 
 No request may fail, no engine may end, and every text is that of before. In float32, as how a

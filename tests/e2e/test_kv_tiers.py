@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV cache tiers on the real engine, LMCache and Valkey: hits, right answers, and faults.
 
 vLLM's own prefix cache is off, so that every hit comes from the tiers, but where it says otherwise.

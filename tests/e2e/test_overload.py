@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Far more clients than the real engine has room for, and clients that leave or ask again."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router in front of two real engines: everything a client does with one server, and what only
 several can do.
 """

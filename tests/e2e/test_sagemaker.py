@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SageMaker's life of an endpoint on the real engine, and SageMaker's contract, rule by rule."""
 
 import json

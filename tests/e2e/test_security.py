@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What hostile requests do to the real engine, and secure mode around it."""
 
 import json

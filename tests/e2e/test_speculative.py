@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding on the real engine: what is drafted changes how fast, never what."""
 
 import json

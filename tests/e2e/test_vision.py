@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vision-language model on the real engine: images in chats."""
 
 import base64

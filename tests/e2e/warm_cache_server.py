@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`serve`, with a cache server that takes no time to import: for many restarts in little time.
 
     python tests/e2e/warm_cache_server.py serve

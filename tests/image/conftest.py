@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The image as an engine for containers runs it: `scripts/test image`.
 
 No container here has a network, so whatever would be fetched at a start is missed. What talks to a

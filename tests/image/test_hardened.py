@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server as locked up as can be, with KV cache tiers: no network, no privileges, nothing to
 write but /tmp, little memory. The tests use it in this order; the last one stops it.
 """

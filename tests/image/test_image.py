@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The image: what it says of itself, its verbs, and that anyone can run it."""
 
 import json

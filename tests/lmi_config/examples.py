@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines and models that several tests look at."""
 
 from typing import Any

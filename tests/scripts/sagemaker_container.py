@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A container as SageMaker wants it, without a model, and with the faults that FAULTS names.
 
 It answers with what it was sent. In a body, `stream` asks for events, `wait` is in seconds, `break`

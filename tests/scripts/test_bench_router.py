@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load generator, on stub replicas in this process."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chaos's judge, against replicas that lie, and its ledger."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile clients of scripts/dev chaos, against a real server over the tests' engine."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`scripts/sagemaker deploy`: its requests, and its course against servers that boto3 talks to."""
 
 import io

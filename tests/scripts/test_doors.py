@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts that users and developers call, up to where an engine would start."""
 
 import hashlib

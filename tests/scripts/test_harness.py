@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The harness that tests, benchmarks and chaos stand on."""
 
 import signal

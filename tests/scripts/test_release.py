@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a release stands on: one version, and the steps that `scripts/dev release` takes."""
 
 import re

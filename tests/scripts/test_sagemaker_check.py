@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conformance run: a container that keeps every rule, and for each rule one that breaks it."""
 
 import asyncio

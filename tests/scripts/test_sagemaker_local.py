@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stand-in for SageMaker, through boto3's own clients, with a container that has no model."""
 
 import base64

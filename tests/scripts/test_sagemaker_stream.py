@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client helper: any cut of any events, by itself and through boto3."""
 
 import contextlib

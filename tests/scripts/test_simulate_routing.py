@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated engines by figures worked out by hand, and what strategies must make of them."""
 
 import math

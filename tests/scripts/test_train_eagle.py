@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts trained for a Llama of a few thousand numbers, which takes a second or two each."""
 
 import json

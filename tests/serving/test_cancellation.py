@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request's early end: the first cause wins, everybody hears it, nothing is left running."""
 
 import asyncio

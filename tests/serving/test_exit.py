@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why it ended: the last line of real processes, and what it says of known causes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders under /tmp on a machine that others use, too."""
 
 import os

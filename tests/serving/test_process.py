@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals, orphans and children that have ended: real processes."""
 
 import asyncio

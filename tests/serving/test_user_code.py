@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Users' model.py files, in processes of their own, behind a real server over a fake engine."""
 
 import asyncio

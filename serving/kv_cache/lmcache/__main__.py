@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lmcache server` with Slipway's parts in it, as a program: the child of serving.kv_cache.server.
 
 Standard input has a line for each new figure of how many seconds the engine computes one chunk.

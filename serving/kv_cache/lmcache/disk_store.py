@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In LMCache's server: the disk tier's files, each with a digest, so that a damaged one is a miss.
 
 LMCache trusts what it reads. Between it and its own file client (`LMCacheFSClient`) this puts a

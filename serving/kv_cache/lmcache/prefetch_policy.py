@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In LMCache's server: its prefetch and store policies, by which slow stores are left out.
 
 KV is loaded from an L2 store only where that is quicker than computing it again. For each request

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In LMCache's server: the store that instances share, used while it answers, else left out.
 
 LMCache waits for every store at every look-up, so one that is away would cost each request seconds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of adapters, which all replicas are to have."""
 
 import asyncio

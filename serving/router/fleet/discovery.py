@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the replicas are: a list, a file that is watched, or endpoints that Kubernetes knows."""
 
 import asyncio

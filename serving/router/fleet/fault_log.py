@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the log says of a source of replicas that cannot be read."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Health checks: replicas are asked again and again whether they can serve, and what."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kubernetes' endpoints as replicas.
 
 The router needs the verbs `list` and `watch` on `endpointslices` in the API group

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The replicas: which there are, whether they can serve, and what they serve."""
 
 import asyncio

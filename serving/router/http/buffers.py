@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that the requests of all clients take, and how much of it there is for them."""
 
 MAX_BODY = 4 * 1024**2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client's connection: HTTP/1.1 requests, answered one after the other in their order.
 
 A connection is in one of three stages:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flow control of a connection, the same towards clients and towards replicas."""
 
 import asyncio

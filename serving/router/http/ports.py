@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a client's connection and what answers its requests know of each other: these alone."""
 
 from typing import Protocol

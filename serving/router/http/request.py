@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client's request as it was read, and as it is sent on."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection to a replica: requests go out, and answers come back as the bytes they are.
 
 httptools follows an answer only to find where it ends, and reads its head's fields. Where the head

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the strategy kvaware needs: the tokens of requests, and the KV events of replicas.
 
 Where one of them is missing, the log says so, once for each reason, and the strategy knows as much

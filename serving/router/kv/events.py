@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replica's KV events over ZeroMQ → the index.
 
 vLLM numbers its batches of events from 0, publishes them, and keeps a log of the latest 10,000. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests → the tokens that the engine makes of them.
 
 Where they are uncertain there are none: the engine reads requests its own way, and a wrong answer

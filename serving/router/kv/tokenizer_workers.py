@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that tokenise requests, so that one that hangs or grows can be ended.
 
 Chat templates are programs: no limit holds in the process that runs one. A parent loads the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hash chains: how a request's prompt is compared with what replicas have in their caches.
 
 They are made with Python's own hash: it is fast, and hashes never leave the router's processes,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which replica has which blocks in its engine's prefix cache, by its KV events.
 
 The engine's own hashes are not computed here: they depend on its version and options. Events bring

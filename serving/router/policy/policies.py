@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which replica gets a request: the four strategies, by HyperPod's names for them.
 
 Nothing here does I/O or looks at a clock, so that scripts/dev simulate runs these very classes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each replica was sent before: hashes of prompts, about as many as its KV cache holds."""
 
 from collections import OrderedDict

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strategies know of a request, and how it is read from its headers and body.
 
 Of a JSON body only the keys that matter are looked at, in one decoding, and prompts stay the bytes

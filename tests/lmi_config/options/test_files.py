@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options in files, and the folder they are in, through settings.read() as the server does it."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What counts as secret by its name, and what of a text by its shape."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of the KV cache tiers: what fits, what is left out, what contradicts itself."""
 
 import contextlib

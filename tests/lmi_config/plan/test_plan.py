@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan as an operator sees it, and what it warns of."""
 
 import contextlib

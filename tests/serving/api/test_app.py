@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients see, through a real server and a real socket; only the engine is a fake."""
 
 import asyncio

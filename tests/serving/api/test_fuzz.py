@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests at random. Whatever a client sends, docs/reference/openapi.yaml describes the answer.
 
 In CI the examples are always the same; SLIPWAY_FUZZ=50 tries fifty times as many.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stateful sessions, through the server and by themselves."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How vLLM's app answers errors: in OpenAI's shape, and with nothing that the client sent."""
 
 import httpx

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector between vLLM's real scheduler and LMCache's real server, in every order of events.
 
 A step here is one of the engine's: the scheduler, the worker's side of the connector with its KV

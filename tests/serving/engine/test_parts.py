@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classes that vLLM and LMCache load by their paths."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients can reach of vLLM's request models: a new vLLM's additions fail here.
 
 Who finds this test red after an update of vLLM asks of each new field what a client could make of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 on the wire: what cannot be read, has no end or comes too slowly. Only the engine is a
 fake.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of web pages, which browsers send wherever a page is from. Only the engine is a fake."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client's retry of a request that is still being answered."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Custom handlers, the `handle` of a model.py: hung, slow, without a status, with secrets to keep.
 
 Each is a real process behind a real server over a fake engine.

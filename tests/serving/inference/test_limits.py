@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a client's body reaches the engine, and what of its headers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More requests than the engine works on: who waits, who is refused, whose turn it is."""
 
 import asyncio

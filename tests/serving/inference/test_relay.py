@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose fault it is when an answer breaks off."""
 
 import pytest

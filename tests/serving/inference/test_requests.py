@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request's life, from its head to its end: what it may hold, what ends it, who is told what."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's walk through the house: which rooms it enters, and how often its body is read."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier's folder: real processes on real folders, which also hold what is not ours."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's fingerprint: what makes another model of it."""
 
 from serving.kv_cache.identity import fingerprint

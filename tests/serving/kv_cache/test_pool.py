@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache server's memory in /dev/shm: what is left of killed servers, by real processes."""
 
 import fcntl

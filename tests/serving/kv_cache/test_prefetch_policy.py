@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is loaded from a store, by how fast it was seen to be and how fast the engine computes."""
 
 import pytest

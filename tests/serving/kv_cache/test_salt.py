@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of a body's cache_salt, by the bodies that the engine gets."""
 
 import asyncio

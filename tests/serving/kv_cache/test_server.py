@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The watch over LMCache's server: what ends it, what does not, and what is read from it.
 
 The server is a small one in its place, which does what a file says; the real one is in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the model.py of an adapter can and cannot do: real processes, over a fake engine."""
 
 import asyncio

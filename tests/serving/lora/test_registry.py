@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters over a fake engine: the calls of SageMaker and LMI, bad input, and random lives."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters are worked on at once, by a clock that the tests set."""
 
 import asyncio

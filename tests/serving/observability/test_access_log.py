@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of requests: lines of the log, series, error rates. Only the engine is a fake."""
 
 import asyncio

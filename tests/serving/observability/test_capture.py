@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What libraries and children write becomes lines of the log: real processes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the log writes, and at which level."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of secrets reaches standard error: nothing."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/reference/metrics.md has all series of Slipway's own: their owners and their labels."""
 
 import re

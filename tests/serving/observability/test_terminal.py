@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log on a terminal, and as text elsewhere: real processes, a real pseudoterminal."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas that do what a test wants, and a router in front of them, all on real sockets."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router as a process, in front of others that are killed, frozen and started again."""
 
 import asyncio

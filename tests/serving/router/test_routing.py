@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients of the router see: HTTP, retries, and who answers."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is looked at on the way to a plan, on this machine."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SageMaker's secure mode: what `plan` and `serve` refuse, and what the adapter registry does."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's life, from start to exit code; only the engine is a fake."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM while a request waits, at every place where it does.
 
 A first run of a request finds out where it waits: the functions of serving/ in whose awaits its

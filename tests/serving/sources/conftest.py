@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of sources share: a model's files, and hosts that do not answer."""
 
 import contextlib

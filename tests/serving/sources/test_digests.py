@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests: what they notice, and what they do not read twice."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models from a small Hugging Face hub."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kind of source an id names; folders of this machine."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models from a real S3 server (moto's)."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas from a list, from a file, and from a small Kubernetes API that the real client asks."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP at random, from clients and from replicas, on both event loops.
 
 Another implementation of HTTP (h11) judges what replicas get and what clients get. In CI the

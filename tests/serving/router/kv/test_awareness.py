@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strategy kvaware says and does where something is missing for it. With real engines it is in
 tests/e2e/test_router.py.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Followers against a publisher that speaks as vLLM's does, and loses what a network can lose."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests become the tokens that the engine would get; tests/e2e/test_kv_events.py asks it."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index against events as vLLM 0.32 sends them, and against a simple model of an engine."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who gets a request, by strategy. tests/scripts/test_simulate_routing.py has them over time."""
 
 from collections import Counter
