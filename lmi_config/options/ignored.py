@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that are known and do nothing here, or are refused, each with the reason."""
+"""Names that are known and do nothing here, were removed, or are refused, each with the reason."""
 
 from collections.abc import Mapping
 
@@ -64,10 +64,20 @@ UNUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "OPTION_ENABLE_REASONING",
+            "OPTION_DISABLE_ASYNC_OUTPUT_PROC",
+            "OPTION_ENABLE_PROMPT_ADAPTER",
             "OPTION_LONG_LORA_SCALING_FACTORS",
             "OPTION_LORA_EXTRA_VOCAB_SIZE",
-            "OPTION_SWAP_SPACE",
+            "OPTION_MAX_PROMPT_ADAPTERS",
+            "OPTION_MAX_PROMPT_ADAPTER_TOKEN",
+            "OPTION_MULTI_STEP_STREAM_OUTPUTS",
+            "OPTION_NUM_LOOKAHEAD_SLOTS",
+            "OPTION_NUM_SCHEDULER_STEPS",
+            "OPTION_PREEMPTION_MODE",
+            "OPTION_QUANTIZATION_PARAM_PATH",
+            "OPTION_SCHEDULER_DELAY_FACTOR",
+            "OPTION_TOKENIZER_POOL_SIZE",
+            "OPTION_TOKENIZER_POOL_TYPE",
             "OPTION_USE_V2_BLOCK_MANAGER",
         ),
         _GONE,
@@ -102,6 +112,110 @@ UNUSED: Mapping[str, str] = {
     "SERVING_WAIT_MODEL_LOADING": "/ping answers 503 until the model is ready",
 }
 """LMI's names that are accepted and do nothing: name → why."""
+
+_EACH_REQUEST = (
+    "give it in each request; OPTION_OVERRIDE_GENERATION_CONFIG sets defaults for all of them"
+)
+_LENGTH = "set OPTION_MAX_MODEL_LEN, for prompt and answer together"
+_NGRAM = (
+    'set OPTION_SPECULATIVE_CONFIG={"method":"ngram","num_speculative_tokens":3,'
+    '"prompt_lookup_max":4}'
+)
+_NEURON = "it is Neuron's, which Slipway does not run; remove it"
+_TRTLLM = "it is TensorRT-LLM's, which Slipway does not run; remove it"
+
+REMOVED: Mapping[str, str] = {
+    "OPTION_CUDA_GRAPH_SIZES": "set OPTION_CUDAGRAPH_CAPTURE_SIZES",
+    "OPTION_DEVICE": "the image decides: there is one for CPUs and one for GPUs",
+    "OPTION_DISABLE_LOG_REQUESTS": "requests are logged with OPTION_ENABLE_LOG_REQUESTS=true only",
+    "OPTION_DISABLE_MM_PREPROCESSOR_CACHE": "set OPTION_MM_PROCESSOR_CACHE_GB=0",
+    "OPTION_DRAFT_MODEL_TP_SIZE": (
+        'set draft_tensor_parallel_size in OPTION_SPECULATIVE_CONFIG, as {"model":"...",'
+        '"num_speculative_tokens":3,"draft_tensor_parallel_size":1}'
+    ),
+    "OPTION_ENABLE_MULTIMODAL_ENCODER_DATA_PARALLEL": "set OPTION_MM_ENCODER_TP_MODE=data",
+    "OPTION_ENABLE_REASONING": "OPTION_REASONING_PARSER alone switches it on",
+    "OPTION_GUIDED_DECODING_BACKEND": (
+        'set OPTION_STRUCTURED_OUTPUTS_CONFIG={"backend":"xgrammar"}'
+    ),
+    "OPTION_OVERRIDE_POOLER_CONFIG": "set OPTION_POOLER_CONFIG",
+    "OPTION_SPECULATIVE_MODEL": "set OPTION_SPECULATIVE_DRAFT_MODEL",
+    "OPTION_SWAP_SPACE": "OPTION_LMCACHE_AUTO_CONFIG=true keeps KV caches in CPU memory",
+    **dict.fromkeys(
+        ("OPTION_ENGINE_USE_RAY", "OPTION_WORKER_USE_RAY"),
+        "set OPTION_DISTRIBUTED_EXECUTOR_BACKEND=ray",
+    ),
+    **dict.fromkeys(
+        ("OPTION_LOAD_IN_4BIT", "OPTION_LOAD_IN_8BIT"), "set OPTION_QUANTIZE=bitsandbytes"
+    ),
+    **dict.fromkeys(
+        ("OPTION_MAX_CONTEXT_LEN_TO_CAPTURE", "OPTION_MAX_SEQ_LEN_TO_CAPTURE"),
+        "CUDA graphs are limited by batch: set OPTION_MAX_CUDAGRAPH_CAPTURE_SIZE",
+    ),
+    **dict.fromkeys(("OPTION_NGRAM_PROMPT_LOOKUP_MAX", "OPTION_NGRAM_PROMPT_LOOKUP_MIN"), _NGRAM),
+    **dict.fromkeys(
+        ("OPTION_ROPE_SCALING", "OPTION_ROPE_THETA"),
+        'set OPTION_HF_OVERRIDES={"rope_parameters":{...}}',
+    ),
+    **dict.fromkeys(
+        ("OPTION_MAX_DRAFT_LEN", "OPTION_SPECULATIVE_LENGTH"), "set OPTION_NUM_SPECULATIVE_TOKENS"
+    ),
+    **dict.fromkeys(
+        (
+            "OPTION_DO_SAMPLE",
+            "OPTION_MAX_NEW_TOKENS",
+            "OPTION_MAX_TOKENS",
+            "OPTION_REPETITION_PENALTY",
+            "OPTION_TEMPERATURE",
+            "OPTION_TOP_K",
+            "OPTION_TOP_P",
+        ),
+        _EACH_REQUEST,
+    ),
+    **dict.fromkeys(
+        (
+            "OPTION_MAX_INPUT_LEN",
+            "OPTION_MAX_INPUT_LENGTH",
+            "OPTION_MAX_INPUT_TOKENS",
+            "OPTION_MAX_OUTPUT_LEN",
+            "OPTION_MAX_TOTAL_TOKENS",
+            "OPTION_N_POSITIONS",
+        ),
+        _LENGTH,
+    ),
+    "OPTION_ENABLE_KV_CACHE_REUSE": "set OPTION_ENABLE_PREFIX_CACHING",
+    "OPTION_KV_CACHE_FREE_GPU_MEM_FRACTION": "set OPTION_GPU_MEMORY_UTILIZATION",
+    "OPTION_MAX_NUM_TOKENS": "set OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS",
+    **dict.fromkeys(
+        (
+            "OPTION_BATCH_SCHEDULER_POLICY",
+            "OPTION_ENABLE_TRT_OVERLAP",
+            "OPTION_MAX_BEAM_WIDTH",
+            "OPTION_SMOOTHQUANT_ALPHA",
+            "OPTION_SMOOTHQUANT_PER_CHANNEL",
+            "OPTION_SMOOTHQUANT_PER_TOKEN",
+            "OPTION_TOKENS_PER_BLOCK",
+            "OPTION_USE_CUSTOM_ALL_REDUCE",
+        ),
+        _TRTLLM,
+    ),
+    **dict.fromkeys(
+        (
+            "OPTION_AMP",
+            "OPTION_COMPILED_GRAPH_PATH",
+            "OPTION_CONTEXT_LENGTH_ESTIMATE",
+            "OPTION_FUSE_QKV",
+            "OPTION_GROUP_QUERY_ATTENTION",
+            "OPTION_LOAD_SPLIT_MODEL",
+            "OPTION_NEURON_OPTIMIZE_LEVEL",
+            "OPTION_ON_DEVICE_EMBEDDING",
+            "OPTION_OVERRIDE_NEURON_CONFIG",
+            "OPTION_SPLIT_MODEL_PATH",
+        ),
+        _NEURON,
+    ),
+}
+"""Names of LMI's and of older versions of vLLM that are accepted: name → what to do instead."""
 
 # vLLM options that belong to its own HTTP server, which Slipway replaces.
 _HTTP = "its own HTTP server is not used: Slipway answers HTTP itself"

@@ -5,13 +5,14 @@ Which one counts: the command line, then as in LMI SAGEMAKER_* variables, files,
 and the other names.
 """
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmi_config.options import files
+from lmi_config.options import engines, files
 from lmi_config.options.declared import (
     MODEL_STORE,
     OPTIONS,
@@ -23,7 +24,7 @@ from lmi_config.options.declared import (
     vllm_options,
 )
 from lmi_config.options.files import FileFault, Given
-from lmi_config.options.ignored import REFUSED, UNUSED
+from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
 from lmi_config.options.parsers import Reader
 from lmi_config.options.redaction import masked, secret
 
@@ -126,15 +127,13 @@ def merged(
     found = {name: value for name, value in found.items() if value.text}
     everything = {**given, **found}
     left = _without(everything, argued)
-    reading = _Reading({**left, **argued}, frozenset(found.keys() & left.keys()))
-    reading.faults += [
+    resolved = _Resolver({**left, **argued}, frozenset(found.keys() & left.keys())).resolve()
+    faults = [
         f"{found[name].name}: only the environment may set it"
         for name in sorted(_PLATFORM & found.keys())
     ]
-    values = reading.declared()
-    engine = reading.others(values.get("strict", True))
-    if reading.faults:
-        raise SettingsError(reading.faults)
+    if faults := [*faults, *resolved.faults]:
+        raise SettingsError(faults)
     overridden = [
         f"{name} is set, but {found[name].name} comes first"
         for name in sorted(found.keys() & given.keys() & left.keys())
@@ -146,20 +145,21 @@ def merged(
         for name, it in sorted(everything.items())
         if name not in left and it.text != first[_option(name)].text
     ]
+    values = dict(resolved.values)
     if folder:
         values.setdefault("model_id", str(folder))
     return Settings(
         **values,
-        engine=engine,
+        engine=resolved.engine,
         model_folder=folder,
         lmcache={
             name: value.text
-            for name, value in reading.given.items()
+            for name, value in {**left, **argued}.items()
             if name.startswith("LMCACHE_") and name != "LMCACHE_CONFIG_FILE"
         },
-        origins=reading.origins,
-        files=reading.files,
-        notes=(*overridden, *reading.notes()),
+        origins=resolved.origins,
+        files=resolved.files,
+        notes=(*overridden, *resolved.notes),
         interactive=_interactive(given),
     )
 
@@ -175,18 +175,55 @@ def _interactive(given: Mapping[str, Given]) -> bool:
     return bool(ports) and not batch
 
 
-class _Reading:
-    """One pass over what was given: faults and origins come together on the way."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Resolved:
+    """What was given, read. values: field → value; the others as in Settings."""
+
+    values: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    origins: Mapping[str, str]
+    files: Mapping[str, Path]
+    notes: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+class _Resolver:
+    """One pass over what was given: faults and notes come together on the way."""
 
     def __init__(self, given: Mapping[str, Given], from_files: frozenset[str]) -> None:
         self.given = given
-        self.faults: list[str] = []
-        self.origins: dict[str, str] = {}
-        self.files: dict[str, Path] = {}
         self._from_files = from_files
+        self._names: dict[str, str] = {}
+        """Field, or name of a vLLM option → the variable that it was given by."""
         self._notes: list[str] = []
+        self._faults: list[str] = []
 
-    def declared(self) -> dict[str, Any]:
+    def resolve(self) -> _Resolved:
+        self._other_engines()
+        values = self._declared()
+        engine = self._undeclared(values.get("strict", True))
+        lmcache = {it: it for it in self.given.keys() - _NAMES if it.startswith("LMCACHE_")}
+        return _Resolved(
+            values=values,
+            engine=engine,
+            origins={field: self.given[name].name for field, name in self._names.items()},
+            files={
+                field: file
+                for field, name in {**lmcache, **self._names}.items()
+                if (file := self.given[name].file)
+            },
+            notes=(*self._notes, *self._without_effect()),
+            faults=tuple(self._faults),
+        )
+
+    def _other_engines(self) -> None:
+        for name, engine in engines.others({name: it.text for name, it in self.given.items()}):
+            self._faults.append(
+                f"{self._shown(name)}: chooses {engine}, and Slipway runs vLLM only; remove it to "
+                f"serve the model with vLLM, or use LMI's container with {engine}"
+            )
+
+    def _declared(self) -> dict[str, Any]:
         """The declared options that are set: field → value."""
         values: dict[str, Any] = {}
         for field, option in OPTIONS.items():
@@ -198,8 +235,8 @@ class _Reading:
                 values[field] = found
         return values
 
-    def others(self, strict: bool) -> dict[str, Any]:
-        """vLLM's options that were given by their own names. Tells unknown names."""
+    def _undeclared(self, strict: bool) -> dict[str, Any]:
+        """vLLM's options that were given by their own names. Reports unknown names."""
         engine: dict[str, Any] = {}
         for name in sorted(self.given.keys() - _NAMES - UNUSED.keys()):
             if not name.startswith((PREFIX, VLLM_PREFIX)) and name not in self._from_files:
@@ -208,36 +245,32 @@ class _Reading:
             if name.startswith("LMCACHE_"):
                 continue
             option = name.removeprefix(VLLM_PREFIX).removeprefix(PREFIX).lower()
+            written = self.given[name].name
             if reader := vllm_options().get(option):
                 value = self._value(name, reader)
                 if value is None:
                     continue
                 if engine.setdefault(option, value) != value:
-                    self._disagree(self.origins[option], name)
-                self.origins.setdefault(option, name)
+                    self._disagree(self._names[option], name)
+                self._names.setdefault(option, name)
             elif option in REFUSED:
-                self.faults.append(
-                    f"{self.given[name].name}: vLLM has this option, but {REFUSED[option]}"
-                )
+                self._faults.append(f"{written}: vLLM has this option, but {REFUSED[option]}")
+            elif instead := REMOVED.get(PREFIX + option.upper()):
+                self._notes.append(f"{written} does nothing here: {instead}")
             elif strict:
                 hint = "(OPTION_STRICT=false ignores unknown options)"
-                self.faults.append(f"{self._stranger(name)} {hint}")
+                self._faults.append(f"{self._stranger(name)} {hint}")
             else:
                 self._notes.append(f"{self._stranger(name)}; ignored")
-        lmcache = {it: it for it in self.given.keys() - _NAMES if it.startswith("LMCACHE_")}
-        for field, name in {**lmcache, **self.origins}.items():
-            if file := self.given[name].file:
-                self.files[field] = file
-        self.origins = {field: self.given[name].name for field, name in self.origins.items()}
         return engine
 
-    def notes(self) -> list[str]:
-        """What was given and does nothing, at last in one sentence what is known to."""
+    def _without_effect(self) -> Iterator[str]:
+        """What was given and is known to do nothing, in one sentence."""
         unused: dict[str, list[str]] = {}
         for name in sorted(self.given.keys() & UNUSED.keys()):
             unused.setdefault(UNUSED[name], []).append(self.given[name].name)
-        reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items())
-        return self._notes + ([f"accepted, but does nothing here: {reasons}"] if reasons else [])
+        if reasons := "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items()):
+            yield f"accepted, but does nothing here: {reasons}"
 
     def _rank(self, name: str) -> int:
         if name.startswith("SAGEMAKER_"):
@@ -249,7 +282,7 @@ class _Reading:
         given = [name for name in names if name in self.given]
         if not given:
             return None
-        first = self.origins[field] = given[0]
+        first = self._names[field] = given[0]
         self._notes += [
             f"{self.given[name].name} is set, but {self.given[first].name} comes first"
             for name in given[1:]
@@ -266,9 +299,9 @@ class _Reading:
             other = self._value(name, option.read)
             if found is None:
                 found = other
-                self.origins.setdefault(field, name)
+                self._names.setdefault(field, name)
             elif other is not None and found != other:
-                self._disagree(self.origins[field], name)
+                self._disagree(self._names[field], name)
         return found
 
     def _value(self, name: str, read: Reader) -> Any:
@@ -277,18 +310,18 @@ class _Reading:
             return read(given.text)
         except (ValueError, RecursionError) as error:
             should = error if isinstance(error, ValueError) else "less deeply nested"
-            self.faults.append(f"{self._told(name)}: should be {should}")
+            self._faults.append(f"{self._shown(name)}: should be {should}")
             return None
 
-    def _told(self, name: str) -> str:
+    def _shown(self, name: str) -> str:
         """A name with the value that was given, as far as it may be read."""
         given = self.given[name]
         shown = "(hidden)" if secret(name) else masked(repr(given.text))
         return _assigned(given.name) + shown
 
     def _disagree(self, one: str, other: str) -> None:
-        self.faults.append(
-            f"{self._told(one)} and {self._told(other)} set the same option to different values; "
+        self._faults.append(
+            f"{self._shown(one)} and {self._shown(other)} set the same option to different values; "
             "keep one"
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmi_config.options.declared import OPTIONS, VLLM_UNTRUSTED, Section, sections, vllm_options
-from lmi_config.options.ignored import REFUSED, UNUSED
+from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
 
 MIB = 1024**2
 ROOT = Path(__file__).parent.parent.parent
@@ -57,6 +57,14 @@ REFUSED_INTRODUCTION = """\
 These are refused:
 """
 
+REMOVED_INTRODUCTION = """\
+
+## Names that were removed
+
+Options of LMI's and of older versions of vLLM are accepted, each with a warning that says what to
+do instead:
+"""
+
 UNUSED_INTRODUCTION = """\
 
 ## Names that do nothing
@@ -98,8 +106,12 @@ def lines() -> Iterator[str]:
             yield UNTRUSTED + ", ".join(f"`{name}`" for name in sorted(allowed)) + ".\n"
     yield VLLM
     yield "\n" + ", ".join(f"`{name}`" for name in sorted(vllm_options())) + ".\n"
-    for introduction, table in ((REFUSED_INTRODUCTION, REFUSED), (UNUSED_INTRODUCTION, UNUSED)):
-        yield introduction + "\n| name | why |\n|---|---|\n"
+    for introduction, table, about in (
+        (REFUSED_INTRODUCTION, REFUSED, "why"),
+        (REMOVED_INTRODUCTION, REMOVED, "instead"),
+        (UNUSED_INTRODUCTION, UNUSED, "why"),
+    ):
+        yield introduction + f"\n| name | {about} |\n|---|---|\n"
         reasons: dict[str, list[str]] = {}
         for name, why in table.items():
             reasons.setdefault(why, []).append(f"`{name}`")

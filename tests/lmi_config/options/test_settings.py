@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import contextlib
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from lmi_config.options.declared import (
     Settings,
     vllm_options,
 )
-from lmi_config.options.ignored import REFUSED, UNUSED
+from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
 from lmi_config.options.settings import SettingsError, read
 
 TRACES, PROTOCOL = "otlp_traces_endpoint", "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -339,6 +340,54 @@ def test_every_option_tells_where_it_was_given():
 def test_settings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         read({}).port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("name", "instead"), REMOVED.items())
+def test_a_removed_option_is_accepted_and_says_what_to_do_instead(name, instead):
+    known = {it for option in OPTIONS.values() for it in option.all_names}
+    known |= {f"OPTION_{it.upper()}" for it in vllm_options()}
+    assert name not in known
+    assert {*re.findall(r"OPTION_\w+", instead)} <= known
+    for written in (name, name.replace("OPTION_", "SM_VLLM_")):
+        assert read({written: "1"}).notes == (f"{written} does nothing here: {instead}",)
+
+
+@pytest.mark.parametrize(
+    ("environ", "engine"),
+    [
+        ({"OPTION_ROLLING_BATCH": "trtllm"}, "TensorRT-LLM"),
+        ({"OPTION_ENGINE": "MPI"}, "TensorRT-LLM"),
+        ({"OPTION_ENGINE": "MPI", "OPTION_ROLLING_BATCH": "auto"}, "TensorRT-LLM"),
+        ({"OPTION_MPI_MODE": "true"}, "TensorRT-LLM"),
+        ({"OPTION_ENTRYPOINT": "djl_python.tensorrt_llm"}, "TensorRT-LLM"),
+        ({"OPTION_ROLLING_BATCH": "neuron"}, "Neuron"),
+        ({"DJL_ENTRY_POINT": "djl_python.transformers_neuronx"}, "Neuron"),
+        ({"OPTION_ENGINE": "DeepSpeed"}, "DeepSpeed"),
+    ],
+)
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_an_option_that_chooses_another_engine_stops_the_start(environ, engine, strict):
+    with pytest.raises(SettingsError) as refused:
+        read({**environ, "OPTION_STRICT": strict})
+    (fault,) = refused.value.faults
+    assert fault.startswith(f"{next(iter(environ))}=")
+    assert f"chooses {engine}, and Slipway runs vLLM only; remove it" in fault
+    assert f"use LMI's container with {engine}" in fault
+
+
+def test_another_engine_is_refused_from_a_file_too(tmp_path):
+    (tmp_path / "serving.properties").write_text("engine=MPI\noption.rolling_batch=trtllm\n")
+    with pytest.raises(SettingsError) as refused:
+        read({"SERVING_MODEL_STORE": str(tmp_path)})
+    assert [fault.partition(":")[0] for fault in refused.value.faults] == ["serving.properties"] * 2
+    assert "engine = 'MPI': chooses TensorRT-LLM" in str(refused.value)
+
+
+@pytest.mark.parametrize("batching", ["vllm", "lmi-dist"])
+def test_ways_to_choose_vllm_are_accepted(batching):
+    environ = {"OPTION_ENGINE": "MPI", "OPTION_MPI_MODE": "true", "OPTION_ROLLING_BATCH": batching}
+    assert "vLLM is the only engine" in read(environ).notes[-1]
+    assert read({"OPTION_ENGINE": "Python", "OPTION_ROLLING_BATCH": "auto"}).notes
 
 
 def test_every_declared_vllm_option_exists():
