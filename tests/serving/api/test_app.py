@@ -7,6 +7,7 @@ from operator import itemgetter
 
 import pytest
 
+from scripts.harness.wait import until_async
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -150,7 +151,7 @@ async def test_no_more_lines_at_a_time_than_the_engine_works_on(shared):
     body = b"\n".join([b'{"inputs": "wait"}'] * 9)
     headers = {"content-type": "application/jsonlines"}
     asked = asyncio.create_task(shared.invoke(body, headers=headers))
-    await until(lambda: shared.engine.running == shared.engine.concurrency)
+    await until_async(lambda: shared.engine.running == shared.engine.concurrency)
     await asyncio.sleep(0.1)
     assert shared.engine.running == shared.engine.concurrency
     shared.engine.gate.set()
@@ -331,19 +332,13 @@ async def test_an_error_within_a_stream_on_an_openai_path(shared):
     assert done == "[DONE]"
 
 
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("path", ["/invocations", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_the_engines_work(shared, path, stream):
     request = asyncio.create_task(shared.post(path, {"prompt": "wait here", "stream": stream}))
-    await until(lambda: shared.engine.running == 1)
+    await until_async(lambda: shared.engine.running == 1)
     request.cancel()
-    await until(lambda: shared.engine.running == 0)
+    await until_async(lambda: shared.engine.running == 0)
     assert await shared.pipeline.admission.drained(1)
 
 
@@ -372,4 +367,4 @@ async def test_a_request_that_takes_too_long_is_ended():
         )
         assert (whole.status_code, whole.json()) == (504, told)
         assert lines(stream)[-1] == told
-        await until(lambda: served.engine.running == 0)
+        await until_async(lambda: served.engine.running == 0)

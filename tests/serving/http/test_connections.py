@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
+from scripts.harness.wait import until_async
 from serving.http import connections, sockets
 from serving.http.rules import MAX_HEAD
 from serving.server import server as server_module
-from tests.serving.api.test_app import until
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -205,7 +205,9 @@ async def test_an_upgrade_is_not_taken_up(shared, protocol, caplog):
         it.send(CHUNKED.replace(b"\r\n\r\n", b"\r\n" + upgrade + b"\r\n", 1) + b"0\r\n\r\n" + WHOLE)
         for _ in range(2):
             assert (await it.answer())[2] == {"generated_text": "b a"}
-    await until(lambda: len([it for it in caplog.records if it.name == "serving.access"]) == 5)
+    await until_async(
+        lambda: len([it for it in caplog.records if it.name == "serving.access"]) == 5
+    )
     assert "Traceback" not in caplog.text
 
 
@@ -225,8 +227,8 @@ async def test_a_client_that_leaves_ends_all_it_has_asked(shared):
     one = POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)
     async with connected(shared) as it:
         it.send(one * 3)
-        await until(lambda: shared.engine.running == 1)
-    await until(lambda: shared.engine.running == 0)
+        await until_async(lambda: shared.engine.running == 1)
+    await until_async(lambda: shared.engine.running == 0)
     assert await shared.pipeline.admission.drained(1)
 
 
@@ -348,15 +350,15 @@ async def test_a_client_that_reads_nothing_is_let_go(hasty):
         for _ in range(4):
             it.send(POST + b"content-length: %d\r\n\r\n%b" % (len(body), body))
         connections = hasty.server._http.server_state.connections
-        await until(lambda: any(it.flow.write_paused for it in connections))
-        await until(lambda: hasty.engine.running == 0)
+        await until_async(lambda: any(it.flow.write_paused for it in connections))
+        await until_async(lambda: hasty.engine.running == 0)
         assert await hasty.pipeline.admission.drained(1)
 
 
 async def test_a_body_that_is_being_sent_does_not_hold_up_the_end(served, caplog):
     async with connected(served) as it:
         it.send(POST + b"content-length: 1000\r\n\r\n{")
-        await until(lambda: len(served.server._http.server_state.tasks) == 1)
+        await until_async(lambda: len(served.server._http.server_state.tasks) == 1)
         served.server.stop()
         status, _, told = await it.answer()
         assert (status, message(told)) == (503, "the server is stopping")
@@ -425,7 +427,7 @@ async def test_with_as_many_requests_as_connections_ping_is_answered(small):
         busy = [await kept.enter_async_context(connected(small)) for _ in range(20)]
         for it in busy:
             it.send(one)
-        await until(lambda: len(small.pipeline.admission.under_way) == 20)
+        await until_async(lambda: len(small.pipeline.admission.under_way) == 20)
         for _ in range(100):
             async with connected(small) as it:
                 it.send(PING)

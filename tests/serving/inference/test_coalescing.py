@@ -3,8 +3,8 @@
 
 import pytest
 
+from scripts.harness.wait import until_async
 from serving.inference import coalescing
-from tests.serving.api.test_app import until
 from tests.serving.conftest import running
 from tests.serving.inference.test_queue import (
     ADAPTER,
@@ -37,17 +37,17 @@ async def leave(served, request):
     request.cancel()
     left = served.pipeline._coalescer._abandoned
     before = len(left)
-    await until(lambda: len(left) > before)
+    await until_async(lambda: len(left) > before)
 
 
 async def test_a_retry_gets_the_answer_of_the_first(served, deduplicated):
     for path in ("/invocations", "/v1/completions"):
         served.engine.gate.clear()
         asked = [ask(served, {"prompt": f"wait {path}"}, path, **{ID: "1"})]
-        await until(lambda: served.engine.running == 1)
+        await until_async(lambda: served.engine.running == 1)
         for number in range(2):
             asked.append(ask(served, {"prompt": f"wait {path}"}, path, **{ID: "1"}))
-            await until(lambda n=number: served.pipeline._coalescer._following == n + 1)
+            await until_async(lambda n=number: served.pipeline._coalescer._following == n + 1)
         served.engine.gate.set()
         for it in asked:
             assert (await it).json()["choices"][0]["text"] == f"{path} wait"
@@ -63,14 +63,14 @@ async def test_a_retry_gets_the_answer_of_the_first(served, deduplicated):
 @pytest.mark.parametrize("finished", [False, True])
 async def test_a_retry_of_a_client_that_left(served, deduplicated, finished):
     first = ask(served, **{ID: "1"})
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     await leave(served, first)
     if finished:
         served.engine.gate.set()
-        await until(lambda: served.engine.running == 0)
+        await until_async(lambda: served.engine.running == 0)
     retry = ask(served, **{ID: "1"})
     if not finished:
-        await until(lambda: served.pipeline._coalescer._following == 1)
+        await until_async(lambda: served.pipeline._coalescer._following == 1)
         served.engine.gate.set()
     assert (await retry).json() == {"generated_text": "a wait"}
     assert len(served.engine.bodies) == 1
@@ -83,7 +83,7 @@ async def test_retries_share_errors_too(served):
     waits = ask(served, {"inputs": "refuse"}, **{ID: "1"})
     await queued(served, 1)
     retry = ask(served, {"inputs": "refuse"}, **{ID: "1"})
-    await until(lambda: served.pipeline._coalescer._following == 1)
+    await until_async(lambda: served.pipeline._coalescer._following == 1)
     served.engine.gate.set()
     assert (await waits).json() == (await retry).json() == {"code": 424, "error": "not like this"}
     assert len(prompts(served)) == SHARE + 1
@@ -94,9 +94,9 @@ async def test_retries_share_errors_too(served):
 async def test_a_client_that_does_not_come_back(served, monkeypatch):
     monkeypatch.setattr(coalescing, "GRACE_S", 0.05)
     first = ask(served, **{ID: "1"})
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     first.cancel()
-    await until(lambda: served.engine.running == 0)
+    await until_async(lambda: served.engine.running == 0)
     assert not served.pipeline._coalescer._shared
     assert await served.pipeline.admission.drained(1)
 
@@ -107,15 +107,15 @@ async def test_what_is_kept_for_clients_that_left_is_bounded(served, monkeypatch
     asked = []
     for number in range(4):
         asked.append(ask(served, {"inputs": f"wait {number}"}, **{ID: "1"}))
-        await until(lambda n=number: served.engine.running == n + 1)
+        await until_async(lambda n=number: served.engine.running == n + 1)
     for number, it in enumerate(asked):
         it.cancel()
         if number < 2:
-            await until(lambda n=number: len(served.pipeline._coalescer._abandoned) == n + 1)
+            await until_async(lambda n=number: len(served.pipeline._coalescer._abandoned) == n + 1)
         else:
-            await until(lambda n=number: served.engine.running == 5 - n)
+            await until_async(lambda n=number: served.engine.running == 5 - n)
     served.engine.gate.set()
-    await until(lambda: not served.pipeline._coalescer._shared)  # too large to be kept
+    await until_async(lambda: not served.pipeline._coalescer._shared)  # too large to be kept
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ async def test_what_is_not_the_same_is_not_shared(body, headers, tmp_path):
         asked = [ask(served, **common), ask(served, body, **common | headers)]
         if body.get("stream") or len(headers.get(ID, "")) > 64:
             asked.append(ask(served, body, **common | headers))
-        await until(lambda: engine.running == len(asked))
+        await until_async(lambda: engine.running == len(asked))
         engine.gate.set()
         assert [(await it).status_code for it in asked] == [200] * len(asked)
 
@@ -147,19 +147,19 @@ async def test_what_is_not_the_same_is_not_shared(body, headers, tmp_path):
 async def test_sessions_are_not_mixed(served):
     new = {"X_Amzn_SageMaker_Session_Id": "NEW_SESSION"}
     asked = [ask(served, **{ID: "1"}, **new) for _ in range(2)]
-    await until(lambda: served.engine.running == 2)
+    await until_async(lambda: served.engine.running == 2)
     served.engine.gate.set()
     sessions = [(await it).headers["x-amzn-sagemaker-session-id"].partition(";")[0] for it in asked]
     assert len(set(sessions)) == 2
     served.engine.gate.clear()
     asked = [ask(served, **{ID: "1"}, X_Amzn_SageMaker_Session_Id=it) for it in sessions]
-    await until(lambda: served.engine.running == 2)
+    await until_async(lambda: served.engine.running == 2)
     served.engine.gate.set()
     assert [(await it).status_code for it in asked] == [200] * 2
 
 
 async def test_a_stream_whose_client_leaves_ends_whatever_its_id(served):
     request = ask(served, WAIT | {"stream": True}, **{ID: "1"})
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     request.cancel()
-    await until(lambda: served.engine.running == 0)
+    await until_async(lambda: served.engine.running == 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.harness.wait import until_async
 from serving import errors, user_code
 from serving.api.invocations import Invocations
 from serving.api.sessions import Sessions
@@ -75,12 +76,6 @@ def processes():
     return there
 
 
-async def until(there):
-    async with asyncio.timeout(20):
-        while not there():
-            await asyncio.sleep(0.01)
-
-
 async def answered_by(it, **body):
     answer = await it.invoke({"x": 1} | body)
     assert answer.status_code == 200, answer.text
@@ -97,25 +92,25 @@ async def test_a_hung_handle_wedges_nothing(tmp_path):
                 assert answer.status_code == 504
         assert answer.json()["process"] != first
         assert (await it.client.get("/ping")).status_code == 200
-        await until(lambda: len(processes()) == 1)
+        await until_async(lambda: len(processes()) == 1)
 
 
 async def test_a_hung_handle_whose_client_has_left_wedges_nothing(tmp_path):
     async with handling(tmp_path, HUNG, 3) as it:
         first = await answered_by(it)
         hung = asyncio.create_task(it.invoke({"do": "hang"}))
-        await until(lambda: it.pipeline.code._process._calls)
+        await until_async(lambda: it.pipeline.code._process._calls)
         await asyncio.sleep(0.2)
         hung.cancel()
         assert await it.pipeline.admission.drained(10)
         assert await answered_by(it) != first
-        await until(lambda: len(processes()) == 1)
+        await until_async(lambda: len(processes()) == 1)
 
 
 async def test_the_server_stops_though_a_handle_hangs(tmp_path):
     async with handling(tmp_path, HUNG, 60) as it:
         hung = asyncio.create_task(it.invoke({"do": "hang"}))
-        await until(lambda: it.pipeline.code._process._calls)
+        await until_async(lambda: it.pipeline.code._process._calls)
         it.server.stop()
         it.server.stop()
         answer = await hung
@@ -165,12 +160,12 @@ async def test_what_does_not_end_lets_the_others_of_its_process_finish(tmp_path)
         await asyncio.sleep(0.2)
         it.pipeline.code._limits = Limits(1.5, 1.5, 0)
         assert (await it.invoke({"do": "refuse"})).status_code == 424
-        await until(lambda: len(processes()) == 2)
+        await until_async(lambda: len(processes()) == 2)
         second = await answered_by(it)
         assert second != first
         (tmp_path / "go").touch()
         assert (await waiting).json() == {"process": first}
-        await until(lambda: len(processes()) == 1)
+        await until_async(lambda: len(processes()) == 1)
         assert await answered_by(it) == second
 
 
@@ -192,10 +187,10 @@ async def test_ping_tells_of_a_handler_that_can_never_work(tmp_path):
     async with handling(tmp_path, HUNG, 0.5) as it:
         for _ in range(user_code.LOSSES):
             assert (await it.client.get("/ping")).status_code == 200
-            await until(processes)  # a new one may not be there yet on a slow machine
+            await until_async(processes)  # a new one may not be there yet on a slow machine
             before = processes()
             assert (await it.invoke({"do": "hang"})).status_code == 424
-            await until(lambda before=before: not {*before} & {*processes()})
+            await until_async(lambda before=before: not {*before} & {*processes()})
         answer = await it.client.get("/ping")
         assert (answer.status_code, answer.json()["status"]) == (503, "failing")
         assert "processes of model.py were lost with no answer" in answer.json()["detail"]
@@ -314,7 +309,7 @@ async def test_a_handler_that_would_not_work_is_told_at_the_start(tmp_path, text
     with pytest.raises(UserCodeFailed) as error:
         await start_user_code(tmp_path, FILES, Limits(3, 3, 0, initial_s=1))
     assert told in str(error.value)
-    await until(lambda: not processes())
+    await until_async(lambda: not processes())
 
 
 FLOOD = """
@@ -348,7 +343,7 @@ async def test_a_stream_is_held_back_where_its_client_is_slow(tmp_path, monkeypa
         body = b'{"flood": 1}'
         writer.write(b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 12)
         writer.write(body)
-        await until(made.exists)
+        await until_async(made.exists)
         for _ in range(10):  # they go on though the other does not
             assert (await it.invoke({"flood": 0})).text == "alone\n"
         before = -1
@@ -413,7 +408,7 @@ async def test_a_request_that_is_cancelled_is_cancelled(tmp_path):
         call = HttpCall(scope, receive, send, record, shape)
         answer = Invocations(it.settings, Sessions(None)).answer(call, it.pipeline)
         task = asyncio.create_task(answer)
-        await until(lambda: it.pipeline.code._process._calls)
+        await until_async(lambda: it.pipeline.code._process._calls)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -436,10 +431,10 @@ def parse(payload):
         code = it.pipeline.code
         for _ in range(2):
             call = asyncio.create_task(code.format_request(b'{"hang": true}'))
-            await until(lambda: code._process and code._process._calls)
+            await until_async(lambda: code._process and code._process._calls)
             call.cancel()
             before = {*processes()}
-            await until(lambda before=before: not before & {*processes()})
+            await until_async(lambda before=before: not before & {*processes()})
         assert (await it.invoke({"x": 1})).status_code == 200
 
 

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.options import declared
+from scripts.harness.wait import until_async
 from serving.errors import Overloaded
 from serving.inference.pipeline import AHEAD
 from serving.inference.queue import FairQueue, Ticket
 from tests.fuzzing import examples
-from tests.serving.api.test_app import JSONL, lines, until
+from tests.serving.api.test_app import JSONL, lines
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import register, registry, write
 from tests.serving.test_user_code import using
@@ -50,7 +51,7 @@ async def queued(served, count):
 async def filled(served, waiting=0, **more):
     """Requests that fill the engine, and these more behind them."""
     inside = [ask(served, WAIT | more) for _ in range(SHARE)]
-    await until(lambda: served.engine.running == SHARE)
+    await until_async(lambda: served.engine.running == SHARE)
     behind = [ask(served, {"inputs": f"wait behind{n}"}) for n in range(waiting)]
     await queued(served, waiting)
     return inside, behind
@@ -73,7 +74,7 @@ async def test_what_the_engine_does_not_work_on_waits_and_the_rest_is_refused():
             ask(served, {"prompt": "wait b", "stream": True}, "/v1/completions"),
             ask(served, chat, "/v1/chat/completions"),
         ]
-        await until(lambda: served.engine.running == SHARE)
+        await until_async(lambda: served.engine.running == SHARE)
         asked += [ask(served), ask(served, WAIT | {"stream": True}), ask(served, chat)]
         await queued(served, 3)
         assert await metric(served, "slipway_requests_in_flight") == SHARE
@@ -99,7 +100,7 @@ async def test_a_list_of_inputs_counts_as_many_requests_but_half_of_the_room_at_
     async with running() as served:
         served.engine.concurrency = 8  # so there is room for 10
         half = [ask(served, {"inputs": ["wait a"] * count}) for count in (4, 20)]
-        await until(lambda: served.engine.running == 2)
+        await until_async(lambda: served.engine.running == 2)
         one, large, more = ask(served), ask(served, {"inputs": ["wait b"] * 20}), ask(served)
         await queued(served, 2)
         assert served.engine.running == 3
@@ -129,11 +130,11 @@ async def test_lines_wait_one_at_a_time_and_none_is_lost():
 async def test_no_more_go_to_a_custom_handler_than_may_wait():
     async with running(job_queue_size=1) as served, using(served, "handler_stream"):
         held = ask(served, {"count": 2, "wait": "x"})
-        await until(lambda: served.pipeline.admission.under_way)
+        await until_async(lambda: served.pipeline.admission.under_way)
         answer = await served.invoke({"count": 1})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         held.cancel()
-        await until(lambda: not served.pipeline.admission.under_way)
+        await until_async(lambda: not served.pipeline.admission.under_way)
         assert lines(await served.invoke({"count": 1})) == [{"number": 0}]
 
 
@@ -147,7 +148,7 @@ async def test_adapters_take_turns(tmp_path):
                 served, name, write(tmp_path / "adapters" / name, number), preload="true"
             )
         first = [ask(served, {"inputs": "step first"}) for _ in range(2)]
-        await until(lambda: engine.running == 2)
+        await until_async(lambda: engine.running == 2)
         asked = []
         names = ["one"] * 4 + ["two", "", "two"]
         for place, name in enumerate(names):
@@ -156,7 +157,7 @@ async def test_adapters_take_turns(tmp_path):
             await queued(served, place + 1)
         for done in range(len(names)):
             engine.steps.release()
-            await until(lambda n=done: len(prompts(served)) == 3 + n)
+            await until_async(lambda n=done: len(prompts(served)) == 3 + n)
         for _ in range(2):
             engine.steps.release()
         for it in [*first, *asked]:
@@ -173,9 +174,9 @@ async def test_who_waits_for_a_place_takes_no_room(tmp_path):
         for number, name in enumerate(("one", "two")):
             await register(served, name, write(tmp_path / "adapters" / name, number))
         held = ask(served, WAIT | {"adapters": "one"})
-        await until(lambda: engine.running == 1)
+        await until_async(lambda: engine.running == 1)
         asked = [ask(served, {"inputs": "a", "adapters": "two"}) for _ in range(8)]
-        await until(lambda: len(served.pipeline.admission.under_way) == 9)
+        await until_async(lambda: len(served.pipeline.admission.under_way) == 9)
         assert (await served.invoke({"inputs": "b"})).status_code == 200
         refused = await served.invoke({"inputs": "a", "adapters": "two"})
         assert refused.status_code == 503
@@ -255,7 +256,7 @@ async def test_a_client_that_leaves_while_it_waits():
 async def test_what_waits_finishes_before_the_server_stops_or_is_told(served, twice):
     inside, behind = await filled(served, waiting=3)
     os.kill(os.getpid(), signal.SIGTERM)
-    await until(lambda: served.server.lifecycle.stage == "draining")
+    await until_async(lambda: served.server.lifecycle.stage == "draining")
     if twice:
         os.kill(os.getpid(), signal.SIGTERM)
     else:

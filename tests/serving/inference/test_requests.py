@@ -10,8 +10,9 @@ import pytest
 
 from handlers import lmi
 from handlers.records import FormatError
+from scripts.harness.wait import until_async
 from serving.user_code import Limits, start_user_code
-from tests.serving.api.test_app import JSONL, lines, until
+from tests.serving.api.test_app import JSONL, lines
 from tests.serving.conftest import running
 from tests.serving.inference.test_media import Web, reachable  # noqa: F401
 from tests.serving.inference.test_queue import SHARE, WAIT, ask
@@ -79,7 +80,7 @@ class Held:
         return len(entered.read_text()) if entered.exists() else 0
 
     async def entered(self, calls: int = 1) -> None:
-        await until(lambda: self.calls >= calls)
+        await until_async(lambda: self.calls >= calls)
 
     def go(self) -> None:
         (self._folder / "go").touch()
@@ -166,7 +167,7 @@ async def test_a_list_of_a_million_is_refused_unread(key):
 
 async def test_one_large_request_keeps_nobody_out(served):
     long = ask(served, {"prompt": "wait long"})
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     large = ask(served, {"prompt": ["a"] * (SHARE + 1)})
     small = [ask(served, {"prompt": "x"}) for _ in range(6)]
     async with asyncio.timeout(5):
@@ -180,7 +181,7 @@ async def test_what_is_before_the_queue_counts(tmp_path):
     async with running(job_queue_size=2) as served, coded(served, tmp_path, INPUT) as held:
         served.engine.concurrency = 1  # and one more is at hand
         asked = [ask(served, HOLD) for _ in range(20)]
-        await until(lambda: sum(it.done() for it in asked) + held.calls == 20)
+        await until_async(lambda: sum(it.done() for it in asked) + held.calls == 20)
         held.go()
         statuses = [(await it).status_code for it in asked]
         assert sorted(statuses) == [200] * 4 + [503] * 16
@@ -191,7 +192,7 @@ async def test_a_body_that_is_not_there_yet_has_a_place():
         served.engine.concurrency = 1
         head = "POST /invocations HTTP/1.1\nhost: x\ncontent-length: 15"
         held = [await connected(served, head, b'{"inputs": "a"') for _ in range(4)]
-        await until(lambda: served.pipeline.admission.waiting == 4)
+        await until_async(lambda: served.pipeline.admission.waiting == 4)
         assert (await served.invoke({"inputs": "b"})).status_code == 503
         for reader, writer in held:
             writer.write(b"}")
@@ -207,7 +208,7 @@ async def test_bodies_are_kept_up_to_a_sum():
         room = served.pipeline.bodies.limit = 4 * size
         head = f"POST /invocations HTTP/1.1\nhost: x\ncontent-length: {size}"
         held = [await connected(served, head, b" " * (size - 1)) for _ in range(4)]
-        await until(lambda: served.pipeline.bodies.held > room - 2**19)
+        await until_async(lambda: served.pipeline.bodies.held > room - 2**19)
         body = b'{"inputs": "a"}'
         answer = await served.invoke(body.rjust(size))
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -215,7 +216,7 @@ async def test_bodies_are_kept_up_to_a_sum():
         assert (await served.invoke(body)).status_code == 200  # which is small
         for _, writer in held:
             writer.close()
-        await until(lambda: not served.pipeline.bodies.held)
+        await until_async(lambda: not served.pipeline.bodies.held)
         assert (await served.invoke(body.rjust(size))).status_code == 200
         assert not served.pipeline.bodies.held
 
@@ -223,7 +224,7 @@ async def test_bodies_are_kept_up_to_a_sum():
 async def test_the_queue_counts_what_the_formatter_made(served, tmp_path):
     async with coded(served, tmp_path, MANY):
         asked = [ask(served, {"many": 50}) for _ in range(6)]
-        await until(lambda: served.pipeline._queue.waiting)
+        await until_async(lambda: served.pipeline._queue.waiting)
         assert len(served.engine.bodies) < 6
         refused = await served.invoke({"many": 1025})
         assert (refused.status_code, "at most 1024" in refused.text) == (424, True)
@@ -256,9 +257,9 @@ async def test_lines_end_with_their_client(served):
     body = b"\n".join(b'{"inputs": "step %d"}' % n for n in range(500))
     head = f"POST /invocations HTTP/1.1\nhost: x\ncontent-type: {JSONL}\ncontent-length: "
     _, writer = await connected(served, f"{head}{len(body)}", body)
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     writer.transport.abort()
-    await until(lambda: not served.engine.running)
+    await until_async(lambda: not served.engine.running)
     given = len(served.engine.bodies)
     for _ in range(500):
         served.engine.steps.release()
@@ -272,7 +273,7 @@ async def test_lines_end_with_their_client(served):
 async def test_lines_that_were_admitted_are_finished(served):
     served.engine.concurrency = 1
     asked = asyncio.create_task(served.invoke(requests_of(6), headers={"content-type": JSONL}))
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     stop(served)
     served.engine.gate.set()
     assert lines(await asked) == [{"generated_text": f"{n} wait"} for n in range(6)]
@@ -281,7 +282,7 @@ async def test_lines_that_were_admitted_are_finished(served):
 async def test_lines_are_told_that_the_server_stops(served):
     served.engine.concurrency = 1
     asked = asyncio.create_task(served.invoke(requests_of(1000), headers={"content-type": JSONL}))
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     stop(served, 2)
     assert lines(await asked) == [STOPPING] * 1000
 
@@ -298,11 +299,11 @@ async def test_what_a_handler_leaves_to_the_engine_is_finished(served, tmp_path)
 async def test_a_body_that_was_on_its_way_is_answered(served):
     head = "POST /invocations HTTP/1.1\nhost: x\ncontent-length: 15"
     other = ask(served)
-    await until(lambda: served.engine.running == 1)
+    await until_async(lambda: served.engine.running == 1)
     reader, writer = await connected(served, head, b'{"inputs": "a"')
-    await until(lambda: served.pipeline.admission.waiting)
+    await until_async(lambda: served.pipeline.admission.waiting)
     stop(served)
-    await until(lambda: served.server.lifecycle.stage == "draining")
+    await until_async(lambda: served.server.lifecycle.stage == "draining")
     writer.write(b"}")
     assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     writer.close()
@@ -336,7 +337,7 @@ async def test_a_second_signal_is_told_in_the_apis_shape(tmp_path, reachable, wh
         kept(served, tmp_path, where) as (body, waits),
     ):
         asked = ask(served, body)
-        await until(waits)
+        await until_async(waits)
         stop(served, 2)
         answer = await asked
         assert (answer.status_code, answer.json()) == (503, STOPPING)
@@ -350,7 +351,7 @@ async def test_a_deadline_is_heard_everywhere(tmp_path, reachable, where):  # no
         kept(served, tmp_path, where) as (body, waits),
     ):
         asked = ask(served, body)
-        await until(waits)
+        await until_async(waits)
         async with asyncio.timeout(5):
             answer = await asked
         assert (answer.status_code, answer.json()) == (504, {"code": 504, "error": TOO_LATE})
@@ -363,7 +364,7 @@ async def test_a_client_that_leaves_is_heard_everywhere(tmp_path, reachable, whe
         kept(served, tmp_path, where) as (body, waits),
     ):
         asked = ask(served, body)
-        await until(waits)
+        await until_async(waits)
         asked.cancel()
         assert await served.pipeline.admission.drained(5)
         assert (await logged(told))["status"] == 499
@@ -376,7 +377,7 @@ async def test_a_change_of_adapters_is_told_that_the_server_stops(tmp_path, told
         await register(served, "one", write(tmp_path / "adapters" / "one"))
         engine.may_load.clear()
         asked = ask(served, {"preload": True}, "/adapters/one/update")
-        await until(lambda: engine.loads)
+        await until_async(lambda: engine.loads)
         stop(served, 2)
         answer = await asked
         assert (answer.status_code, answer.json()["message"]) == (503, STOPPING["error"])
@@ -393,7 +394,7 @@ async def test_a_handler_and_the_engine_have_one_deadline(tmp_path):
         first = ask(served, WAIT)
         await held.entered()
         second = ask(served, {"prompt": "wait"}, "/v1/completions")
-        await until(lambda: served.engine.running == 1)
+        await until_async(lambda: served.engine.running == 1)
         await asyncio.sleep(0.5)  # which the first one's deadline does not get back
         held.go()
         done, _ = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
@@ -413,7 +414,7 @@ async def test_a_deadline_begins_with_the_head(told):  # noqa: F811
 async def test_a_client_that_leaves_while_it_sends_is_no_fault(served, told):  # noqa: F811
     head = "POST /invocations HTTP/1.1\nhost: x\ncontent-length: 20"
     _, writer = await connected(served, head, b'{"inputs"')
-    await until(lambda: served.pipeline.admission.waiting)
+    await until_async(lambda: served.pipeline.admission.waiting)
     writer.transport.abort()
     assert (await logged(told))["status"] == 499
 

@@ -5,17 +5,16 @@ The server is a small one in its place, which does what a file says; the real on
 tests/e2e/test_kv_tiers.py.
 """
 
-import asyncio
 import contextlib
 import logging
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
+from scripts.harness.wait import until_async
 from serving.engine.base import Prefilled
 from serving.kv_cache import server as cache_server
 from serving.kv_cache.server import CacheServer
@@ -93,51 +92,44 @@ async def watched(tmp_path, monkeypatch):
     await server.stop()
 
 
-async def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 async def test_its_series_are_ours(watched):
-    await until(lambda: watched.value() == 3)
+    await until_async(lambda: watched.value() == 3)
 
 
 async def test_it_is_passed_the_seconds_that_a_chunk_takes_the_engine(watched):
     watched.prefilled.append(Prefilled(requests=1, tokens=1000, seconds=2.0))
-    await until(lambda: watched.speed.read_text() == "0.512000\n")
+    await until_async(lambda: watched.speed.read_text() == "0.512000\n")
     # Of short prompts the time is not in the computing; then long ones twice as fast.
     watched.prefilled.append(Prefilled(requests=11, tokens=2000, seconds=102.0))
     watched.speed.write_text("")
-    await until(lambda: watched.speed.read_text() == "0.512000\n")
+    await until_async(lambda: watched.speed.read_text() == "0.512000\n")
     watched.prefilled.append(Prefilled(requests=21, tokens=102_000, seconds=202.0))
-    await until(lambda: watched.speed.read_text() == "0.435200\n")
+    await until_async(lambda: watched.speed.read_text() == "0.435200\n")
 
 
 async def test_a_fork_that_fails_is_tried_again(watched, monkeypatch, caplog):
     with monkeypatch.context() as gone:
         gone.setattr(sys, "executable", "/nowhere")
         watched.kill()
-        await until(lambda: "the cache server did not start" in caplog.text)
+        await until_async(lambda: "the cache server did not start" in caplog.text)
         assert "kind" in caplog.records[-1].facts
-    await until(lambda: watched.server.up)
-    await until(lambda: watched.value() == 3)
+    await until_async(lambda: watched.server.up)
+    await until_async(lambda: watched.value() == 3)
 
 
 @pytest.mark.parametrize("text", [b"lmcache{ 1", b"\xff", b"lmcache_a 1\n" * 400_000])
 async def test_metrics_that_cannot_be_read_end_nothing(watched, caplog, text):
     process = watched.server._process
     watched.metrics.write_bytes(text)
-    await until(lambda: "metrics cannot be read" in caplog.text)
-    await until(lambda: watched.value() is None)
+    await until_async(lambda: "metrics cannot be read" in caplog.text)
+    await until_async(lambda: watched.value() is None)
     watched.metrics.write_text(SERIES)
-    await until(lambda: watched.value() == 3)
+    await until_async(lambda: watched.value() == 3)
     assert watched.server._process is process
     assert caplog.text.count("metrics cannot be read") == 1
     watched.kill()
-    await until(lambda: watched.server._restarts == 1)
-    await until(lambda: watched.server.up)
+    await until_async(lambda: watched.server._restarts == 1)
+    await until_async(lambda: watched.server.up)
 
 
 async def test_metrics_that_hang_do_not_count_as_a_hang(watched, monkeypatch, caplog):
@@ -145,8 +137,8 @@ async def test_metrics_that_hang_do_not_count_as_a_hang(watched, monkeypatch, ca
     monkeypatch.setattr(cache_server, "HUNG_S", 1.0)
     watched.server._client.timeout = 0.5
     watched.metrics.write_bytes(b"hang")
-    await until(lambda: "metrics cannot be read" in caplog.text)
-    with contextlib.suppress(AssertionError):
-        await until(lambda: watched.server._restarts, seconds=3)
+    await until_async(lambda: "metrics cannot be read" in caplog.text)
+    with contextlib.suppress(TimeoutError):
+        await until_async(lambda: watched.server._restarts, seconds=3)
     assert watched.server.up
     assert watched.server._restarts == 0

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from lmi_config.options import declared
+from scripts.harness.wait import until_async
 from serving.errors import NoSlot
 from serving.lora.slots import QUANTUM_S, BatchSlots
-from tests.serving.api.test_app import until
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import ask, register, registry, write
 
@@ -172,7 +172,7 @@ async def test_a_new_one_is_answered_although_others_never_cease(monkeypatch, tm
                 await ask(served, name)
 
         others = [asyncio.create_task(never_ceasing(name)) for name in ("one", "two") * 3]
-        await until(lambda: len(engine.loaded) == 2)
+        await until_async(lambda: len(engine.loaded) == 2)
         # By a client of its own: httpx's pool has no turns, and the others are always quicker.
         async with httpx.AsyncClient(base_url=served.url, timeout=20) as client:
             answer = await client.post("/invocations", json={"prompt": "a", "model": "three"})
@@ -191,12 +191,12 @@ async def test_its_deadline_and_its_client_end_a_wait(monkeypatch, tmp_path):
             await register(served, name, write(root / name, number))
         stream = {"inputs": "wait a", "stream": True, "adapters": "one"}  # which has more time
         held = asyncio.create_task(served.invoke(stream))
-        await until(lambda: engine.running == 1)
+        await until_async(lambda: engine.running == 1)
         assert (await served.invoke({"inputs": "a", "adapters": "two"})).status_code == 504
         gone = asyncio.create_task(served.invoke({"inputs": "a", "adapters": "two"}))
-        await until(lambda: adapters.waiting == 1)
+        await until_async(lambda: adapters.waiting == 1)
         gone.cancel()
-        await until(lambda: adapters.waiting == 0)
+        await until_async(lambda: adapters.waiting == 0)
         engine.gate.set()
         assert (await held).status_code == 200
         assert (await served.invoke({"inputs": "a", "adapters": "two"})).status_code == 200

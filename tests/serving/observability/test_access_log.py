@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from lmi_config.options.declared import Settings
+from scripts.harness.wait import until_async
 from serving.errors import BadRequest, EngineFailed, NotReady, ServerFailed, TimedOut
 from serving.exit import DIED, Exit
 from serving.observability.error_rate import ErrorRates
-from tests.serving.api.test_app import until
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +35,7 @@ def told(caplog):
 
 
 async def logged(told, count=1):
-    await until(lambda: len(told()) >= count)  # it is written once the answer has been sent
+    await until_async(lambda: len(told()) >= count)  # it is written once the answer has been sent
     assert len(told()) == count
     return told()[-1]
 
@@ -107,7 +107,7 @@ async def test_a_request_that_is_cancelled_at_the_end_is_told(served, told):
 
     served.engine.app = hangs
     asked = asyncio.create_task(served.client.get("/v1/models"))
-    await until(lambda: len(served.server._http.server_state.tasks) == 1)
+    await until_async(lambda: len(served.server._http.server_state.tasks) == 1)
     served.server.stop()
     answer = await asked
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, 503)
@@ -125,7 +125,7 @@ async def test_requests_are_counted_with_few_labels(shared):
     await shared.post("/predictions/lmi", {"inputs": "a"})
     await shared.post("/some/name/of/an/attacker", {})
     await shared.invoke({"inputs": "break"})
-    await until(lambda: [count(*name) for name in names] == [it + 1 for it in before])
+    await until_async(lambda: [count(*name) for name in names] == [it + 1 for it in before])
     labels = {"path": "/predictions/{model}"}
     assert REGISTRY.get_sample_value("slipway_request_seconds_count", labels)
 

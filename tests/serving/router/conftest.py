@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from lmi_config.options.declared import Settings
+from scripts.harness.wait import until_async
 from serving.router.fleet import health
 from serving.router.router import Router
 
@@ -159,7 +160,9 @@ class Routed:
     async def ready(self, count: int | None = None) -> None:
         """Wait until so many replicas are ready, or all."""
         count = len(self.fleet) if count is None else count
-        await until(lambda: sum(it.state == "ready" for it in self.router.pool.replicas) == count)
+        await until_async(
+            lambda: sum(it.state == "ready" for it in self.router.pool.replicas) == count
+        )
 
     async def post(
         self, body: object, path: str = "/v1/completions", **more: Any
@@ -179,12 +182,6 @@ class Routed:
         found = await asyncio.wait_for(reader.read(), 10)
         writer.close()
         return found
-
-
-async def until(holds: Callable[[], bool], deadline: float = 5.0) -> None:
-    async with asyncio.timeout(deadline):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -18,11 +18,12 @@ import pytest
 
 from scripts.harness import stub_replica
 from scripts.harness.process import ROUTE, Program
+from scripts.harness.wait import until_async
 from serving.http.sockets import most_routed, raise_open_files
 from serving.router import proxy
 from serving.router.fleet import health
 from serving.router.http import buffers
-from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, until, whole
+from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -203,7 +204,7 @@ async def test_processes_on_one_port():
         assert [sum(await shown()) for _ in range(8)] == [16] * 8
         victim, _ = before = workers(it.router)
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: len(set(workers(it.router)) - {victim}) == 2, LATE_S)
+        await until_async(lambda: len(set(workers(it.router)) - {victim}) == 2, LATE_S)
         assert set(workers(it.router)) & set(before)
         for _ in range(40):
             answer = await it.client.post("/v1/completions", json={"prompt": "Hi"}, headers=close)
@@ -354,13 +355,13 @@ async def test_a_replica_that_goes_down_while_it_is_connected_to(monkeypatch):
                 connection.connect_ex(silent.getsockname())
             full.port = silent.getsockname()[1]
             answers = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(2)]
-            await until(lambda: full.in_flight == 1 and other.in_flight == 1)
+            await until_async(lambda: full.in_flight == 1 and other.in_flight == 1)
             it.router._on_gone(full)
             assert [(await answer).text for answer in answers] == ["slow"] * 2
             for connection in waiting:
                 connection.close()
         assert sum(len(fake.asked) for fake in it.fleet) == 2
-        await until(lambda: not it.router.proxied)
+        await until_async(lambda: not it.router.proxied)
         assert (full.in_flight, other.in_flight) == (0, 0)
 
 

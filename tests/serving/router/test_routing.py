@@ -8,11 +8,12 @@ import re
 import httpx
 import pytest
 
+from scripts.harness.wait import until_async
 from serving.router import router
 from serving.router.fleet import health, replicas
 from serving.router.http import buffers, downstream
 from serving.router.retry import RetryBudget
-from tests.serving.router.conftest import END, STREAM, Routed, chunk, routing, until, whole
+from tests.serving.router.conftest import END, STREAM, Routed, chunk, routing, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +75,7 @@ async def test_a_stream_comes_as_it_is_made():
             assert await anext(parts) == b"data: 1\n\n"
             go_on.set()
             assert [part async for part in parts] == [b"data: 2\n\n"]
-        await until(lambda: not it.router.proxied)
+        await until_async(lambda: not it.router.proxied)
 
 
 async def test_every_byte_of_an_answer_may_come_by_itself():
@@ -270,9 +271,9 @@ async def test_a_client_that_leaves_ends_the_replicas_work():
     async with routing(1) as it:
         it.fleet[0].answer = answer
         _, writer = await it.raw(posted(b'"Hi"'))
-        await until(lambda: bool(it.fleet[0].asked))
+        await until_async(lambda: bool(it.fleet[0].asked))
         writer.close()
-        await until(lambda: it.fleet[0].gone == 1)
+        await until_async(lambda: it.fleet[0].gone == 1)
         (replica,) = it.router.pool.replicas
         assert (replica.in_flight, replica.queued) == (0, 0)
         assert not it.router.proxied
@@ -366,7 +367,7 @@ async def test_a_replica_that_dies_before_it_answers_costs_nobody_an_answer():
     async with routing(2, routing_strategy="roundrobin") as it:
         it.fleet[0].answer = answer
         asked = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(40)]
-        await until(lambda: len(it.fleet[0].asked) == 20)
+        await until_async(lambda: len(it.fleet[0].asked) == 20)
         await it.fleet[0].stop()
         answers = await asyncio.gather(*asked)
         assert {answer.json()["replica"] for answer in answers} == {it.fleet[1].url}
@@ -396,7 +397,7 @@ async def test_a_frozen_replica_is_left_and_its_requests_go_elsewhere(monkeypatc
         frozen = it.fleet[0]
         frozen.answer = answer
         asked = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(10)]
-        await until(lambda: len(frozen.asked) == 5)
+        await until_async(lambda: len(frozen.asked) == 5)
 
         async def nothing(*_):
             await asyncio.sleep(60)
@@ -465,7 +466,7 @@ async def test_a_replica_whose_answers_make_no_sense_is_looked_at_again(caplog):
         odd, other = it.fleet
         odd.blocks = "9" * 5_000  # Python reads no such number
         await it.ready(1)
-        await until(lambda: "looking at it failed" in caplog.text)
+        await until_async(lambda: "looking at it failed" in caplog.text)
         rows = (await it.client.get("/replicas")).json()["replicas"]
         assert [row["state"] for row in rows if row["replica"] == odd.url] == ["failed"]
         assert (await it.post({"prompt": "Hi"})).json()["replica"] == other.url
@@ -537,7 +538,7 @@ async def test_an_answer_that_does_not_begin_in_time(monkeypatch):
         answered = await it.post({"inputs": "Hi"}, "/invocations")
         assert answered.status_code == 504
         assert "0.1 s" in answered.json()["error"]
-        await until(lambda: it.fleet[0].gone == 1)
+        await until_async(lambda: it.fleet[0].gone == 1)
 
 
 async def test_an_answer_that_stands_still(monkeypatch):
@@ -655,10 +656,10 @@ async def test_nobody_keeps_others_out_with_connections_alone(monkeypatch):
         idle = [await it.raw(b"") for _ in range(30)]
         ends = [asyncio.create_task(reader.read()) for reader, _ in idle]
         assert (await it.post({"prompt": "Hi"})).status_code == 200
-        await until(lambda: sum(end.done() for end in ends) >= 11)
+        await until_async(lambda: sum(end.done() for end in ends) >= 11)
         it.fleet[0].answer = answer
         busy = [await it.raw(posted(b'"Hi"')) for _ in range(20)]
-        await until(lambda: len(it.router.proxied) == 20)
+        await until_async(lambda: len(it.router.proxied) == 20)
         found = await it.answer(posted(b'"Hi"'))
         assert found.startswith(b"HTTP/1.1 503 ")
         assert b"there are 20 connections" in found
@@ -747,9 +748,9 @@ async def test_stopping_waits_for_what_is_under_way():
     async with routing(1) as it:
         it.fleet[0].answer = answer
         asked = asyncio.create_task(it.post({"prompt": "Hi"}))
-        await until(lambda: bool(it.fleet[0].asked))
+        await until_async(lambda: bool(it.fleet[0].asked))
         it.router.stop()
-        await until(lambda: it.router.draining)
+        await until_async(lambda: it.router.draining)
         assert (await it.client.get("/ping")).json()["status"] == "draining"
         assert (await it.post({"prompt": "Hi"})).status_code == 503
         go_on.set()
@@ -889,13 +890,13 @@ async def test_a_change_of_adapters_that_finds_no_room_may_be_sent_again(monkeyp
     async with routing(1) as it:
         half = POST + b"content-length: 100000\r\n\r\n" + b"a" * 60_000
         writers = [(await it.raw(half))[1] for _ in range(2)]
-        await until(lambda: it.router.buffers.bodies == 120_000)
+        await until_async(lambda: it.router.buffers.bodies == 120_000)
         answer = await it.client.post("/adapters", content=b'{"name":"x","src":"/y"}')
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "memory" in answer.text
         for writer in writers:
             writer.close()
-        await until(lambda: not it.router.buffers.bodies)
+        await until_async(lambda: not it.router.buffers.bodies)
         answer = await it.client.post("/adapters", content=b'{"name":"x","src":"/y"}')
         assert answer.status_code == 200
 
@@ -931,7 +932,7 @@ async def test_series_of_replicas_that_are_gone_are_gone(monkeypatch, tmp_path):
                 assert (await it.post({"prompt": "Hi"})).status_code == 200
             assert await shown() == everything
             file.write_text(stays.url)
-            await until(lambda: len(it.router.pool.replicas) == 1)
+            await until_async(lambda: len(it.router.pool.replicas) == 1)
             # What it was asked last is still to be read.
             assert await shown() == {f"slipway_router_requests_{it}" for it in ("total", "created")}
             monkeypatch.setattr(replicas, "COUNTED_S", 0.0, raising=False)

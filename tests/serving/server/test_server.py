@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.harness.wait import until_async
 from serving import VERSION
 from serving.engine.base import EngineError
 from serving.exit import DIED, START_FAILED, Exit
 from serving.lifecycle import GRACE_S, SHUTDOWN
 from serving.server import server as module
-from tests.serving.api.test_app import until
 from tests.serving.conftest import running
 
 ROOT = Path(__file__).parents[3]
@@ -88,9 +88,9 @@ async def test_the_command_to_try_when_it_is_ready_gets_an_answer(caplog):
 async def test_a_signal_lets_requests_finish(served, number):
     whole = asyncio.create_task(served.invoke({"inputs": "wait a"}))
     stream = asyncio.create_task(served.invoke({"inputs": "wait b", "stream": True}))
-    await until(lambda: served.engine.running == 2)
+    await until_async(lambda: served.engine.running == 2)
     os.kill(os.getpid(), number)
-    await until(lambda: served.server.lifecycle.stage == "draining")
+    await until_async(lambda: served.server.lifecycle.stage == "draining")
     ping = await served.client.get("/ping")
     assert (ping.status_code, ping.json()["status"]) == (503, "draining")
     late = await served.invoke({"inputs": "late"})
@@ -110,10 +110,10 @@ async def test_what_does_not_finish_in_time_is_told_so(served, monkeypatch, twic
     openai = asyncio.create_task(
         served.post("/v1/completions", {"prompt": "wait c", "stream": True})
     )
-    await until(lambda: served.engine.running == 3)
+    await until_async(lambda: served.engine.running == 3)
     os.kill(os.getpid(), signal.SIGTERM)
     if twice:
-        await until(lambda: served.server.lifecycle.stage == "draining")
+        await until_async(lambda: served.server.lifecycle.stage == "draining")
         os.kill(os.getpid(), signal.SIGTERM)
     told = {"code": 503, "error": "the server is stopping"}
     assert ((await whole).status_code, (await whole).json()) == (503, told)
@@ -134,11 +134,11 @@ async def test_no_step_of_the_end_takes_longer_than_it_may(monkeypatch):
     async with running() as served:
         monkeypatch.setattr(served.engine, "stop", asyncio.Event().wait)
         held = asyncio.create_task(served.invoke({"inputs": "wait"}))
-        await until(lambda: served.engine.running == 1)
+        await until_async(lambda: served.engine.running == 1)
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
-        await until(lambda: len(served.server._http.server_state.tasks) == 2)
+        await until_async(lambda: len(served.server._http.server_state.tasks) == 2)
         served.server.stop()
         assert await asyncio.wait_for(served.task, 5) == Exit(0, "draining")
         assert (await held).status_code == 503
@@ -150,11 +150,11 @@ async def test_no_step_of_the_end_takes_longer_than_it_may(monkeypatch):
 async def test_an_engine_that_dies_fails_the_server(served, draining):
     if draining:
         held = asyncio.create_task(served.invoke({"inputs": "wait a"}))
-        await until(lambda: served.engine.running == 1)
+        await until_async(lambda: served.engine.running == 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: served.server.lifecycle.stage == "draining")
+        await until_async(lambda: served.server.lifecycle.stage == "draining")
     served.engine.failure = "an engine process ended"
-    await until(lambda: served.server.lifecycle.stage == "failed")
+    await until_async(lambda: served.server.lifecycle.stage == "failed")
     assert served.server.lifecycle.ping()[0] == 500
     if draining:
         served.engine.gate.set()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmi_config.facts.model import Folder
+from scripts.harness.wait import until
 from serving.sources import s3, source
 from serving.sources.locate import locate
 from serving.sources.source import SourceError
@@ -34,13 +35,6 @@ def hurried(monkeypatch):
     """Hosts that do not answer are given up soon."""
     monkeypatch.setattr(s3, "ANSWER_S", 0.2)
     monkeypatch.setattr(source, "UNREACHABLE_S", 0.6)
-
-
-def wait_for(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class Bucket:
@@ -171,7 +165,7 @@ def test_a_fetch_that_was_killed_goes_on(bucket):
         times = [file.stat().st_mtime for file in whole]
         return begun and times == [int(config["LastModified"].timestamp())]
 
-    wait_for(half_done)
+    until(half_done)
     child.send_signal(signal.SIGKILL)
     assert child.wait(10) == -signal.SIGKILL
     assert not list(bucket.downloads.glob("*/model.safetensors"))
@@ -188,9 +182,9 @@ def test_two_that_want_the_same_fetch_it_once(bucket, monkeypatch):
         threading.Thread(target=bucket.locate().fetch, args=[notes[name].append]) for name in notes
     )
     first.start()
-    wait_for(lambda: "models/tiny/model.safetensors" in bucket.server.fetched)
+    until(lambda: "models/tiny/model.safetensors" in bucket.server.fetched)
     second.start()
-    wait_for(lambda: notes["second"])
+    until(lambda: notes["second"])
     assert notes["second"] == ["waiting for another process that fetches the same model"]
     bucket.server.gate.set()
     first.join()
@@ -212,7 +206,7 @@ def test_an_object_that_changes_meanwhile_is_not_mixed_with_the_new_one(bucket, 
 
     fetching = threading.Thread(target=fetch)
     fetching.start()
-    wait_for(lambda: "models/tiny/model.safetensors" in bucket.server.fetched)
+    until(lambda: "models/tiny/model.safetensors" in bucket.server.fetched)
     bucket.put({"model.safetensors": WEIGHTS[::-1]})
     bucket.server.gate.set()
     fetching.join()

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from lmi_config.options.parsers import Endpoints, replica_source, replicas
+from scripts.harness.wait import until_async
 from serving.router.fleet import discovery, kubernetes
 from serving.router.fleet.discovery import discovered, listed
 
@@ -48,12 +49,6 @@ async def following(where):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +160,16 @@ async def test_a_file_is_followed_however_it_is_changed(tmp_path):
     file = tmp_path / "replicas"
     file.write_text(A)
     async with following(f"file://{file}") as seen:
-        await until(lambda: seen == [{A}])
+        await until_async(lambda: seen == [{A}])
         file.write_text(f"{A}\n{B}\n")
-        await until(lambda: seen[1:] == [{A, B}])
+        await until_async(lambda: seen[1:] == [{A, B}])
         (tmp_path / "new").write_text(C)
         (tmp_path / "new").rename(file)
-        await until(lambda: seen[2:] == [{C}])
+        await until_async(lambda: seen[2:] == [{C}])
         file.write_text(f"# the same ones\n{C}")
         await asyncio.sleep(0.1)
         file.write_text("")
-        await until(lambda: seen[3:] == [set()])
+        await until_async(lambda: seen[3:] == [set()])
 
 
 @pytest.mark.anyio
@@ -185,11 +180,11 @@ async def test_a_file_is_followed_as_config_maps_are_swapped(tmp_path):
     (tmp_path / "..data").symlink_to("..1")
     (tmp_path / "replicas").symlink_to("..data/replicas")
     async with following(f"file://{tmp_path}/replicas") as seen:
-        await until(lambda: seen == [{A}])
+        await until_async(lambda: seen == [{A}])
         (tmp_path / "..data_tmp").symlink_to("..2")
         (tmp_path / "..data_tmp").rename(tmp_path / "..data")
         (tmp_path / "..1" / "replicas").unlink()
-        await until(lambda: seen[1:] == [{B}])
+        await until_async(lambda: seen[1:] == [{B}])
 
 
 @pytest.mark.anyio
@@ -200,18 +195,18 @@ async def test_a_file_that_cannot_be_read_changes_nothing(tmp_path, caplog):
         return [record.getMessage() for record in caplog.records]
 
     async with following(f"file://{file}") as seen:
-        await until(lambda: len(logged()) == 1)
+        await until_async(lambda: len(logged()) == 1)
         file.write_text(A)
-        await until(lambda: seen == [{A}])
+        await until_async(lambda: seen == [{A}])
         file.write_text(f"{B}\nhttps://user:secret@c\n")
-        await until(lambda: len(logged()) == 3)
+        await until_async(lambda: len(logged()) == 3)
         file.write_bytes(b"\xff\xfe")
-        await until(lambda: len(logged()) == 4)
+        await until_async(lambda: len(logged()) == 4)
         file.unlink()
-        await until(lambda: len(logged()) == 5)
+        await until_async(lambda: len(logged()) == 5)
         await asyncio.sleep(0.1)
         file.write_text(B)
-        await until(lambda: seen[1:] == [{B}])
+        await until_async(lambda: seen[1:] == [{B}])
     missing, again, wrong, binary, gone, at_last = logged()
     assert missing == gone
     assert missing.endswith(f"No such file or directory: '{file}'")
@@ -226,7 +221,7 @@ async def test_a_file_is_believed_when_two_looks_agree(tmp_path, monkeypatch):
     looks = iter([A, B, "", f"{A}\n{B[:-1]}", f"{A}\n{B}", f"{A}\n{B}", "", ""])
     monkeypatch.setattr(Path, "read_text", lambda self: next(looks, ""))
     async with following("file:///replicas") as seen:
-        await until(lambda: len(seen) == 3)
+        await until_async(lambda: len(seen) == 3)
     assert seen == [{A}, {A, B}, set()]
 
 
@@ -372,17 +367,17 @@ WHERE = "kubernetes://default/kubernetes.io/service-name=slipway"
 async def test_endpoints_are_listed_and_watched(cluster):
     cluster.put("one", piece(pod(1), pod(2, ready=False)))
     async with following(WHERE) as seen:
-        await until(lambda: seen == [{A}] and cluster.watches)
+        await until_async(lambda: seen == [{A}] and cluster.watches)
         cluster.put("two", piece(pod(3)))
-        await until(lambda: seen[1:] == [{A, C}])
+        await until_async(lambda: seen[1:] == [{A, C}])
         cluster.put("one", piece(pod(1), pod(2)))
-        await until(lambda: seen[2:] == [{A, B, C}])
+        await until_async(lambda: seen[2:] == [{A, B, C}])
         cluster.put("one", piece(pod(1, ready=False, serving=True, terminating=True), pod(2)))
-        await until(lambda: seen[3:] == [{B, C}])
+        await until_async(lambda: seen[3:] == [{B, C}])
         cluster.put("two", None)
-        await until(lambda: seen[4:] == [{B}])
+        await until_async(lambda: seen[4:] == [{B}])
         cluster.put("one", None)
-        await until(lambda: seen[5:] == [set()])
+        await until_async(lambda: seen[5:] == [set()])
     assert cluster.asked == ["list", "watch from 101"]
     for path, query in cluster.queries:
         assert path == "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
@@ -393,7 +388,7 @@ async def test_endpoints_are_listed_and_watched(cluster):
 async def test_our_own_namespace_when_none_is_named(cluster):
     cluster.put("one", piece(pod(1), ports=[METRICS, HTTP]))
     async with following("kubernetes:///a=b?port=metrics") as seen:
-        await until(lambda: seen == [{"http://10.0.0.1:9090"}])
+        await until_async(lambda: seen == [{"http://10.0.0.1:9090"}])
     assert cluster.queries[0][0] == "/apis/discovery.k8s.io/v1/namespaces/space/endpointslices"
 
 
@@ -404,12 +399,12 @@ async def test_after_a_watch_there_is_a_list_again(cluster, caplog, gone):
     if gone:
         cluster.answers = [("watch", 410)]
     async with following(WHERE) as seen:
-        await until(lambda: seen == [{A}] and cluster.watches)
+        await until_async(lambda: seen == [{A}] and cluster.watches)
         if not gone:
             cluster.end_watches()
-            await until(lambda: cluster.watches)
+            await until_async(lambda: cluster.watches)
         cluster.put("two", piece(pod(2)))
-        await until(lambda: seen[1:] == [{A, B}])
+        await until_async(lambda: seen[1:] == [{A, B}])
     assert cluster.asked == ["list", "watch from 101"] * 2
     assert not caplog.records
 
@@ -420,9 +415,9 @@ async def test_a_role_that_may_not_is_told_once(cluster, caplog, kind):
     cluster.put("one", piece(pod(1)))
     cluster.answers = [(kind, 403)] * 4
     async with following(WHERE) as seen:
-        await until(lambda: seen == [{A}] and cluster.watches)
+        await until_async(lambda: seen == [{A}] and cluster.watches)
         cluster.end_watches()
-        await until(lambda: len(caplog.records) == 2)
+        await until_async(lambda: len(caplog.records) == 2)
     told, again = (record.getMessage() for record in caplog.records)
     assert told.endswith("slipway: the API server answers 403: no: 403")
     assert again.endswith("slipway again")
@@ -435,13 +430,13 @@ async def test_a_role_that_may_not_is_told_once(cluster, caplog, kind):
 async def test_replicas_stay_while_the_api_server_is_away(cluster, caplog):
     cluster.put("one", piece(pod(1)))
     async with following(WHERE) as seen:
-        await until(lambda: seen == [{A}] and cluster.watches)
+        await until_async(lambda: seen == [{A}] and cluster.watches)
         cluster.stop()
-        await until(lambda: caplog.records)
+        await until_async(lambda: caplog.records)
         await asyncio.sleep(0.2)
         cluster.put("one", piece(pod(2)))
         cluster.start()
-        await until(lambda: seen[1:] == [{B}])
+        await until_async(lambda: seen[1:] == [{B}])
     assert len(caplog.records) == 1
     assert "Connection refused" in caplog.text
 
@@ -450,7 +445,7 @@ async def test_replicas_stay_while_the_api_server_is_away(cluster, caplog):
 async def test_without_a_cluster_there_are_no_replicas(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     async with following(WHERE) as seen:
-        await until(lambda: caplog.records)
+        await until_async(lambda: caplog.records)
         await asyncio.sleep(0.1)
     assert not seen
     assert len(caplog.records) == 1
@@ -463,7 +458,7 @@ async def test_a_pod_finds_its_cluster_by_itself(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
     async with following("kubernetes:///a=b"):
-        await until(lambda: caplog.records)
+        await until_async(lambda: caplog.records)
     assert "Service token file does not exist" in caplog.text
 
 

@@ -19,6 +19,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.harness.wait import until_async
 from serving.http.rules import AHEAD
 from serving.protocol import REQUEST_ID
 from serving.router import router as module
@@ -26,7 +27,7 @@ from serving.router.http import buffers, downstream
 from serving.router.http.upstream import HOP_BY_HOP
 from serving.router.proxy import Timeouts
 from tests.fuzzing import examples
-from tests.serving.router.conftest import END, STREAM, Routed, chunk, until, whole
+from tests.serving.router.conftest import END, STREAM, Routed, chunk, whole
 
 BUFFER = 600  # so that some bodies are streamed
 LIMIT = 20_000
@@ -347,7 +348,7 @@ class World(Routed):
                 or any(map(any, loads))
             )
 
-        await until(nothing)
+        await until_async(nothing)
         assert not self.faults
         assert not self.replica.faults
 
@@ -668,7 +669,7 @@ def test_a_connection_with_half_a_request_on_it_is_not_used_again(world):
         replica.port = port
         writer.close()
         await world.serves()
-        await until(lambda: seen == [body])
+        await until_async(lambda: seen == [body])
         early.close()
 
     world.run(work())
@@ -707,7 +708,7 @@ def test_the_end_of_a_streamed_body_that_comes_with_nonsense(world):
         writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"x" * 2 * BUFFER))
         await asyncio.sleep(0.02)
         writer.write(END + b"nonsense\r\n\r\n")
-        await until(lambda: len(world.replica.got) == 1)
+        await until_async(lambda: len(world.replica.got) == 1)
         writer.close()
 
     world.run(work())

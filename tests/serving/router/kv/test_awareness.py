@@ -13,10 +13,11 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
+from scripts.harness.wait import until_async
 from scripts.models import tiny
 from serving.router.kv import awareness
 from serving.router.policy.kv_index import BlockStored
-from tests.serving.router.conftest import FakeReplica, routing, until, whole
+from tests.serving.router.conftest import FakeReplica, routing, whole
 from tests.serving.router.kv.test_events import Publisher, publishing
 
 pytestmark = pytest.mark.anyio
@@ -31,7 +32,7 @@ def told(caplog) -> list[str]:
 
 async def test_without_a_tokenizer_it_is_prefixaware_and_says_so_once(caplog):
     async with routing(2, routing_strategy="kvaware", model_id="/nowhere") as it:
-        await until(lambda: bool(told(caplog)))
+        await until_async(lambda: bool(told(caplog)))
         long = {"prompt": "word " * 1000}
         chosen = {(await it.post(long)).json()["replica"] for _ in range(5)}
         assert len(chosen) == 1
@@ -43,7 +44,7 @@ async def test_without_a_tokenizer_it_is_prefixaware_and_says_so_once(caplog):
 async def test_without_events_it_is_prefixaware_and_says_so_once(caplog):
     model = str(tiny.make())
     async with routing(2, routing_strategy="kvaware", model_id=model) as it:
-        await until(lambda: bool(told(caplog)), LATE_S)
+        await until_async(lambda: bool(told(caplog)), LATE_S)
         long = {"prompt": "word " * 1000}
         chosen = {(await it.post(long)).json()["replica"] for _ in range(5)}
         assert len(chosen) == 1
@@ -62,7 +63,7 @@ async def test_event_sources_that_make_no_sense_are_told(caplog):
 
     async with routing(1, wait=False, routing_strategy="kvaware", model_id=str(tiny.make())) as it:
         it.fleet[0].answer = answer
-        await until(lambda: "following its KV events failed" in caplog.text, LATE_S)
+        await until_async(lambda: "following its KV events failed" in caplog.text, LATE_S)
         assert (await it.post({"prompt": "Hi"})).status_code == 200
         assert not told(caplog)
 
@@ -104,7 +105,7 @@ async def knowing(model):
         it.fleet[0].answer = publishes(publisher)
         await publisher.publish(BlockStored([1], None, [*range(16)], 16))
         await it.ready()
-        await until(lambda: followed(it), LATE_S)
+        await until_async(lambda: followed(it), LATE_S)
         yield it
 
 
@@ -121,9 +122,9 @@ async def test_a_follower_that_fails_follows_again(caplog, monkeypatch):
     ):
         it.fleet[0].answer = nonsense
         await it.ready()
-        await until(lambda: "Invalid argument" in caplog.text, LATE_S)
+        await until_async(lambda: "Invalid argument" in caplog.text, LATE_S)
         it.fleet[0].answer = publishes(publisher)
-        await until(lambda: followed(it), LATE_S)
+        await until_async(lambda: followed(it), LATE_S)
         assert not told(caplog)
 
 

@@ -11,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from scripts.harness.wait import until_async
 from serving.router.kv import events
 from serving.router.kv.events import Follower, Source, sources
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex, chain, seed
@@ -97,12 +98,6 @@ def held(index, count=100):
     return index.matched("a", chain(range(count), 1, seed()), 0.0)
 
 
-async def until(reached):
-    async with asyncio.timeout(10):
-        while not reached():
-            await asyncio.sleep(0.005)
-
-
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(events, "IDLE_S", 0.2)
@@ -113,47 +108,47 @@ async def test_the_log_first_and_then_what_comes():
     async with publishing() as it:
         await it.publish(block(0), block(1))
         async with following(it) as index:
-            await until(lambda: held(index) == 2)
+            await until_async(lambda: held(index) == 2)
             assert index.follows("a")
             await it.publish(block(2))
-            await until(lambda: held(index) == 3)
+            await until_async(lambda: held(index) == 3)
             await it.publish(BlockRemoved([2]))
-            await until(lambda: held(index) == 2)
+            await until_async(lambda: held(index) == 2)
         assert held(index) == 0
 
 
 async def test_an_empty_log():
     async with publishing() as it, following(it) as index:
-        await until(lambda: index.follows("a"))
+        await until_async(lambda: index.follows("a"))
         await it.publish(block(0))
-        await until(lambda: held(index) == 1)
+        await until_async(lambda: held(index) == 1)
 
 
 @pytest.mark.parametrize("idle", [0.2, 10])
 async def test_a_gap_is_filled_from_the_log(monkeypatch, idle):
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
-        await until(lambda: held(index) == 1)
+        await until_async(lambda: held(index) == 1)
         await asyncio.sleep(0.3)
         monkeypatch.setattr(events, "IDLE_S", idle)
         await it.publish(block(1), send=False)
         await it.publish(block(2), send=idle == 10)
-        await until(lambda: held(index) == 3)
+        await until_async(lambda: held(index) == 3)
         assert it.asked[-1] == 0  # from the last batch that is known
 
 
 async def test_after_a_cut_log_the_rank_is_learned_anew():
     async with publishing() as it, following(it) as index:
         await it.publish(block(0), block(1))
-        await until(lambda: held(index) == 2)
+        await until_async(lambda: held(index) == 2)
         it.kept = 2
         await it.publish(BlockRemoved([1]), send=False)
         await it.publish(block(0), send=False)
         await it.publish(block(1))
-        await until(lambda: index.positions.get(("a", 0), (0,))[0] == 3)
+        await until_async(lambda: index.positions.get(("a", 0), (0,))[0] == 3)
         assert held(index) == 2
         await it.publish(BlockRemoved([1]))
-        await until(lambda: held(index) == 1)
+        await until_async(lambda: held(index) == 1)
 
 
 async def test_what_has_no_beginning_in_the_log_is_not_counted():
@@ -161,7 +156,7 @@ async def test_what_has_no_beginning_in_the_log_is_not_counted():
         await it.publish(block(0))
         await it.publish(block(1))
         async with following(it) as index:
-            await until(lambda: index.follows("a"))
+            await until_async(lambda: index.follows("a"))
             assert held(index) == 0
             assert index.positions["a", 0].number == 1
 
@@ -173,7 +168,7 @@ async def test_a_publisher_that_starts_anew_is_learned_anew(before, silent):
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
         await it.publish(block(1))
-        await until(lambda: held(index) == 2)
+        await until_async(lambda: held(index) == 2)
         await it.close()
         await asyncio.sleep(0.1)
         async with publishing(url=it.source.endpoint, log_url=it.source.replay_endpoint) as new:
@@ -182,18 +177,18 @@ async def test_a_publisher_that_starts_anew_is_learned_anew(before, silent):
             if not silent:
                 await asyncio.sleep(0.3)
                 await new.publish(block(before))
-            await until(lambda: held(index) == before + (not silent))
-            await until(lambda: index.follows("a"))
+            await until_async(lambda: held(index) == before + (not silent))
+            await until_async(lambda: index.follows("a"))
 
 
 async def test_without_an_answer_it_is_not_followed(caplog):
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
-        await until(lambda: index.follows("a"))
+        await until_async(lambda: index.follows("a"))
         it.task.cancel()
-        await until(lambda: not index.follows("a"))
+        await until_async(lambda: not index.follows("a"))
         it.task = asyncio.create_task(it.answer())
-        await until(lambda: index.follows("a"))
+        await until_async(lambda: index.follows("a"))
         assert held(index) == 1
     assert [it.message for it in caplog.records] == ["a: the log of its KV events does not answer"]
 
@@ -204,21 +199,21 @@ async def test_all_ranks_or_none():
         await one.publish(block(0))
         await two.publish(block(0), block(1))
         async with following(one, two) as index:
-            await until(lambda: held(index) == 1)
+            await until_async(lambda: held(index) == 1)
             assert not index.follows("a")
             two.task = asyncio.create_task(two.answer())
-            await until(lambda: index.follows("a"))
+            await until_async(lambda: index.follows("a"))
             assert held(index) == 2
 
 
 async def test_a_forgotten_replica_is_learned_anew():
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
-        await until(lambda: held(index) == 1)
+        await until_async(lambda: held(index) == 1)
         index.forget("a")
         assert held(index) == 0
-        await until(lambda: held(index) == 1)
-        await until(lambda: index.follows("a"))
+        await until_async(lambda: held(index) == 1)
+        await until_async(lambda: index.follows("a"))
 
 
 MALFORMED = [
@@ -235,16 +230,16 @@ async def test_what_is_malformed_is_left_out_and_told_once(caplog):
     caplog.set_level(logging.INFO)
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
-        await until(lambda: held(index) == 1)
+        await until_async(lambda: held(index) == 1)
         for content in MALFORMED:
             await it.publish_bytes(content)
         batch = msgspec.msgpack.encode([1.0, [{"type": "Other"}, block(1)], 0])
         await it.publish_bytes(batch)
         for frames in ([b""], [b"", b"x", b""], [b"", b"x" * 9, b""]):
             await it.pub.send_multipart(frames)
-        await until(lambda: held(index) == 2)
+        await until_async(lambda: held(index) == 2)
         await it.publish(block(2))
-        await until(lambda: held(index) == 3)
+        await until_async(lambda: held(index) == 3)
     assert [it.message for it in caplog.records] == [
         "a: KV events that cannot be read are left out"
     ]

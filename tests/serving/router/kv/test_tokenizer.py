@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from scripts.harness.wait import until_async
 from scripts.models import tiny
 from serving.router.kv import tokenizer as module
 from serving.router.kv import tokenizer_workers
 from serving.router.kv.tokenizer_workers import CannotLoad, TokenWorkers
-from tests.serving.router.conftest import until
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +51,7 @@ async def working(folder):
     workers = TokenWorkers()
     task = asyncio.create_task(workers.run(folder))
     try:
-        await until(lambda: workers.ready.is_set() or task.done(), LATE_S)
+        await until_async(lambda: workers.ready.is_set() or task.done(), LATE_S)
         yield Tokenizer(workers)
     finally:
         task.cancel()
@@ -241,7 +241,7 @@ async def test_a_worker_that_hangs_holds_nobody_up_and_is_replaced(monkeypatch, 
     for _ in range(tokenizer_workers.WORKERS + 1):  # no worker is free for the last one
         with pytest.raises(TimeoutError):
             await hostile.tokens(CHAT, saying("hang"))
-    await until(lambda: not set(before[1:]) & set(hostile.processes()), LATE_S)
+    await until_async(lambda: not set(before[1:]) & set(hostile.processes()), LATE_S)
     assert hostile.processes()[0] == before[0]
     monkeypatch.setattr(tokenizer_workers, "WAIT_S", LATE_S)
     assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
@@ -271,8 +271,8 @@ async def test_processes_that_end_are_started_again(monkeypatch, own, hostile):
     monkeypatch.setattr(tokenizer_workers, "FIRST_S", 0.1)
     before = hostile.processes()
     os.kill(before[1], signal.SIGKILL)  # as the kernel does where memory runs out
-    await until(lambda: not hostile.workers.ready.is_set(), LATE_S)
-    await until(hostile.workers.ready.is_set, LATE_S)
+    await until_async(lambda: not hostile.workers.ready.is_set(), LATE_S)
+    await until_async(hostile.workers.ready.is_set, LATE_S)
     assert not set(before) & set(hostile.processes())
     assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
 
