@@ -200,7 +200,7 @@ async def _content_type(container: Container) -> str:
     return "200 and 200"
 
 
-@rule("accept", "Accept: application/json is answered with JSON, and an unknown one is no fault")
+@rule("accept", "Accept: application/json is answered with JSON, and an unknown one is accepted")
 async def _accept(container: Container) -> str:
     for accept in ("application/json", "*/*", "application/x-unheard-of"):
         found = await container.invoke(headers={"Accept": accept})
@@ -355,14 +355,14 @@ async def _metrics(container: Container) -> str:
     return f"{len(series)} series"
 
 
-@rule("execution-parameters", "/execution-parameters tells batch transform how much it may send")
+@rule("execution-parameters", "/execution-parameters says how much batch transform may send")
 async def _execution_parameters(container: Container) -> str:
     found = await container.ask("GET", "/execution-parameters")
-    told = _json(found)
+    limits = _json(found)
     keys = {"MaxConcurrentTransforms", "BatchStrategy", "MaxPayloadInMB"}
-    kept = found.status == 200 and isinstance(told, dict) and told.keys() >= keys
+    kept = found.status == 200 and isinstance(limits, dict) and limits.keys() >= keys
     require(kept, f"answered {found.shown}")
-    return json.dumps(told)
+    return json.dumps(limits)
 
 
 @rule("admin-closed", "the engine's own administration and documentation are not reachable")
@@ -391,7 +391,7 @@ async def _adapter_register(container: Container) -> str:
     return f"200, with a name of {len(name)} characters"
 
 
-@rule("adapter-again", "the same POST may be repeated")
+@rule("adapter-again", "the same POST can be repeated")
 async def _adapter_again(container: Container) -> str:
     found = await _register(container, _registered(container), _adapter(container))
     require(found.status == 200, f"answered {found.shown}")
@@ -421,7 +421,7 @@ async def _adapter_update(container: Container) -> str:
     return "200"
 
 
-@rule("adapter-delete", "DELETE takes an adapter away, and may be repeated")
+@rule("adapter-delete", "DELETE removes an adapter, and can be repeated")
 async def _adapter_delete(container: Container) -> str:
     name = _registered(container)
     first = await container.ask("DELETE", f"/adapters/{name}")
@@ -455,19 +455,19 @@ async def _adapter_traversal(container: Container) -> str:
         return refused(found, "a folder reached by ..")
 
 
-@rule("session-new", "NEW_SESSION opens a session, told as `ID; Expires=…Z`")
+@rule("session-new", "NEW_SESSION opens a session, announced as `ID; Expires=…Z`")
 async def _session_new(container: Container) -> str:
     found = await container.invoke({"requestType": "NEW_SESSION"}, {SESSION: "NEW_SESSION"})
-    told = found.headers.get(SESSION) or found.headers.get(NEW_SESSION)
-    require(found.status == 200 and told, f"no session: {found.shown}")
-    match = _NEW.fullmatch(told or "")
+    announced = found.headers.get(SESSION) or found.headers.get(NEW_SESSION)
+    require(found.status == 200 and announced, f"no session: {found.shown}")
+    match = _NEW.fullmatch(announced or "")
     if not match:
-        raise Broken(f"told as {told}")
+        raise Broken(f"announced as {announced}")
     container.session = match[1]
     return match[0]
 
 
-@rule("session-headers", "a new session is told by both headers, LMI's and SageMaker's own")
+@rule("session-headers", "a new session is announced by both headers, LMI's and SageMaker's own")
 async def _session_headers(container: Container) -> str:
     _session(container)
     found = await container.invoke({"requestType": "NEW_SESSION"}, {SESSION: "NEW_SESSION"})
@@ -496,7 +496,7 @@ async def _session_unknown(container: Container) -> str:
     return ", ".join(seen)
 
 
-@rule("session-close", "CLOSE ends a session and tells its id; using it afterwards is a 4xx")
+@rule("session-close", "CLOSE ends a session and returns its id; using it afterwards is a 4xx")
 async def _session_close(container: Container) -> str:
     session = _session(container)
     found = await container.invoke({"requestType": "CLOSE"}, {SESSION: session})
@@ -559,7 +559,7 @@ def _padded(body: Mapping[str, Any], size: int) -> bytes:
 
 
 async def _running(container: Container) -> float | None:
-    """How many requests vLLM says are running; None where that is not told."""
+    """How many requests vLLM says are running; None where it does not say."""
     lines = (await container.ask("GET", "/metrics")).body.decode(errors="replace").splitlines()
     found = [float(it.split()[-1]) for it in lines if it.startswith("vllm:num_requests_running")]
     return sum(found) if found else None
