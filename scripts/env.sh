@@ -160,7 +160,7 @@ bring_up_containers() {
     local variables
     container_tools=${SLIPWAY_CONTAINER_TOOLS:-$root/../shared/tools/docker-here}
     [ -x "$container_tools" ] || return 1
-    trap '"$container_tools" down' EXIT
+    trap '"$container_tools" down >/dev/null || true' EXIT
     variables=$("$container_tools" up) || return 1
     eval "$variables"
     find_containers

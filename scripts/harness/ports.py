@@ -3,12 +3,21 @@
 
 import contextlib
 import itertools
+import os
 import random
 import socket
 
-# Below the ports of outgoing connections, so that none takes a port before it is used, or while
-# its program is down. The system's randomness: tests seed the other.
-_CANDIDATES = itertools.count(random.SystemRandom().randrange(15_000, 30_000))
+
+def _first() -> int:
+    """Somewhere below the ports of outgoing connections, so that none takes a port before it is
+    used, or while its program is down; of its own for each process of one run of the tests.
+    """
+    run = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # None: as chance has it
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return 15_000 + (run.randrange(15_000) + 1_500 * worker) % 15_000
+
+
+_CANDIDATES = itertools.count(_first())
 
 
 def free(count: int = 1) -> int:

@@ -219,6 +219,8 @@ def main(prepared: str, address: str, parent: int) -> None:
     else:
         end_with_parent(signal.SIGKILL, ours)
         os.setsid()
+        for file in request.files:
+            os.close(file)
         request = _fork_for_each(listener)
     _become(request)
     module.forked(request.arguments)

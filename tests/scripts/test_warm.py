@@ -42,7 +42,7 @@ def start(python, tmp_path):
                 process = of.start(
                     [*PROGRAM, code, *arguments], environ, folder=tmp_path, output=output
                 )
-            stack.callback(process.wait, 10)
+            stack.callback(process.wait, 60)
             stack.callback(process.kill)
             return process
 
@@ -66,7 +66,7 @@ print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), sys.stdin.read(),
                   os.getsid(0), os.getpgid(0), __name__, sorted(os.listdir("/proc/self/fd"))[:3]]))
 """
     process = start(seen, "a", "b c")
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     number = process.pid
     assert json.loads(said(tmp_path)) == [
         *([seen, "a", "b c"], str(tmp_path), ENVIRON, "", number, number, number, "__main__"),
@@ -80,7 +80,7 @@ def test_its_modules_are_imported_already_and_its_name_is_its_own(start, tmp_pat
     assert "True" in log(tmp_path).read_text()
     assert " ".join(PROGRAM) in " ".join(psutil.Process(process.pid).cmdline())
     process.kill()
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_its_modules_are_imported_already_and_its_name_is_its_own(start, tmp_pat
 )
 def test_it_ends_as_its_program_does(start, tmp_path, code, expected):
     process = start(code)
-    assert process.wait(10) == process.poll() == process.returncode == expected
+    assert process.wait(60) == process.poll() == process.returncode == expected
     assert ("ValueError: why" in log(tmp_path).read_text()) == (expected == 1)
     process.kill()  # which is no error
 
@@ -104,7 +104,7 @@ def test_a_program_can_be_a_file(python, tmp_path):
     (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
     with log(tmp_path).open("wb") as output:
         process = python.start([str(tmp_path / "program.py"), "a"], ENVIRON, output=output)
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     assert said(tmp_path) == "__main__ ['a']"
 
 
@@ -115,12 +115,12 @@ def test_signals_reach_it(start, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.1)
     process.terminate()
-    assert process.wait(10) == 7
+    assert process.wait(60) == 7
 
 
 def test_many_at_once(start):
     processes = [start(f"import sys; sys.exit({n})") for n in range(8)]
-    assert [it.wait(10) for it in processes] == [*range(8)]
+    assert [it.wait(60) for it in processes] == [*range(8)]
 
 
 def test_it_ends_with_the_warm_python(start, mortal, tmp_path):
@@ -128,8 +128,8 @@ def test_it_ends_with_the_warm_python(start, mortal, tmp_path):
     assert said(tmp_path) == "there"
     found = psutil.Process(process.pid)
     mortal._process.kill()
-    assert process.wait(10) == -signal.SIGKILL
-    until(lambda: not running(found), 10)
+    assert process.wait(60) == -signal.SIGKILL
+    until(lambda: not running(found), 60)
     with pytest.raises(NotWarm):
         start(WAIT, of=mortal)
 
@@ -166,17 +166,17 @@ def parent(start, tmp_path):
 
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("exit(3)", 3)])
 def test_a_childs_end(start, tmp_path, code, status):
-    assert start(CHILD, *PROGRAM, code).wait(10) == 0
+    assert start(CHILD, *PROGRAM, code).wait(60) == 0
     assert said(tmp_path) == f"ended {status}"
 
 
 def test_a_child_is_forked_too_and_is_in_its_tree(parent, tmp_path):
     process, forked = parent(f"print('warm', {WARM}, flush=True); " + WAIT)
-    until(lambda: "there" in log(tmp_path).read_text(), 10)
+    until(lambda: "there" in log(tmp_path).read_text(), 60)
     assert "warm True" in log(tmp_path).read_text()
     (child,) = forked()
     child.kill()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     assert said(tmp_path) == f"ended {-signal.SIGKILL}"
 
 
@@ -184,29 +184,29 @@ def test_a_child_is_forked_too_and_is_in_its_tree(parent, tmp_path):
 def test_a_child_hears_the_signals_of_what_stands_for_it(parent, tmp_path, number):
     code = "import signal; signal.signal(15, lambda *_: exit(7)); " + WAIT
     process, forked = parent(code)
-    until(lambda: "there" in log(tmp_path).read_text(), 10)
+    until(lambda: "there" in log(tmp_path).read_text(), 60)
     (child,) = forked()
     (stands_for_it,) = re.findall(r"^child (\d+)$", log(tmp_path).read_text(), re.MULTILINE)
     os.kill(int(stands_for_it), number)
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     assert said(tmp_path) == f"ended {7 if number == signal.SIGTERM else -signal.SIGKILL}"
-    until(lambda: not running(child), 10)
+    until(lambda: not running(child), 60)
 
 
 def test_what_is_below_it_ends_with_it(parent, tmp_path):
     process, forked = parent(WAIT)
-    until(lambda: "there" in log(tmp_path).read_text(), 10)
+    until(lambda: "there" in log(tmp_path).read_text(), 60)
     below = psutil.Process(process.pid).children(recursive=True)
     assert forked()
     process.kill()
-    assert process.wait(10) == -signal.SIGKILL
-    _, alive = psutil.wait_procs(below, timeout=10)
+    assert process.wait(60) == -signal.SIGKILL
+    _, alive = psutil.wait_procs(below, timeout=60)
     assert not [it for it in alive if running(it)]
 
 
 def test_other_programs_are_run_by_the_ordinary_python(start, tmp_path):
     code = "import sys; print(sys.argv[1:], sys.flags.dont_write_bytecode, sys.executable)"
-    assert start(CHILD, "-B", "-c", code, "a").wait(10) == 0
+    assert start(CHILD, "-B", "-c", code, "a").wait(60) == 0
     lines = log(tmp_path).read_text().splitlines()
     assert f"['a'] 1 {sys.executable}" in lines
     assert lines[-1] == "ended 0"
@@ -220,5 +220,5 @@ for it in open(f"/proc/self/task/{os.getpid()}/children").read().split():
     os.waitpid(int(it), 0)
 """
     environ = {**ENVIRON, "PYTHONPATH": str(ROOT)}
-    assert start(gone + CHILD, *PROGRAM, "exit(5)", environ=environ).wait(10) == 0
+    assert start(gone + CHILD, *PROGRAM, "exit(5)", environ=environ).wait(60) == 0
     assert said(tmp_path) == "ended 5"

@@ -27,10 +27,10 @@ async def test_a_second_signal_hurries():
     await asyncio.sleep(0)
     assert not stop.done()
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(stop, 5)
+    await asyncio.wait_for(stop, 15)
     assert not hurry.done()
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(hurry, 5)
+    await asyncio.wait_for(hurry, 15)
 
 
 ENDING_WITH_ITS_PARENT = """

@@ -89,7 +89,7 @@ async def test_a_folder_that_hangs_holds_up_no_stream(tmp_path, monkeypatch):
         hangs.set()
         try:
             waiting = asyncio.create_task(served.invoke({"inputs": "a"}, headers={NAME: session}))
-            answer = await asyncio.wait_for(served.invoke({"inputs": "a", "stream": True}), 5)
+            answer = await asyncio.wait_for(served.invoke({"inputs": "a", "stream": True}), 15)
             assert answer.status_code == 200
             assert (await waiting).status_code == 200  # by what is remembered
             unknown = "00000000-0000-4000-8000-000000000000"

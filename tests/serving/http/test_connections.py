@@ -363,7 +363,7 @@ async def test_a_body_that_is_being_sent_does_not_hold_up_the_end(served, caplog
         status, _, told = await it.answer()
         assert (status, message(told)) == (503, "the server is stopping")
         assert await it.closed()
-    await asyncio.wait_for(served.task, 5)
+    await asyncio.wait_for(served.task, 15)
     assert "Cancel" not in caplog.text  # as uvicorn says of what it waited for in vain
 
 

@@ -382,7 +382,7 @@ async def test_a_status_without_a_body(tmp_path, code):
         request = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
         for _ in range(2):
             writer.write(request)
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 15)
             assert head.startswith(b"HTTP/1.1 %d " % code)
             assert b"content-length" not in head
             assert b"transfer-encoding" not in head

@@ -383,7 +383,7 @@ async def test_slow_servers(web, reachable, monkeypatch, path):
     monkeypatch.setattr(media, "FETCH_S", 0.2)
     started = time.monotonic()
     assert "media.test took longer than 0.2 s" in await refused(chat(web.url(path)))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10  # it sends nothing, or a little, for ever
 
 
 async def test_a_slow_name_server(reachable, monkeypatch):
@@ -421,7 +421,7 @@ async def test_nothing_is_fetched_where_one_is_refused(web, reachable):
 async def test_one_failure_ends_the_others(web, reachable):
     started = time.monotonic()
     assert "404" in await refused(chat(web.url("silent"), web.url("missing"), web.url("silent")))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < media.FETCH_S
 
 
 async def test_a_client_that_leaves_ends_the_fetching(web, reachable):

@@ -43,7 +43,7 @@ def ask(served, body=None, path="/invocations", **headers):
 
 
 async def queued(served, count):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while await metric(served, "slipway_requests_queued") != count:
             await asyncio.sleep(0.01)
 
@@ -267,7 +267,7 @@ async def test_what_waits_finishes_before_the_server_stops_or_is_told(served, tw
         if twice:
             assert answer.json() == STOPPING
             assert answer.headers["retry-after"] == "1"
-    assert (await asyncio.wait_for(served.task, 5)).code == 0
+    assert (await asyncio.wait_for(served.task, 15)).code == 0
     assert len(prompts(served)) == (SHARE if twice else SHARE + 3)
 
 

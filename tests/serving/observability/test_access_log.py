@@ -157,7 +157,7 @@ async def test_requests_that_came_before_it_was_ready_do_not_count():
 async def test_with_fail_fast_they_end_the_server():
     async with running(error_rate_any=(0, 60), fail_fast=True) as served:
         await served.invoke({"inputs": "break"})
-        end = await asyncio.wait_for(served.task, 5)
+        end = await asyncio.wait_for(served.task, 15)
     assert end == Exit(
         DIED,
         "serving",

@@ -43,20 +43,20 @@ async def test_it_can_be_stopped_while_starting():
         served.may_start.clear()
         await served.client.get("/ping")
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(served.task, 5) == Exit(0, "start")
+        assert await asyncio.wait_for(served.task, 15) == Exit(0, "start")
 
 
 async def test_a_failed_start_has_its_exit_code_and_reason():
     async with running(wait=False) as served:
         served.start_error = EngineError("no such model")
-        end = await asyncio.wait_for(served.task, 5)
+        end = await asyncio.wait_for(served.task, 15)
     assert end == Exit(START_FAILED, "start", "no such model")
 
 
 async def test_a_start_that_takes_too_long_has_failed():
     async with running(wait=False, model_loading_timeout=1) as served:
         served.may_start.clear()
-        end = await asyncio.wait_for(served.task, 5)
+        end = await asyncio.wait_for(served.task, 15)
     reason = "not ready after 1 s (OPTION_MODEL_LOADING_TIMEOUT): pretending"
     assert end == Exit(START_FAILED, "start", reason)
 
@@ -98,7 +98,7 @@ async def test_a_signal_lets_requests_finish(served, number):
     served.engine.gate.set()
     assert (await whole).json() == {"generated_text": "a wait"}
     assert json.loads((await stream).text.splitlines()[-1])["generated_text"] == "bwait"
-    assert await asyncio.wait_for(served.task, 5) == Exit(0, "draining")
+    assert await asyncio.wait_for(served.task, 15) == Exit(0, "draining")
     assert served.engine.stopped
 
 
@@ -121,7 +121,7 @@ async def test_what_does_not_finish_in_time_is_told_so(served, monkeypatch, twic
     *_, error, done = (await openai).text.split("\n\n")[:-1]
     assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the server is stopping"
     assert done == "data: [DONE]"
-    assert await asyncio.wait_for(served.task, 5) == Exit(0, "draining")
+    assert await asyncio.wait_for(served.task, 15) == Exit(0, "draining")
 
 
 def test_an_end_in_which_every_step_takes_its_time_comes_before_the_platform_kills():
@@ -140,7 +140,7 @@ async def test_no_step_of_the_end_takes_longer_than_it_may(monkeypatch):
         writer.write(b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
         await until_async(lambda: len(served.server._http.server_state.tasks) == 2)
         served.server.stop()
-        assert await asyncio.wait_for(served.task, 5) == Exit(0, "draining")
+        assert await asyncio.wait_for(served.task, 15) == Exit(0, "draining")
         assert (await held).status_code == 503
         assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
         writer.close()
@@ -160,7 +160,7 @@ async def test_an_engine_that_dies_fails_the_server(served, draining):
         served.engine.gate.set()
         await held
     stage = "draining" if draining else "serving"
-    end = await asyncio.wait_for(served.task, 5)
+    end = await asyncio.wait_for(served.task, 15)
     assert end == Exit(DIED, stage, "an engine process ended")
 
 

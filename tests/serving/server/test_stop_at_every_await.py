@@ -32,7 +32,7 @@ READING = "OpenAI.answer"
 """Where the body is awaited. No stop waits for what its client has not sent."""
 STOPPING = "the server is stopping"
 HELD_S = 0.3  # after which a request has come to where it is held
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 BESIDE = 2  # what the engine is given at once when it does one thing at a time
 CODE = """
 import asyncio

@@ -490,7 +490,7 @@ async def end(world: World, data: list[bytes]) -> None:
         for part in data:
             writer.write(part)
             await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while await reader.read(65_536):
                 pass
     except ConnectionError:

@@ -147,7 +147,7 @@ async def test_a_template_of_a_clients_is_not_rendered():
         asked.append(it.post(chat("a"), "/v1/chat/completions"))
         answers = await asyncio.gather(*asked)
         assert [answer.status_code for answer in answers] == [200] * 4
-        assert time.monotonic() - began < 5  # the templates would never end
+        assert time.monotonic() - began < 60  # the templates would never end
         found = await fallbacks(it)
         assert found["request"] >= 3  # they are the engine's to refuse
 
