@@ -111,7 +111,7 @@ async def load(arm: Arm, server: Program, stream: bool, concurrency: int, reques
                 if answer.status != 200 or not (
                     b'"length"' in content or b'"generated_text":"' in content
                 ):
-                    sys.exit(f"{arm.name}: a request failed: {answer.status} {content[:300]!r}")
+                    sys.exit(f"{arm.name}: a request failed: {answer.status} {content[-300:]!r}")
                 times.append(time.perf_counter() - began)
 
         processes = [server.own, *server.children("handlers.custom")]
