@@ -25,7 +25,7 @@ import yaml
 import handlers.djl_python
 from lmi_config.options import arguments, settings
 from lmi_config.options.declared import OPTIONS, vllm_options
-from lmi_config.options.ignored import REFUSED, UNUSED
+from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import explain, plan
 from tests import documented
@@ -255,6 +255,7 @@ KNOWN = {
     *(name for it in OPTIONS.values() for name in it.all_names),
     *(f"{prefix}_{name.upper()}" for name in vllm_options() for prefix in ("OPTION", "SM_VLLM")),
     *UNUSED,
+    *REMOVED,
     *(f"OPTION_{name.upper()}" for name in REFUSED),
 }
 OPTION = re.compile(r"\b((?:OPTION|SERVING|SM_VLLM)_[A-Z0-9_]*[A-Z0-9])\b(?!_?[*<])")
