@@ -5,6 +5,7 @@ nothing installed but Python.
 
 import contextlib
 import os
+import signal
 import sys
 
 from lmi_config.options import arguments
@@ -12,6 +13,7 @@ from lmi_config.options.settings import SettingsError, read
 
 verb, *rest = sys.argv[1:] or ["serve"]
 if arguments.wants_help(rest):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     print(arguments.usage(verb))
     sys.exit()
 try:
