@@ -310,6 +310,8 @@ def _returned(name: str, result: Any, wanted: str) -> str:
 
 def told(error: BaseException, folder: Path = Path(FILE)) -> str:
     """An exception in a line: its type, its message, and where in the folder's files it was."""
+    # What the code that failed still holds may be all the memory that this process has.
+    traceback.clear_frames(error.__traceback__)
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError) and error.filename:
         text = (error.text or "").strip()
