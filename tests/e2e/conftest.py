@@ -115,7 +115,6 @@ def tiny_options() -> dict[str, str]:
 def server(tiny_options, tmp_path_factory):
     """The tiny model, for every test that leaves the server as it was."""
     log = tmp_path_factory.mktemp("server") / "log"
-    tools = {"OPTION_ENABLE_AUTO_TOOL_CHOICE": "true", "OPTION_TOOL_CALL_PARSER": "hermes"}
-    with serving(log, **tiny_options, **tools) as served:
+    with serving(log, **tiny_options) as served:
         served.ready()
         yield served

@@ -95,53 +95,6 @@ def test_openais_own_client(server, key, model):
         assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
 
 
-WEATHER: Any = {
-    "name": "get_weather",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
-
-
-def test_a_tool_is_called_with_arguments_of_its_schema(server):
-    body: Any = {
-        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
-        "tools": [{"type": "function", "function": WEATHER}],
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-        "max_tokens": 64,
-        "temperature": 0,
-    }
-    create = server.openai.chat.completions.create
-    (call,) = create(model="lmi", **body).choices[0].message.tool_calls
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    parts = [
-        part
-        for piece in create(model="lmi", **body, stream=True)
-        for part in piece.choices[0].delta.tool_calls or ()
-    ]
-    assert parts[0].function.name == "get_weather"
-    assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
-    (here,) = server.invoke(body).json()["choices"][0]["message"]["tool_calls"]
-    assert here["function"]["arguments"] == call.function.arguments
-
-
-def test_an_answer_in_json_of_a_schema(server):
-    schema = {"name": "weather", "schema": WEATHER["parameters"]}
-    answer = server.openai.chat.completions.create(
-        model="lmi",
-        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
-        response_format={"type": "json_schema", "json_schema": schema},
-        max_tokens=64,
-        temperature=0,
-    )
-    assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
-
-
 def test_openai_bodies_on_invocations_answer_as_on_their_own_paths(server):
     body = {"prompt": "An import", "max_tokens": 8, "temperature": 0}
     here = server.invoke(body).json()["choices"]
