@@ -2,7 +2,7 @@
 """A Python that has imported everything already: what it forks starts in seconds, not in half a
 minute.
 
-    with WarmPython("scripts.harness.warm_engine", folder) as python:
+    with WarmPython("a.module.that.imports", folder) as python:
         process = python.start(["-m", "serving", "serve"], environ, output=log)
 
 A forked process runs a program with arguments, variables, a working folder and output of its own,
