@@ -30,7 +30,6 @@ LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _FIRST_READ = 128 * 1024  # holds nearly every header; what is longer takes a second request
 _LARGEST = 2**48  # of all numbers a model could mean; JSON knows no limit
 
-_LMI_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _FETCH_AGAIN = "fetch it again"
 
 
@@ -105,10 +104,21 @@ class KvShape:
         """
         return (self.full + self.windowed) * _width(cache_dtype, model_dtype)
 
-    def bytes_per_prompt(self, tokens: int, cache_dtype: str, model_dtype: str | None) -> int:
-        """Bytes that a prompt of so many tokens occupies when what fell out of windows is freed."""
-        numbers = self.full * tokens + self.windowed * min(tokens, self.window)
-        return numbers * _width(cache_dtype, model_dtype)
+    def bytes_per_request(
+        self, tokens: int, in_flight: int, cache_dtype: str, model_dtype: str | None
+    ) -> int:
+        """Bytes that vLLM sets aside for a request of so many tokens, prompt and answer together.
+
+        in_flight: tokens that it may be computing at the same time; what has left a window is freed
+        only after them (SlidingWindowSpec in vllm/v1/kv_cache_interface.py). Blocks are not rounded
+        up, nor groups of layers filled up to the same size.
+        """
+        kept = min(tokens, self.window - 1 + in_flight)
+        return (self.full * tokens + self.windowed * kept) * _width(cache_dtype, model_dtype)
+
+    def without_windows(self) -> "KvShape":
+        """The same where vLLM treats layers with a window as those without, if there are both."""
+        return KvShape(heads=self.heads, full=self.full + self.windowed) if self.full else self
 
     def plus(self, draft: "KvShape") -> "KvShape":
         """What is kept of each token for a model and its draft."""
@@ -134,8 +144,6 @@ class ModelFacts:
 
     weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
     max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
-    generates: whether it makes text, by LMI's rule, which is an architecture's last words; a model
-    that names none (Mistral's format, GGUF) is taken to.
     """
 
     architectures: tuple[str, ...]
@@ -148,7 +156,6 @@ class ModelFacts:
     vocabulary: int | None
     hidden_size: int | None
     layers: int | None
-    generates: bool
     kv: KvShape | None
 
 
@@ -324,9 +331,8 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
 
     Raises ModelError where a value of the configuration is of the wrong type.
     """
-    architectures = config.words("architectures")
     return ModelFacts(
-        architectures=architectures,
+        architectures=config.words("architectures"),
         model_type=_text(config, config.top, "model_type"),
         weight_bytes=sum(files.values()),
         largest_file=max(files.values(), default=0),
@@ -336,7 +342,6 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
         vocabulary=config.whole("vocab_size", "padded_vocab_size"),
         hidden_size=config.whole("hidden_size", "n_embd", "d_model", "dim"),
         layers=_layers(config),
-        generates=not architectures or any(name.endswith(_LMI_GENERATES) for name in architectures),
         kv=_kv(config),
     )
 
@@ -475,21 +480,21 @@ def _kv_heads(config: Config, attention_heads: int | None) -> int | None:
     return attention_heads if found is None else found
 
 
-_WINDOWED = ("sliding_attention", "chunked_attention")
 _STATEFUL = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
 
 
 def _attention(config: Config, layers: int) -> tuple[int, int, int]:
     """How many layers attend to everything, how many to a window, and its size in tokens.
 
-    Layers of a kind that is not known count as the first, which needs most.
+    Layers of a kind that is not known count as the first, which needs most; so do those that attend
+    in chunks (Llama 4), for which vLLM keeps whole sequences.
     """
     text = config.text
-    window = config.whole("sliding_window", "attention_chunk_size") or 0
+    window = config.whole("sliding_window") or 0
     named = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(named, list):
         kinds = [kind for kind in named[:layers] if kind not in _STATEFUL]
-        windowed = sum(kind in _WINDOWED for kind in kinds) if window else 0
+        windowed = kinds.count("sliding_attention") if window else 0
         return len(kinds) - windowed, windowed, window if windowed else 0
     return _hybrid(config, layers) or _sliding(config, layers, window)
 
@@ -525,7 +530,7 @@ def _sliding(config: Config, layers: int, window: int) -> tuple[int, int, int]:
         full = layers // pattern
     elif text.get("use_sliding_window") and (first := config.whole("max_window_layers")):
         full = min(first, layers)
-    elif pattern or "attention_chunk_size" in text:  # a rule that is not read: EXAONE, Llama 4
+    elif pattern:  # a rule that is not read: EXAONE
         return layers, 0, 0
     else:
         full = 0

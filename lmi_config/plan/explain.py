@@ -77,7 +77,11 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "model", format_size(model.weight_bytes), ", ".join(part for part in about if part)
     if each:
         drafted = " and the draft's" if plan.draft and plan.draft.facts.kv else ""
-        yield "KV per token", f"{each / 1024:g} KiB", f"{model.layers or '?'} layers{drafted}"
+        layers = f"{model.layers or '?'} layers{drafted}"
+        if model.kv and model.kv.windowed:
+            part = model.kv.windowed / (model.kv.full + model.kv.windowed)
+            layers += f"; {part:.0%} of it for the last {model.kv.window:,} tokens only"
+        yield "KV per token", f"{each / 1024:g} KiB", layers
     longest = settings.max_model_len or model.max_length
     if longest == AUTO:
         yield "longest request", "auto", "what fits the KV cache; vLLM decides"
@@ -118,7 +122,10 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
     names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
     yield "devices", f"{len(machine.gpus)} x {names}", f"tensor parallel {degree} ({given})"
     if plan.gpu:
-        tokens = preflight.kv_tokens(settings, plan.parallelism, plan.model, plan.memory, plan.gpu)
+        cache = preflight.engine_cache(
+            settings, machine, plan.parallelism, plan.model, plan.memory, plan.gpu
+        )
+        length = preflight.longest_request(settings, plan.model) or 1
         yield (
             "each GPU",
             format_size(plan.gpu.total),
@@ -130,7 +137,7 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
             format_size(plan.gpu.overhead),
             "context, activations, graphs; an estimate",
         )
-        amount = f"about {tokens:,} tokens in all" if tokens is not None else "unknown"
+        amount = f"about {cache.tokens(length):,} tokens in all" if cache else "unknown"
         yield "  KV cache", format_size(max(plan.gpu.kv, 0)), amount
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from lmi_config.facts.machine import Machine
-from lmi_config.facts.model import ModelFacts
+from lmi_config.facts.model import KvShape, ModelFacts
 from lmi_config.options.declared import GPU_MEMORY_UTILIZATION, KV_ON_CPU, Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan.parallelism import Parallelism
@@ -96,7 +96,7 @@ def budget(
     draft: ModelFacts | None,
 ) -> Budget:
     """Divide the memory that is free now; LMCache's server takes no part yet."""
-    count = parallelism.workers
+    count = parallelism.local_workers
     on_gpu = bool(machine.gpus)
     shares = [
         Share("server and engine core", SERVER + ENGINE_CORE, "measured"),
@@ -105,7 +105,7 @@ def budget(
             count * (CUDA_WORKER if on_gpu else WORKER),
             "estimate, CUDA included" if on_gpu else "measured",
         ),
-        *_weights(settings, model, draft, count, on_gpu),
+        *_weights(settings, parallelism, model, draft, on_gpu),
     ]
     if count > 1:
         shares.append(
@@ -129,12 +129,13 @@ def budget(
 
 def _weights(
     settings: Settings,
+    parallelism: Parallelism,
     model: ModelFacts,
     draft: ModelFacts | None,
-    count: int,
     on_gpu: bool,
 ) -> list[Share]:
-    both = model.weight_bytes + (draft.weight_bytes if draft else 0)
+    count = parallelism.local_workers
+    both = (model.weight_bytes + (draft.weight_bytes if draft else 0)) // parallelism.machines
     if on_gpu:
         passing = min(model.largest_file * count, model.weight_bytes)
         found = [Share("weights being loaded", passing, "a file in each worker, at most all")]
@@ -160,12 +161,43 @@ def _kv_on_cpu(machine: Machine, left: int) -> int:
 
 def kv_per_token(settings: Settings, model: ModelFacts) -> int | None:
     """Bytes of one token's KV in one copy, or None where the model does not tell."""
-    if not model.kv:
-        return None
+    return (model.kv and model.kv.bytes_per_token(*_kv_dtypes(settings, model))) or None
+
+
+def kv_of_request(
+    settings: Settings,
+    machine: Machine,
+    parallelism: Parallelism,
+    model: ModelFacts,
+    kv: KvShape,
+    tokens: int,
+) -> int:
+    """Bytes that a request of so many tokens takes of a copy's KV cache in the engine, at most."""
+    if settings.engine.get("disable_hybrid_kv_cache_manager"):
+        kv = kv.without_windows()
+    # One step for each stage, and one that is scheduled ahead (VllmConfig.max_in_flight_tokens).
+    in_flight = (parallelism.pipeline + 1) * _tokens_of_a_step(settings, machine, parallelism)
+    return kv.bytes_per_request(tokens, in_flight, *_kv_dtypes(settings, model))
+
+
+def _kv_dtypes(settings: Settings, model: ModelFacts) -> tuple[str, str | None]:
+    """vLLM's kv_cache_dtype, and what the model runs in; None: 16 bits."""
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if settings.dtype == "auto" and model.dtype == "float32":
         dtype = None  # vLLM runs it in 16 bits
-    return model.kv.bytes_per_token(settings.engine.get("kv_cache_dtype", "auto"), dtype) or None
+    return settings.engine.get("kv_cache_dtype", "auto"), dtype
+
+
+def _tokens_of_a_step(settings: Settings, machine: Machine, parallelism: Parallelism) -> int:
+    """max_num_batched_tokens; vLLM's own are of get_batch_defaults in vllm/engine/arg_utils.py."""
+    if settings.max_rolling_batch_prefill_tokens:
+        return settings.max_rolling_batch_prefill_tokens
+    if not machine.gpus:
+        return 2048 * parallelism.workers
+    memory, name = machine.gpus[0].memory or 0, machine.gpus[0].name.lower()
+    if memory >= 160 * GIB:
+        return 16384
+    return 8192 if memory >= 70 * GIB and "a100" not in name else 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +225,7 @@ def gpu_budget(
 
     Weights are split evenly over the ranks; the draft's are in each tensor-parallel rank's share.
     """
-    used = machine.gpus[: parallelism.workers]
+    used = machine.gpus[: parallelism.local_workers]
     sizes = [found.memory for found in used if found.memory]
     if not used or len(sizes) < len(used):
         return None

@@ -15,7 +15,7 @@ WORKER_SHM = 256 * 1024**2
 class Parallelism:
     """tensor: devices that each stage of a copy is spread over. pipeline: its stages.
 
-    copies: of the model, on all machines (data parallel).
+    copies: of the model, on all machines (data parallel). machines: that each copy is spread over.
     workerless: whether the engine's core does the only worker's work: without a GPU vLLM has a
     process for it even with one rank, which would not start with the 64 MiB of shared memory that
     containers get.
@@ -24,12 +24,18 @@ class Parallelism:
     tensor: int
     pipeline: int = 1
     copies: int = 1
+    machines: int = 1
     workerless: bool = False
 
     @property
     def workers(self) -> int:
         """Worker processes of one copy, a rank each."""
         return self.tensor * self.pipeline
+
+    @property
+    def local_workers(self) -> int:
+        """Those of them that run on this machine."""
+        return -(-self.workers // self.machines)
 
 
 def decide(settings: Settings, machine: Machine) -> Parallelism:
@@ -39,6 +45,7 @@ def decide(settings: Settings, machine: Machine) -> Parallelism:
         tensor=tensor,
         pipeline=pipeline,
         copies=copies(settings),
+        machines=_machines(settings, machine, tensor * pipeline),
         workerless=(
             not machine.gpus
             and machine.shm < WORKER_SHM
@@ -74,6 +81,21 @@ def _tensor(settings: Settings, machine: Machine) -> int:
     raise SettingsError(
         [f"{name}={value}: needs {degree * stages} {kind}s, but this machine shows {devices}{fix}"]
     )
+
+
+def _machines(settings: Settings, machine: Machine, workers: int) -> int:
+    """The machines that a copy's workers are spread over, evenly, as vLLM's nnodes_within_dp.
+
+    Ray places them itself; at best it fills one machine like this after another.
+    """
+    engine = settings.engine
+    nodes: int = engine.get("nnodes", 1)
+    if nodes > 1:
+        groups = copies(settings) // (engine.get("data_parallel_size_local") or copies(settings))
+        return max(nodes // max(groups, 1), 1)
+    if engine.get("distributed_executor_backend") == "ray":
+        return -(-workers // max(len(machine.gpus or machine.cpus), 1))
+    return 1
 
 
 def _on_other_machines(settings: Settings) -> bool:

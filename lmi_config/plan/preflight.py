@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is likely to go wrong here, before anything is started: a sentence each, with the fix."""
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
@@ -9,7 +12,7 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
 from lmi_config.plan import lmcache
 from lmi_config.plan.kv_tiers import NoTiers, Tiers, format_size, wanted
-from lmi_config.plan.memory import Budget, GpuBudget, kv_per_token
+from lmi_config.plan.memory import Budget, GpuBudget, kv_of_request, kv_per_token
 from lmi_config.plan.parallelism import Parallelism
 
 DRIVER = 580
@@ -35,8 +38,8 @@ def findings(
             f"each GPU's share of the weights is {format_size(gpu.weights)} and vLLM may use "
             f"{format_size(gpu.usable)} of its memory; use more GPUs or a quantised model"
         )
-    yield from _length(settings, parallelism, model, budget, gpu)
-    count = parallelism.workers
+    yield from _length(settings, machine, parallelism, model, budget, gpu)
+    count = parallelism.local_workers
     if count > 1 and machine.shm < SMALL_SHM:
         yield (
             f"/dev/shm has {format_size(machine.shm)} and {count} ranks talk through it; give the "
@@ -86,7 +89,7 @@ def _gpus(settings: Settings, machine: Machine, parallelism: Parallelism) -> Ite
             f"driver {driver} is older than CUDA 13.0 wants ({DRIVER}); on SageMaker choose an "
             "InferenceAmiVersion of al2023 with gpu-4-1, elsewhere update the driver"
         )
-    idle = len(machine.gpus) - parallelism.workers
+    idle = len(machine.gpus) - parallelism.local_workers
     if idle > 0 and "data_parallel_size" not in settings.engine:
         yield (
             f"{idle} of {len(machine.gpus)} GPUs will do nothing; set "
@@ -105,32 +108,58 @@ def _memory(machine: Machine, budget: Budget) -> Iterator[str]:
 
 def _length(
     settings: Settings,
+    machine: Machine,
     parallelism: Parallelism,
     model: ModelFacts,
     budget: Budget,
     gpu: GpuBudget | None,
 ) -> Iterator[str]:
-    tokens = kv_tokens(settings, parallelism, model, budget, gpu)
-    length = settings.max_model_len
-    length = model.max_length if length in (None, AUTO) else length
-    if tokens and length and tokens < length:
+    cache = engine_cache(settings, machine, parallelism, model, budget, gpu)
+    length = longest_request(settings, model)
+    if not cache or not length:
+        return
+    fits = bisect_right(range(1, length + 1), cache.size, key=cache.need)
+    if 0 < fits < length:
         yield (
-            f"the KV cache will hold about {tokens:,} tokens, less than the longest request of "
-            f"{length:,}; set OPTION_MAX_MODEL_LEN={max(tokens // 1024, 1) * 1024}"
+            f"the KV cache will hold about {fits:,} tokens, less than the longest request of "
+            f"{length:,}; set OPTION_MAX_MODEL_LEN={max(fits // 1024, 1) * 1024}"
         )
 
 
-def kv_tokens(
+def longest_request(settings: Settings, model: ModelFacts) -> int | None:
+    """Tokens of the longest request, before vLLM shortens it to what fits."""
+    length = settings.max_model_len
+    return model.max_length if length in (None, AUTO) else length
+
+
+class EngineCache(NamedTuple):
+    """The KV cache in the engine, all ranks of a copy together; on GPUs an estimate.
+
+    size: bytes. need: the bytes of it that a request of so many tokens takes.
+    """
+
+    size: int
+    need: Callable[[int], int]
+
+    def tokens(self, length: int) -> int:
+        """The tokens that it holds in requests of this length, as vLLM counts them in its log."""
+        return self.size * length // self.need(length)
+
+
+def engine_cache(
     settings: Settings,
+    machine: Machine,
     parallelism: Parallelism,
     model: ModelFacts,
     budget: Budget,
     gpu: GpuBudget | None,
-) -> int | None:
-    """Tokens that the engine's KV cache holds, all ranks together; on GPUs an estimate."""
-    each = kv_per_token(settings, model)
+) -> EngineCache | None:
+    """None where the model or the machine does not tell enough."""
     size = gpu.kv if gpu else budget.kv
-    if not each or not model.kv or size is None:
+    if not model.kv or not kv_per_token(settings, model) or size is None:
         return None
-    count = parallelism.workers
-    return max(size, 0) * count // (each * model.kv.copies(count))
+    kv = model.kv
+    if settings.kv_transfer_config and not wanted(settings):
+        kv = kv.without_windows()  # connectors other than LMCache's may need whole sequences
+    need = partial(kv_of_request, settings, machine, parallelism, model, kv)
+    return EngineCache(max(size, 0) * parallelism.workers // kv.copies(parallelism.tensor), need)

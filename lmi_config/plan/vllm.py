@@ -115,7 +115,7 @@ def environment(
             # vLLM compiles some helpers of its sampler even so: 20 s at the first request, a
             # compiler needed on the machine, and no faster on a CPU.
             wanted["TORCHDYNAMO_DISABLE"] = "1"
-        if (count := parallelism.workers) > 1:
+        if (count := parallelism.local_workers) > 1:
             # Left alone, vLLM wants a NUMA node for each rank. Each gets its share of the CPUs.
             share = len(machine.cpus) // count
             shares = [machine.cpus[rank * share : (rank + 1) * share] for rank in range(count)]

@@ -43,7 +43,6 @@ def model(gib: float = 16, **more: Any) -> ModelFacts:
         "vocabulary": 128256,
         "hidden_size": 4096,
         "layers": 32,
-        "generates": True,
         "kv": KvShape(heads=8, full=2 * 8 * 128 * 32),
     }
     return ModelFacts(**{**found, **more})

@@ -331,7 +331,6 @@ def test_what_is_not_known_is_left_to_vllm():
         vocabulary=None,
         hidden_size=None,
         layers=None,
-        generates=True,
         kv=None,
     )
     for config, shapes in ((EAGLE, EAGLE_TENSORS), (EAGLE3, EAGLE3_TENSORS), (LLAMA, FULL)):

@@ -212,7 +212,6 @@ def test_all_facts_of_a_model():
         vocabulary=128256,
         hidden_size=4096,
         layers=32,
-        generates=True,
         kv=KvShape(heads=8, full=32 * 2 * 8 * 128),
     )
 
@@ -288,22 +287,13 @@ def test_kv_is_unknown_where_the_config_does_not_tell(config):
         (HYBRID | {"attention_chunk_size": 8192}, KvShape(heads=8, full=65536)),
         (
             HYBRID | {"attention_chunk_size": 8192, "layer_types": ["chunked_attention", "new"]},
-            KvShape(heads=8, full=2048, windowed=2048, window=8192),
+            KvShape(heads=8, full=4096),
         ),
         (DEEPSEEK_V3, KvShape(heads=1, full=61 * 576)),
     ],
 )
 def test_layers_with_a_window_count_apart(config, kv):
     assert look(model(config)).kv == kv
-
-
-@pytest.mark.parametrize(
-    ("tokens", "size"),
-    [(0, 0), (100, 100 * 48 * 1024), (10_128, 24 * 1024 * (10_128 + 128))],
-)
-def test_a_prompt_needs_no_more_of_a_layer_than_its_window(tokens, size):
-    kv = KvShape(heads=8, full=12288, windowed=12288, window=128)
-    assert kv.bytes_per_prompt(tokens, "auto", "bfloat16") == size
 
 
 @pytest.mark.parametrize(
@@ -372,22 +362,6 @@ def test_the_length_is_what_vllm_derives(config, length):
 
 
 @pytest.mark.parametrize(
-    ("config", "generates"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, True),
-        ({"architectures": ["GPT2LMHeadModel"]}, True),
-        ({"architectures": ["Qwen2VLForConditionalGeneration"]}, True),
-        ({"architectures": ["BertModel"]}, False),
-        ({"architectures": ["BertForSequenceClassification"]}, False),
-        ({"architectures": []}, True),
-        ({}, True),
-    ],
-)
-def test_what_generates_is_told_by_its_architecture(config, generates):
-    assert look(model(config)).generates is generates
-
-
-@pytest.mark.parametrize(
     ("config", "dtype", "quantization"),
     [
         ({}, None, None),
@@ -430,7 +404,7 @@ def test_mistrals_own_format():
         "tekken.json": b"{}",
     }
     facts = look(Memory(files))
-    assert (facts.weight_bytes, facts.layers, facts.generates) == (10, 32, True)
+    assert (facts.weight_bytes, facts.layers) == (10, 32)
     assert facts.kv == KvShape(heads=8, full=65536)
 
 
@@ -446,7 +420,6 @@ def test_little_is_known_of_gguf():
         vocabulary=None,
         hidden_size=None,
         layers=None,
-        generates=True,
         kv=None,
     )
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.facts import draft
+from lmi_config.facts.model import KvShape
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import explain, plan, speculation
 from tests.lmi_config.examples import GIB, H100, PARTS, machine, model
@@ -210,6 +211,58 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
 def test_what_is_likely_to_go_wrong_is_told(environ, here, facts, finding):
     findings = planned(environ, here, facts).findings
     assert [found for found in findings if found.startswith(finding)], findings
+
+
+GEMMA3_27B = KvShape(heads=16, full=10 * 4096, windowed=52 * 4096, window=1024)
+
+
+def test_what_leaves_a_window_takes_no_room():
+    # 80 KiB of a token for the whole request, 416 KiB for its last 1,023 and the 16,384 of two
+    # steps: 6.9 of the 16.6 GiB for KV. The rest holds 127,063 tokens.
+    facts, here = model(54, layers=62, kv=GEMMA3_27B), machine(gpus=1)
+    (found,) = planned({}, here, facts).findings
+    assert found.startswith("the KV cache will hold about 127,063 tokens, less than the longest")
+    # Whole sequences take 496 KiB for each token.
+    whole = planned({"OPTION_DISABLE_HYBRID_KV_CACHE_MANAGER": "true"}, here, facts).findings
+    assert whole[0].startswith("the KV cache will hold about 35,093 tokens, less than the longest")
+    other = {"OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"Other","kv_role":"kv_both"}'}
+    assert planned(other, here, facts).findings == whole
+
+
+def test_windows_are_shown():
+    facts = model(54, layers=62, kv=GEMMA3_27B)
+    text = explain.as_text(planned({"OPTION_MAX_MODEL_LEN": "32k"}, machine(gpus=1), facts))
+    assert "496 KiB" in text
+    assert "62 layers; 84% of it for the last 1,024 tokens only" in text
+    assert "about 56,829 tokens in all" in text
+
+
+SPREAD = {"OPTION_TENSOR_PARALLEL_DEGREE": "8", "OPTION_NNODES": "2"}
+
+
+def test_workers_of_other_machines_take_nothing_here():
+    alone = planned({}, machine(gpus=4), model(64))
+    found = planned(SPREAD, machine(gpus=4), model(64))
+    assert found.memory == alone.memory
+    assert found.gpu
+    assert alone.gpu
+    assert found.gpu.weights == alone.gpu.weights // 2
+    assert not [finding for finding in found.findings if "ranks talk" in finding]
+
+
+def test_gpus_that_idle_beside_other_machines_are_noticed():
+    environ = {"OPTION_TENSOR_PARALLEL_DEGREE": "4", "OPTION_NNODES": "2"}
+    assert planned(environ, machine(gpus=4), model(16)).findings == (
+        "2 of 4 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max to use them all",
+    )
+
+
+def test_stages_keep_no_copies_of_each_others_kv():
+    here = dataclasses.replace(machine(gpus=4), gpus=(SMALL,) * 4)
+    environ = {"OPTION_PIPELINE_PARALLEL_DEGREE": "4"}
+    facts = model(8, kv=KvShape(heads=1, full=2 * 128 * 32))
+    staged = explain.as_text(planned(environ, here, facts))
+    assert "about 4,477,419 tokens in all" in staged
 
 
 def test_a_download_without_room_is_told():

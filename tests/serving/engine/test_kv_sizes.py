@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan says that a request takes of the engine's KV cache, held to vLLM's own sums."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.kv_cache_utils import estimate_max_model_len, max_memory_usage_bytes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from lmi_config.facts.model import KvShape
+from lmi_config.plan.memory import kv_of_request
+from lmi_config.plan.parallelism import Parallelism
+from serving.engine.kv_connector import FaultTolerantConnector
+from lmi_config.options.settings import read
+from tests.lmi_config.examples import machine, model
+
+BLOCK = 16
+IN_FLIGHT = 2 * 2048
+
+GEMMA3_4B = (5, 29, 1024, 4, 256)
+GPT_OSS_20B = (12, 12, 128, 8, 64)
+MISTRAL_V01 = (0, 32, 4096, 8, 128)
+LLAMA_8B = (32, 0, 0, 8, 128)
+MODELS = [GEMMA3_4B, GPT_OSS_20B, MISTRAL_V01, LLAMA_8B]
+"""Layers without and with a window, the window, KV heads, their size."""
+
+
+def vllms(full, windowed, window, heads, size):
+    shape = {"block_size": BLOCK, "num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
+    specs = [FullAttentionSpec(**shape)] * full
+    return specs + [SlidingWindowSpec(**shape, sliding_window=window)] * windowed
+
+
+def config(length):
+    """What vLLM's sums read of its configuration."""
+    return SimpleNamespace(
+        max_in_flight_tokens=IN_FLIGHT,
+        model_config=SimpleNamespace(max_model_len=length),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+    )
+
+
+def ours(full, windowed, window, heads, size):
+    each = 2 * heads * size
+    return KvShape(heads=heads, full=full * each, windowed=windowed * each, window=window)
+
+
+@pytest.mark.parametrize("layers", MODELS)
+@pytest.mark.parametrize("length", [1, 100, 5000, 32_768, 131_072])
+def test_a_request_takes_what_vllm_sets_aside(layers, length):
+    # vLLM rounds up to blocks, and counts one more where a window begins within a block.
+    specs = vllms(*layers)
+    rounding = 2 * sum(spec.page_size_bytes for spec in specs)
+    taken = ours(*layers).bytes_per_request(length, IN_FLIGHT, "auto", "bfloat16")
+    assert taken <= max_memory_usage_bytes(config(length), specs) <= taken + rounding
+
+
+@pytest.mark.parametrize("layers", MODELS)
+def test_the_longest_request_that_fits_is_vllms(layers):
+    specs = {str(number): spec for number, spec in enumerate(vllms(*layers))}
+    room = max_memory_usage_bytes(config(50_000), specs.values())
+    fits = estimate_max_model_len(config(50_000), specs, room)
+    kv = ours(*layers)
+    assert kv.bytes_per_request(fits, IN_FLIGHT, "auto", "bfloat16") <= room
+    if kv.full:
+        more = fits + 2 * BLOCK * (kv.full + kv.windowed) // kv.full
+        assert kv.bytes_per_request(more, IN_FLIGHT, "auto", "bfloat16") > room
+
+
+def test_windows_are_kept_with_our_connector():
+    assert supports_hma(FaultTolerantConnector)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_without_a_gpu_has_vllms_number_of_tokens(workers):
+    tokens, _ = EngineArgs.get_batch_defaults(world_size=workers)
+    kv = KvShape(heads=1, full=0, windowed=1, window=1)
+    taken = kv_of_request(
+        read({}), machine(), Parallelism(tensor=workers), model(), kv, 10**6
+    )  # 2 bytes for each token of two steps
+    assert taken == 2 * 2 * tokens[UsageContext.OPENAI_API_SERVER]
