@@ -12,10 +12,10 @@ from vllm.v1.core.kv_cache_utils import estimate_max_model_len, max_memory_usage
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from lmi_config.facts.model import KvShape
+from lmi_config.options.settings import read
 from lmi_config.plan.memory import kv_of_request
 from lmi_config.plan.parallelism import Parallelism
 from serving.engine.kv_connector import FaultTolerantConnector
-from lmi_config.options.settings import read
 from tests.lmi_config.examples import machine, model
 
 BLOCK = 16
