@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from scripts.routing_sim.model import BLOCK, TOKEN, Profile, Request
+from scripts.routing_sim.model import BLOCK, Profile, Request, block_tokens
 from serving.router.policy.kv_index import BlockRemoved, BlockStored
 from serving.router.policy.policies import Load, Work
 
@@ -99,8 +99,7 @@ class Blocks:
             users.update(dict.fromkeys(stored, 1))
             run.held += stored
             run.own -= len(stored)
-            tokens = [link & TOKEN for link in stored]
-            self.events.append(BlockStored([*stored], parent, tokens, 1))
+            self.events.append(BlockStored([*stored], parent, block_tokens(stored), BLOCK))
 
     def release(self, run: Run) -> None:
         self.used -= run.own

@@ -10,6 +10,7 @@ from scripts.routing_sim.rivals import ARMS, WITH_EVENTS
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
 from serving.router.policy.policies import Load
 from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.tiers import Capacity
 
 EVENTS_S = 0.005
 """How old KV events are when they arrive."""
@@ -45,7 +46,7 @@ class Fleet:
     def _add(self, name: str, slow: float = 1.0) -> None:
         self._engines[name] = Engine(name, self.case.profile, self.clock, self, slow)
         self._up.append(Load(name))
-        self._index.resize(name, self.case.profile.kv_tokens)
+        self._index.resize(name, Capacity(engine=self.case.profile.kv_tokens))
         self._blocks.followed.add(name)
 
     def _come(self) -> None:
@@ -63,9 +64,9 @@ class Fleet:
         answer = (-request.parts[-1][0], request.output)
         links = chain((*request.parts, answer), BLOCK, request.adapter)
         prompt = Prompt.of(request, links, self._listens)
-        load, cached = self._policy.choose(prompt, self._up, now)
+        load, held = self._policy.choose(prompt, self._up, now)
         self._policy.learn(prompt, load.name, now)
-        work = load.begin(prompt.tokens, cached, streamed=True, now=now)
+        work = load.begin(prompt.tokens, held, streamed=True, now=now)
         request.replica = load.name
         engine = self._engines[load.name]
         run = Run(request, prompt.tokens, links, engine, load, work)

@@ -14,8 +14,12 @@ from serving.router.policy.request import RoutingRequest
 REPLICAS = 7
 BLOCK = CHUNK // BYTES_PER_TOKEN
 """Tokens of one link of the router's chains; the simulated engines' blocks are as large."""
-TOKEN = (1 << 31) - 1
-"""A mask: KV events carry tokens, and a block here has one, made of the lower bits of its hash."""
+_TOKEN = (1 << 31) - 1
+
+
+def block_tokens(links: Sequence[int]) -> list[int]:
+    """The tokens of blocks, for KV events: each block repeats one, the lower bits of its hash."""
+    return [link & _TOKEN for link in links for _ in range(BLOCK)]
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,12 @@ class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
         """links: a chain of the request and its answer."""
         tokens = request.tokens
         links = links[: tokens // BLOCK]
-        keys = [link & TOKEN for link in links] if tokenized else []
+        keys = block_tokens(links) if tokenized else ()
         return cls(
             tokens=tokens,
             chain=links,
-            blocks=kv_index.chain(keys, 1, kv_index.seed()) if tokenized else None,
-            block_size=BLOCK,
+            blocks={BLOCK: kv_index.chain(keys, BLOCK, kv_index.seed())} if tokenized else None,
+            plain=True,
             adapter=f"adapter{request.adapter}" if request.adapter else "",
             session=request.session,
             parts=request.parts,

@@ -14,6 +14,7 @@ from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import Choice, Load, Policy, Session
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RoutingRequest
+from serving.router.policy.tiers import Held
 
 
 class Plain:
@@ -27,7 +28,7 @@ class Plain:
         measures = [self.measure(request, replica, now) for replica in replicas]
         least = min(measures)
         equals = [it for it, measure in zip(replicas, measures, strict=True) if measure == least]
-        return Choice(random.choice(equals), 0)
+        return Choice(random.choice(equals))
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         pass
@@ -48,7 +49,7 @@ class Indexed(Plain):
         self.index = index
 
     def cached(self, request: RoutingRequest, replica: Load, now: float) -> int:
-        return self.index.matched(replica.name, request.chain, now) * BLOCK
+        return self.index.reach(replica.name, request.chain, now).engine
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         self.index.insert(replica, request.chain, now)
@@ -74,7 +75,7 @@ class Product(Indexed):
             return (uncached + replica.queued) * (replica.in_flight + 1)
 
         best = min(replicas, key=measure)
-        return Choice(best, self.cached(request, best, now))
+        return Choice(best, Held(self.cached(request, best, now)))
 
 
 class CacheAware(Indexed):
@@ -86,14 +87,14 @@ class CacheAware(Indexed):
         least = min(replicas, key=lambda replica: replica.in_flight)
         most = max(replica.in_flight for replica in replicas)
         if most - least.in_flight > 64 and most > 1.5 * least.in_flight:
-            return Choice(least, 0)
+            return Choice(least)
         best = max(replicas, key=lambda replica: self.cached(request, replica, now))
         if self.cached(request, best, now) > 0.3 * request.tokens:
-            return Choice(best, 0)
-        return Choice(min(replicas, key=lambda replica: self._inserted[replica.name]), 0)
+            return Choice(best)
+        return Choice(min(replicas, key=lambda replica: self._inserted[replica.name]))
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
-        known = self.index.matched(replica, request.chain, now)
+        known = self.index.reach(replica, request.chain, now).engine // BLOCK
         self._inserted[replica] += len(request.chain) - known
         super().learn(request, replica, now)
 
@@ -113,7 +114,7 @@ class TheirPrefixAware(Plain):
             if not found:
                 break
             last = found
-        return Choice(random.choice(last), 0)
+        return Choice(random.choice(last))
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         assert isinstance(request, Prompt)
@@ -134,17 +135,17 @@ class TheirKvAware(Plain):
     def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         owner, matched = None, 0
         for replica in replicas:
-            blocks = self._index.matched(replica.name, request.blocks or (), now)
-            if blocks * BLOCK >= 256:  # their chunk; the first who has one is all they look at
-                owner, matched = replica, blocks * BLOCK // 256 * 256
+            tokens = self._index.in_engine(replica.name, request.blocks or {}, now)
+            if tokens >= 256:  # their chunk; the first who has one is all they look at
+                owner, matched = replica, tokens // 256 * 256
                 break
         if owner and matched >= request.tokens - 2000:
-            return Choice(owner, 0)
+            return Choice(owner)
         if request.session:
             still = [Load(replica.name) for replica in replicas]  # a ring does not look at load
             name = self._ring.choose(request, still, now).replica.name
-            return Choice(next(replica for replica in replicas if replica.name == name), 0)
-        return Choice(min(replicas, key=lambda replica: self._recent(replica.name, now)), 0)
+            return Choice(next(replica for replica in replicas if replica.name == name))
+        return Choice(min(replicas, key=lambda replica: self._recent(replica.name, now)))
 
     def _recent(self, replica: str, now: float) -> int:
         sent = self._sent[replica]

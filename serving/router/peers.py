@@ -34,10 +34,10 @@ _NOTHING: Share = (0, 0, 0)
 class _Choice(msgspec.Struct, array_like=True):
     replica: str
     tokens: int
-    cached: int
+    work: int
     adapter: str
     chain: list[int]
-    blocks: list[int] | None
+    blocks: dict[int, list[int]] | None
 
 
 class _Choices(msgspec.Struct, tag=1, array_like=True):
@@ -114,16 +114,18 @@ class Peers:
         finally:
             loop.remove_reader(self._inbox)
 
-    def announce(self, request: RoutingRequest, replica: str, cached: int) -> None:
-        """A request goes to the replica, which has so many of its tokens."""
+    def announce(self, request: RoutingRequest, replica: str, work: int) -> None:
+        """A request goes to the replica, which has so much to do for it."""
         if not self._outboxes:
             return
-        blocks = None if request.blocks is None else list(request.blocks)
-        prompt = request.tokens, cached, request.adapter, list(request.chain), blocks
+        blocks = None
+        if request.blocks is not None:
+            blocks = {size: list(chain) for size, chain in request.blocks.items()}
+        prompt = request.tokens, work, request.adapter, list(request.chain), blocks
         if not self._choices:
             asyncio.get_running_loop().call_later(CHOICES_S, self._flush)
         self._choices.append(_Choice(replica, *prompt))
-        self._links += len(request.chain) + len(blocks or ())
+        self._links += len(request.chain) + sum(map(len, (blocks or {}).values()))
         if self._links > LINKS:
             self._flush()
 
@@ -167,7 +169,7 @@ class Peers:
     def _take(self, message: _Choices, now: float) -> None:
         _, loads = self._loads.setdefault(message.process, (now, {}))
         for choice in message.choices:
-            began = 1, choice.tokens - choice.cached, choice.tokens
+            began = 1, choice.work, choice.tokens
             loads[choice.replica] = _sum(loads.get(choice.replica, _NOTHING), began)
             request = RoutingRequest(
                 adapter=choice.adapter, chain=choice.chain, blocks=choice.blocks

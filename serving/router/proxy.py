@@ -163,7 +163,7 @@ class ProxiedRequest:
         began = time.perf_counter()
         bound = routing.affinity.replica(features.session) if features.session else None
         if home := [replica for replica in candidates if replica.name == bound]:
-            choice = Choice(home[0], 0)
+            choice = Choice(home[0])
         else:
             policy = routing.policy if self._inference else routing.fallback
             choice = policy.choose(features, candidates, now)
@@ -171,13 +171,13 @@ class ProxiedRequest:
         assert isinstance(replica, Replica)
         self.replica = replica
         self._tried.append(replica)
-        self._work = replica.begin(features.tokens, choice.cached, features.streamed, now)
+        self._work = replica.begin(features.tokens, choice.held, features.streamed, now)
         if self._inference:
             routing.policy.learn(features, replica.name, now)
-            routing.peers.announce(features, replica.name, choice.cached)
+            routing.peers.announce(features, replica.name, self._work.left)
             metrics.DECISION.observe(time.perf_counter() - began)
             routing.tally.prompt_tokens += features.tokens
-            routing.tally.cached_tokens += choice.cached
+            routing.tally.cached_tokens += choice.held.tokens
         self._connect(replica, reuse=True)
 
     def _connect(self, replica: Replica, *, reuse: bool) -> None:

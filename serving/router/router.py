@@ -41,6 +41,7 @@ from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RequestReader, RoutingRequest
+from serving.router.policy.tiers import Capacity
 from serving.router.proxy import ProxiedRequest, Routing, Timeouts
 from serving.router.retry import RetryBudget
 from serving.router.routes import CHANGE, END_TO_END, INFERENCE, methods, route_of
@@ -186,7 +187,7 @@ class Router:
         if anew:
             policy.forget(replica.name)
         if isinstance(policy, PrefixAware) and replica.tokens:
-            policy.index.resize(replica.name, replica.tokens)
+            policy.index.resize(replica.name, Capacity(engine=replica.tokens))
         if self.kvaware:
             self.kvaware.on_ready(replica)
 

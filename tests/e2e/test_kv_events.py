@@ -91,13 +91,16 @@ class Followed:
         assert answer.status_code == 200, answer.text
 
     async def chain(self, path, body, adapter=None, salt=None):
-        assert self.index.block_size
         found = self.tokenizer.tokens(path, json.dumps(body).encode())
         inner = self.index.inner(adapter) if adapter else None
-        return chain(found, self.index.block_size, request_seed(inner, None, salt))
+        return chain(found, self.size, request_seed(inner, None, salt))
 
     def matched(self, keys):
-        return self.index.matched("a", keys, time.monotonic())
+        return self.index.in_engine("a", {self.size: keys}, time.monotonic()) // self.size
+
+    @property
+    def size(self):
+        return min(self.index.sizes)
 
 
 @pytest.fixture
@@ -135,7 +138,7 @@ SHORT = {"max_tokens": 2, "temperature": 0}
 )
 async def test_what_a_request_leaves_is_found(followed, path, body, adapter):
     await followed.ask(path, body, adapter)
-    await followed.until(lambda: followed.index.block_size)
+    await followed.until(lambda: followed.index.sizes)
     if adapter:
         await followed.until(lambda: followed.index.inner(adapter) != adapter)
     own = (adapter, body.get("cache_salt"))
@@ -150,7 +153,7 @@ async def test_what_a_request_leaves_is_found(followed, path, body, adapter):
 async def test_what_the_engine_evicts_is_gone(followed):
     first = {"prompt": f"first {TEXT}", **SHORT}
     await followed.ask(COMPLETIONS, first)
-    await followed.until(lambda: followed.index.block_size)
+    await followed.until(lambda: followed.index.sizes)
     keys = await followed.chain(COMPLETIONS, first)
     await followed.until(lambda: followed.matched(keys) == len(keys))
     for n in range(8):

@@ -89,8 +89,8 @@ class KvAwareness:
         if not self._workers.ready.is_set():
             self._fallbacks.labels("tokenizer").inc()
             return routing_request
-        block_size = self._index.block_size
-        if not self._index.followed or not block_size:
+        sizes = self._index.sizes
+        if not self._index.followed or not sizes:
             self._fallbacks.labels("events").inc()
             return routing_request
         content_type = request.named.get(b"content-type", b"").decode("latin-1")
@@ -105,8 +105,10 @@ class KvAwareness:
         tenant = request.named.get(self._tenant, b"").decode("latin-1") if self._tenant else None
         adapter = routing_request.adapter
         inner = self._index.inner(adapter) if adapter else None
-        blocks = chain(tokens, block_size, request_seed(inner, tenant, routing_request.salt))
-        return replace(routing_request, tokens=len(tokens), block_size=block_size, blocks=blocks)
+        start = request_seed(inner, tenant, routing_request.salt)
+        blocks = {size: chain(tokens, size, start) for size in sizes}
+        plain = start == request_seed(None, None, None)
+        return replace(routing_request, tokens=len(tokens), blocks=blocks, plain=plain)
 
     def on_ready(self, replica: Replica) -> None:
         """Follow the replica's events."""

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica has which blocks in its engine's prefix cache, by its KV events.
+"""Which replica has which blocks in its engine's prefix cache and in memory, by its KV events.
 
 The engine's own hashes are not computed here: they depend on its version and options. Events bring
 the tokens, so blocks get keys of our own, which are chained as the engine's are: each is a hash of
 the one before it and the block's tokens, and the first of what else keeps caches apart. The
 engine's hash is only kept to know the block again when it is evicted.
+
+LMCache reports what enters and leaves its memory (L1) in the same stream, with blocks of its own
+size, its chunks. Its events (0.5.6) have neither a salt nor an adapter, so they count for requests
+without either. What is on disks and in shared stores nobody reports.
 """
 
 import math
 from array import array
-from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,11 +29,16 @@ MOST_BLOCKS = 1 << 20
 has already (kv_cache_report_mode); it does not report their eviction as often.
 """
 MOST_ADAPTERS = 10_000
+MOST_REMOVED = 1 << 16
+"""Chunks that have left memory and whose keys are kept: those after them may come again first."""
 
 _GPU = (None, "GPU")  # vLLM on CPUs says GPU too
+_CPU = "CPU"
 _WHOLE = (None, "full_attention", "mla_attention", "sink_full_attention")
 
 Hash = int | bytes
+Blocks = Mapping[int, Sequence[int]]
+"""A prompt's keys, one for each full block, by the size of blocks in tokens."""
 
 
 class BlockStored(msgspec.Struct, tag=True):
@@ -76,6 +85,9 @@ def seed(*extra_keys: str) -> int:
     return hash(("seed", *extra_keys))
 
 
+_PLAIN = seed()
+
+
 def request_seed(inner: str | None, tenant: str | None, salt: str | None) -> int:
     """The seed of a request's chain.
 
@@ -93,11 +105,13 @@ def chain(tokens: Sequence[int], block_size: int, start: int) -> list[int]:
     return links(data.tobytes(), block_size * data.itemsize, start)
 
 
-class _Cache:
-    """The blocks of one rank of a replica."""
+class _Engine:
+    """The blocks in the prefix cache of one rank's engine."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()
+        self.size: int | None = None
+        """Tokens of a block, None before the first."""
         self._keys: dict[Hash, int] = {}
         # The engine does not merge equal blocks that requests compute at the same time: it reports
         # each, and the eviction of each.
@@ -106,17 +120,12 @@ class _Cache:
 
     def store(self, event: BlockStored) -> bool:
         """Add the event's blocks. Whether they count."""
-        if event.medium not in _GPU or event.kv_cache_spec_kind not in _WHOLE:
+        if event.kv_cache_spec_kind not in _WHOLE:
             return False
         group = event.group_idx or 0
         if self._group is None:
             self._group = group  # of several groups with all tokens one is enough
-        size = event.block_size
-        if (
-            group != self._group
-            or size < 1
-            or len(event.token_ids) != size * len(event.block_hashes)
-        ):
+        if group != self._group or not _is_sound(event, self.size):
             return False
         extra_keys = event.extra_keys or [None]
         # Blocks with media have other keys than texts; requests with media are not looked up.
@@ -129,9 +138,10 @@ class _Cache:
             start = self._keys.get(event.parent_block_hash)
         if start is None:  # a chain whose first block is not known cannot be compared
             return False
+        self.size = event.block_size
         if len(self._keys) >= MOST_BLOCKS:
             self.clear()
-        keys = chain(event.token_ids, size, start)
+        keys = chain(event.token_ids, event.block_size, start)
         for hashed, key in zip(event.block_hashes[:usable], keys, strict=False):
             if hashed in self._keys:
                 self._more[hashed] = self._more.get(hashed, 0) + 1
@@ -141,7 +151,7 @@ class _Cache:
         return True
 
     def remove(self, event: BlockRemoved) -> None:
-        if event.medium not in _GPU or (event.group_idx or 0) != self._group:
+        if (event.group_idx or 0) != self._group:
             return
         for hashed in event.block_hashes:
             if more := self._more.pop(hashed, 0):
@@ -154,6 +164,56 @@ class _Cache:
         self.held.clear()
         self._keys.clear()
         self._more.clear()
+
+
+class _Memory:
+    """The chunks in LMCache's memory, as one rank reports them."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.size: int | None = None
+        """Tokens of a chunk, None before the first."""
+        self._keys: dict[Hash, int] = {}
+        self._removed: OrderedDict[Hash, int] = OrderedDict()
+
+    def store(self, event: BlockStored) -> None:
+        """Add the event's chunks. LMCache may report one again that is there."""
+        if event.lora_name or event.extra_keys or not _is_sound(event, self.size):
+            return
+        start: int | None = _PLAIN
+        if (parent := event.parent_block_hash) is not None:
+            start = self._keys.get(parent, self._removed.get(parent))
+        if start is None:
+            return
+        self.size = event.block_size
+        if len(self._keys) >= MOST_BLOCKS:
+            self.clear()
+        keys = chain(event.token_ids, event.block_size, start)
+        for hashed, key in zip(event.block_hashes, keys, strict=True):
+            self._removed.pop(hashed, None)
+            self._keys[hashed] = key
+            self.held.add(key)
+
+    def remove(self, event: BlockRemoved) -> None:
+        for hashed in event.block_hashes:
+            if (key := self._keys.pop(hashed, None)) is not None:
+                self.held.discard(key)
+                self._removed[hashed] = key
+        while len(self._removed) > MOST_REMOVED:
+            self._removed.popitem(last=False)
+
+    def clear(self) -> None:
+        self.held.clear()
+        self._keys.clear()
+        self._removed.clear()
+
+
+class _Rank:
+    """What one rank of a replica reports."""
+
+    def __init__(self) -> None:
+        self.engine = _Engine()
+        self.memory = _Memory()
 
 
 class _Expected:
@@ -181,31 +241,61 @@ class KvIndex:
         """The replicas whose caches are known now."""
         self.positions: dict[tuple[str, int], Position] = {}
         """How far the events of each replica's ranks were applied."""
-        self.block_size: int | None = None
-        """Of the events' blocks, None before the first."""
-        self._caches: dict[str, dict[int, _Cache]] = {}
+        self._ranks: dict[str, dict[int, _Rank]] = {}
         self._expected: dict[str, _Expected] = {}
         self._inner: dict[str, str] = {}
+
+    @property
+    def sizes(self) -> set[int]:
+        """Tokens of a block or chunk, of all that replicas have reported."""
+        ranks = (rank for ranks in self._ranks.values() for rank in ranks.values())
+        sizes = {size for rank in ranks for size in (rank.engine.size, rank.memory.size)}
+        return {size for size in sizes if size}
 
     def follows(self, replica: str) -> bool:
         """Whether the replica's cache is known now."""
         return replica in self.followed
 
-    def matched(self, replica: str, chain: Sequence[int], now: float) -> int:
-        """How many of the chain's first blocks the replica has, or will have in a moment.
+    def held(self, replica: str) -> tuple[int, int]:
+        """Tokens that are in the replica's engine and in its memory; the largest rank's."""
+        ranks = self._ranks.get(replica, {}).values()
+        return (
+            max((len(it.engine.held) * (it.engine.size or 0) for it in ranks), default=0),
+            max((len(it.memory.held) * (it.memory.size or 0) for it in ranks), default=0),
+        )
+
+    def in_engine(self, replica: str, blocks: Blocks, now: float) -> int:
+        """How many of a prompt's first tokens the replica's engine has, or will have in a moment.
+        blocks: by their size, the keys of the prompt's.
 
         An engine evicts a block only after those that follow it, so bisection finds the first that
         is missing.
         """
         expected = self._expected.get(replica)
         until = expected.until if expected else {}
-        return self._matched(replica, chain, until, now)
+        return max(
+            _first_missing(chain, held, until, now) * size
+            for size, chain, held in self._engines(replica, blocks)
+        )
 
-    def expect(self, replica: str, chain: Sequence[int], now: float) -> None:
+    def in_memory(self, replica: str, blocks: Blocks) -> int | None:
+        """How many of a prompt's first tokens the replica's memory tier has; the prompt is one
+        without tenant, salt and adapter. None where the replica reports nothing of its memory.
+        """
+        reports = [it.memory for it in self._ranks.get(replica, {}).values() if it.memory.size]
+        if not reports:
+            return None
+        # Memory evicts chunks in any order.
+        return max(
+            _leading(blocks.get(it.size or 0, ()), it.held) * (it.size or 0) for it in reports
+        )
+
+    def expect(self, replica: str, blocks: Blocks, now: float) -> None:
         """The replica is about to compute these blocks."""
-        cached = self._matched(replica, chain, {}, now)
-        if cached < len(chain):
-            self._expected.setdefault(replica, _Expected()).add(chain[cached:], now)
+        for _, chain, held in self._engines(replica, blocks):
+            cached = _first_missing(chain, held, {}, now)
+            if cached < len(chain):
+                self._expected.setdefault(replica, _Expected()).add(chain[cached:], now)
 
     def inner(self, adapter: str) -> str:
         """What engines call this adapter, by the latest event of it; its own name before any."""
@@ -215,38 +305,47 @@ class KvIndex:
         """Apply an event of one of the replica's data parallel ranks. Raises OverflowError for
         an event with what is no token.
         """
-        cache = self._caches.setdefault(replica, {}).setdefault(rank, _Cache())
+        known = self._ranks.setdefault(replica, {}).setdefault(rank, _Rank())
         match event:
-            case BlockStored():
-                if cache.store(event):
-                    self.block_size = event.block_size
+            case BlockStored(medium=medium) if medium in _GPU:
+                if known.engine.store(event):
                     self._name(event.lora_name)
-            case BlockRemoved():
-                cache.remove(event)
-            case AllBlocksCleared():
-                cache.clear()
+            case BlockStored(medium=medium) if medium == _CPU:
+                known.memory.store(event)
+            case BlockRemoved(medium=medium) if medium in _GPU:
+                known.engine.remove(event)
+            case BlockRemoved(medium=medium) if medium == _CPU:
+                known.memory.remove(event)
+            case AllBlocksCleared():  # the engine's own
+                known.engine.clear()
 
     def forget(self, replica: str) -> None:
         """The replica has started anew, or is gone."""
         self.followed.discard(replica)
         self._expected.pop(replica, None)
-        self._caches.pop(replica, None)
+        self._ranks.pop(replica, None)
         for key in [key for key in self.positions if key[0] == replica]:
             del self.positions[key]
 
     def forget_rank(self, replica: str, rank: int) -> None:
         """One rank of the replica has started anew, or its events cannot be continued."""
-        self._caches.get(replica, {}).pop(rank, None)
+        self._ranks.get(replica, {}).pop(rank, None)
         self.positions.pop((replica, rank), None)
 
-    def _matched(
-        self, replica: str, chain: Sequence[int], until: Mapping[int, float], now: float
-    ) -> int:
-        caches = self._caches.get(replica, {}).values()
-        return max(
-            _first_missing(chain, held, until, now)
-            for held in [cache.held for cache in caches] or [set()]
-        )
+    def _engines(
+        self, replica: str, blocks: Blocks
+    ) -> Iterator[tuple[int, Sequence[int], Set[int]]]:
+        """For each of the replica's engines the size of its blocks, the prompt's keys of that size,
+        and the keys that it has. One that has reported nothing yet has blocks of any size.
+        """
+        found = False
+        for rank in self._ranks.get(replica, {}).values():
+            if size := rank.engine.size:
+                found = True
+                yield size, blocks.get(size, ()), rank.engine.held
+        if not found:
+            size = min(blocks, default=0)
+            yield size, blocks.get(size, ()), set()
 
     def _name(self, inner: str | None) -> None:
         if not inner:
@@ -263,6 +362,19 @@ def _first_missing(
         return key not in held and until.get(key, 0.0) <= now
 
     return leading(chain, missing)
+
+
+def _leading(chain: Sequence[int], held: Set[int]) -> int:
+    return next((n for n, key in enumerate(chain) if key not in held), len(chain))
+
+
+def _is_sound(event: BlockStored, size: int | None) -> bool:
+    """Whether an event has as many tokens as it says, in blocks of the size of those before."""
+    return (
+        event.block_size >= 1
+        and size in (None, event.block_size)
+        and len(event.token_ids) == event.block_size * len(event.block_hashes)
+    )
 
 
 def _texts(keys: list[Any] | None) -> bool:

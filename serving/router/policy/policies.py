@@ -9,17 +9,19 @@ import hashlib
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK, PrefixIndex
+from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RoutingRequest
+from serving.router.policy.tiers import DEFAULT_PRICES, Held, Prices, Reach
 
 # What waiting costs, in prompt tokens that could be computed in the time. The figures are those
 # that did best in scripts/dev simulate; where others do as well, it says so.
 UNCACHED = 2
-"""For each prompt token that has to be computed: once for those who wait, and once for what it
-drives out of the cache. With 1, documents are computed on every replica in turn (2 to 8: alike).
+"""For each prompt token that has to be computed, and for each that has to be loaded its price: once
+for those who wait, and once for what it drives out of the cache. With 1, documents are computed on
+every replica in turn (2 to 8: alike).
 """
 PER_REQUEST = 30
 """For each request under way (10 to 300: alike)."""
@@ -51,8 +53,8 @@ class Work:
 
     tokens: int
     """Its prompt's."""
-    uncached: int
-    """Those of them that are still to be computed."""
+    left: int
+    """What is still to be done until its answer begins, as prompt tokens to be computed."""
 
 
 Share = tuple[int, int, int]
@@ -67,30 +69,32 @@ class Load:
     in_flight: int = 0
     """Requests under way."""
     queued: int = 0
-    """Prompt tokens still to be computed."""
+    """What is still to be done for them, as prompt tokens to be computed."""
     context: int = 0
     """Prompt tokens of all requests under way."""
+    prices: Prices = DEFAULT_PRICES
+    """Of what it loads."""
     # When what is queued will be computed, where that can only be guessed.
     _computed_at: float = dataclasses.field(default=0.0, init=False)
     _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
 
-    def begin(self, tokens: int, cached: int, streamed: bool, now: float) -> Work:
-        """A request goes to the replica. streamed: its answer begins when its prompt is computed;
-        for others that has to be guessed.
+    def begin(self, tokens: int, held: Held, streamed: bool, now: float) -> Work:
+        """A request goes to the replica, which holds these of its prompt's tokens. streamed: its
+        answer begins when its prompt is computed; for others that has to be guessed.
         """
-        work = Work(tokens, tokens - cached)
+        work = Work(tokens, self.prices.work(tokens, held))
         self.in_flight += 1
-        self.queued += work.uncached
+        self.queued += work.left
         self.context += tokens
         if not streamed:
-            self._computed_at = max(self._computed_at, now) + work.uncached / PREFILL_RATE
+            self._computed_at = max(self._computed_at, now) + work.left / PREFILL_RATE
             self._guessed.append((self._computed_at, work))
         return work
 
     def computed(self, work: Work) -> None:
         """The request's prompt is computed; it may be said more than once."""
-        self.queued -= work.uncached
-        work.uncached = 0
+        self.queued -= work.left
+        work.left = 0
 
     def end(self, work: Work) -> None:
         """The request is over."""
@@ -108,8 +112,8 @@ class Choice(NamedTuple):
     """The replica that a strategy chose."""
 
     replica: Load
-    cached: int
-    """Prompt tokens that it is expected to have in its cache."""
+    held: Held = Held()
+    """Prompt tokens that it is expected to have in its caches."""
 
 
 class Policy(Protocol):
@@ -133,7 +137,7 @@ class RoundRobin:
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         self._turn += 1
-        return Choice(replicas[self._turn % len(replicas)], 0)
+        return Choice(replicas[self._turn % len(replicas)])
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         pass
@@ -152,27 +156,27 @@ class _Cheapest:
         self._adapters: dict[str, OrderedDict[str, None]] = {}
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
-        costs: list[tuple[float, Load, int]] = []
+        costs: list[tuple[float, Load, Held]] = []
         for replica in replicas:
             replica.settle(now)
-            cached = min(self.cached(request, replica.name, now), request.tokens)
+            held = Held.of(self.reach(request, replica.name, now), request.tokens)
             cost = (
-                UNCACHED * (request.tokens - cached)
+                UNCACHED * replica.prices.work(request.tokens, held)
                 + replica.queued
                 + PER_REQUEST * replica.in_flight
                 + replica.context / CONTEXT
             )
             if request.adapter and request.adapter not in self._loaded(replica.name):
                 cost += ADAPTER_LOAD
-            costs.append((cost, replica, cached))
+            costs.append((cost, replica, held))
         most = min([cost for cost, _, _ in costs]) + NEAR
         near = [entry for entry in costs if entry[0] <= most]
-        _, replica, cached = min(near, key=lambda entry: self._chosen.get(entry[1].name, 0.0))
-        return Choice(replica, cached)
+        _, replica, held = min(near, key=lambda entry: self._chosen.get(entry[1].name, 0.0))
+        return Choice(replica, held)
 
-    def cached(self, request: RoutingRequest, replica: str, now: float) -> int:
-        """Prompt tokens of the request that the replica has in its cache, most likely."""
-        return 0
+    def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
+        """How far the replica's caches reach into the prompt, most likely."""
+        return Reach()
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         self._chosen[replica] = now
@@ -198,8 +202,8 @@ class PrefixAware(_Cheapest):
         super().__init__()
         self.index = index
 
-    def cached(self, request: RoutingRequest, replica: str, now: float) -> int:
-        return self.index.matched(replica, request.chain, now) * CHUNK // BYTES_PER_TOKEN
+    def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
+        return self.index.reach(replica, request.chain, now)
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         super().learn(request, replica, now)
@@ -216,10 +220,13 @@ class Blocks(Protocol):
     def follows(self, replica: str) -> bool:
         """Whether the replica's cache is known now."""
 
-    def matched(self, replica: str, chain: Sequence[int], now: float) -> int:
-        """How many of the chain's first blocks the replica has, or will have in a moment."""
+    def in_engine(self, replica: str, blocks: Mapping[int, Sequence[int]], now: float) -> int:
+        """How many of the prompt's first tokens its engine has, or will have in a moment."""
 
-    def expect(self, replica: str, chain: Sequence[int], now: float) -> None:
+    def in_memory(self, replica: str, blocks: Mapping[int, Sequence[int]]) -> int | None:
+        """How many of them its memory tier has. None where it does not say."""
+
+    def expect(self, replica: str, blocks: Mapping[int, Sequence[int]], now: float) -> None:
         """The replica is about to compute these blocks."""
 
     def forget(self, replica: str) -> None:
@@ -227,20 +234,26 @@ class Blocks(Protocol):
 
 
 class KvAware(PrefixAware):
-    """The cheapest, where what a replica has in its cache counts as cached.
+    """The cheapest, where what a replica has in its caches by its own account counts as cached.
 
     Where a request has no tokens, or a replica's cache is not known, it is as PrefixAware, which
-    therefore learns all along.
+    therefore learns all along. So it is for what no replica reports: what is on disks and in shared
+    stores, and what their memory has for requests with a tenant, salt or adapter.
     """
 
     def __init__(self, index: PrefixIndex, blocks: Blocks) -> None:
         super().__init__(index)
         self.blocks = blocks
 
-    def cached(self, request: RoutingRequest, replica: str, now: float) -> int:
+    def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
+        sent = super().reach(request, replica, now)
         if request.blocks is None or not self.blocks.follows(replica):
-            return super().cached(request, replica, now)
-        return self.blocks.matched(replica, request.blocks, now) * request.block_size
+            return sent
+        memory = self.blocks.in_memory(replica, request.blocks) if request.plain else None
+        return sent._replace(
+            engine=self.blocks.in_engine(replica, request.blocks, now),
+            memory=sent.memory if memory is None else memory,
+        )
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         super().learn(request, replica, now)
@@ -265,7 +278,7 @@ class Session(_Cheapest):
         under_way = sum(replica.in_flight for replica in replicas)
         bound = max(BATCH, math.ceil(BOUND * (under_way + 1) / len(replicas)))
         free = [replica for replica in replicas if replica.in_flight < bound]
-        return Choice(max(free, key=lambda replica: _weight(request.session, replica.name)), 0)
+        return Choice(max(free, key=lambda replica: _weight(request.session, replica.name)))
 
 
 def _weight(session: str, replica: str) -> bytes:

@@ -34,9 +34,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Its prompt's, about."""
     chain: Sequence[int] = ()
     """Its prompt's hashes, as prefix_index.chain() makes them."""
-    blocks: Sequence[int] | None = None
-    """The hashes of its tokens, one for each `block_size` of them, where it was tokenised."""
-    block_size: int = 1
+    blocks: Mapping[int, Sequence[int]] | None = None
+    """Where it was tokenised, the hashes of its tokens: by the tokens of a block, one for each."""
+    plain: bool = False
+    """Whether its blocks are those of requests without a tenant, salt or adapter."""
     adapter: str = ""
     """The LoRA adapter, or ""."""
     salt: str | None = None

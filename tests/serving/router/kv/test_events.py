@@ -95,7 +95,7 @@ def block(n):
 
 
 def held(index, count=100):
-    return index.matched("a", chain(range(count), 1, seed()), 0.0)
+    return index.in_engine("a", {1: chain(range(count), 1, seed())}, 0.0)
 
 
 @pytest.fixture(autouse=True)

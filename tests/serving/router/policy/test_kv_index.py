@@ -40,7 +40,7 @@ def index(*events, rank=0):
 
 
 def matched(found, keys=KEYS, now=0.0):
-    return found.matched("a", keys, now)
+    return found.in_engine("a", {SIZE: keys}, now) // SIZE
 
 
 def test_a_chain_has_a_key_for_each_full_block_after_those_before_it():
@@ -131,17 +131,17 @@ def test_an_adapter_is_known_by_the_name_it_had_last():
 
 def test_what_is_expected_counts_for_a_while():
     found = index(stored(TOKENS[:4], [1]))
-    found.expect("a", KEYS, 10.0)
+    found.expect("a", {SIZE: KEYS}, 10.0)
     assert matched(found, now=11.9) == 3
     assert matched(found, now=12.0) == 1
-    assert found.matched("b", KEYS, 11.0) == 0
-    found.expect("a", KEYS[:2], 11.0)
+    assert found.in_engine("b", {SIZE: KEYS}, 11.0) == 0
+    found.expect("a", {SIZE: KEYS[:2]}, 11.0)
     assert matched(found, now=12.5) == 2
-    found.expect("b", KEYS, 11.0)
-    found.expect("a", [1], 20.0)
+    found.expect("b", {SIZE: KEYS}, 11.0)
+    found.expect("a", {SIZE: [1]}, 20.0)
     assert found._expected["a"].until.keys() == {1}
     found.forget("b")
-    assert found.matched("b", KEYS, 11.0) == 0
+    assert found.in_engine("b", {SIZE: KEYS}, 11.0) == 0
 
 
 def test_ranks_have_caches_of_their_own():
@@ -158,10 +158,10 @@ def test_a_forgotten_replica_leaves_nothing_behind():
     found.followed.add("a")
     for key in (("a", 3), ("a", 4), ("b", 0)):
         found.positions[key] = kv_index.Position(1, 2)
-    found.expect("a", [7], 0.0)
+    found.expect("a", {SIZE: [7]}, 0.0)
     found.forget("a")
     assert not found.follows("a")
-    assert not found._caches
+    assert not found._ranks
     assert not found._expected
     assert found.positions == {("b", 0): kv_index.Position(1, 2)}
     found.forget("a")
@@ -173,7 +173,7 @@ def test_memory_has_an_end_even_where_blocks_are_told_of_again_and_again(monkeyp
     found = index()
     for n in range(1000):
         found.apply("a", 0, stored(range(n, n + 4), [n], lora_name=f"{n}@1"))
-        cache = found._caches["a"][0]
+        cache = found._ranks["a"][0].engine
         assert len(cache.held) <= 100
         assert len(cache._keys) <= 100
         assert len(found._inner) <= 10
@@ -215,8 +215,9 @@ def test_as_an_engine_does_it(steps):
         blocks = +blocks
         for prefix in [*blocks, (0, 1, 2), (2,)]:
             held = next((n for n in range(len(prefix)) if not blocks[prefix[: n + 1]]), len(prefix))
-            assert matched(found, chain(prefix, 1, ROOT)) == held
+            assert found.in_engine("a", {1: chain(prefix, 1, ROOT)}, 0.0) == held
         blocks = +blocks
-    cache = found._caches.get("a", {}).get(0)
+    rank = found._ranks.get("a", {}).get(0)
+    cache = rank.engine if rank else None
     assert len(cache.held if cache else ()) == len(blocks)
     assert sum(cache._more.values() if cache else ()) == sum(blocks.values()) - len(blocks)

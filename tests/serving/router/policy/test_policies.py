@@ -21,12 +21,12 @@ from serving.router.policy.policies import (
 )
 from serving.router.policy.prefix_index import CHUNK, DEFAULT_TOKENS, TTL_S, PrefixIndex, chain
 from serving.router.policy.request import RoutingRequest
+from serving.router.policy.tiers import Capacity, Held
 
 
 def fleet(**loads: tuple[int, ...]) -> list[Load]:
     """Replicas by name: requests under way, prompt tokens queued, prompt tokens under way."""
-    keys = ("in_flight", "queued", "context")
-    return [Load(name, **dict(zip(keys, it, strict=False))) for name, it in loads.items()]
+    return [Load(name, it[0], it[1], sum(it[2:])) for name, it in loads.items()]
 
 
 def prompt(tokens: int, text: bytes = b"word") -> RoutingRequest:
@@ -96,9 +96,9 @@ def test_a_replica_that_started_anew_has_nothing():
     policy = PrefixAware(PrefixIndex())
     asked = prompt(1_024)
     policy.learn(asked, "r0", 0)
-    assert policy.choose(asked, idle(2), 1).cached == 1_024
+    assert policy.choose(asked, idle(2), 1).held.tokens == 1_024
     policy.forget("r0")
-    assert policy.choose(asked, idle(2), 1).cached == 0
+    assert policy.choose(asked, idle(2), 1).held.tokens == 0
 
 
 def test_an_adapter_is_loaded_where_it_is_already():
@@ -115,9 +115,9 @@ def test_an_adapter_is_loaded_where_it_is_already():
 
 def test_a_prompt_is_queued_until_its_answer_begins_or_should_have():
     load = Load("r")
-    streamed = load.begin(3_000, 1_000, True, 0)
-    whole = load.begin(round(PREFILL_RATE), 0, False, 0)
-    after = load.begin(round(PREFILL_RATE), 0, False, 0)
+    streamed = load.begin(3_000, Held(1_000), True, 0)
+    whole = load.begin(round(PREFILL_RATE), Held(), False, 0)
+    after = load.begin(round(PREFILL_RATE), Held(), False, 0)
     assert (load.in_flight, load.queued, load.context) == (3, 42_000, 43_000)
     load.settle(0.9)
     assert load.queued == 42_000
@@ -169,23 +169,27 @@ def test_a_request_without_a_session_goes_where_least_is_to_do():
 def test_kv_aware_believes_events_and_otherwise_what_was_sent():
     index = KvIndex()
     policy = KvAware(PrefixIndex(), index)
-    asked = replace(prompt(1_024), blocks=list(range(64)), block_size=16)
+    asked = replace(prompt(1_024), blocks={16: list(range(64))})
     policy.learn(asked, "r0", 0)
     # Nothing is known of r0's cache: it was sent the prompt.
-    assert policy.choose(asked, idle(2), 10).cached == 1_024
+    assert policy.choose(asked, idle(2), 10).held.tokens == 1_024
     index.followed |= {"r0", "r1"}
     # It is known, and long after the request its blocks are not there.
-    assert policy.choose(asked, idle(2), 10).cached == 0
+    assert policy.choose(asked, idle(2), 10).held.tokens == 0
     # For a moment after a request they are expected.
     policy.learn(asked, "r1", 10)
     choice = policy.choose(asked, idle(2), 11)
-    assert (choice.replica.name, choice.cached) == ("r1", 1_024)
+    assert (choice.replica.name, choice.held.tokens) == ("r1", 1_024)
     # A request that could not be tokenised is judged by its text.
     asked = replace(asked, blocks=None)
-    assert policy.choose(asked, idle(2), 20).cached == 1_024
+    assert policy.choose(asked, idle(2), 20).held.tokens == 1_024
 
 
 # The index of prefixaware
+
+
+def reached(index, replica, links, now):
+    return index.reach(replica, links, now).engine * 4 // CHUNK
 
 
 def test_the_longest_common_beginning_is_found():
@@ -199,34 +203,34 @@ def test_the_longest_common_beginning_is_found():
         (b"b" * CHUNK, 0),
         (b"", 0),
     ):
-        assert index.matched("r", chain(body, ""), 1) == links
-    assert index.matched("r", chain(b"a" * CHUNK, "other adapter"), 1) == 0
-    assert index.matched("other", chain(b"a" * CHUNK, ""), 1) == 0
+        assert reached(index, "r", chain(body, ""), 1) == links
+    assert reached(index, "r", chain(b"a" * CHUNK, "other adapter"), 1) == 0
+    assert reached(index, "other", chain(b"a" * CHUNK, ""), 1) == 0
 
 
 def test_what_has_not_come_for_long_is_taken_for_evicted():
     index = PrefixIndex()
     index.insert("r", chain(b"a" * CHUNK, ""), 0)
-    assert index.matched("r", chain(b"a" * CHUNK, ""), TTL_S - 1) == 1
-    assert index.matched("r", chain(b"a" * CHUNK, ""), TTL_S + 1) == 0
+    assert reached(index, "r", chain(b"a" * CHUNK, ""), TTL_S - 1) == 1
+    assert reached(index, "r", chain(b"a" * CHUNK, ""), TTL_S + 1) == 0
 
 
 def test_an_index_is_as_large_as_the_cache_it_stands_for():
     index = PrefixIndex()
-    index.resize("r", 10 * CHUNK // 4)
+    index.resize("r", Capacity(engine=10 * CHUNK // 4))
     system = b"s" * 2 * CHUNK
     for n in range(100):
         index.insert("r", chain(system + b"%04d" % n * CHUNK, ""), n)
-    assert index.matched("r", chain(system + b"0099" * CHUNK, ""), 100) == 6
-    assert index.matched("r", chain(system + b"0098" * CHUNK, ""), 100) == 6
-    assert index.matched("r", chain(system + b"0097" * CHUNK, ""), 100) == 2
-    assert len(index._links["r"]) == 10
+    assert reached(index, "r", chain(system + b"0099" * CHUNK, ""), 100) == 6
+    assert reached(index, "r", chain(system + b"0098" * CHUNK, ""), 100) == 6
+    assert reached(index, "r", chain(system + b"0097" * CHUNK, ""), 100) == 2
+    assert len(index._caches["r"]._levels[0]) == 10
     index.insert("r", chain(b"x" * 20 * CHUNK, ""), 101)  # longer than all of it
-    assert index.matched("r", chain(b"x" * 20 * CHUNK, ""), 102) == 10
+    assert reached(index, "r", chain(b"x" * 20 * CHUNK, ""), 102) == 10
 
 
 def test_without_a_size_an_index_is_bounded():
     index = PrefixIndex()
     for n in range(20):
         index.insert("r", chain(b"%04d" % n * CHUNK * 300, ""), n)
-    assert len(index._links["r"]) == DEFAULT_TOKENS * 4 // CHUNK
+    assert len(index._caches["r"]._levels[0]) == DEFAULT_TOKENS * 4 // CHUNK
