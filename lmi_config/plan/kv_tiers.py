@@ -143,7 +143,7 @@ def plan(
     Raises SettingsError for a configuration that cannot be honoured, or does not fit.
     """
     if not wanted(settings):
-        return NoTiers("OPTION_LMCACHE_AUTO_CONFIG=true makes some")
+        return NoTiers("off; OPTION_LMCACHE_AUTO_CONFIG=true turns them on")
     if len(machine.ports) < len(Ports._fields):
         raise SettingsError(
             [

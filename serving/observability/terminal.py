@@ -15,8 +15,9 @@ from serving.observability.logs import Handler, TextFormatter
 
 _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
-# Warnings of others that say nothing to somebody who serves as planned: on CPUs vLLM runs eagerly
-# and without Triton, and what libraries will change one day is not for who uses them.
+# Warnings of others that say nothing to somebody who serves as planned. On CPUs vLLM runs eagerly
+# and without Triton, and torch computes what oneDNN cannot; a client's mistake has a line of ours;
+# vLLM warns of every process that it ends; what libraries will change one day is for developers.
 _HARMLESS = re.compile(
     "|".join(
         (
@@ -30,6 +31,9 @@ _HARMLESS = re.compile(
             r"(Future|Deprecation)Warning: ",
             r"KVConnectorBase_V1\. This API is experimental",
             r"has no lookup ipc key, skipping touch",
+            r"Failed to create oneDNN linear, fallback to torch linear",
+            r"^Error with model error=ErrorInfo\(",
+            r"^\[shutdown\] .*force killing",
         )
     )
 )

@@ -101,7 +101,7 @@ class Server:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         reaping = asyncio.create_task(process.reap())
         host, port = self._listener.getsockname()[:2]
-        text = f"listening on {_url(host, port)}; {PING} says how far the start is"
+        text = f"listening on {_url(host, port)}; {PING} reports progress"
         log.info("listening", extra={"facts": {"host": host, "port": port}, "text": text})
         try:
             return await self._live()
@@ -170,7 +170,8 @@ class Server:
     async def _drain(self, requests: Admission, failure: asyncio.Task[str]) -> Exit:
         """Let requests under way finish, and take no new ones. failure: the engine's, meanwhile."""
         self.lifecycle.enter(Stage.DRAINING)
-        log.info("draining")
+        text = "stopping once requests in flight are answered; Ctrl-C again does not wait for them"
+        log.info("draining", extra={"text": text})
         drained = asyncio.create_task(requests.drained(SHUTDOWN.drain))
         hurry = asyncio.create_task(self._signals.hurry())
         await asyncio.wait({drained, hurry, failure}, return_when=asyncio.FIRST_COMPLETED)
