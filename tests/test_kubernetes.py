@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from lmi_config.options import settings
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import Endpoints, replica_source
-from lmi_config.plan import vllm
+from lmi_config.plan import shared_store, vllm
 from lmi_config.plan.parallelism import copies
 from serving.api.app import create_app
 from serving.api.backend import Backend
@@ -328,6 +328,11 @@ def test_what_comments_propose_is_valid() -> None:
     assert it.pod["spec"]["volumes"][-1]["ephemeral"]
     (store,) = (one for one in MANIFESTS["shared_cache.yaml"] if one["kind"] == "Service")
     assert it.settings().kv_l2_url == f"redis://{store['metadata']['name']}"
+    mounted = f"/dev/shm/{shared_store.SEGMENT}"
+    volumes = {volume["name"]: volume.get("hostPath") for volume in it.pod["spec"]["volumes"]}
+    assert volumes["tiered-storage"] == {"path": mounted, "type": "File"}
+    assert mounted in [mount["mountPath"] for mount in it.container["volumeMounts"]]
+    assert shared_store.read("tieredstorage://", it.environment())
     assert store["spec"]["ports"][0]["port"] == 6379
 
 

@@ -611,7 +611,7 @@ class Settings:
         section=Section.KV_TIERS,
         secret=True,
         help="A store that instances share: `redis://`, `rediss://`, `valkey://`, `valkeys://`, "
-        "`s3://bucket`, `file:///folder`, `tieredstorage://host:port`.",
+        "`s3://bucket`, `file:///folder`, `tieredstorage://`.",
     )
     kv_disk_path: str = _option(
         text,

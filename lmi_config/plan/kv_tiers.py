@@ -153,33 +153,36 @@ def plan(
         )
     shared = None
     if settings.kv_l2_url:
-        region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
         try:
-            shared = shared_store.read(settings.kv_l2_url, region)
+            shared = shared_store.read(settings.kv_l2_url, environ)
         except ValueError as error:
             raise SettingsError([f"OPTION_KV_L2_URL: {error}"]) from None
-    translation = _translated(settings, file)
+    translation = _translated(settings, file, environ)
     if translation is None:
         return _automatic(settings, machine, model, budget, shared, to_fetch)
     return _manually(translation, machine, budget, parallelism.workers, shared)
 
 
-def disk_path(settings: Settings, file: Mapping[str, object] | None) -> str:
+def disk_path(
+    settings: Settings, environ: Mapping[str, str], file: Mapping[str, object] | None
+) -> str:
     """The folder of the disk tier, for the machine's disk to be looked at there.
 
-    file: as for plan(). Raises SettingsError as plan() does.
+    environ, file: as for plan(). Raises SettingsError as plan() does.
     """
-    translation = None if faults(settings) else _translated(settings, file)
+    translation = None if faults(settings) else _translated(settings, file, environ)
     if translation and translation.disk:
         return translation.disk.path
     return settings.kv_disk_path
 
 
-def _translated(settings: Settings, file: Mapping[str, object] | None) -> Translation | None:
+def _translated(
+    settings: Settings, file: Mapping[str, object] | None, environ: Mapping[str, str]
+) -> Translation | None:
     """LMCache's own configuration; None where it has no say."""
     if file is None and not (_manual(settings) and not settings.lmcache_auto_config):
         return None
-    return lmcache.translate(lmcache.merged(file or {}, settings.lmcache))
+    return lmcache.translate(lmcache.merged(file or {}, settings.lmcache), environ)
 
 
 def _automatic(

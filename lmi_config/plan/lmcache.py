@@ -124,6 +124,7 @@ _TOP = _Vocabulary(
         "pre_caching_hash_algorithm": "the server's hash is the same in every process",
         "py_enable_gc": "the cache is not in the engine's process",
         "reserve_local_cpu_size": "the container's memory limit is looked at instead",
+        "save_unfull_chunk": "complete chunks are stored, and what is left over is computed",
         "use_gpu_connector_v3": "it chooses among connectors that are not used here",
         "app_id": "nothing uses it without remote_config_url",
         "blend_*": "nothing uses it without enable_blending",
@@ -168,7 +169,6 @@ _TOP = _Vocabulary(
         "retrieve_locations": "every tier is read; remove it",
         "run_script_api_enabled": "the cache runs no scripts; switch it off",
         "runtime_plugin_locations": _PLUGINS,
-        "save_unfull_chunk": "the server stores complete chunks only; lower chunk_size instead",
         "storage_plugins": _PLUGINS,
         "store_location": "every tier is written; remove it",
         "use_layerwise": "layers are not loaded one by one; switch it off",
@@ -305,8 +305,10 @@ def misspelt(names: Iterable[str]) -> Iterator[str]:
             yield from nearly(name, name, {it: it for it in known})
 
 
-def translate(config: Mapping[str, object]) -> Translation:
+def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Translation:
     """Translate LMCache's in-process options. Null counts as not set; defaults are LMCache's.
+
+    environ: for what a store's URL leaves out.
 
     Raises SettingsError with every option that the server cannot honour or that does not exist.
     """
@@ -329,7 +331,7 @@ def translate(config: Mapping[str, object]) -> Translation:
     remote = None
     if url:
         try:
-            remote = _remote(url, extra)
+            remote = _remote(url, extra, environ)
         except ValueError as error:
             faults.append(f"remote_url: {error}")
     if faults:
@@ -417,7 +419,7 @@ def _unquoted(text: str) -> str:
         return text[1:-1]
 
 
-def _remote(url: str, extra: Mapping[str, Any]) -> L2Store:
+def _remote(url: str, extra: Mapping[str, Any], environ: Mapping[str, str]) -> L2Store:
     """The store at a remote_url, which LMCache completes from extra_config."""
     scheme, _, rest = url.partition("://")
     env: dict[str, str] = {}
@@ -446,7 +448,7 @@ def _remote(url: str, extra: Mapping[str, Any]) -> L2Store:
             if {"aws_access_key_id", "aws_secret_access_key"} <= extra.keys():
                 env["AWS_ACCESS_KEY_ID"] = extra["aws_access_key_id"]
                 env["AWS_SECRET_ACCESS_KEY"] = extra["aws_secret_access_key"]
-    found = shared_store.read(url)
+    found = shared_store.read(url, environ)
     options = {
         key.adapter: extra[name] for name, key in _EXTRA.items() if key.adapter and name in extra
     }

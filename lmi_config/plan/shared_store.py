@@ -18,7 +18,7 @@ from lmi_config.options.parsers import Reader, boolean, positive, text
 class L2Store:
     """A store behind the cache server's memory, as the server is told of it.
 
-    kind: LMCache's name of the adapter.
+    kind: the adapter's name, LMCache's or that of one of ours.
     adapter: LMCache's JSON object for it. It may have a password in it.
     env: variables for the server's process; they carry what is secret.
     shown: the URL, with its password masked.
@@ -37,8 +37,9 @@ class L2Store:
         return {key: "***" if key == "password" else self.adapter[key] for key in self.adapter}
 
 
-def read(url: str, region: str | None = None) -> L2Store:
-    """Read the URL of an L2 store. `region` is the AWS region for an S3 URL that names none.
+def read(url: str, environ: Mapping[str, str]) -> L2Store:
+    """Read the URL of an L2 store. What it leaves out is taken from the environment: an S3 URL's
+    region from AWS_REGION or AWS_DEFAULT_REGION, the node's address from NODE_IP.
 
     `redis://[user:password@]host[:6379][/database]`, `valkey://…`: Redis or Valkey, through
         Valkey's client: LMCache's own for `resp` hangs on a key that was evicted, and does not
@@ -48,8 +49,9 @@ def read(url: str, region: str | None = None) -> L2Store:
     `s3://bucket?region=…`: S3, with the credentials that boto3 finds. `endpoint` is the host of a
         service like S3, after `http://` where it has no TLS; it must answer to `bucket.endpoint`.
     `file:///folder`: a folder that several servers may share.
-    `tieredstorage://host[:9200]`, `sagemaker-hyperpod://…`: HyperPod's daemon on this node.
-        `bucket` is its name for a set of keys, `shared_memory_name` that of its memory segment.
+    `tieredstorage://[host[:9200]]`, `sagemaker-hyperpod://…`: HyperPod's daemon on this node, at
+        the host that NODE_IP has where there is none or it is `$NODE_IP`. `bucket` is the daemon's
+        name for a set of keys, `shared_memory_name` that of its memory segment.
 
     `capacity_gb`, in GiB, makes the server remove what it used least, in all but HyperPod's.
 
@@ -70,7 +72,7 @@ def read(url: str, region: str | None = None) -> L2Store:
             "characters that mean something in a URL, like / ? # [, have to be percent-encoded in "
             "a password or a path: %2F for /"
         ) from None
-    return reader(parts, region)
+    return reader(parts, environ)
 
 
 def _query(parts: SplitResult, **readers: Reader) -> dict[str, Any]:
@@ -122,7 +124,8 @@ def _bounded(adapter: dict[str, object], capacity: float | None) -> dict[str, ob
     return adapter | limit if capacity else adapter
 
 
-def _redis(parts: SplitResult, _: str | None) -> L2Store:
+def _redis(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
+    del environ  # its URL says everything
     scheme = parts.scheme
     login, _, hosts = parts.netloc.rpartition("@")
     user, _, password = (unquote(part) for part in login.partition(":"))
@@ -156,7 +159,7 @@ def _redis(parts: SplitResult, _: str | None) -> L2Store:
     )
 
 
-def _s3(parts: SplitResult, region: str | None) -> L2Store:
+def _s3(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
     """LMCache reaches a bucket by a host name of its own, and puts its keys at the top of it."""
     _without_login(parts)
     query = _query(parts, region=text, endpoint=text, capacity_gb=positive)
@@ -172,7 +175,7 @@ def _s3(parts: SplitResult, region: str | None) -> L2Store:
         )
     if parts.path.strip("/"):
         raise ValueError(f"s3://{bucket} takes no prefix: LMCache writes to the bucket's top level")
-    region = query.get("region") or region
+    region = query.get("region") or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     if not region:
         raise ValueError("s3:// needs a region: add ?region=us-east-1, or set AWS_REGION")
     domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
@@ -201,7 +204,7 @@ def _s3(parts: SplitResult, region: str | None) -> L2Store:
     )
 
 
-def _file(parts: SplitResult, _: str | None) -> L2Store:
+def _file(parts: SplitResult, _: Mapping[str, str]) -> L2Store:
     if parts.netloc:
         raise ValueError("file:// takes no host: write three slashes, like file:///mnt/kv")
     path = PurePosixPath("/" + unquote(parts.path).lstrip("/"))
@@ -218,24 +221,40 @@ def _file(parts: SplitResult, _: str | None) -> L2Store:
     )
 
 
-def _hyperpod(parts: SplitResult, _: str | None) -> L2Store:
+SEGMENT = "ai_toolkit_cache"
+"""The shared memory of HyperPod's daemon. (awslabs/ai-on-sagemaker-hyperpod, "HyperPod Managed KV
+Cache with LMCache"; LMCache's own default is another name, which no node has.)"""
+_NODE_IP = ("", "$NODE_IP", "${NODE_IP}", "$(NODE_IP)")
+"""Hosts that mean this node's own, as LMCache's and AWS's documents write them."""
+
+
+def _hyperpod(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
     _without_login(parts)
-    addresses = _addresses(parts, parts.netloc, 9200)
-    if len(addresses) > 1 or parts.path.strip("/"):
-        raise ValueError(f"{parts.scheme}:// takes one host and port, and nothing behind it")
-    host, port = addresses[0]
+    scheme = parts.scheme
+    host, colon, rest = parts.netloc.partition(":")
+    if host in _NODE_IP:
+        host = environ.get("NODE_IP", "").strip()
+        if not host:
+            raise ValueError(
+                f"{scheme}:// without a host means this node's daemon: set NODE_IP, in Kubernetes "
+                "from the field status.hostIP, or name the host"
+            )
+    ((host, port), *others) = _addresses(parts, host + colon + rest, 9200)
+    if others or parts.path.strip("/"):
+        raise ValueError(f"{scheme}:// takes one host and port, and nothing behind it")
     return L2Store(
-        kind="sagemaker-hyperpod",
+        kind="tieredstorage",
         adapter={
-            "type": "sagemaker-hyperpod",
+            "type": "tieredstorage",
             "url": f"sagemaker-hyperpod://{host}:{port}",
+            "shared_memory_name": SEGMENT,
             **_query(parts, bucket=text, shared_memory_name=text),
         },
         shown=parts.geturl(),
     )
 
 
-_STORES: Mapping[str, Callable[[SplitResult, str | None], L2Store]] = {
+_STORES: Mapping[str, Callable[[SplitResult, Mapping[str, str]], L2Store]] = {
     "redis": _redis,
     "rediss": _redis,
     "valkey": _redis,

@@ -18,6 +18,8 @@ from lmcache.logging import init_logger
 log = init_logger(__name__)
 
 ATTRIBUTE = "user.slipway.blake3"
+DIGEST = 16
+"""Bytes."""
 Batch = tuple[Sequence[str], Sequence[memoryview]]
 """Keys, and their contents."""
 Completion = tuple[int, bool, str, list[bool] | None]
@@ -84,14 +86,14 @@ class ChecksummedFiles:
 
     def _sign(self, key: str, content: memoryview) -> None:
         try:
-            os.setxattr(self._file(key), ATTRIBUTE, _digest(key, content))
+            os.setxattr(self._file(key), ATTRIBUTE, digest(key, content))
         except OSError as reason:  # without its digest it will be a miss
             log.warning("cannot sign a file of the disk tier: %s", reason)
 
     def _is_whole(self, key: str, content: memoryview) -> bool:
         file = self._file(key)
         try:
-            if os.getxattr(file, ATTRIBUTE) == _digest(key, content):
+            if os.getxattr(file, ATTRIBUTE) == digest(key, content):
                 return True
             Path(file).unlink()
         except OSError as reason:
@@ -106,5 +108,6 @@ class ChecksummedFiles:
         return f"{self._path}/{model}@0x{rank}.data"
 
 
-def _digest(key: str, content: memoryview) -> bytes:
-    return blake3(content.cast("B"), max_threads=blake3.AUTO).update(key.encode()).digest(16)
+def digest(key: str, content: memoryview) -> bytes:
+    hashed = blake3(content.cast("B"), max_threads=blake3.AUTO).update(key.encode())
+    return hashed.digest(DIGEST)

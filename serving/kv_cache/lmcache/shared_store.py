@@ -7,6 +7,7 @@ before the server, and show its password.
 """
 
 import argparse
+import contextlib
 import socket
 import time
 from typing import Any
@@ -16,6 +17,8 @@ from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
 
+from serving.kv_cache.lmcache import tiered_storage
+from serving.kv_cache.lmcache.tiered_storage import TieredStorageConfig
 from serving.observability.trouble_log import TroubleLog
 
 log = init_logger(__name__)
@@ -36,31 +39,43 @@ class SharedStore:
         (self._config,) = parse_args_to_l2_adapters_config(arguments).adapters
         self._probe: ValkeyWorkerPool | None = None
         self._index: int | None = None
+        self._away = TroubleLog(log.error, "the shared KV store is left out until it answers: %s")
 
     def keep(self, manager: StorageManager) -> None:
         """Add the store to the server when it answers, remove it when it does not; for ever."""
-        away = TroubleLog(log.error, "the shared KV store is left out until it answers: %s")
         while True:
-            trouble = self._trouble()
-            away.note(trouble)
-            try:
-                if not trouble and self._index is None:
-                    self._index = manager.add_l2_adapter(self._config)
-                    log.warning("the shared KV store is used")
-                elif trouble and self._index is not None:
-                    manager.delete_l2_adapter(self._index, DRAIN_S)
-                    self._index = None
-            except TimeoutError:  # requests that wait for it do not end; it gets no new ones
-                continue
-            except Exception as error:  # of the store's own client, about its configuration
-                log.error("the shared KV store is not used: %s", error)
-                return
+            self.look(manager)
             time.sleep(LOOK_S)
 
+    def look(self, manager: StorageManager) -> None:
+        """Look at the store once, and add or remove it."""
+        trouble = self._trouble()
+        if trouble is None and self._index is None:
+            trouble = self._use(manager)
+        self._away.note(trouble)
+        if trouble is not None and self._index is not None:
+            # TimeoutError: requests that wait for it do not end; it gets no new ones.
+            with contextlib.suppress(TimeoutError):
+                manager.delete_l2_adapter(self._index, DRAIN_S)
+                self._index = None
+
+    def _use(self, manager: StorageManager) -> str | None:
+        """Add the store to the server. What its own client has against that, or None."""
+        try:
+            self._index = manager.add_l2_adapter(self._config)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        log.warning("the shared KV store is used")
+        return None
+
     def _trouble(self) -> str | None:
-        """Why Redis or Valkey does not answer. Of another store only its own client knows."""
+        """Why Redis, Valkey or HyperPod's daemon does not answer. Of another store only its own
+        client knows.
+        """
         nodes: list[Any] = getattr(self._config, "startup_nodes", [])
         try:
+            if isinstance(self._config, TieredStorageConfig):
+                tiered_storage.look(self._config, LOOK_S)
             for node in nodes:
                 socket.create_connection(node, LOOK_S).close()
             if nodes and not self._probe:

@@ -259,7 +259,7 @@ def test_lmcaches_variables_alone_do_nothing_and_that_is_told():
 def test_the_decision_can_be_given_back_as_lmcaches_own_file():
     tiers = planned().tiers
     text = kv_tiers.yaml(tiers)
-    translation = lmcache.translate(yaml.safe_load(text))
+    translation = lmcache.translate(yaml.safe_load(text), {})
     assert translation.chunk_size == tiers.chunk_size
     assert translation.l1_gib * GIB == tiers.l1
     assert translation.disk

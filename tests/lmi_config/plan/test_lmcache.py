@@ -144,17 +144,21 @@ STORES: list[tuple[str, L2Store]] = [
     (
         "tieredstorage://10.0.0.1",
         L2Store(
-            kind="sagemaker-hyperpod",
-            adapter={"type": "sagemaker-hyperpod", "url": "sagemaker-hyperpod://10.0.0.1:9200"},
+            kind="tieredstorage",
+            adapter={
+                "type": "tieredstorage",
+                "url": "sagemaker-hyperpod://10.0.0.1:9200",
+                "shared_memory_name": "ai_toolkit_cache",
+            },
             shown="tieredstorage://10.0.0.1",
         ),
     ),
     (
         "sagemaker-hyperpod://node:9300/?bucket=kv&shared_memory_name=pool",
         L2Store(
-            kind="sagemaker-hyperpod",
+            kind="tieredstorage",
             adapter={
-                "type": "sagemaker-hyperpod",
+                "type": "tieredstorage",
                 "url": "sagemaker-hyperpod://node:9300",
                 "bucket": "kv",
                 "shared_memory_name": "pool",
@@ -167,7 +171,7 @@ STORES: list[tuple[str, L2Store]] = [
 
 @pytest.mark.parametrize(("url", "expected"), STORES, ids=[url for url, _ in STORES])
 def test_a_url_becomes_a_store(url, expected):
-    assert store(url) == expected
+    assert store(url, {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -182,13 +186,54 @@ def test_a_url_becomes_a_store(url, expected):
     ],
 )
 def test_a_bucket_is_reached_by_its_own_host(url, endpoint, tls):
-    adapter = store(url, region="us-east-1").adapter
+    adapter = store(url, {"AWS_REGION": "us-east-1"}).adapter
     assert (adapter["s3_endpoint"], adapter.get("disable_tls", False)) == (endpoint, not tls)
 
 
 def test_the_region_in_the_url_comes_before_the_environments():
-    assert store("s3://kv1?region=eu-west-1", region="us-east-1").adapter["s3_region"] == (
+    assert store("s3://kv1?region=eu-west-1", {"AWS_REGION": "us-east-1"}).adapter["s3_region"] == (
         "eu-west-1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("tieredstorage://", "10.0.0.7:9200"),
+        ("tieredstorage://:9300", "10.0.0.7:9300"),
+        ("tieredstorage://?bucket=kv", "10.0.0.7:9200"),
+        ("sagemaker-hyperpod://$NODE_IP:9200", "10.0.0.7:9200"),
+        ("sagemaker-hyperpod://$(NODE_IP):9200", "10.0.0.7:9200"),
+        ("sagemaker-hyperpod://${NODE_IP}", "10.0.0.7:9200"),
+        ("tieredstorage://10.0.0.8", "10.0.0.8:9200"),
+    ],
+)
+def test_the_daemon_is_the_nodes_own_where_no_other_is_named(url, host):
+    found = store(url, {"NODE_IP": "10.0.0.7"}).adapter
+    assert found["url"] == f"sagemaker-hyperpod://{host}"
+    assert found["shared_memory_name"] == "ai_toolkit_cache"
+
+
+# The figures of awslabs/ai-on-sagemaker-hyperpod, "HyperPod Managed KV Cache with LMCache".
+HYPERPOD = {
+    "chunk_size": 256,
+    "local_cpu": True,
+    "max_local_cpu_size": 4,
+    "save_unfull_chunk": True,
+    "remote_url": "sagemaker-hyperpod://PLACEHOLDER_NODE_IP:9200",
+    "remote_serde": "naive",
+    "extra_config": {"sagemaker_hyperpod_shared_memory_name": "ai_toolkit_cache"},
+}
+
+
+def test_awss_file_for_hyperpod_loads_and_the_operators_variable_comes_first():
+    environ = {"LMCACHE_REMOTE_URL": "sagemaker-hyperpod://10.0.0.7:9200"}
+    found = translate(merged(HYPERPOD, environ), {})
+    assert found.remote == store("sagemaker-hyperpod://10.0.0.7:9200", {})
+    assert (found.chunk_size, found.l1_gib) == (256, 4)
+    assert found.ignored == (
+        "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
+        "remote_serde: so it is here in any case",
     )
 
 
@@ -260,7 +305,8 @@ ENDPOINT = (
         ("file:///kv?region=a", "file:// has no query key 'region', only capacity_gb"),
         (
             "tieredstorage://",
-            "tieredstorage:// needs a host, like tieredstorage://cache.example:9200",
+            "tieredstorage:// without a host means this node's daemon: set NODE_IP, in Kubernetes "
+            "from the field status.hostIP, or name the host",
         ),
         (
             "tieredstorage://a,b",
@@ -275,13 +321,13 @@ ENDPOINT = (
 )
 def test_a_url_that_cannot_be_used_is_refused_in_one_sentence(url, fault):
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole message is compared)
-        store(url)
+        store(url, {})
     assert str(refused.value) == fault
 
 
 def told(url: str) -> str:
     try:
-        found = store(url)
+        found = store(url, {})
     except ValueError as refused:
         return str(refused)
     return f"{found!r} {found.shown} {found.note} {found.masked}"
@@ -302,7 +348,7 @@ def test_a_password_is_never_told_however_it_is_written(scheme, user, rest):
 )
 def test_a_percent_encoded_password_reaches_the_server_and_nobody_else(scheme, password):
     url = f"{scheme}://me:{quote(password, safe='')}@cache"
-    found = store(url)
+    found = store(url, {})
     assert password in {**found.adapter, **found.env}.values()
     assert "hush" not in told(url)
 
@@ -406,7 +452,7 @@ REFERENCE = [
     ids=[name for name, _, _ in REFERENCE],
 )
 def test_the_references_files_translate(text, expected):
-    found = translate(yaml.safe_load(text))
+    found = translate(yaml.safe_load(text), {})
     assert dataclasses.replace(found, ignored=()) == expected
 
 
@@ -418,8 +464,8 @@ def test_what_asks_for_nothing_is_told_with_its_reason():
         "p2p_host": None,
         "max_local_disk_size": 5,
     }
-    assert translate(config).ignored == (
-        "save_unfull_chunk: so it is here in any case",
+    assert translate(config, {}).ignored == (
+        "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
         "remote_serde: so it is here in any case",
         "blocking_timeout_secs: the server has its own time limits",
         "enable_lazy_memory_allocator: the server takes its memory bit by bit where it can",
@@ -460,7 +506,7 @@ def test_what_asks_for_nothing_is_told_with_its_reason():
     ],
 )
 def test_an_option_is_translated(config, field, value):
-    assert getattr(translate(config), field) == value
+    assert getattr(translate(config, {}), field) == value
 
 
 @pytest.mark.parametrize(
@@ -485,7 +531,7 @@ def test_an_option_is_translated(config, field, value):
     ],
 )
 def test_a_remote_url_is_the_store_that_another_url_would_name(url, extra, same):
-    assert translate({"remote_url": url, "extra_config": extra}).remote == store(same)
+    assert translate({"remote_url": url, "extra_config": extra}, {}).remote == store(same, {})
 
 
 @pytest.mark.parametrize(
@@ -507,14 +553,14 @@ def test_a_remote_url_is_the_store_that_another_url_would_name(url, extra, same)
     ],
 )
 def test_extra_config_goes_into_the_adapter(url, extra, added):
-    remote = translate({"remote_url": url, "extra_config": extra}).remote
+    remote = translate({"remote_url": url, "extra_config": extra}, {}).remote
     assert remote
     assert remote.adapter.items() >= added.items()
 
 
 def test_aws_keys_go_into_the_environment():
     extra = {"s3_region": "a", "aws_access_key_id": "AKIA", "aws_secret_access_key": "hush"}
-    translation = translate({"remote_url": "s3://kv1", "extra_config": extra})
+    translation = translate({"remote_url": "s3://kv1", "extra_config": extra}, {})
     assert translation.remote
     assert translation.remote.env == {
         "AWS_ACCESS_KEY_ID": "AKIA",
@@ -553,10 +599,6 @@ def test_aws_keys_go_into_the_environment():
             {"remote_serde": "cachegen"},
             "remote_serde: the server stores KV as it is; set it to naive",
         ),
-        (
-            {"save_unfull_chunk": True},
-            "save_unfull_chunk: the server stores complete chunks only; lower chunk_size instead",
-        ),
         ({"chunk_sise": 1}, "chunk_sise: no such option; did you mean chunk_size?"),
         ({7: 1}, "7: no such option"),
         ({"extra_config": "{hush"}, None),
@@ -584,7 +626,7 @@ def test_aws_keys_go_into_the_environment():
 )
 def test_an_option_that_cannot_be_translated_is_refused_by_name(config, fault):
     with pytest.raises(SettingsError) as refused:
-        translate(config)
+        translate(config, {})
     assert "hush" not in str(refused.value)
     if fault:
         assert refused.value.faults == (fault,)
@@ -593,7 +635,7 @@ def test_an_option_that_cannot_be_translated_is_refused_by_name(config, fault):
 def test_all_faults_are_told_at_once():
     config = {"enable_pd": True, "chunk_sise": 1, "extra_config": {"a": 1}, "remote_url": "x://"}
     with pytest.raises(SettingsError) as refused:
-        translate(config)
+        translate(config, {})
     assert [fault.partition(":")[0] for fault in refused.value.faults] == [
         "enable_pd",
         "chunk_sise",
@@ -648,6 +690,7 @@ warnings.simplefilter("ignore")
 given = json.load(sys.stdin)
 from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
 from lmcache.v1.distributed.config import get_arg_parser, parse_args_to_config
+import serving.kv_cache.lmcache.tiered_storage  # makes LMCache know its type
 
 config = parse_args_to_config(get_arg_parser().parse_args(given["arguments"]))
 read = LMCacheEngineConfig.from_file(given["file"])
@@ -667,7 +710,7 @@ print("answer", json.dumps(answer, default=str))
 
 def test_lmcache_accepts_it(tmp_path):
     """In a process of its own, because importing LMCache warns, and takes torch along."""
-    translation = translate(yaml.safe_load(REFERENCE[5][1]))
+    translation = translate(yaml.safe_load(REFERENCE[5][1]), {})
     assert translation.remote
     adapters = [found.adapter for _, found in STORES] + [translation.remote.adapter]
     file = {"chunk_size": 64, "local_cpu": False, "extra_config": {"a": 1}}
@@ -705,5 +748,5 @@ def test_lmcache_accepts_it(tmp_path):
         expected = {key: value for key, value in ours.items() if key != "eviction"}
         assert theirs | expected == theirs
         assert theirs["bounded"] == ("eviction" in ours)
-    defaults = translate(answer["defaults"])
+    defaults = translate(answer["defaults"], {})
     assert dataclasses.replace(defaults, ignored=()) == PLAIN

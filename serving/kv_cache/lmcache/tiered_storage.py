@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In LMCache's server: HyperPod's tiered storage, each object with a digest, so that a wrong one is
+a miss.
+
+The daemon of a HyperPod node takes objects by HTTP and answers a lease with where in its shared
+memory an object's pieces are. LMCache's client believes the answer and what it then reads. But a
+daemon that starts again has another segment, of which a container that mounted the old one's file
+never hears, and one that is cut shorter kills who reads it through a mapping. So every object ends
+with a digest of key and content, and pieces are read by a call that fails where there is nothing.
+
+LMCache makes the store by its type `tieredstorage`, once this module has been imported.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPSConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lmcache.v1.distributed.l2_adapters.config import register_l2_adapter_type
+from lmcache.v1.distributed.l2_adapters.factory import register_l2_adapter_factory
+from lmcache.v1.distributed.l2_adapters.sagemaker_hyperpod_client import (
+    SageMakerHyperPodClient,
+    SageMakerHyperPodLease,
+)
+from lmcache.v1.distributed.l2_adapters.sagemaker_hyperpod_l2_adapter import (
+    SageMakerHyperPodL2Adapter,
+    SageMakerHyperPodL2AdapterConfig,
+)
+
+from serving.kv_cache.lmcache.disk_store import DIGEST, digest
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class TieredStorageConfig(SageMakerHyperPodL2AdapterConfig):  # type: ignore[misc]  # not type-checked
+    """LMCache's configuration of it, by a class of our own, as LMCache knows types by classes."""
+
+    @property
+    def segment(self) -> Path:
+        return _segment(self.shared_memory_name)
+
+
+@dataclass(frozen=True)
+class _Lease(SageMakerHyperPodLease):  # type: ignore[misc]  # not type-checked
+    """A lease of one key's object."""
+
+    key: str = ""
+
+
+class CheckedClient(SageMakerHyperPodClient):  # type: ignore[misc]  # not type-checked
+    """LMCache's client of the daemon, which believes only what carries the right digest."""
+
+    async def put(self, key: str, data: memoryview) -> bool:
+        content = data.cast("B")
+        pieces = self._put_stream_chunk_bytes
+
+        async def stream() -> AsyncIterator[memoryview | bytes]:
+            for start in range(0, len(content), pieces):
+                yield content[start : start + pieces]
+            yield digest(key, content)
+
+        headers = {"Content-Length": str(len(content) + DIGEST)}
+        answer = await self._request("PUT", self._object_url(key), data=stream(), headers=headers)
+        return answer is not None and answer[0] in (200, 409)  # 409: it is there already
+
+    async def acquire_lease(self, key: str) -> SageMakerHyperPodLease | None:
+        lease = await super().acquire_lease(key)
+        return lease and _Lease(lease.lease_id, lease.offsets, lease.expires_monotonic, key)
+
+    def copy_from_lease(self, lease: _Lease, destination: memoryview) -> bool:
+        """Copy an object. False where it is not whole; what was copied then is no good.
+
+        The file is opened each time: it may be another one since.
+        """
+        content = destination.cast("B")
+        signature = bytearray(DIGEST)
+        if lease.size != len(content) + DIGEST or lease.is_expired():
+            return False
+        buffers, copied = (content, memoryview(signature)), 0
+        with _segment(self._shared_memory_name).open("rb", buffering=0) as file:
+            for offset, length in lease.offsets:
+                if os.preadv(file.fileno(), _parts(buffers, copied, length), offset) != length:
+                    return False
+                copied += length
+        # After its end the daemon may have put another object there.
+        return bytes(signature) == digest(lease.key, content) and not lease.is_expired()
+
+
+class TieredStorage(SageMakerHyperPodL2Adapter):  # type: ignore[misc]  # not type-checked
+    """LMCache's store of this kind, with our client."""
+
+    async def _create_client(self, config: TieredStorageConfig) -> CheckedClient:
+        return CheckedClient(
+            url=config.url,
+            bucket=config.bucket,
+            shared_memory_name=config.shared_memory_name,
+            max_concurrent_requests=config.max_concurrent_requests,
+            max_connections=config.max_connections,
+            max_connections_per_host=config.max_connections_per_host,
+            timeout_ms=config.timeout_ms,
+            lease_wait_timeout_ms=config.lease_wait_timeout_ms,
+            lease_ttl_ms=config.lease_ttl_ms,
+            put_stream_chunk_bytes=config.put_stream_chunk_bytes,
+            max_lease_size_mb=config.max_lease_size_mb,
+            use_https=config.use_https,
+        )
+
+
+def look(config: TieredStorageConfig, seconds: float) -> None:
+    """Raise OSError or HTTPException with why it cannot be used now: its memory, or its daemon."""
+    segment = config.segment
+    with segment.open("rb") as file:  # a folder raises, as is mounted where there was no file
+        found = os.fstat(file.fileno())
+    if not found.st_size:
+        raise OSError(f"{segment} is empty")
+    if not found.st_nlink:
+        raise OSError(
+            f"{segment} is that of a daemon that has ended; a container sees the new one when it "
+            "has been restarted"
+        )
+    url = urlsplit(CheckedClient.normalize_url(config.url, use_https=config.use_https))
+    connect = HTTPSConnection if url.scheme == "https" else HTTPConnection
+    daemon = connect(url.netloc, timeout=seconds)
+    try:
+        daemon.request("GET", "/")
+        daemon.getresponse()  # 404, or any other: it answers
+    finally:
+        daemon.close()
+
+
+def _segment(name: str) -> Path:
+    return SHARED_MEMORY / name.lstrip("/")
+
+
+def _parts(buffers: tuple[memoryview, ...], start: int, length: int) -> list[memoryview]:
+    """So many bytes from `start` on of buffers that follow each other."""
+    found = []
+    for buffer in buffers:
+        part = buffer[max(start, 0) : max(start + length, 0)]
+        if part:
+            found.append(part)
+        start -= len(buffer)
+    return found
+
+
+register_l2_adapter_type("tieredstorage", TieredStorageConfig)
+register_l2_adapter_factory("tieredstorage", lambda config, _: TieredStorage(config))
