@@ -118,7 +118,7 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/api/test_app.py::test_nothing_else_is_there",
         {"serving.api.app:Router": OpenRouter},
     ),
-    "An adapter's name or `src` leads out": Removed(
+    "An adapter's name or `src` escapes its folder or bucket": Removed(
         f"{ADAPTERS}test_bad_input[parameters2-400-should be letters]",
         {"serving.lora.registry:NAME": EVERYTHING, "serving.lora.files:AdapterFiles._allowed": yes},
     ),
@@ -134,11 +134,11 @@ DEFENCES: Mapping[str, Removed] = {
         f"{SECURE}test_an_untrusted_file_widens_nothing",
         {"lmi_config.options.secure:_option_faults": none_found},
     ),
-    "A value in an option file is read as an option of vLLM's": Removed(
+    "A value in an option file becomes a vLLM option": Removed(
         "tests/lmi_config/plan/test_vllm.py::test_no_value_becomes_an_option",
         {"lmi_config.plan.vllm:_flags": none_found},
     ),
-    "Templates of clients": Removed(
+    "Chat templates from clients": Removed(
         "tests/serving/router/kv/test_awareness.py::test_a_template_of_a_clients_is_not_rendered",
         {
             CREATE_PROCESS: in_child(
@@ -148,7 +148,7 @@ DEFENCES: Mapping[str, Removed] = {
             )
         },
     ),
-    "Chats over which the model's own template hangs or grows": Removed(
+    "Chats that make the model's own template hang or grow": Removed(
         "tests/serving/router/kv/test_tokenizer.py::"
         "test_a_worker_that_hangs_holds_nobody_up_and_is_replaced",
         {CREATE_PROCESS: in_child(WORKERS, "it.RUNAWAY_S = it.RUNAWAY_WALL_S = 10**6")},
@@ -169,7 +169,7 @@ DEFENCES: Mapping[str, Removed] = {
         f"{SECURE}test_links_may_lead_elsewhere_within_a_channel_only",
         {"lmi_config.options.secure:_FORBIDDEN": ()},
     ),
-    "URLs of media lead inside (SSRF)": Removed(
+    "Media URLs reach internal hosts (SSRF)": Removed(
         f"{MEDIA}test_names_that_lead_inside_are_refused",
         {"serving.inference.media:is_public": yes},
     ),
@@ -177,7 +177,7 @@ DEFENCES: Mapping[str, Removed] = {
         f"{MEDIA}test_places_in_the_processors_arguments_are_refused",
         {"serving.inference.media:_has_place": nothing},
     ),
-    "Ids of sessions that are guessed, or lead to other files or headers": Removed(
+    "Session ids that are guessed, or reach other files or headers": Removed(
         "tests/serving/api/test_sessions.py::test_what_is_no_id_reaches_no_file_and_no_header",
         {"serving.api.session_store:SessionStore.use": nothing_async},
     ),
@@ -185,11 +185,11 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/inference/test_limits.py::test_internals_of_the_engine_are_not_for_clients",
         {"serving.inference.limits:_INTERNAL": ()},
     ),
-    "Tenants see from timing what others asked": Removed(
+    "Tenants infer other tenants' prompts from timing": Removed(
         "tests/serving/kv_cache/test_salt.py::test_all_who_differ_have_another_salt",
         {"serving.kv_cache.salt:digest": nothing},
     ),
-    "The disk tier removes, or is led to, files of others": Removed(
+    "The disk tier removes other files, or follows links to them": Removed(
         "tests/serving/kv_cache/test_disk.py::test_a_strangers_file_in_a_cache_of_ours_stays",
         {
             "tests.serving.kv_cache.test_disk:SERVER": "import re\n"
@@ -197,16 +197,16 @@ DEFENCES: Mapping[str, Removed] = {
             "machine._KV_FILE = re.compile('.*')\n" + DISK_SERVER
         },
     ),
-    "Other users of the machine make folders or links under `/tmp` first": Removed(
+    "Other users of the machine create folders or links under `/tmp` first": Removed(
         "tests/serving/test_folders.py::"
         "test_a_model_is_not_served_by_a_name_that_another_user_may_change",
         {"serving.folders:_ours": yes},
     ),
-    "Two readings of one request": Removed(
+    "Request smuggling at the server": Removed(
         f"{HTTP}test_a_trailer_is_no_header",
         {"serving.http.connections:Connection.on_header": HttpToolsProtocol.on_header},
     ),
-    "KV events tell prompts": Removed(
+    "KV events reveal prompts": Removed(
         "tests/lmi_config/plan/test_plan.py::test_without_being_asked_for_there_are_no_kv_events",
         {"lmi_config.options.declared:Settings.__init__.__kwdefaults__[kv_events]": True},
     ),
@@ -226,11 +226,11 @@ DEFENCES: Mapping[str, Removed] = {
             "serving.http.connections:MAX_HEADERS": 10**9,
         },
     ),
-    "Clients that ask and do not read": Removed(
+    "Clients that do not read their answers": Removed(
         f"{HTTP}test_a_client_that_reads_nothing_is_let_go",
         {"serving.http.connections:Connection.overdue": nothing},
     ),
-    "An adapter is taken for the model": Removed(
+    "An adapter takes the model's name": Removed(
         f"{ADAPTERS}test_bad_input[parameters17-409-lmi is a name of the model itself]",
         {"serving.lora.registry:AdapterRegistry.__init__": without_model_names},
     ),
@@ -238,7 +238,7 @@ DEFENCES: Mapping[str, Removed] = {
         f"{ADAPTERS}test_the_headers_of_an_archive_are_not_held_in_memory",
         {"serving.lora.archives:HEADER": 10**12, "serving.lora.archives:OVERHEAD": 10**12},
     ),
-    "A version of an adapter is used behind the registry's back": Removed(
+    "A client names an adapter's internal version directly": Removed(
         "tests/serving/inference/test_limits.py::test_parameters_name_no_model",
         {"handlers.lmi:_NOT_PASSED": frozenset()},
     ),
@@ -246,7 +246,7 @@ DEFENCES: Mapping[str, Removed] = {
         f"{SECURE}test_code_that_would_run_is_refused_outside_of_channels_too",
         {"lmi_config.options.secure:file_faults": none_found},
     ),
-    "One client begins sessions until there is no room": Removed(
+    "One client fills the session store": Removed(
         "tests/serving/api/test_sessions.py::"
         "test_the_one_not_used_for_longest_gives_way_and_an_expired_one_before",
         {"serving.api.session_store:SessionStore._make_room": none_found},
@@ -255,11 +255,11 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/lora/test_adapter_code.py::test_it_has_none_of_the_servers_secrets_and_rights",
         {"handlers.isolation:environment": dict},
     ),
-    "A client's headers stand for the operator's options in `handle`": Removed(
+    "Client headers override the operator's options in `handle`": Removed(
         "tests/serving/inference/test_custom_handler.py::test_an_option_that_is_not_set_is_no_clients_to_set",
         {"serving.user_code:names_option": nothing},
     ),
-    "One request makes `handle` hang, for all that come after it": Removed(
+    "One request hangs `handle` for all later ones": Removed(
         "tests/serving/inference/test_custom_handler.py::test_a_hung_handle_wedges_nothing",
         {"serving.user_code:_Process._watch": nothing},
     ),
@@ -267,7 +267,7 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/inference/test_custom_handler.py::test_a_stream_is_held_back_where_its_client_is_slow",
         {CREATE_PROCESS: in_child(MODEL_PY, "it.WINDOW = 10**12")},
     ),
-    "Headers that a handler makes up": Removed(
+    "Malformed headers from a handler": Removed(
         "tests/serving/test_user_code.py::test_headers_that_cannot_be_sent",
         {CREATE_PROCESS: in_child(MODEL_PY, "import re; it._HEADER = re.compile('.*', re.DOTALL)")},
     ),
@@ -279,11 +279,11 @@ DEFENCES: Mapping[str, Removed] = {
     "caches": Removed(
         f"{MEDIA}test_a_uuid_is_its_senders_own", {"serving.inference.media:_rename": nothing}
     ),
-    "A client names a tenant beside the one its gateway names": Removed(
+    "A client adds a tenant header to its gateway's": Removed(
         "tests/serving/kv_cache/test_salt.py::test_a_tenant_that_is_named_twice_is_refused",
         {"serving.kv_cache.salt:Tenants.tenant": first_tenant},
     ),
-    "Pictures that are small in a body and large when decoded": Removed(
+    "Images that are small in a body and large when decoded": Removed(
         f"{MEDIA}test_the_pixels_of_all_pictures_together_have_a_limit",
         {"serving.inference.media:_require_pixels": nothing},
     ),
@@ -292,7 +292,7 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/http/test_origins.py::test_a_foreign_page_changes_nothing",
         {"serving.http.origins:Origins.require": nothing},
     ),
-    "Two readings of one body": Removed(
+    "A body that Slipway and the engine parse differently": Removed(
         "tests/serving/api/test_fuzz.py::test_the_engine_reads_what_was_checked",
         {"serving.inference.pipeline:with_texts": with_texts_before},
     ),
@@ -300,11 +300,11 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/router/test_routing.py::test_a_head_has_to_be_whole_in_time",
         {"serving.router.http.downstream:Downstream.check_timeouts": nothing},
     ),
-    "A client takes the tenant off its request, or names another, at the router": Removed(
+    "A client removes or replaces the tenant header at the router": Removed(
         "tests/serving/router/test_routing.py::test_a_tenant_is_named_once",
         {"serving.router.http.request:Request.check": nothing},
     ),
-    "Two readings of one request in the router": Removed(
+    "Request smuggling through the router": Removed(
         "tests/serving/router/http/test_fuzz.py::"
         "test_requests_that_proxies_and_servers_may_read_otherwise",
         {"serving.router.http.request:_DROPPED": frozenset()},
@@ -313,7 +313,7 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/api/test_app.py::test_a_body_over_the_limit_is_413",
         {"serving.http.bodies:Bodies.__init__": bodies_of_any_size},
     ),
-    "`n`, `logprobs`, `stop`, `bad_words` and others that cost much": Removed(
+    "`n`, `logprobs`, `stop`, `bad_words` and other expensive parameters": Removed(
         "tests/serving/inference/test_limits.py::test_one_request_asks_for_so_many_answers",
         {"serving.inference.limits:check": nothing},
     ),

@@ -51,10 +51,10 @@ def test_an_option_that_it_names_exists(option):
 
 _IMAGE = "it is in the image, and tests/image looks at it"
 BEYOND_PATCHING: Mapping[str, str] = {
-    "A header leads to another path (`CustomAttributes: route=…`)": "nothing reads the header",
-    "Stacks in errors": "they are vLLM's own, and tests/e2e has it make some",
-    "Root, and a root that can be written to": _IMAGE,
-    "What is in the image": _IMAGE,
+    "A header redirects to another path (`CustomAttributes: route=…`)": "nothing reads the header",
+    "Stack traces in errors": "they are vLLM's own, and tests/e2e has it make some",
+    "Root user, writable root file system": _IMAGE,
+    "Leftovers in the image": _IMAGE,
 }
 """Threats whose defence no patch can take out, and why."""
 
