@@ -218,8 +218,7 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/api/test_fuzz.py::test_a_refusal_does_not_repeat_the_prompt",
         {"serving.engine.vllm_errors:_repeats_prompt": nothing},
     ),
-    "Heads without end, silent connections, slow bodies, as many connections as there are "
-    "descriptors": Removed(
+    "Endless heads, silent connections, slow bodies, connections up to the descriptor limit": Removed(
         f"{HTTP}test_a_head_without_end_is_431",
         {
             "serving.http.connections:MAX_HEAD": 10**9,
@@ -275,8 +274,7 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/inference/test_limits.py::test_no_header_steers_the_engine",
         {"serving.inference.relay:HEADERS": Everything()},
     ),
-    "A tenant has another's picture read or replaced, by the `uuid` that names it in the engine's "
-    "caches": Removed(
+    "A tenant reads or replaces another's image by its `uuid` in the engine's caches": Removed(
         f"{MEDIA}test_a_uuid_is_its_senders_own", {"serving.inference.media:_rename": nothing}
     ),
     "A client adds a tenant header to its gateway's": Removed(
@@ -287,8 +285,7 @@ DEFENCES: Mapping[str, Removed] = {
         f"{MEDIA}test_the_pixels_of_all_pictures_together_have_a_limit",
         {"serving.inference.media:_require_pixels": nothing},
     ),
-    "A web page that somebody looks at uses the server on their machine, or in their network "
-    "(CSRF, DNS rebinding)": Removed(
+    "A web page in a browser calls a server on the user's machine or network (CSRF, DNS rebinding)": Removed(
         "tests/serving/http/test_origins.py::test_a_foreign_page_changes_nothing",
         {"serving.http.origins:Origins.require": nothing},
     ),
