@@ -218,7 +218,7 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/api/test_fuzz.py::test_a_refusal_does_not_repeat_the_prompt",
         {"serving.engine.vllm_errors:_repeats_prompt": nothing},
     ),
-    "Endless heads, silent connections, slow bodies, connections up to the descriptor limit": Removed(
+    "Endless heads, silent connections, slow bodies, too many connections": Removed(
         f"{HTTP}test_a_head_without_end_is_431",
         {
             "serving.http.connections:MAX_HEAD": 10**9,
@@ -285,7 +285,7 @@ DEFENCES: Mapping[str, Removed] = {
         f"{MEDIA}test_the_pixels_of_all_pictures_together_have_a_limit",
         {"serving.inference.media:_require_pixels": nothing},
     ),
-    "A web page in a browser calls a server on the user's machine or network (CSRF, DNS rebinding)": Removed(
+    "A web page calls a server on its reader's machine or network (CSRF, DNS rebinding)": Removed(
         "tests/serving/http/test_origins.py::test_a_foreign_page_changes_nothing",
         {"serving.http.origins:Origins.require": nothing},
     ),

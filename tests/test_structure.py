@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the house, as docs/explanation/architecture.md has it: which rooms there are, which
-of them may use which, and where names may stand. `__init__` and `__main__` do not count.
+"""The layers of docs/explanation/architecture.md: which rooms (a folder, or a module by itself) there
+are, which of them may use which, and where names may stand. `__init__` and `__main__` do not count.
 """
 
 import ast
@@ -64,8 +64,8 @@ def arrows() -> dict[str, set[str]]:
 
 
 def floors() -> list[str]:
-    """Rooms from the top of the house to the ground, in the order of the page's table."""
-    table = ARCHITECTURE.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    """Rooms from the top layer to the bottom one, in the order of the page's table."""
+    table = ARCHITECTURE.partition("\n## Modules\n")[2].partition("\n## ")[0]
     names = re.findall(r"^\| `((?:serving|lmi_config)/[\w/]+?)(?:/|\.py)` \|", table, re.MULTILINE)
     return [it.replace("/", ".") for it in names]
 
@@ -146,7 +146,7 @@ def test_only_the_harness_starts_servers():
 
 
 def test_rooms_of_scripts_are_described():
-    table = ARCHITECTURE.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    table = ARCHITECTURE.partition("\n## Modules\n")[2].partition("\n## ")[0]
     assert {*re.findall(r"^\| `scripts/(\w+)/` \|", table, re.MULTILINE)} == {*OF_SCRIPTS}
 
 
