@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of docs/explanation/architecture.md: which rooms (a folder, or a module by itself) there
-are, which of them may use which, and where names may stand. `__init__` and `__main__` do not count.
+"""The layers of docs/explanation/architecture.md: which rooms there are (a folder or one module),
+which of them may use which, and where names may stand. `__init__` and `__main__` do not count.
 """
 
 import ast
