@@ -87,7 +87,7 @@ _REMEDIES = tuple(
         ),
         (
             r"trust_remote_code|contains custom code",
-            "set OPTION_TRUST_REMOTE_CODE=true, if the model's code is to be trusted",
+            "set OPTION_TRUST_REMOTE_CODE=true, if you trust the model's code",
         ),
         (
             r"architectures? .*not supported|no vLLM implementation|failed to be inspected"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's own files tell of it, read without torch and without the weights themselves.
+"""What a model's own files say about it, read without torch and without the weights themselves.
 
 Where vLLM 0.32 has a rule of its own (which files it loads, how long a prompt may be, what it keeps
 of each token) it is followed here, so that what is said before a start is what happens at it.
@@ -140,7 +140,7 @@ class KvShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a model's files tell of it. None: they do not tell.
+    """What a model's files say about it. None: they do not say.
 
     weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
     max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
@@ -327,7 +327,7 @@ def tensors(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
 
 
 def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
-    """What is told by a configuration and by the sizes of the weights' files.
+    """The facts from a configuration and from the sizes of the weights' files.
 
     Raises ModelError where a value of the configuration is of the wrong type.
     """

@@ -169,8 +169,8 @@ class Settings:
         section=Section.MODEL,
         untrusted=True,
         default="auto",
-        help="What the model is for; `auto` asks the model. `text-embedding` and "
-        "`feature-extraction` make embeddings of a model that generates.",
+        help="The model's task; `auto` reads it from the model. `text-embedding` and "
+        "`feature-extraction` make embeddings with a generative model.",
     )
     served_model_name: tuple[str, ...] = _option(
         words,
@@ -187,7 +187,7 @@ class Settings:
         "OPTION_ENDPOINT_NAME",
         section=Section.MODEL,
         default_text="none",
-        help="One more such name: that of the SageMaker endpoint, which OpenAI clients give there.",
+        help="A further such name: the SageMaker endpoint's, which OpenAI clients send as `model`.",
     )
     normalize: bool = _option(
         boolean,
@@ -195,7 +195,7 @@ class Settings:
         section=Section.MODEL,
         untrusted=True,
         default=True,
-        help="Scale embeddings that `inputs` asks for to the length 1.",
+        help="Normalise embeddings that are requested with `inputs` to length 1.",
     )
     dtype: str = _option(
         dtype,
@@ -214,7 +214,8 @@ class Settings:
         untrusted=True,
         vllm="quantization",
         default_text="what the model's own files say",
-        help="How weights are quantised: awq, gptq, fp8, bitsandbytes and what else vLLM knows.",
+        help="Quantisation of the weights: awq, gptq, fp8, bitsandbytes or another that vLLM "
+        "supports.",
     )
     load_format: str = _option(
         text,
@@ -267,8 +268,8 @@ class Settings:
         section=Section.SERVER,
         default="127.0.0.1",
         vllm="host",
-        help="The address to listen on: 127.0.0.1 is reached from this machine alone, 0.0.0.0 are "
-        "all addresses, `::` also those of IPv6. The image sets it to 0.0.0.0.",
+        help="The address to listen on: 127.0.0.1 accepts connections from this machine only, "
+        "0.0.0.0 on all IPv4 addresses, `::` also on IPv6. The image sets it to 0.0.0.0.",
     )
     cors_allowed_origin: tuple[str, ...] = _option(
         words,
@@ -295,8 +296,8 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default=1000,
-        help="Requests that may wait for the engine, beside those it works on; one more is "
-        "answered 503 at once.",
+        help="Requests that may wait for the engine, besides those it is computing; further ones "
+        "get 503 at once.",
     )
     predict_timeout: int | None = _option(
         integer(low=1),
@@ -353,7 +354,7 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default_text="none",
-        help="Seconds after which a start that is not ready has failed.",
+        help="Start timeout in seconds; a server that is not ready by then exits.",
     )
 
     log_level: str = _option(
@@ -415,8 +416,7 @@ class Settings:
         "SERVING_FAIL_FAST",
         section=Section.SERVER,
         default=False,
-        help="End the server where an error rate is exceeded. When its engine dies, it always "
-        "ends.",
+        help="Exit when an error rate is exceeded. When the engine dies, the server always exits.",
     )
     default_accept: str = _option(
         text,
@@ -424,7 +424,7 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default="application/json",
-        help="`Accept` of requests to `/invocations` that have none; `text/event-stream` makes "
+        help="Default `Accept` of requests to `/invocations`; `text/event-stream` makes "
         "streams server-sent events.",
     )
     allowed_media_domains: tuple[str, ...] = _option(
@@ -441,9 +441,9 @@ class Settings:
         "OPTION_TRUST_REQUEST_INTERNALS",
         section=Section.SERVER,
         default=False,
-        help="Let requests set what reaches the engine's internals: `kv_transfer_params`, "
-        "`ec_transfer_params`, `vllm_xargs`. Only for servers that nobody but a trusted proxy "
-        "reaches, as in disaggregated prefill.",
+        help="Let requests set parameters of the engine's internals: `kv_transfer_params`, "
+        "`ec_transfer_params`, `vllm_xargs`. Only for servers that only a trusted proxy can "
+        "reach, as in disaggregated prefill.",
     )
     enable_stateful_sessions: bool = _option(
         boolean,
@@ -475,7 +475,7 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default=10_000,
-        help="The largest number of sessions. One more replaces the oldest that was never used, "
+        help="Maximum number of sessions. A further one replaces the oldest that was never used, "
         "or else the least recently used.",
     )
     formatter_timeout: int = _option(
@@ -484,7 +484,7 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default=30,
-        help="Seconds that one call of a formatter in a `model.py` may take; "
+        help="Timeout of one call of a formatter in a `model.py`, in seconds; "
         "`OPTION_PREDICT_TIMEOUT` is for custom handlers.",
     )
     formatter_memory: int = _option(
@@ -492,8 +492,8 @@ class Settings:
         "OPTION_FORMATTER_MEMORY",
         section=Section.SERVER,
         default=4 * 1024**3,
-        help="Bytes of memory that the process of a `model.py` with formatters may take, like 4G; "
-        "0 sets no limit.",
+        help="Memory limit of the process of a `model.py` with formatters, in bytes, like 4G; 0 "
+        "sets none.",
     )
 
     tensor_parallel_degree: int | Literal["max"] = _option(
@@ -566,7 +566,7 @@ class Settings:
         untrusted=True,
         vllm="max_model_len",
         default_text="the model's own",
-        help="Longest prompt and answer together, in tokens.",
+        help="Maximum length of a prompt and its answer together, in tokens.",
     )
     max_rolling_batch_size: int | None = _option(
         integer(low=1),
@@ -576,7 +576,7 @@ class Settings:
         untrusted=True,
         vllm="max_num_seqs",
         default_text="vLLM's own",
-        help="Sequences that are generated at the same time.",
+        help="Maximum number of sequences in a batch.",
     )
     max_rolling_batch_prefill_tokens: int | None = _option(
         size,
@@ -586,7 +586,7 @@ class Settings:
         untrusted=True,
         vllm="max_num_batched_tokens",
         default_text="vLLM's own",
-        help="Tokens that are computed in one step, prompts and answers together.",
+        help="Maximum number of tokens computed in one step, of prompts and answers together.",
     )
 
     lmcache_auto_config: bool = _option(
@@ -625,7 +625,7 @@ class Settings:
         "OPTION_KV_DISK_SIZE",
         section=Section.KV_TIERS,
         default_text="what is free, less a margin",
-        help="Bytes of the disk tier, like 200G; 0 leaves it out.",
+        help="Size of the disk tier in bytes, like 200G; 0 disables it.",
     )
     cache_salt_header: str | None = _option(
         text,
@@ -641,7 +641,7 @@ class Settings:
         "OPTION_KV_TRANSFER_CONFIG",
         section=Section.KV_TIERS,
         vllm="kv_transfer_config",
-        help="vLLM's own connector configuration, passed on as it is; Slipway then manages no KV "
+        help="vLLM's own connector configuration, passed on unchanged; Slipway then manages no KV "
         "cache tiers. LMI's manual mode, `LMCacheConnectorV1` with `kv_both` and nothing else, "
         "means the tiers that LMCache's configuration names.",
     )
@@ -715,7 +715,8 @@ class Settings:
         section=Section.LORA,
         untrusted=True,
         default=10_000,
-        help="Adapters that can be registered. Most of them wait on disk until they are used.",
+        help="Maximum number of registered adapters. Most of them stay on disk until they are "
+        "used.",
     )
     adapter_roots: tuple[str, ...] = _option(
         words,
@@ -736,7 +737,7 @@ class Settings:
         "OPTION_ADAPTER_DISK",
         section=Section.LORA,
         default=20 * 10**9,
-        help="Bytes that the files of adapters from S3 and archives may take, like 20g.",
+        help="Disk space for adapters from S3 and archives, in bytes, like 20g.",
     )
 
     adapter_code: bool | None = _option(
@@ -744,8 +745,8 @@ class Settings:
         "OPTION_ADAPTER_CODE",
         section=Section.LORA,
         default_text="true; false in secure mode",
-        help="Run the `model.py` of adapters, apart from the server and its secrets "
-        "(docs/explanation/security.md). Where it is false, an adapter that has one is refused.",
+        help="Run the `model.py` of adapters, isolated from the server and its secrets "
+        "(docs/explanation/security.md). If false, adapters that have one are refused.",
     )
 
     router_replicas: str | None = _option(
@@ -777,7 +778,7 @@ class Settings:
         "OPTION_ROUTER_PROCESSES",
         section=Section.ROUTER,
         default=1,
-        help="Processes of `route` on its port, which keep each other informed.",
+        help="Number of `route` processes, which share the port and their state.",
     )
     router_first_byte_timeout: int = _option(
         integer(low=1),
@@ -799,8 +800,8 @@ class Settings:
         "OPTION_KV_EVENTS",
         section=Section.ROUTER,
         default=False,
-        help="Publish what enters and leaves the engine's KV cache, for a router's `kvaware` "
-        "strategy. Whoever reaches the ports can read prompts: keep them inside the cluster.",
+        help="Publish changes to the engine's KV cache, for a router's `kvaware` strategy. Anyone "
+        "who reaches the ports can read prompts: keep them inside the cluster.",
     )
     kv_events_port: int = _option(
         integer(1, 65534),
@@ -848,7 +849,7 @@ class Settings:
         "SERVING_MODEL_STORE",
         section=Section.CONFIGURATION,
         default=MODEL_STORE,
-        help="The folder where a model, `serving.properties` and `slipway.yaml` are looked for.",
+        help="The folder that is searched for a model, `serving.properties` and `slipway.yaml`.",
     )
     strict: bool = _option(
         boolean,

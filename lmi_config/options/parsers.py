@@ -297,7 +297,7 @@ def replica(value: str) -> str:
 
 
 def replica_source(value: str) -> frozenset[str] | Path | Endpoints:
-    """Read where the replicas are told: base URLs, a file that lists them, or Kubernetes."""
+    """Read where the replicas are listed: base URLs, a file that lists them, or Kubernetes."""
     scheme, _, rest = value.partition("://")
     if scheme == "file":
         if not rest.startswith("/"):
@@ -320,6 +320,6 @@ def replica_source(value: str) -> frozenset[str] | Path | Endpoints:
 
 
 def replicas(value: str) -> str:
-    """Check where the replicas are told; the router reads it itself."""
+    """Check where the replicas are listed; the router reads it itself."""
     replica_source(value)
     return value

@@ -5,7 +5,7 @@ The platform says what is forbidden (SAGEMAKER_SECURITY_CONTROLS) and in which f
 (SAGEMAKER_UNTRUSTED_CHANNELS). LMI checks the same in its plugin `secure-mode`; beyond it, links
 that lead out of a folder are refused, templates are found in every file that transformers reads
 them from, and adapters are looked at for all of it. What the environment says is the operator's,
-but for what a control forbids by name.
+except what a control forbids by name.
 """
 
 import functools

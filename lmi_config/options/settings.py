@@ -88,7 +88,7 @@ def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def _traced(given: dict[str, Given]) -> dict[str, Given]:
-    """OpenTelemetry's variables, as far as they say where traces go, told as one of them.
+    """OpenTelemetry's variables, as far as they say where traces go, as one of them.
 
     The endpoint for all signals is a base URL where it is spoken to over HTTP. (OpenTelemetry's
     specifications of environment variables and of the OTLP exporter.)
@@ -346,7 +346,7 @@ class _Resolver:
 
 
 def _assigned(name: str) -> str:
-    """How a value is told with its name: X='1' for a variable, `file: x = '1'` from a file."""
+    """How a value is shown with its name: X='1' for a variable, `file: x = '1'` from a file."""
     return f"{name} = " if ": " in name else f"{name}="
 
 

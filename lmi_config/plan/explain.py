@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan told: as a table that fits one screen, and as JSON. Nothing secret is in either."""
+"""A plan as text: as a table that fits one screen, and as JSON. Nothing secret is in either."""
 
 import contextlib
 import dataclasses

@@ -2,7 +2,7 @@
 """Where KV caches are kept beside the engine's own memory: sizes, LMCache's arguments, the reasons.
 
 Tiers: L1 is memory of LMCache's server; L2 is a folder on this machine's disk, or a store that
-instances share. A tier that would be too small to help is left out, and the reason is told.
+instances share. A tier that would be too small to help is left out, and the reason is reported.
 """
 
 import dataclasses

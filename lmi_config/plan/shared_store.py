@@ -16,7 +16,7 @@ from lmi_config.options.parsers import Reader, boolean, positive, text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class L2Store:
-    """A store behind the cache server's memory, as the server is told of it.
+    """A store behind the cache server's memory, as the server gets it.
 
     kind: the adapter's name, LMCache's or that of one of ours.
     adapter: LMCache's JSON object for it. It may have a password in it.

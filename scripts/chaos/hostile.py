@@ -69,7 +69,7 @@ class Hostile:
                 finally:
                     writer.transport.abort()
         except (OSError, asyncio.IncompleteReadError):
-            self.count(kind, End.HONEST, f"{kind}: closed without an answer")
+            self.count(kind, End.EXPLAINED, f"{kind}: closed without an answer")
             return
         except TimeoutError:
             self.count(kind, End.LOST, f"{self.target.name}, {kind}: no answer")
@@ -79,9 +79,9 @@ class Hostile:
     def judge(self, kind: str, status: int, body: bytes, also: frozenset[int]) -> None:
         error = error_of(body)
         if status in also:
-            self.count(kind, End.HONEST, f"{kind}: answered {status}")
+            self.count(kind, End.EXPLAINED, f"{kind}: answered {status}")
         elif status in REFUSALS and error and error[0] == status:
-            self.count(kind, End.HONEST, f"{kind}: refused with {status}")
+            self.count(kind, End.EXPLAINED, f"{kind}: refused with {status}")
         else:
             told = f"{self.target.name}, {kind}: {status} {body[:200]!r}"
             self.count(kind, End.UNEXPLAINED, told)
@@ -153,7 +153,7 @@ async def heads_that_never_end(it: Hostile) -> None:
             status, body = await answered(reader)
         it.judge(kind, status, body, frozenset())
     except (OSError, asyncio.IncompleteReadError):
-        it.count(kind, End.HONEST, f"{kind}: closed")
+        it.count(kind, End.EXPLAINED, f"{kind}: closed")
     except TimeoutError:
         it.count(kind, End.LOST, f"{it.target.name}, {kind}: {sent} bytes, and no end")
     finally:

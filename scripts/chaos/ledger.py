@@ -26,7 +26,7 @@ connection would leave behind, and more than idle connections and a warm allocat
 class End(StrEnum):
     """How a request ended.
 
-    RIGHT: whole, and what it should be. HONEST: an error in a documented shape, of a fault that was
+    RIGHT: whole, and what it should be. EXPLAINED: an error in a documented shape, of a fault that was
     there at that time, or a refusal of what should be refused. DROPPED: the client left. REFUSED:
     sent after the program it went to was asked to stop. The others should not be: LOST, no whole
     answer and no error; WRONG, an answer that is not the right one; UNEXPLAINED, an error without
@@ -34,7 +34,7 @@ class End(StrEnum):
     """
 
     RIGHT = "right"
-    HONEST = "honest error"
+    EXPLAINED = "explained"
     DROPPED = "dropped by us"
     REFUSED = "after SIGTERM"
     LOST = "lost"
@@ -84,7 +84,7 @@ class Ledger:
 
     def count(self, kind: str, verdict: Verdict) -> None:
         self.ends[kind, verdict.end] += 1
-        if verdict.end is End.HONEST:
+        if verdict.end is End.EXPLAINED:
             self.reasons[re.sub(r"\d{4,}|'[^']*'", "…", verdict.told)[:100]] += 1
         elif verdict.end in BAD and len(self.examples) < SHOWN:
             clock = time.strftime("%H:%M:%S", time.gmtime())
@@ -120,7 +120,7 @@ class Ledger:
             cells = (sum(of_kind.values()), *of_kind.values())
             lines.append(f"{kind or 'all':30}" + "".join(f"{n or '-':>15}" for n in cells))
         if self.reasons:
-            lines += ["", "honest errors"]
+            lines += ["", "explained errors"]
             lines += [f"{count:8}  {told}" for told, count in self.reasons.most_common()]
         if self.faults:
             lines += ["", f"{'faults':30}{'injected':>15}{'recovered in s: median':>25}{'max':>10}"]

@@ -170,7 +170,7 @@ def judged(
     except Told as error:
         status, told = error.args
         if status in allowed:
-            return Verdict(End.HONEST, f"{status} in the answer: {told}")
+            return Verdict(End.EXPLAINED, f"{status} in the answer: {told}")
         return Verdict(End.UNEXPLAINED, f"{status} in the answer: {told}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return Verdict(End.WRONG, f"not what it should be: {error!r}: {answer.body[:300]!r}")
@@ -191,7 +191,7 @@ def _refused(answer: Answer, allowed: Set[int], late: bool) -> Verdict:
         return Verdict(End.UNEXPLAINED, f"{told} (without Retry-After)")
     if late and answer.status in ERRORS:
         return Verdict(End.REFUSED, told)
-    return Verdict(End.HONEST if answer.status in allowed else End.UNEXPLAINED, told)
+    return Verdict(End.EXPLAINED if answer.status in allowed else End.UNEXPLAINED, told)
 
 
 def _short(value: Any) -> str:
@@ -481,11 +481,11 @@ async def send_garbage(client: Client, port: int, it: tuple[str, bytes, frozense
         end = End.REFUSED if began > client.stopped_at else End.LOST
         verdict = Verdict(end, f"{name}: {failure}")
     elif status in allowed and error and error[0] == status:
-        verdict = Verdict(End.HONEST, f"garbage refused with {status}")
+        verdict = Verdict(End.EXPLAINED, f"garbage refused with {status}")
     elif began > client.stopped_at:
         verdict = Verdict(End.REFUSED)
     elif status in client.ledger.allowed(began, ended):
-        verdict = Verdict(End.HONEST, f"garbage: {status}")
+        verdict = Verdict(End.EXPLAINED, f"garbage: {status}")
     else:
         verdict = Verdict(End.WRONG if status == 200 else End.UNEXPLAINED,
                           f"{name}: {status} {body[:200]!r}")  # fmt: skip

@@ -175,8 +175,8 @@ async def test_what_an_answer_is_taken_for(ask, expected, answer, end):
         (RECORDS, told(200, b"\n".join([json.dumps(it).encode() for it in (TEXT, ERROR)]))),
     ],
 )
-async def test_an_error_is_honest_while_there_is_a_fault(ask, answer):
-    assert await end_of(ask, None, answer, fault=True) is End.HONEST
+async def test_an_error_is_explained_while_there_is_a_fault(ask, answer):
+    assert await end_of(ask, None, answer, fault=True) is End.EXPLAINED
     assert await end_of(ask, None, answer) is End.UNEXPLAINED
 
 
@@ -217,7 +217,7 @@ async def test_calls_without_a_text():
         assert {**client.ledger.ends} == {
             ("gone", End.RIGHT): 1,
             ("there", End.UNEXPLAINED): 1,
-            ("excused", End.HONEST): 1,
+            ("excused", End.EXPLAINED): 1,
         }
 
 
@@ -232,7 +232,7 @@ async def test_garbage_is_to_be_refused():
         replica.answer = hanging_up
         await send_garbage(client, replica.port, it)
         found = {end: count for (_, end), count in client.ledger.ends.items()}
-        assert found == {End.HONEST: 1, End.WRONG: 1, End.UNEXPLAINED: 1, End.LOST: 1}
+        assert found == {End.EXPLAINED: 1, End.WRONG: 1, End.UNEXPLAINED: 1, End.LOST: 1}
 
 
 def answered_as_request(body):
@@ -313,7 +313,7 @@ def test_errors_are_excused_from_a_faults_beginning_to_a_moment_after_its_end():
 def test_the_ledger_as_it_is_printed():
     ledger = Ledger()
     for number in range(3):
-        ledger.count("LMI", Verdict(End.HONEST, f"500 request '{number}' failed"))
+        ledger.count("LMI", Verdict(End.EXPLAINED, f"500 request '{number}' failed"))
     ledger.count("chat", Verdict(End.WRONG, "got this, not that"))
     fault = ledger.fault("engine", ERRORS, forgets=True)
     fault.recovered = 12.5

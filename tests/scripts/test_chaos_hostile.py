@@ -41,7 +41,7 @@ async def test_an_attack_ends_and_harms_nobody(served, tmp_path, attack):
     it = Hostile(target_of(served), random.Random(attack.__name__), ledger, [archive])
     await attack(it)
     assert ledger.good, ledger.text()
-    assert ledger.total(End.HONEST, End.DROPPED)
+    assert ledger.total(End.EXPLAINED, End.DROPPED)
     assert (await served.client.get("/ping")).status_code == 200
 
 
@@ -52,7 +52,7 @@ async def test_what_is_no_documented_answer_is_told(served):
     it.judge("made up", 200, b"{}", frozenset())
     it.judge("made up", 400, b'{"code":400,"error":"no"}', frozenset())
     assert ledger.ends["hostile: made up", End.UNEXPLAINED] == 2
-    assert ledger.ends["hostile: made up", End.HONEST] == 1
+    assert ledger.ends["hostile: made up", End.EXPLAINED] == 1
 
 
 async def test_a_ping_that_fails_is_told(served):
