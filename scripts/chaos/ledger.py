@@ -26,11 +26,10 @@ connection would leave behind, and more than idle connections and a warm allocat
 class End(StrEnum):
     """How a request ended.
 
-    RIGHT: whole, and what it should be. EXPLAINED: an error in a documented shape, of a fault that was
-    there at that time, or a refusal of what should be refused. DROPPED: the client left. REFUSED:
-    sent after the program it went to was asked to stop. The others should not be: LOST, no whole
-    answer and no error; WRONG, an answer that is not the right one; UNEXPLAINED, an error without
-    a fault, or in no documented shape.
+    RIGHT: complete and correct. EXPLAINED: an error in a documented shape, of a fault at that time,
+    or a refusal of garbage. DROPPED: the client left. REFUSED: sent after its server was asked to
+    stop. The others should not occur: LOST, no complete answer and no error; WRONG, another answer
+    than the right one; UNEXPLAINED, an error without a fault, or in an undocumented shape.
     """
 
     RIGHT = "right"
