@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The container's entry point: our verbs start Slipway, flags alone mean `serve`, anything else runs
-# as given. Either takes this shell's place, as PID 1 in a container, and hears SIGTERM itself.
+# The container's entry point: our verbs start Slipway, and so do a flag or a model's folder without
+# one, as vLLM's image takes them. Anything else runs as given. Either takes this shell's place, as
+# PID 1 in a container, and hears SIGTERM itself.
 set -euo pipefail
 
-case ${1:--} in -*) set -- serve "$@" ;; esac
+[ $# -gt 0 ] || set -- serve
 case $1 in
-    serve | plan | route) ;;
-    *) exec "$@" ;;
+    serve | plan | route | -*) ;;
+    *) [ -d "$1" ] || exec "$@" ;;
 esac
 
 # A driver older than the image's CUDA serves with the newer libraries of CUDA's forward
 # compatibility, where its GPUs allow that; to a driver as new as they are they would do harm.
 compat=${CUDA_HOME:-/usr/local/cuda}/compat
-if [ "$1" = serve ] && [ -e "$compat/libcuda.so.1" ]; then
+if [ "$1" != plan ] && [ "$1" != route ] && [ -e "$compat/libcuda.so.1" ]; then
     ours=$(readlink -f "$compat/libcuda.so.1")
     ours=${ours##*.so.}
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true)

@@ -36,20 +36,21 @@ from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
 
 USAGE = """usage: python -m serving [serve | plan | route] [ARGUMENT ...]
+       python -m serving ARGUMENT ...
 
   serve   serve a model (the default)
   plan    print what serve would do here, and why; starts nothing
   route   route requests to several servers
 
+Arguments without a verb mean serve, as vLLM's image takes them, and its port 8000 if none is named.
 `python -m serving serve --help` lists the options, which are arguments or environment variables.
 """
 
 
 def main(argv: list[str], environ: Mapping[str, str]) -> int:
     verb, rest = (argv[0], argv[1:]) if argv else ("serve", [])
-    if verb in ("-h", "--help"):
-        print(USAGE)
-        return 0
+    if verb not in _VERBS and arguments.begin(argv):
+        verb, rest, environ = "serve", argv, arguments.as_vllms_image(argv, environ)
     if verb not in _VERBS:
         print(USAGE, file=sys.stderr)
         return USAGE_ERROR

@@ -22,6 +22,9 @@ VLLM_SESSION_ID = b"x-session-id"
 """What vLLM calls a conversation."""
 
 PING = "/ping"
+HEALTH = "/health"
+"""What vLLM's own server calls /ping, and load balancers before vLLM's image ask."""
+PROBES = (PING, HEALTH)
 METRICS = "/metrics"
 REPLICAS = "/replicas"
 INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")

@@ -2,12 +2,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lmi_config.options import arguments, settings
 from tests.cgroups import limited
 from tests.lmi_config.facts.test_model import safetensors
 
@@ -98,6 +100,38 @@ def test_a_plan_takes_flags_and_says_where_each_value_came_from(model):
     shown = {it["name"]: (it["value"], it["origin"]) for it in found["options"]}
     assert shown["max_model_len"] == ("256", "--max-model-len")
     assert shown["model_id"] == (str(model), "MODEL")
+
+
+@pytest.mark.parametrize("as_in_vllm", [("--model", "{model}"), ("{model}",), ("-q", "fp8")])
+@pytest.mark.parametrize(
+    ("words", "environ", "port"),
+    [
+        ((), {}, 8000),
+        (("--port", "9001"), {}, 9001),
+        (("--port=9001",), {}, 9001),
+        ((), {"OPTION_PORT": "9002"}, 9002),
+        ((), {"SM_VLLM_PORT": "9003"}, 9003),
+        ((), {"SAGEMAKER_BIND_TO_PORT": "9004"}, 9004),
+    ],
+)
+def test_without_a_verb_it_is_called_as_vllms_image(model, as_in_vllm, words, environ, port):
+    words = [word.format(model=model) for word in (*as_in_vllm, *words)]
+    assert arguments.begin(words)
+    environ = arguments.as_vllms_image(words, {"OPTION_MODEL_ID": str(model), **environ})
+    assert settings.read(environ, arguments.read("serve", words)).port == port
+
+
+def test_vllms_port_is_for_command_lines_without_a_verb(model):
+    """Ports are taken, so that a start ends at once and says which one it wanted."""
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        options = {"OPTION_MODEL_ID": str(model), "OPTION_LOAD_FORMAT": "dummy"}
+        for words in (("--port", port), (str(model), "--port", port), ("serve", "--port", port)):
+            ended = run(*words, **options)
+            assert f"cannot listen on port {port}" in ended.stderr
 
 
 def test_secrets_on_the_command_line_are_hidden_too(model):
@@ -214,8 +248,6 @@ def test_a_broken_model_folder_is_told(model, name, content, fault):
 
 
 def test_a_port_that_is_taken_is_told(tmp_path):
-    import socket
-
     (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -8,8 +8,10 @@ SERVING_JOB_QUEUE_SIZE, which has no OPTION_ name, is --job-queue-size.
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from lmi_config.options import settings
 from lmi_config.options.declared import PREFIX, Option, flag, flags, sections
 from lmi_config.options.files import Given
 from lmi_config.options.parsers import Reader, boolean, switch, words
@@ -36,6 +38,24 @@ _NOTE = """\
 Each flag is also an environment variable: --max-model-len 8k is OPTION_MAX_MODEL_LEN=8k. What the
 command line says comes before all else. Flags that are on or off need no value: --enable-lora,
 --no-enable-prefix-caching. Every other option of vLLM's is a flag by its own name."""
+
+
+VLLM_PORT = 8000
+"""Where vLLM's image listens."""
+
+
+def begin(words: Sequence[str]) -> bool:
+    """Whether a command line without a verb begins as that of vLLM's image does: with a flag, or
+    with the folder of the model.
+    """
+    return words[0].startswith("-") or Path(words[0]).is_dir()
+
+
+def as_vllms_image(words: Sequence[str], environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of a command line without a verb: with vLLM's port where none is named."""
+    named = [name for name in environ if environ[name].strip() and settings.option(name) == "port"]
+    named += [word for word in words if word.partition("=")[0] == "--port"]
+    return environ if named else {**environ, "OPTION_PORT": str(VLLM_PORT)}
 
 
 def wants_help(arguments: Sequence[str]) -> bool:

@@ -74,11 +74,11 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
 
 def _without(given: Mapping[str, Given], argued: Mapping[str, Given]) -> dict[str, Given]:
     """What was given, without the options that the command line sets, by whichever name."""
-    options = set(map(_option, argued))
-    return {name: it for name, it in given.items() if _option(name) not in options}
+    options = set(map(option, argued))
+    return {name: it for name, it in given.items() if option(name) not in options}
 
 
-def _option(name: str) -> str:
+def option(name: str) -> str:
     """The option that a variable sets, however it spells it: a field, or a name of vLLM's."""
     return _FIELDS.get(name) or name.replace(VLLM_PREFIX, PREFIX, 1)
 
@@ -139,11 +139,11 @@ def merged(
         for name in sorted(found.keys() & given.keys() & left.keys())
         if found[name].text != given[name].text
     ]
-    first = {_option(name): it for name, it in argued.items()}
+    first = {option(name): it for name, it in argued.items()}
     overridden += [
-        f"{it.name} is set, but {first[_option(name)].name} comes first"
+        f"{it.name} is set, but {first[option(name)].name} comes first"
         for name, it in sorted(everything.items())
-        if name not in left and it.text != first[_option(name)].text
+        if name not in left and it.text != first[option(name)].text
     ]
     values = dict(resolved.values)
     if folder:

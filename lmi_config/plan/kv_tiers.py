@@ -22,6 +22,9 @@ from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
 from lmi_config.plan.parallelism import Parallelism
 from lmi_config.plan.shared_store import L2Store
 
+_REMOTE = ("LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE", "LMCACHE_EXTRA_CONFIG")
+"""By which HyperPod's operator names the shared store. What else it sets are sizes and the like of
+LMCache within vLLM. (LMCache's blog, "LMCache on Amazon SageMaker HyperPod", April 2026.)"""
 POLICY, POLICY_SKIPPING_L1 = "slipway", "slipway_skip_l1"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"
 """Slipway's own parts in LMCache's server, by the names under which it registers them."""
@@ -90,6 +93,7 @@ def wanted(settings: Settings) -> bool:
         settings.lmcache_auto_config
         or settings.lmcache_config_file
         or settings.kv_l2_url
+        or settings.lmcache.keys() & {_REMOTE[0]}
         or _manual(settings)
     )
 
@@ -158,6 +162,9 @@ def plan(
         except ValueError as error:
             raise SettingsError([f"OPTION_KV_L2_URL: {error}"]) from None
     translation = _translated(settings, file, environ)
+    if translation is None and not shared:
+        named = {name: settings.lmcache[name] for name in _REMOTE if name in settings.lmcache}
+        shared = lmcache.translate(lmcache.merged({}, named), environ).remote
     if translation is None:
         return _automatic(settings, machine, model, budget, shared, to_fetch)
     return _manually(translation, machine, budget, parallelism.workers, shared)
@@ -212,9 +219,10 @@ def _automatic(
             f"{machine.disk.path} is on the container's own layer, which is slow; mount a disk "
             "there, or set OPTION_KV_DISK_PATH"
         )
-    if settings.lmcache:
-        names = sorted(settings.lmcache)[:3]
-        notes.append(f"{', '.join(names)}: overridden by OPTION_LMCACHE_AUTO_CONFIG")
+    taken = set() if settings.kv_l2_url else {*_REMOTE}
+    if names := sorted(settings.lmcache.keys() - taken)[:3]:
+        by = "OPTION_LMCACHE_AUTO_CONFIG" if settings.lmcache_auto_config else "automatic sizes"
+        notes.append(f"{', '.join(names)}: overridden by {by}")
     return Tiers(
         l1=l1,
         disk=disk,

@@ -78,7 +78,7 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
                     ("/{name}/update", adapters.update, ("POST",)),
                 )
             ),
-            plain(protocol.PING, info.Ping(backend)),
+            *(plain(path, info.Ping(backend)) for path in protocol.PROBES),
             plain(protocol.METRICS, info.metrics, "GET"),
         ],
         redirect_slashes=False,

@@ -44,7 +44,7 @@ from serving.http.rules import (
     TOO_MANY_AHEAD,
 )
 from serving.http.sockets import Connections
-from serving.protocol import PING
+from serving.protocol import PROBES
 
 STALL_S = 300.0
 """Seconds that a client may read nothing of an answer that waits for it."""
@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol):
         scope["raw_path"] = url.path
         scope["path"] = urllib.parse.unquote(url.path.decode("ascii"))
         scope["query_string"] = url.query or b""
-        if len(self.connections) > self._others.most and scope["path"] != PING:
+        if len(self.connections) > self._others.most and scope["path"] not in PROBES:
             most = self._others.most
             raise Overloaded(f"there are {most} connections, as many as the server takes")
         if len(self._cycles) == AHEAD:

@@ -233,7 +233,7 @@ class Router:
         """Answer what replicas have nothing to do with."""
         reads = request.method in (b"GET", b"HEAD")
         match request.path:
-            case protocol.PING if reads:
+            case protocol.PING | protocol.HEALTH if reads:
                 code = 200 if self.pool.ready and not self.draining else 503
                 responder.respond(code, *status.ping(self.pool, self.draining))
             case protocol.METRICS if reads:
@@ -242,7 +242,7 @@ class Router:
             case protocol.REPLICAS if reads:
                 accept = request.named.get(b"accept", b"")
                 responder.respond(200, *status.replicas(self.pool, self.kvaware, accept))
-            case protocol.PING | protocol.METRICS | protocol.REPLICAS as path:
+            case (protocol.PING | protocol.HEALTH | protocol.METRICS | protocol.REPLICAS) as path:
                 raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
             case path if allowed := methods(path):
                 raise MethodNotAllowed(path, request.method.decode(), allowed)

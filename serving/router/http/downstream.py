@@ -50,7 +50,7 @@ from serving.http.rules import (
     TOO_MANY_AHEAD,
 )
 from serving.http.sockets import Connections
-from serving.protocol import PING, REQUEST_ID
+from serving.protocol import PROBES, REQUEST_ID
 from serving.router.http.buffers import Buffers
 from serving.router.http.flow import FlowControl
 from serving.router.http.ports import Answering, Dispatch
@@ -235,7 +235,7 @@ class Downstream(FlowControl):
         self._stuck = 0
         self._body_due = time.monotonic() + BEHIND_S
         connections.idle.pop(self, None)
-        if request.path != PING:
+        if request.path not in PROBES:
             if len(self._clients) > connections.most:
                 most = connections.most
                 raise Overloaded(f"there are {most} connections, as many as the router takes")

@@ -203,6 +203,33 @@ def test_a_shared_store_alone_switches_tiers_on():
     assert found.tiers.shared.shown == "file:///shared"
 
 
+OPERATOR = {
+    "LMCACHE_REMOTE_URL": "sagemaker-hyperpod://$(NODE_IP):9200",
+    "LMCACHE_EXTRA_CONFIG": '{"sagemaker_hyperpod_shared_memory_name": "segment"}',
+    "LMCACHE_REMOTE_SERDE": "naive",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "1",
+    "NODE_IP": "10.0.0.7",
+}
+
+
+@pytest.mark.parametrize("switch", [AUTO, {}])
+def test_the_store_that_hyperpods_operator_names_is_the_shared_one(switch):
+    found = planned({**switch, **OPERATOR}).tiers
+    assert found.shared.adapter["url"] == "sagemaker-hyperpod://10.0.0.7:9200"
+    assert found.shared.adapter["shared_memory_name"] == "segment"
+    assert found.l1 > 1 << 30
+    assert (
+        "LMCACHE_MAX_LOCAL_CPU_SIZE: overridden by OPTION_LMCACHE_AUTO_CONFIG" in found.notes
+    ) == bool(switch)
+
+
+def test_our_own_option_comes_before_the_operators_variable():
+    named = {"LMCACHE_REMOTE_URL": "redis://cache", "OPTION_KV_L2_URL": "file:///shared"}
+    found = planned({**AUTO, **named}).tiers
+    assert found.shared.shown == "file:///shared"
+    assert any("LMCACHE_REMOTE_URL" in note for note in found.notes)
+
+
 def test_expert_parallelism_is_no_hindrance():
     """The reference refuses it, as it would change the number of pools; here there is one."""
     assert planned({**AUTO, "OPTION_ENABLE_EXPERT_PARALLEL": "true"}).tiers.l1 > 0

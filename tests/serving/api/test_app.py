@@ -26,9 +26,10 @@ def events(answer):
 
 
 async def test_ping(shared):
-    answer = await shared.client.get("/ping")
-    assert answer.status_code == 200
-    assert answer.json()["status"] == "ready"
+    for path in ("/ping", "/health"):
+        answer = await shared.client.get(path)
+        assert answer.status_code == 200
+        assert answer.json()["status"] == "ready"
 
 
 async def test_lmi_text(shared):
@@ -271,7 +272,7 @@ async def test_a_failure_of_the_engines_is_500(shared, order):
         ("POST", "/v1/load_lora_adapter", 404, None),
         ("POST", "/tokenize", 404, None),
         ("GET", "/docs", 404, None),
-        ("GET", "/health", 404, None),
+        ("GET", "/healthz", 404, None),
         (
             "POST",
             "/sleep",

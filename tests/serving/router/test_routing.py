@@ -751,7 +751,8 @@ async def test_stopping_waits_for_what_is_under_way():
         await until_async(lambda: bool(it.fleet[0].asked))
         it.router.stop()
         await until_async(lambda: it.router.draining)
-        assert (await it.client.get("/ping")).json()["status"] == "draining"
+        for path in ("/ping", "/health"):
+            assert (await it.client.get(path)).json()["status"] == "draining"
         assert (await it.post({"prompt": "Hi"})).status_code == 503
         go_on.set()
         assert (await asked).text == "done"
