@@ -21,6 +21,9 @@ SAGEMAKER = b"x-amzn-sagemaker-"
 VLLM_SESSION_ID = b"x-session-id"
 """What vLLM calls a conversation."""
 
+ROUTE = b"x-slipway-route"
+"""Asks a router, by any value, why it chose the replica that answers; the answer says so."""
+
 PING = "/ping"
 HEALTH = "/health"
 """What vLLM's own server calls /ping, and load balancers before vLLM's image ask."""

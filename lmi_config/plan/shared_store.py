@@ -36,6 +36,18 @@ class L2Store:
         """`adapter`, fit to be shown."""
         return {key: "***" if key == "password" else self.adapter[key] for key in self.adapter}
 
+    @property
+    def place(self) -> dict[str, object]:
+        """Of `adapter` what says where the store is: nothing secret, nor one server's own."""
+        own = {"username", "password", "max_capacity_gb", "eviction"}
+        return {key: value for key, value in self.adapter.items() if key not in own}
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes, where its size is known."""
+        gib = self.adapter.get("max_capacity_gb")
+        return round(gib * (1 << 30)) if isinstance(gib, int | float) else None
+
 
 def read(url: str, environ: Mapping[str, str]) -> L2Store:
     """Read the URL of an L2 store. What it leaves out is taken from the environment: an S3 URL's

@@ -39,6 +39,14 @@ class Engine(Protocol):
         """Stop the engine. Requests should have ended before."""
 
 
+class Hits(NamedTuple):
+    """Prompt tokens that needed not be computed since the engine's start, summed up."""
+
+    engine: float
+    """The engine had them itself."""
+    tiers: float
+
+
 class Prefilled(NamedTuple):
     """The prompts that an engine has computed since its start, summed up."""
 

@@ -5,7 +5,7 @@ import contextlib
 import random
 import signal
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from starlette.types import ASGIApp
 
 from serving.aio import in_thread
-from serving.engine.base import EngineError, Prefilled
+from serving.engine.base import EngineError, Hits, Prefilled
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
 from serving.protocol import COMPLETIONS, EMBEDDINGS, KV_EVENT_SOURCES
@@ -27,13 +27,22 @@ TERM_S = 1.5  # between SIGTERM and SIGKILL of the engine's processes
 def prefilled() -> Prefilled:
     """Sums over all requests that have ended, from vLLM's series; cached tokens do not count."""
     tokens, seconds = "vllm:request_prefill_kv_computed_tokens", "vllm:request_prefill_time_seconds"
-    names = [f"{tokens}_count", f"{tokens}_sum", f"{seconds}_sum"]
+    return Prefilled(*_sums(f"{tokens}_count", f"{tokens}_sum", f"{seconds}_sum"))
+
+
+def hits() -> Hits:
+    """Sums over all requests, from vLLM's series."""
+    return Hits(*_sums("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"))
+
+
+def _sums(*names: str) -> Iterable[float]:
+    """The sums of series over their labels."""
     sums = dict.fromkeys(names, 0.0)
     for series in REGISTRY.restricted_registry(names).collect():
         for sample in series.samples:
             if sample.name in sums:
                 sums[sample.name] += sample.value
-    return Prefilled(*sums.values())
+    return sums.values()
 
 
 class VllmEngine:

@@ -5,6 +5,7 @@ LMCache finds KV again by the path that vLLM was given and the tokens' hash. So 
 vLLM that is the same in every instance that serves the same model, and differs for all others.
 """
 
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping
@@ -32,6 +33,14 @@ def fingerprint(folder: Path, options: Mapping[str, Any], whole: bool = True) ->
     names = sorted({*weight_files(checkpoint), "config.json"} & checkpoint.sizes.keys())
     files = {name: folder / name for name in names}
     return of_model(files, json.dumps(parts, sort_keys=True).encode(), whole=whole)
+
+
+def store_name(place: Mapping[str, object], fingerprint: str) -> str:
+    """16 hex digits: what a model's part of a shared store is called among servers. place: of the
+    store, without what is secret.
+    """
+    parts = json.dumps([place, fingerprint], sort_keys=True, default=str)
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def served_path(folder: Path, fingerprint: str) -> Path:

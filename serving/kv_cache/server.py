@@ -7,6 +7,7 @@ connector registers again and hits return. So nothing here is ever in a request'
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from lmi_config.plan.kv_tiers import STORES
-from serving.engine.base import Prefilled
+from serving.engine.base import Hits, Prefilled
 from serving.observability.trouble_log import TroubleLog
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,19 @@ LONG = 384  # tokens to compute, on average; of shorter prompts the time is not 
 FADES = 0.7  # what is left of the weight of the engine's speed after the next measurement
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What the tiers hold. sizes: bytes of each. kept: the same of those in which KV stays, where
+    that is known. token: bytes of one token's KV, None where the model does not tell. store: what
+    names the shared store and the model whose KV is in it, the same for all that share it, or "".
+    """
+
+    sizes: Mapping[str, int]
+    kept: Mapping[str, int]
+    token: int | None
+    store: str = ""
+
+
 class CacheServerError(Exception):
     """The cache server did not start. The message says why."""
 
@@ -46,8 +60,8 @@ class CacheServer(Collector):
     """`lmcache server`, kept running from start() to stop(), and its series for Prometheus.
 
     arguments: of `lmcache`. environ: variables beside our own; they may hold what is secret.
-    http_port: where it answers /metrics. capacity: bytes of each tier. prefilled: what the engine
-    has computed so far; the server decides by the engine's speed what is worth loading.
+    http_port: where it answers /metrics. prefilled, hits: what the engine has computed so far, and
+    what it needed not to; the server decides by the engine's speed what is worth loading.
     chunk_size: tokens. pool: the file of its memory, which it leaves behind when it is killed.
     """
 
@@ -57,8 +71,9 @@ class CacheServer(Collector):
         arguments: Sequence[str],
         environ: Mapping[str, str],
         http_port: int,
-        capacity: Mapping[str, int],
+        capacity: Capacity,
         prefilled: Callable[[], Prefilled],
+        hits: Callable[[], Hits],
         chunk_size: int,
         pool: Path | None = None,
     ) -> None:
@@ -67,6 +82,8 @@ class CacheServer(Collector):
         self._url = f"http://127.0.0.1:{http_port}"
         self._capacity = capacity
         self._prefilled = prefilled
+        self._hits = hits
+        self._found = Hits(0, 0)
         self._chunk_size = chunk_size
         self._pool = pool
         self._counted = Prefilled(0, 0, 0)
@@ -155,6 +172,8 @@ class CacheServer(Collector):
                 if await self._answers():
                     answered = time.monotonic()
                     self._pass_on_speed()
+                    # Not as series are read: the registry that has the engine's may be locked.
+                    self._found = self._hits()
                     await self._read_series()
                 elif time.monotonic() - answered > HUNG_S:
                     return f"it has not answered for {HUNG_S:.0f} s"
@@ -223,13 +242,71 @@ class CacheServer(Collector):
         yield CounterMetricFamily(
             "slipway_kv_cache_server_restarts", "Starts after the first.", self._restarts
         )
-        sizes = GaugeMetricFamily(
-            "slipway_kv_tier_capacity_bytes", "The size of each KV cache tier.", labels=["tier"]
+        yield _filled(
+            GaugeMetricFamily(
+                "slipway_kv_tier_capacity_bytes", "The size of each KV cache tier.", labels=["tier"]
+            ),
+            self._capacity.sizes,
         )
-        for tier, size in self._capacity.items():
-            sizes.add_metric([tier], size)
-        yield sizes
+        yield from self._for_routers()
+        # By the names that LMCache (0.5.6, `lmcache/observability.py`) has for them in an engine.
+        yield CounterMetricFamily(
+            "lmcache:num_vllm_hit_tokens", "Tokens that the engine had itself.", self._found.engine
+        )
+        yield CounterMetricFamily(
+            "lmcache:num_hit_tokens", "Tokens that were loaded from the tiers.", self._found.tiers
+        )
         yield from self._series
+
+    def _for_routers(self) -> Iterable[Metric]:
+        """What routers read of the tiers, in tokens."""
+        capacity = self._capacity
+        if capacity.token:
+            tokens = {tier: size // capacity.token for tier, size in capacity.kept.items()}
+            yield _filled(
+                GaugeMetricFamily(
+                    "slipway_kv_tier_capacity_tokens",
+                    "The tokens whose KV each tier keeps.",
+                    labels=["tier"],
+                ),
+                tokens,
+            )
+            loads = {
+                sample.labels["l2_name"]: sample.value * capacity.token
+                for family in self._series
+                if family.name == "slipway_kv_load_seconds_per_byte"
+                for sample in family.samples
+            }
+            yield _filled(
+                GaugeMetricFamily(
+                    "slipway_kv_tier_load_seconds_per_token",
+                    "What loading a token's KV from a tier takes, as measured last.",
+                    labels=["tier"],
+                ),
+                {"disk" if name == "disk" else "shared": load for name, load in loads.items()},
+            )
+        if self._seconds_per_token:
+            yield GaugeMetricFamily(
+                "slipway_prefill_seconds_per_token",
+                "What the engine takes to compute a prompt token, as measured last.",
+                self._seconds_per_token,
+            )
+        if capacity.store:
+            yield _filled(
+                GaugeMetricFamily(
+                    "slipway_kv_shared_store_info",
+                    "Servers with the same store share what is in it.",
+                    labels=["store"],
+                ),
+                {capacity.store: 1},
+            )
+
+
+def _filled(family: GaugeMetricFamily, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """The family with a value for each label."""
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
 
 
 def _series(text: str) -> list[Metric]:

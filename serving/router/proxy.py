@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, TypeVarTuple
 
 from serving import errors
 from serving.errors import NotReady, ReplicaFailed, ReplicaTimedOut, ServingError
-from serving.protocol import REQUEST_ID
+from serving.protocol import REQUEST_ID, ROUTE
 from serving.router import metrics
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.ports import Responder
@@ -20,8 +21,11 @@ from serving.router.metrics import Tally
 from serving.router.peers import Peers
 from serving.router.policy.policies import Choice, Policy, Work
 from serving.router.policy.request import Reader, RoutingRequest
+from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
 from serving.router.session_affinity import SessionAffinity
+
+log = logging.getLogger(__name__)
 
 CONNECT_S = 3.0
 FIRST_PROBE_S = 3.0
@@ -55,8 +59,9 @@ class Routing:
     """What a request on its way needs of its router."""
 
     pool: ReplicaPool
+    strategy: str
     policy: Policy
-    """Chooses replicas for inference."""
+    """Chooses replicas for inference, by the strategy of this name."""
     fallback: Policy
     """Chooses them for requests that any replica answers alike."""
     affinity: SessionAffinity
@@ -99,6 +104,8 @@ class ProxiedRequest:
         self.replica: Replica | None = None
         """The one that it is with."""
         self._work: Work | None = None
+        self._reason = Held(), False
+        """What its replica is expected to have, and whether that has its session."""
         # replica
         self._pending: asyncio.Task[None] | None = None  # on the way to an upstream
         self._upstream: Upstream | None = None
@@ -178,7 +185,18 @@ class ProxiedRequest:
             metrics.DECISION.observe(time.perf_counter() - began)
             routing.tally.prompt_tokens += features.tokens
             routing.tally.cached_tokens += choice.held.tokens
+            self._reason = choice.held, bool(home)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s", self._decision())
         self._connect(replica, reuse=True)
+
+    def _decision(self) -> str:
+        """Which replica it goes to, and why: what that is expected to have of its prompt."""
+        assert self.replica
+        held, bound = self._reason
+        strategy = "session" if bound else self._routing.strategy
+        known = f"{described(held)} of {self._features.tokens:,} tokens"
+        return f"{strategy}: {self.replica.name} {known}"
 
     def _connect(self, replica: Replica, *, reuse: bool) -> None:
         self._progress_at = time.monotonic()
@@ -303,8 +321,11 @@ class ProxiedRequest:
         if session := self._routing.affinity.learn(headers, replica.name):
             self._routing.peers.announce_session(session, replica.name)
         ends = is_framed(headers) or status in (204, 304) or request.method == b"HEAD"
+        lines = _passed_on(head, headers, _DROPPED_1_0 if request.http10 else _DROPPED)
+        if ROUTE in request.named and self._inference:
+            lines.append(ROUTE + b": " + self._decision().encode())
         self._responder.start(
-            _passed_on(head, headers, _DROPPED_1_0 if request.http10 else _DROPPED),
+            lines,
             keep_alive=request.complete and ends,
             body=body,
         )

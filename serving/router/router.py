@@ -41,7 +41,6 @@ from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RequestReader, RoutingRequest
-from serving.router.policy.tiers import Capacity
 from serving.router.proxy import ProxiedRequest, Routing, Timeouts
 from serving.router.retry import RetryBudget
 from serving.router.routes import CHANGE, END_TO_END, INFERENCE, methods, route_of
@@ -83,6 +82,7 @@ class Router:
         affinity = SessionAffinity()
         self.routing = Routing(
             pool=self.pool,
+            strategy=settings.routing_strategy,
             policy=policy,
             fallback=RoundRobin(),
             affinity=affinity,
@@ -186,8 +186,8 @@ class Router:
         policy = self.routing.policy
         if anew:
             policy.forget(replica.name)
-        if isinstance(policy, PrefixAware) and replica.tokens:
-            policy.index.resize(replica.name, Capacity(engine=replica.tokens))
+        if isinstance(policy, PrefixAware):
+            policy.index.resize(replica.name, replica.capacity)
         if self.kvaware:
             self.kvaware.on_ready(replica)
 
@@ -241,7 +241,8 @@ class Router:
                 responder.respond(200, *status.metrics(self.pool))
             case protocol.REPLICAS if reads:
                 accept = request.named.get(b"accept", b"")
-                responder.respond(200, *status.replicas(self.pool, self.kvaware, accept))
+                found = status.replicas(self.pool, self.routing.policy, self.kvaware, accept)
+                responder.respond(200, *found)
             case (protocol.PING | protocol.HEALTH | protocol.METRICS | protocol.REPLICAS) as path:
                 raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
             case path if allowed := methods(path):

@@ -13,6 +13,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import CurrentSeries, forget
+from serving.router.policy.policies import Policy, PrefixAware
 
 _JSON = b"application/json"
 
@@ -40,9 +41,11 @@ def metrics(pool: ReplicaPool) -> tuple[bytes, bytes]:
     return CONTENT_TYPE_LATEST.encode(), generate_latest(shown)
 
 
-def replicas(pool: ReplicaPool, kvaware: KvAwareness | None, accept: bytes) -> tuple[bytes, bytes]:
+def replicas(
+    pool: ReplicaPool, policy: Policy, kvaware: KvAwareness | None, accept: bytes
+) -> tuple[bytes, bytes]:
     """The replicas: a table for browsers, JSON for others."""
-    rows = [_row(replica, kvaware) for replica in pool.replicas]
+    rows = [_row(replica, policy, kvaware) for replica in pool.replicas]
     if b"text/html" not in accept:
         return _JSON, msgspec.json.encode({"replicas": rows})
     shown = "".join(
@@ -53,7 +56,8 @@ def replicas(pool: ReplicaPool, kvaware: KvAwareness | None, accept: bytes) -> t
     return b"text/html; charset=utf-8", _PAGE.format(titles=titles, rows=shown).encode()
 
 
-def _row(replica: Replica, kvaware: KvAwareness | None) -> dict[str, Any]:
+def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[str, Any]:
+    capacity = replica.capacity
     row = {
         "replica": replica.name,
         "state": replica.state,
@@ -63,12 +67,25 @@ def _row(replica: Replica, kvaware: KvAwareness | None) -> dict[str, Any]:
         "kept_from_requests": replica.breaker.is_open(time.monotonic()),
         "models": sorted(replica.models - replica.adapters),
         "adapters": len(replica.adapters),
-        "kv_cache_tokens": replica.tokens,
+        "kv_cache_tokens": capacity.engine,
+        "kv_tier_tokens": {
+            tier: tokens
+            for tier in ("memory", "disk", "shared")
+            if (tokens := getattr(capacity, tier))
+        },
+        "kv_shared_store": capacity.store,
     }
-    return row | {"kv_cache_known": kvaware.follows(replica)} if kvaware else row
+    if isinstance(policy, PrefixAware):
+        row["kv_tokens_sent"] = policy.index.held(replica.name)._asdict()
+    if kvaware:
+        row["kv_cache_known"] = kvaware.follows(replica)
+        row["kv_tokens_reported"] = kvaware.held(replica)
+    return row
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count:,}" for key, count in value.items())
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 

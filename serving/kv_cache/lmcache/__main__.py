@@ -24,17 +24,21 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.view import View
 
 from lmi_config.plan.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
+from serving.kv_cache.lmcache.kv_events import report_what_all_share
+from serving.kv_cache.lmcache.lookups import Lookups
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
 from serving.kv_cache.lmcache.shared_store import SharedStore
 
 
 def run() -> None:
     sum_tenants()
+    report_what_all_share()
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # we ask every 2 s
-    prefetch = CostAwarePrefetch()
+    prefetch, lookups = CostAwarePrefetch(), Lookups()
 
     def policy() -> CostAwarePrefetch:
         get_event_bus().register_subscriber(prefetch)
+        get_event_bus().register_subscriber(lookups)
         return prefetch
 
     register_prefetch_policy(POLICY, policy)

@@ -32,7 +32,7 @@ from lmcache.v1.distributed.storage_controllers.utils import (
 )
 from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.mp_observability.event_bus import EventSubscriber
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from lmi_config.plan.kv_tiers import STORES
 from serving.kv_cache.speed import Speed
@@ -93,6 +93,13 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
         self._loads: defaultdict[int, Traffic] = defaultdict(Traffic)
         self._stores: defaultdict[int, Traffic] = defaultdict(Traffic)
         self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._seconds = Gauge(
+            "slipway_kv_load_seconds_per_byte",
+            "What loading from a store takes, as measured last.",
+            ["l2_name"],
+            registry=registry,
+        )
         self._loaded = Counter(
             "slipway_kv_chunks_loaded",
             "Chunks of prompts that came from a store.",
@@ -108,7 +115,7 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
     def get_subscriptions(self) -> dict[EventType, Callable[[Event], None]]:
         return {
             EventType.L2_LOAD_TASK_SUBMITTED: lambda event: self._begin(self._loads, event),
-            EventType.L2_LOAD_TASK_COMPLETED: lambda event: self._end(self._loads, event),
+            EventType.L2_LOAD_TASK_COMPLETED: self._end_load,
             EventType.L2_STORE_SUBMITTED: lambda event: self._begin(self._stores, event),
             EventType.L2_STORE_COMPLETED: lambda event: self._end(self._stores, event),
         }
@@ -124,6 +131,12 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
         task = event.metadata
         with self._lock:
             traffic[task["adapter_index"]].end(task["task_id"], event.timestamp)
+
+    def _end_load(self, event: Event) -> None:
+        self._end(self._loads, event)
+        index = event.metadata["adapter_index"]
+        if name := self._names.get(index):
+            self._seconds.labels(name).set(self._loads[index].speed.seconds_per_unit)
 
     def plan_load(
         self,
@@ -145,6 +158,7 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
             kind: str = l2_adapter_descs[index].type_name
             return STORES.get(kind, kind)
 
+        self._names |= {index: name(index) for index in l2_adapter_descs}
         whole = plan = planned(l2_locked_keys)
         if not whole.l2_planned_keys.items():
             return whole

@@ -4,7 +4,6 @@
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Iterable
 
@@ -12,6 +11,8 @@ import aiohttp
 import msgspec
 
 from serving.protocol import METRICS, MODELS, PING
+from serving.router.fleet import facts
+from serving.router.fleet.facts import Facts
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ connections is down at once.
 """
 MODELS_S = 5.0
 """Between two looks at a replica's models and adapters."""
+SPEEDS_S = 30.0
+"""Between two looks at how fast it loads from its tiers, which it measures as it serves."""
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
@@ -92,6 +95,7 @@ class Probe:
         self._client = client
         self._silent = 0  # pings in a row that had no answer
         self._models_at = 0.0  # when its models were asked for
+        self._speeds_at = 0.0
 
     async def run(self) -> None:
         """Check until cancelled."""
@@ -120,6 +124,8 @@ class Probe:
                     anew = await self._meet()
                 elif time.monotonic() - self._models_at > MODELS_S:
                     await self._list_models()
+                elif replica.has_tiers and time.monotonic() - self._speeds_at > SPEEDS_S:
+                    replica.prices = (await self._facts()).prices
         except _FAILURES:
             state, detail = replica.state, "it does not answer"
         self._pool.enter(replica, state, detail, anew=anew)
@@ -137,13 +143,14 @@ class Probe:
 
     async def _meet(self) -> bool:
         """Ask what is to be known of a replica that has become ready. Whether it started anew."""
-        _, answer = await _get(self._client, self._replica.name + METRICS)
-        born = _BORN.search(answer)
-        blocks, size = _BLOCKS.search(answer), _BLOCK_SIZE.search(answer)
-        tokens = int(blocks[1]) * int(size[1]) if blocks and size else None
-        anew = self._replica.meet(born[1] if born else None, tokens)
+        anew = self._replica.meet(await self._facts())
         await self._list_models()
         return anew
+
+    async def _facts(self) -> Facts:
+        self._speeds_at = time.monotonic()
+        _, answer = await _get(self._client, self._replica.name + METRICS)
+        return facts.read(answer)
 
     async def _list_models(self) -> None:
         self._models_at = time.monotonic()
@@ -167,11 +174,6 @@ class _Models(msgspec.Struct):
 
 
 _read_models = msgspec.json.Decoder(_Models).decode
-
-# Of /metrics: when the process started, and the size of the engine's KV cache.
-_BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
-_BLOCKS = re.compile(rb'^vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"', re.MULTILINE)
-_BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*block_size="(\d+)"', re.MULTILINE)
 
 
 async def _get(client: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:

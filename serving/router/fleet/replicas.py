@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence, Set
 from urllib.parse import urlsplit
 
 from serving.router.fleet.circuit_breaker import CircuitBreaker
+from serving.router.fleet.facts import Facts
 from serving.router.http.upstream import Upstream
 from serving.router.policy.policies import Load, Share
+from serving.router.policy.tiers import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,8 @@ class Replica(Load):
         """What may be asked for by name; empty where it does not say."""
         self.adapters: frozenset[str] = frozenset()
         """Those of them that are adapters."""
-        self.tokens: int | None = None
-        """What its KV cache holds, where it says so."""
+        self.capacity = Capacity()
+        """Of its KV caches, as far as it says."""
         self._born: bytes | None = None
         # the router's other processes
         self._peer_load: Share = (0, 0, 0)
@@ -73,15 +75,17 @@ class Replica(Load):
         own, self._peer_load = self.own_load, load
         self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
 
-    def meet(self, born: bytes | None, tokens: int | None) -> bool:
-        """It has become ready. Whether it has started anew since it last was.
+    @property
+    def has_tiers(self) -> bool:
+        """Whether it keeps KV beside its engine."""
+        return bool(self.capacity.memory or self.capacity.disk or self.capacity.store)
 
-        born: when its process started, where it says so. tokens: what its KV cache holds.
-        """
-        before, self._born = self._born, born
-        self.tokens = tokens
+    def meet(self, facts: Facts) -> bool:
+        """It has become ready. Whether it has started anew since it last was."""
+        before, self._born = self._born, facts.born
+        self.capacity, self.prices = facts.capacity, facts.prices
         self.breaker = CircuitBreaker()
-        return not before or before != born
+        return not before or before != facts.born
 
     def list_models(self, models: frozenset[str], adapters: frozenset[str]) -> None:
         """It serves these now. adapters: those of them that are."""

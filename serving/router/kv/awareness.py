@@ -124,6 +124,11 @@ class KvAwareness:
         """Whether the replica's cache is known."""
         return self._index.follows(replica.name)
 
+    def held(self, replica: Replica) -> dict[str, int]:
+        """The tokens that it reports to have, by tier."""
+        engine, memory = self._index.held(replica.name)
+        return {"engine": engine, "memory": memory}
+
     async def _follow(self, replica: Replica) -> None:
         await self._workers.ready.wait()
         host = f"[{replica.host}]" if ":" in replica.host else replica.host

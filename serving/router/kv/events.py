@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from serving.router.policy.kv_index import BlockStored, Event, KvIndex, Position
+from serving.router.policy.tiers import Held, described
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +183,13 @@ class Follower:
         else:
             self._live.discard(rank)
         if self._live == self._sources.keys():
+            if self._replica not in self._index.followed:
+                engine, memory = self._index.held(self._replica)
+                log.info(
+                    "%s: its KV cache is known: %s",
+                    self._replica,
+                    described(Held(engine, memory)),
+                )
             self._index.followed.add(self._replica)
         elif self._replica in self._index.followed:
             self._index.followed.discard(self._replica)

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from serving.router.policy.hash_chain import leading, links
-from serving.router.policy.tiers import Capacity, Reach
+from serving.router.policy.tiers import Capacity, Held, Reach
 
 CHUNK = 512
 """Bytes of a prompt in one link of a chain, some 128 tokens."""
@@ -62,6 +62,12 @@ class _Caches:
                 if place < 2:
                     self._levels[place + 1][link] = last
 
+    def held(self) -> tuple[int, int, int]:
+        """How many links each cache has; memory and disk have those of the caches before, too."""
+        engine, memory, disk = map(len, self._levels)
+        in_memory = engine + memory if self._memory else 0
+        return engine, in_memory, engine + memory + disk if self._disk else 0
+
     def reach(self, chain: Sequence[int], now: float) -> tuple[int, int, int]:
         """How many of the chain's first links are in the engine, memory or disk."""
         # A link's predecessors are always used no earlier than itself, so that whatever is there
@@ -115,6 +121,16 @@ class PrefixIndex:
             until = store.until
             shared = leading(chain, lambda link: until.get(link, 0.0) <= now)
         return Reach(engine * TOKENS, memory * TOKENS, disk * TOKENS, shared * TOKENS)
+
+    def held(self, replica: str) -> Held:
+        """About how many tokens of what it was sent the replica still has, by cache."""
+        engine = memory = disk = 0
+        if caches := self._caches.get(replica):
+            engine, memory, disk = caches.held()
+        capacity = self._capacity.get(replica)
+        store = self._stores.get(capacity.store) if capacity else None
+        shared = len(store.until) if store else 0
+        return Held(engine * TOKENS, memory * TOKENS, disk * TOKENS, shared * TOKENS)
 
     def insert(self, replica: str, chain: Sequence[int], now: float) -> None:
         """The replica is sent a prompt with this chain now (seconds of any one clock)."""

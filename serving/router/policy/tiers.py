@@ -45,6 +45,12 @@ class Held(NamedTuple):
         return cls(*held)
 
 
+def described(held: Held) -> str:
+    """For a person: `engine 4,096 memory 3,840`. An engine is named in any case."""
+    counts = held._asdict().items()
+    return " ".join(f"{name} {count:,}" for name, count in counts if count or name == "engine")
+
+
 class Prices(NamedTuple):
     """What a token costs that a replica loads, where computing it costs 1; in its engine it is
     free. A store that is slower than computing costs 1: servers compute what it has.

@@ -60,6 +60,15 @@ def planned(policy: CostAwarePrefetch, memory, **stores) -> dict[int, list[int]]
 ALL = [*range(CHUNKS)]
 
 
+def test_how_fast_a_store_is_can_be_seen():
+    registry = CollectorRegistry()
+    policy = CostAwarePrefetch(registry)
+    planned(policy, [], disk=ALL)
+    load(policy, DISK, 4_000, 2.0)
+    labels = {"l2_name": "a store"}
+    assert registry.get_sample_value("slipway_kv_load_seconds_per_byte", labels) == 0.0005
+
+
 def test_a_store_is_trusted_until_it_was_measured(policy):
     assert planned(policy, [], disk=ALL) == {DISK: ALL}
     policy.seconds_per_chunk = 1e-9

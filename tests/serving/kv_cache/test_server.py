@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, generate_latest
 
 from scripts.harness.wait import until_async
-from serving.engine.base import Prefilled
+from serving.engine.base import Hits, Prefilled
 from serving.kv_cache import server as cache_server
-from serving.kv_cache.server import CacheServer
+from serving.kv_cache.server import CacheServer, Capacity
+from serving.router.fleet import facts
 
 pytestmark = pytest.mark.anyio
 
@@ -42,6 +43,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 """
+CAPACITY = Capacity(
+    sizes={"l1": 3_000, "disk": 8_000},
+    kept={"l1": 0, "disk": 8_000, "shared": 90_000},
+    token=100,
+    store="abc",
+)
+LOADS = (
+    "# TYPE slipway_kv_load_seconds_per_byte gauge\n"
+    'slipway_kv_load_seconds_per_byte{l2_name="native_plugin"} 1e-05\n'
+    'slipway_kv_load_seconds_per_byte{l2_name="valkey"} 5e-05\n'
+)
 SERIES = '# TYPE lmcache_mp_lookups counter\nlmcache_mp_lookups_total{l2_name="fs_native"} 3.0\n'
 
 
@@ -82,8 +94,9 @@ async def watched(tmp_path, monkeypatch):
         arguments=[str(port)],
         environ={},
         http_port=port,
-        capacity={},
+        capacity=CAPACITY,
         prefilled=lambda: prefilled[-1],
+        hits=lambda: Hits(engine=7, tiers=9),
         chunk_size=256,
     )
     server._client.timeout = 2.0
@@ -94,6 +107,23 @@ async def watched(tmp_path, monkeypatch):
 
 async def test_its_series_are_ours(watched):
     await until_async(lambda: watched.value() == 3)
+
+
+async def test_routers_read_what_its_tiers_hold_and_what_loading_costs(watched):
+    watched.metrics.write_text(LOADS)
+    watched.prefilled.append(Prefilled(requests=1, tokens=1000, seconds=2.0))
+    name, load = "slipway_prefill_seconds_per_token", "slipway_kv_load_seconds_per_byte"
+    await until_async(lambda: REGISTRY.get_sample_value(load, {"l2_name": "valkey"}))
+    await until_async(lambda: REGISTRY.get_sample_value(name))
+    found = facts.read(generate_latest(REGISTRY))
+    assert (found.capacity.memory, found.capacity.disk, found.capacity.shared) == (0, 80, 900)
+    assert found.capacity.store == "abc"
+    assert found.prices._replace(memory=0) == pytest.approx((0, 0.5, 2.5))
+
+
+async def test_hits_have_the_names_that_lmcache_has_for_them(watched):
+    await until_async(lambda: REGISTRY.get_sample_value("lmcache:num_hit_tokens_total") == 9)
+    assert REGISTRY.get_sample_value("lmcache:num_vllm_hit_tokens_total") == 7
 
 
 async def test_it_is_passed_the_seconds_that_a_chunk_takes_the_engine(watched):

@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
 def rows():
     text = (composed.ROOT / "docs/reference/metrics.md").read_text()
-    for line in re.findall(r"^\| `slipway_.*\|$", text, re.MULTILINE):
+    for line in re.findall(r"^\| `(?:slipway_|lmcache:).*\|$", text, re.MULTILINE):
         name, labels, owner, bound, description = (
             cell.strip(" |") for cell in line.strip("|").split(" | ", 4)
         )

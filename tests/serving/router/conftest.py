@@ -56,6 +56,7 @@ class FakeReplica:
         self.born = 1.0
         self.tokens = 100_000
         self.blocks = ""  # what it tells of its cache instead, where it makes no sense
+        self.tiers = ""  # the series of its tiers
         self.asked: list[Asked] = []
         self.answer: Answer | None = None
         self.connections: set[asyncio.StreamWriter] = set()
@@ -104,7 +105,7 @@ class FakeReplica:
                 cache = f'block_size="100",num_gpu_blocks="{self.blocks or self.tokens // 100}"'
                 info = f"vllm:cache_config_info{{{cache}}} 1"
                 born = f"process_start_time_seconds {self.born}"
-                writer.write(whole(200, f"{born}\n{info}\n".encode()))
+                writer.write(whole(200, f"{born}\n{info}\n{self.tiers}".encode()))
             case "/v1/models":
                 writer.write(whole(200, json.dumps({"data": self.models}).encode()))
             case _:

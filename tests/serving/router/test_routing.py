@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import logging
 import re
 
 import httpx
@@ -12,6 +13,7 @@ from scripts.harness.wait import until_async
 from serving.router import router
 from serving.router.fleet import health, replicas
 from serving.router.http import buffers, downstream
+from serving.router.policy.tiers import DEFAULT_PRICES
 from serving.router.retry import RetryBudget
 from tests.serving.router.conftest import END, STREAM, Routed, chunk, routing, whole
 
@@ -815,6 +817,66 @@ async def test_a_replica_that_has_started_anew_has_nothing_cached():
         assert len(chosen | again) == 1
 
 
+TIERS = (
+    'slipway_kv_tier_capacity_tokens{{tier="l1"}} {memory}\n'
+    'slipway_kv_tier_capacity_tokens{{tier="disk"}} 0.0\n'
+    'slipway_kv_shared_store_info{{store="{store}"}} 1.0\n'
+)
+
+
+async def test_replicas_may_have_different_tiers_and_it_shows_who_has_what():
+    async with routing(3, wait=False) as it:
+        with_memory, with_store, plain = it.fleet
+        with_memory.tiers = TIERS.format(memory=9e6, store="a")
+        with_store.tiers = TIERS.format(memory=0, store="a")
+        await it.ready()
+        homes = {(await it.post({"prompt": "word " * 400})).json()["replica"] for _ in range(5)}
+        assert len(homes) == 1
+        found = (await it.client.get("/replicas")).json()["replicas"]
+        rows = {row["replica"]: row for row in found}
+        assert rows[with_memory.url]["kv_tier_tokens"] == {"memory": 9_000_000}
+        assert rows[with_memory.url]["kv_shared_store"] == "a"
+        assert rows[plain.url]["kv_tier_tokens"] == {}
+        assert rows[plain.url]["kv_shared_store"] == ""
+        sent = {url: row["kv_tokens_sent"] for url, row in rows.items()}
+        home = homes.pop()
+        assert sent[home]["engine"] == 384
+        assert sent[with_memory.url]["memory"] == (384 if home == with_memory.url else 0)
+        shares = home != plain.url
+        assert sent[with_store.url]["shared"] == sent[with_memory.url]["shared"] == 384 * shares
+        page = await it.client.get("/replicas", headers={"accept": "text/html"})
+        assert "memory 9,000,000" in page.text
+
+
+async def test_a_request_may_ask_why_it_went_where(caplog):
+    caplog.set_level(logging.DEBUG, "serving.router.proxy")
+    async with routing(2) as it:
+        body = {"prompt": "word " * 400}
+        first = await it.post(body)
+        assert "x-slipway-route" not in first.headers
+        answer = await it.post(body, headers={"X-Slipway-Route": "1"})
+        reason = f"prefixaware: {first.json()['replica']} engine 384 of 500 tokens"
+        assert answer.headers["x-slipway-route"] == reason
+        lines = [it.getMessage() for it in caplog.records]
+        assert lines[0] == reason.replace("384", "0")
+        assert lines[1] == reason
+        assert "word" not in "".join(lines)
+
+
+async def test_how_fast_a_replica_loads_is_looked_at_again(monkeypatch):
+    monkeypatch.setattr(health, "SPEEDS_S", 0.0)
+    async with routing(1, wait=False) as it:
+        it.fleet[0].tiers = TIERS.format(memory=9, store="a")
+        await it.ready()
+        (replica,) = it.router.pool.replicas
+        assert replica.prices == DEFAULT_PRICES
+        it.fleet[0].tiers += (
+            'slipway_kv_tier_load_seconds_per_token{tier="shared"} 3e-05\n'
+            "slipway_prefill_seconds_per_token 1e-05\n"
+        )
+        await until_async(lambda: replica.prices.shared == pytest.approx(3))
+
+
 async def test_changes_of_adapters_go_to_all():
     async def refuse(replica, asked, writer):
         writer.write(whole(409, b'{"code":409}', "content-type: application/json"))
@@ -908,6 +970,7 @@ async def test_pages_for_people_and_programs():
         found = (await it.client.get("/replicas")).json()["replicas"]
         assert [row["state"] for row in found] == ["ready", "ready"]
         assert found[0]["kv_cache_tokens"] == 100_000
+        assert found[0]["kv_tier_tokens"] == {}
         shown = await it.client.get("/replicas", headers={"accept": "text/html"})
         assert it.fleet[0].url in shown.text
         series = (await it.client.get("/metrics")).text

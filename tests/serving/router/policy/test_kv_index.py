@@ -109,6 +109,83 @@ def test_what_is_held(events, count):
     assert matched(index(*events)) == count
 
 
+# Memory, as LMCache 0.5.6 reports it: by chunks of its own size, without salts and adapters
+
+
+CHUNK = 6
+LONG = list(range(100, 118))  # three chunks, and as many of the engine's blocks as fit
+CHUNKS = chain(LONG, CHUNK, ROOT)
+BOTH = {SIZE: chain(LONG, SIZE, ROOT), CHUNK: CHUNKS}
+
+
+def chunks(tokens=LONG, hashes=(7, 8, 9), parent=None, **more):
+    return BlockStored([*hashes], parent, [*tokens], CHUNK, "CPU", **more)
+
+
+def removed(*hashes):
+    return BlockRemoved([*hashes], "CPU")
+
+
+@pytest.mark.parametrize(
+    ("events", "tokens"),
+    [
+        ([], None),
+        ([stored()], None),
+        ([chunks()], 18),
+        ([chunks(LONG[:6], [7]), chunks(LONG[6:], [8, 9], 7)], 18),
+        ([chunks(), chunks()], 18),  # repeated
+        ([chunks(), chunks(), removed(9)], 12),
+        ([chunks(), removed(9), removed(9)], 12),
+        ([chunks(), removed(7)], 0),  # evicted in any order: the first is missing
+        ([chunks(), removed(7), chunks(LONG[:6], [7])], 18),
+        ([chunks(), removed(7, 8), chunks(LONG[6:12], [8], 7), chunks(LONG[:6], [7])], 18),
+        ([chunks(LONG[6:], [8, 9], 7)], None),  # the event before was lost
+        ([chunks(), removed(1, 2, 3), BlockRemoved([9])], 18),  # the engine's, with equal hashes
+        ([chunks(), AllBlocksCleared()], 18),  # of the engine's cache
+        ([chunks(), stored(hashes=(7, 8, 9)), removed(8)], 6),
+        ([chunks(), BlockStored([5], None, [1, 2], 2, "CPU")], 18),  # a chunk of another size
+        ([BlockStored([5], None, [1, 2], 6, "CPU")], None),
+        ([chunks(extra_keys=[["salt"], None, None])], None),
+        ([chunks(lora_name="one")], None),
+        ([chunks(), BlockStored([1], None, [4] * 6, 6, "STORAGE")], 18),
+    ],
+)
+def test_what_memory_holds(events, tokens):
+    found = index(*events)
+    assert found.in_memory("a", BOTH) == tokens
+    assert found.in_memory("b", BOTH) is None
+
+
+def test_blocks_and_chunks_are_looked_up_by_their_sizes():
+    found = index(stored(), chunks())
+    assert found.sizes == {SIZE, CHUNK}
+    assert (found.in_engine("a", BOTH, 0), found.in_memory("a", BOTH)) == (12, 18)
+    assert found.held("a") == (12, 18)
+    # Another replica's are of other sizes.
+    found.apply("b", 0, BlockStored([1], None, LONG[:9], 9))
+    found.apply("b", 0, BlockStored([1], None, LONG[:16], 16, "CPU"))
+    assert found.sizes == {SIZE, CHUNK, 9, 16}
+    assert found.in_engine("b", BOTH | {9: chain(LONG, 9, ROOT)}, 0) == 9
+    assert found.in_memory("b", BOTH) == 0
+    assert found.in_memory("b", {16: chain(LONG, 16, ROOT)}) == 16
+    # A server that has started anew, or whose events went too far, has nothing.
+    found.forget_rank("a", 0)
+    assert (found.in_engine("a", BOTH, 0), found.in_memory("a", BOTH)) == (0, None)
+
+
+def test_memory_that_was_removed_is_bounded(monkeypatch):
+    monkeypatch.setattr(kv_index, "MOST_REMOVED", 10)
+    monkeypatch.setattr(kv_index, "MOST_BLOCKS", 50)
+    found = index()
+    for n in range(200):
+        found.apply("a", 0, chunks([n] * 6, [n]))
+        if n % 2:
+            found.apply("a", 0, removed(n))
+        memory = found._ranks["a"][0].memory
+        assert len(memory._removed) <= 10
+        assert len(memory._keys) <= 50
+
+
 @pytest.mark.parametrize("inner", [None, "one@abc"])
 @pytest.mark.parametrize("tenant", [None, "", "t"])
 @pytest.mark.parametrize("salt", [None, "s"])

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who gets a request, by strategy. tests/scripts/test_simulate_routing.py has them over time."""
 
+import random
 from collections import Counter
 
 import pytest
 from msgspec.structs import replace
 
-from serving.router.policy.kv_index import KvIndex
+from serving.router.policy import kv_index
+from serving.router.policy.kv_index import BlockStored, KvIndex
 from serving.router.policy.policies import (
     ADAPTER_LOAD,
     BATCH,
@@ -21,7 +23,7 @@ from serving.router.policy.policies import (
 )
 from serving.router.policy.prefix_index import CHUNK, DEFAULT_TOKENS, TTL_S, PrefixIndex, chain
 from serving.router.policy.request import RoutingRequest
-from serving.router.policy.tiers import Capacity, Held
+from serving.router.policy.tiers import Capacity, Held, Prices, Reach, described
 
 
 def fleet(**loads: tuple[int, ...]) -> list[Load]:
@@ -234,3 +236,154 @@ def test_without_a_size_an_index_is_bounded():
     for n in range(20):
         index.insert("r", chain(b"%04d" % n * CHUNK * 300, ""), n)
     assert len(index._caches["r"]._levels[0]) == DEFAULT_TOKENS * 4 // CHUNK
+
+
+def resized(index, **capacity):
+    index.resize("r", Capacity(**capacity))
+    return index
+
+
+def documents(index, count, links=10):
+    """The replica was sent documents, each of so many links of 128 tokens, one after another."""
+    found = [chain(b"%04d" % n * (CHUNK // 4) * links, "") for n in range(count)]
+    for now, document in enumerate(found):
+        index.insert("r", document, now)
+    return found
+
+
+def test_what_an_engine_has_dropped_is_in_its_tiers():
+    # The engine holds one document, memory three, the disk six.
+    index = resized(PrefixIndex(), engine=1_280, memory=3_840, disk=7_680)
+    found = [index.reach("r", it, 9) for it in documents(index, 8)]
+    on_disk, in_memory = (0, 0, 1_280, 0), (0, 1_280, 1_280, 0)
+    in_engine, gone = (1_280, 1_280, 1_280, 0), (0, 0, 0, 0)
+    assert found == [gone] * 2 + [on_disk] * 3 + [in_memory] * 2 + [in_engine]
+    assert index.held("r") == (1_280, 3_840, 7_680, 0)
+    # What is asked for again is in the engine, and in front.
+    first = chain(b"0002" * (CHUNK // 4) * 10, "")
+    index.insert("r", first, 10)
+    assert index.reach("r", first, 11) == in_engine
+    assert sum(len(level) for level in index._caches["r"]._levels) == 60
+
+
+def test_memory_smaller_than_the_engine_has_nothing_more():
+    index = resized(PrefixIndex(), engine=2_560, memory=1_280)
+    assert [sum(index.reach("r", it, 9)) for it in documents(index, 3)] == [0, 2_560, 2_560]
+
+
+def test_tiers_keep_what_has_not_come_for_long():
+    index = resized(PrefixIndex(), engine=2_560, memory=2_560)
+    (document,) = documents(index, 1)
+    assert index.reach("r", document, TTL_S + 1) == (0, 1_280, 0, 0)
+
+
+def test_a_shared_store_counts_wherever_it_is():
+    index = PrefixIndex()
+    index.resize("r", Capacity(engine=1_280, store="one"))
+    index.resize("same", Capacity(engine=1_280, store="one"))
+    # Other weights, or another Redis.
+    index.resize("other", Capacity(engine=1_280, store="two"))
+    index.resize("none", Capacity(engine=1_280))
+    (document,) = documents(index, 1)
+    assert index.reach("same", document, 2) == (0, 0, 0, 1_280)
+    for name in ("other", "none", "unknown"):
+        assert not any(index.reach(name, document, 2))
+    # It outlives one that used it.
+    index.forget("r")
+    assert index.reach("same", document, 2).shared == 1_280
+    index.forget("same")
+    index.resize("same", Capacity(engine=1_280, store="one"))
+    assert not any(index.reach("same", document, 2))
+
+
+def test_a_shared_store_of_a_known_size_is_as_large():
+    index = resized(PrefixIndex(), engine=1_280, shared=2_560, store="one")
+    assert [index.reach("r", it, 9).shared for it in documents(index, 4)] == [0, 0, 1_280, 1_280]
+
+
+def test_tokens_are_paid_for_where_they_come_from():
+    reach = Reach(engine=1_000, memory=3_000, disk=2_000, shared=4_000)
+    held = Held.of(reach, 10_000)
+    assert held == (1_000, 2_000, 0, 1_000)
+    prices = Prices(memory=0.5, disk=0.1, shared=0.25)
+    assert prices.work(10_000, held) == 6_000 + 1_000 + 250
+    # A store slower than computing is as dear as that: what it has is computed.
+    assert prices._replace(shared=40.0).work(10_000, held) == 6_000 + 1_000 + 1_000
+    assert Held.of(reach, 1_500) == (1_000, 500, 0, 0)
+    assert described(held) == "engine 1,000 memory 2,000 shared 1,000"
+    assert described(Held()) == "engine 0"
+
+
+def test_a_document_goes_where_it_is_cheapest():
+    index = PrefixIndex()
+    policy = PrefixAware(index)
+    index.resize("r", Capacity(engine=1_280, memory=128_000, store="one"))
+    index.resize("s", Capacity(engine=1_280, store="one"))
+    first, *_ = documents(index, 5)
+    asked = RoutingRequest(tokens=1_280, chain=first)
+    # In memory at r, in the shared store for both.
+    r, s = Load("r"), Load("s")
+    choice = policy.choose(asked, [s, r], 9)
+    assert (choice.replica, choice.held) == (r, (0, 1_280, 0, 0))
+    # A queue can be longer than what that saves ...
+    r.queued = 1_300
+    choice = policy.choose(asked, [s, r], 9)
+    assert (choice.replica, choice.held) == (s, (0, 0, 0, 1_280))
+    # ... and less can, where the store is fast.
+    r.queued = 400
+    assert policy.choose(asked, [s, r], 9).replica is r
+    s.prices = Prices(shared=0.05)
+    assert policy.choose(asked, [s, r], 9).replica is s
+    # A store slower than computing is no reason to go anywhere.
+    s.prices = r.prices = Prices(shared=30.0)
+    third = Load("third")
+    r.queued = s.queued = 400
+    choice = policy.choose(asked, [s, r, third], 9)
+    assert choice.replica is r
+    assert choice.held.tokens == 1_280
+
+
+def test_kv_aware_counts_what_memory_reports_for_requests_that_all_share():
+    index = KvIndex()
+    policy = KvAware(PrefixIndex(), index)
+    tokens = list(range(1_024))
+    blocks = {16: kv_index.chain(tokens, 16, kv_index.seed())}
+    blocks[256] = kv_index.chain(tokens, 256, kv_index.seed())
+    plain = RoutingRequest(tokens=1_024, blocks=blocks, plain=True)
+    index.followed |= {"r0", "r1"}
+    index.apply("r0", 0, BlockStored([1], None, tokens[:16], 16))
+    for n in range(3):
+        chunk = tokens[n * 256 : (n + 1) * 256]
+        index.apply("r0", 0, BlockStored([n], n - 1 if n else None, chunk, 256, "CPU"))
+    choice = policy.choose(plain, idle(2), 0)
+    assert (choice.replica.name, choice.held) == ("r0", (16, 752, 0, 0))
+    # LMCache's events say nothing of tenants and adapters.
+    salted = replace(plain, plain=False)
+    assert policy.choose(salted, [Load("r0")], 0).held == (16, 0, 0, 0)
+
+
+def test_each_document_is_computed_on_one_replica():
+    """40 documents of 8,000 tokens, 4 replicas, six rounds: with engines alone 2.5 replicas compute
+    each; with an L1 that holds them all, one does.
+    """
+    assert _homes(Capacity(engine=60_000)) > 2
+    assert _homes(Capacity(engine=60_000, memory=400_000)) == 1
+
+
+def _homes(capacity):
+    draw = random.Random(0)
+    policy = PrefixAware(PrefixIndex())
+    replicas = idle(4)
+    for it in replicas:
+        policy.index.resize(it.name, capacity)
+    asked = [prompt(8_000, b"%08d" % n) for n in range(40)]
+    homes: list[set[str]] = [set() for _ in asked]
+    now = 0
+    for _ in range(6):
+        for n in draw.sample(range(40), 40):
+            now += 1
+            choice = policy.choose(asked[n], replicas, now)
+            policy.learn(asked[n], choice.replica.name, now)
+            if choice.held.tokens < 4_000:
+                homes[n].add(choice.replica.name)
+    return sum(map(len, homes)) / 40

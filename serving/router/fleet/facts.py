@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replica's /metrics say of its KV caches. Any of it may be missing: other servers than
+Slipway's have no tiers, or do not say so.
+"""
+
+import dataclasses
+import math
+import re
+
+from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is to be known of a replica. born: when its process started, where it says so."""
+
+    born: bytes | None
+    capacity: Capacity
+    prices: Prices
+
+
+_BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+_BLOCKS = re.compile(rb'^vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"', re.MULTILINE)
+_BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*block_size="(\d+)"', re.MULTILINE)
+_TIER = re.compile(rb'^slipway_kv_tier_capacity_tokens\{tier="(\w+)"\} (\S+)', re.MULTILINE)
+_STORE = re.compile(rb'^slipway_kv_shared_store_info\{store="(\w+)"\} 1', re.MULTILINE)
+_LOAD = re.compile(rb'^slipway_kv_tier_load_seconds_per_token\{tier="(\w+)"\} (\S+)', re.MULTILINE)
+_PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
+
+
+def read(metrics: bytes) -> Facts:
+    """Read an answer to /metrics. What is no number there is missing."""
+    born = _BORN.search(metrics)
+    blocks, size = _BLOCKS.search(metrics), _BLOCK_SIZE.search(metrics)
+    tiers = {name: int(_positive(value)) for name, value in _TIER.findall(metrics)}
+    store = _STORE.search(metrics)
+    engine = int(blocks[1]) * int(size[1]) if blocks and size else None
+    prefill = _positive(found[1]) if (found := _PREFILL.search(metrics)) else 0.0
+    loads = {name: _positive(value) for name, value in _LOAD.findall(metrics)} if prefill else {}
+    measured = {tier: load / prefill for tier, load in loads.items() if load}
+    return Facts(
+        born[1] if born else None,
+        Capacity(
+            engine=engine or None,
+            memory=tiers.get(b"l1", 0),
+            disk=tiers.get(b"disk", 0),
+            shared=tiers.get(b"shared") if store else None,
+            store=store[1].decode() if store else "",
+        ),
+        DEFAULT_PRICES._replace(
+            disk=measured.get(b"disk", DEFAULT_PRICES.disk),
+            shared=measured.get(b"shared", DEFAULT_PRICES.shared),
+        ),
+    )
+
+
+def _positive(text: bytes) -> float:
+    """The number, or 0 where it is none, infinite or negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) and value > 0 else 0.0
