@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import resource
@@ -26,7 +27,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -37,6 +38,7 @@ import msgspec
 
 from handlers import djl_python, isolation
 from handlers.decorators import marked
+from handlers.djl_python import encode_decode
 from handlers.djl_python.inputs import Input
 from handlers.djl_python.outputs import Output, encoded
 from handlers.djl_python.response import Response
@@ -47,6 +49,8 @@ WINDOW = 256 * 1024
 """Bytes of one answer's parts that the server has not asked for more after."""
 TOOLKIT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
 """The functions of SageMaker's inference toolkit. Nothing here calls them."""
+RAW = ("image/", "audio/", "tensor/", "application/x-npy")
+"""What content types begin with that only an input formatter or a handler reads."""
 LENGTH = struct.Struct("<I")
 HANDLE_OF_ADAPTER = (
     "handle is called in the model's own model.py, never in an adapter's; an adapter may have an "
@@ -60,11 +64,12 @@ _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\xa0-\xff]*")
 class What(StrEnum):
     """What the server asks for."""
 
-    INPUT = "input"  # data: a request's JSON → the formatted one's
+    INPUT = "input"  # data: (a request's body, its Content-Type) → the formatted one's JSON
     WHOLE = "whole"  # data: the engine's JSON answer → the formatted answer
     CHUNK = "chunk"  # data: an event of its stream → the formatted one
     HANDLE = "handle"  # data: (properties, body) → a custom handler's answer
-    INIT = "init"  # data: properties → handle() is called with them and no content, as LMI does
+    INIT = "init"  # data: properties → handle() is called with them and no content, as LMI does;
+    # b"" where handle is the whole service and leaves nothing to the engine
     MORE = "more"  # data: so many bytes of the call's parts have been used
     CANCEL = "cancel"  # nobody waits for the call any more, which is to end: it is HEARD, then ends
 
@@ -118,35 +123,42 @@ class Code:
         self, module: ModuleType, folder: Path, tokenizer: Lazy, of_adapter: bool = False
     ) -> None:
         self._folder = folder
+        self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(THREADS)
         handle = getattr(module, "handle", None)
-        called = inspect.iscoroutinefunction(handle) and not of_adapter
+        called = callable(handle) and not inspect.isgeneratorfunction(handle) and not of_adapter
         self.functions: dict[str, Callable[..., Any]] = {
             name: function
             for name, function in (
                 ("input", marked(module, "input_formatter")),
                 ("output", marked(module, "output_formatter")),
-                ("handle", handle if called else None),
+                ("handle", handle if called and not inspect.isasyncgenfunction(handle) else None),
             )
             if function
         }
         if reason := _never_called(module, self.functions, of_adapter):
             raise Fault(reason)
-        self._extras = _extras(self.functions.get("input"), tokenizer)
+        self._extras = _extras(self.functions.get("input"), tokenizer, {})
+        # Files with a sync handle were written for LMI's sync mode, which has one call at a time.
+        self._sync = "handle" in self.functions and not inspect.iscoroutinefunction(handle)
+        self._turn = asyncio.Lock() if self._sync else contextlib.nullcontext()
 
     async def answer(self, what: str, data: Any) -> AsyncGenerator[tuple[Kind, Any], None]:
         """Call a function. Raises Fault."""
         if what == What.HANDLE:
-            async with contextlib.aclosing(self._handled(*data)) as parts:
-                async for kind, part in parts:
-                    yield kind, part
+            async with self._turn:
+                yield Kind.BEGUN, None
+                async with contextlib.aclosing(self._handled(*data)) as parts:
+                    async for kind, part in parts:
+                        yield kind, part
             return
         if what == What.INIT:
-            await self._initialised(data)
-            yield Kind.DONE, None
+            self._extras = _extras(self.functions.get("input"), self._tokenizer, data)
+            alone = "handle" in self.functions and await self._initialised(data)
+            yield Kind.DONE, b"" if alone else None
             return
         if what == What.INPUT:
-            result = await self._called("input", _payload(data), **self._extras)
+            result = await self._called("input", _payload(*data), **self._extras)
             if not isinstance(result, dict):
                 raise Fault(_returned("input_formatter", result, "a dict"))
         else:
@@ -163,6 +175,10 @@ class Code:
                 raise
             except BaseException as error:
                 raise Fault(told(error, self._folder)) from None
+        return await self._in_thread(function, *args, **kwargs)
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a sync function of the user's. Raises Fault."""
 
         def run() -> Any:
             try:
@@ -177,26 +193,33 @@ class Code:
             if job.running():  # it was cancelled, but nothing ends a thread from outside
                 await asyncio.wait([asyncio.wrap_future(job)])
 
-    async def _initialised(self, properties: dict[str, str]) -> None:
-        """Have the handler initialise itself, with what LMI gives it for that: an empty Input."""
+    async def _initialised(self, properties: Mapping[str, str]) -> bool:
+        """Have the handler initialise itself, with what LMI gives it for that: an empty Input.
+
+        Says whether it answers all requests itself: a sync one does in LMI, and so does one that
+        has an answer to this.
+        """
         what = "in the initialising call, whose inputs.is_empty()"
         try:
-            result = await self._called("handle", Input(properties))
+            result = await self._called("handle", _input(properties))
         except Fault as fault:
             raise Fault(f"{fault} {what}") from None
-        if isinstance(result, Output) and not 200 <= _status(result.code) < 300:
-            said = result.body.decode(errors="replace")
-            raise Fault(f"handle answered {result.code} {what}: {said:.500}")
+        if isinstance(result, Output):
+            if not 200 <= _status(result.code) < 300:
+                said = result.body.decode(errors="replace")
+                raise Fault(f"handle answered {result.code} {what}: {said:.500}")
+            await self._finalized(result)
+        return self._sync or result is not None
 
     async def _handled(
-        self, properties: dict[str, str], body: bytes
+        self, properties: Mapping[str, str], body: bytes
     ) -> AsyncGenerator[tuple[Kind, Any], None]:
         """What a custom handler answers; DONE with None where it leaves that to the engine."""
-        result = await self._called("handle", Input(properties, body))
+        result = await self._called("handle", _input(properties, body))
         if result is None:
             yield Kind.DONE, None
             return
-        pieces = result if hasattr(result, "__aiter__") else _once(result)
+        pieces = result if hasattr(result, "__aiter__") else self._pieces(result)
         begun = False
         try:
             async for piece in pieces:
@@ -213,10 +236,43 @@ class Code:
             raise
         except BaseException as error:
             raise Fault(told(error, self._folder)) from None
+        else:
+            yield Kind.DONE, b""
         finally:
             if hasattr(pieces, "aclose"):
                 await pieces.aclose()
-        yield Kind.DONE, b""
+            await self._finalized(result)
+
+    async def _pieces(self, result: Any) -> AsyncGenerator[Any, None]:
+        """An answer in its pieces: what is not streamed is its only one."""
+        if not isinstance(result, Output) or result.stream_content is None:
+            yield result
+            return
+        iterator, formatted = result.stream_content, result.stream_output_formatter
+        headers = result.properties
+        if "content-type" not in headers:
+            headers["content-type"] = "application/jsonlines"
+
+        def step() -> Any:
+            try:
+                piece = next(iterator)
+            except StopIteration:
+                return None
+            return formatted(piece) if formatted else piece
+
+        while (piece := await self._in_thread(step)) is not None:
+            output = Output(result.code).add(piece)
+            output.properties = headers
+            yield output
+
+    async def _finalized(self, result: Any) -> None:
+        """Call what is to be called when an answer has been sent; its failure is only printed."""
+        if not isinstance(result, Output):
+            return
+        try:
+            await self._in_thread(result.execute_finalize)
+        except Fault as fault:
+            logging.getLogger(__name__).warning("what finalize() was given failed: %s", fault)
 
 
 def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bool) -> str | None:
@@ -225,14 +281,12 @@ def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bo
     if callable(handle) and "handle" not in functions:
         if of_adapter:
             return HANDLE_OF_ADAPTER
-        if inspect.isasyncgenfunction(handle):
-            return (
-                "handle yields, and would not be called; have `async def handle(inputs)` return "
-                "an async generator"
-            )
+        asynchronous = inspect.isasyncgenfunction(handle)
         return (
-            "handle is not `async def`, and would not be called; make it `async def "
-            "handle(inputs)`, and have what blocks run by `await asyncio.to_thread(...)`"
+            "handle yields, and would not be called; have it return an async generator"
+            if asynchronous
+            else "handle yields, and would not be called; have it return "
+            "Output().add_stream_content(...) of a generator"
         )
     toolkit = [name for name in TOOLKIT if callable(getattr(module, name, None))]
     if toolkit and not functions:
@@ -243,24 +297,51 @@ def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bo
     return None
 
 
-def _extras(formatter: Callable[..., Any] | None, tokenizer: Lazy) -> dict[str, Any]:
-    """What of our keyword arguments the input formatter takes."""
+def _extras(
+    formatter: Callable[..., Any] | None, tokenizer: Lazy, properties: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the input formatter gets as keyword arguments.
+
+    The tokenizer, where it takes that; the properties, where it takes any, but in the place of none
+    of its own parameters, which LMI leaves alone.
+    """
     if not formatter:
         return {}
     parameters = inspect.signature(formatter).parameters
     takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
-    return {"tokenizer": tokenizer} if takes_any or "tokenizer" in parameters else {}
+    extras: dict[str, Any] = {}
+    if takes_any:
+        extras = {name: value for name, value in properties.items() if name not in parameters}
+    return extras | ({"tokenizer": tokenizer} if takes_any or "tokenizer" in parameters else {})
 
 
-def _payload(body: bytes) -> dict[str, Any]:
-    """A request as an input formatter gets it: what says which adapter is meant is left out."""
+def _input(properties: Mapping[str, str], body: bytes | None = None) -> Input:
+    """A request as a custom handler gets it."""
+    request = Input(properties, body)
+    request.function_name = "handle"
+    return request
+
+
+def _payload(body: bytes, content_type: str) -> dict[str, Any]:
+    """A request as an input formatter gets it: what says which adapter is meant is left out.
+
+    Text is in a list, as LMI has it.
+    """
+    kind = content_type.lower()
     try:
-        payload = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Fault(f"the body is not JSON: {error}") from None
+        if kind.startswith(RAW):
+            properties = {"content-type": content_type}
+            payload = encode_decode.decode(Input(properties, body), kind)
+        else:
+            payload = json.loads(body)
+    except (OSError, ValueError, RecursionError) as error:
+        what = content_type if kind.startswith(RAW) else "JSON"
+        raise Fault(f"the body is not {what:.100}: {error}") from None
     if not isinstance(payload, dict):
         raise Fault("the body should be a JSON object")
     payload.pop("adapters", None)
+    if kind.startswith("text/plain") and payload.keys() == {"inputs"}:
+        payload["inputs"] = [payload["inputs"]]
     return payload
 
 
@@ -298,10 +379,6 @@ def _status(code: Any) -> int:
             f"the handler set {code!r:.50} as the status; it should be a number from 200 to 599"
         )
     return status
-
-
-async def _once(result: Any) -> AsyncGenerator[Any, None]:
-    yield result
 
 
 def _returned(name: str, result: Any, wanted: str) -> str:
@@ -371,8 +448,6 @@ async def serve(connection: socket.socket, code: Code) -> None:
         writer.write(framed((call, kind, data)))
 
     async def answer(call: int, what: str, data: Any) -> None:
-        if what == What.HANDLE:
-            send(call, Kind.BEGUN, None)
         try:
             async with contextlib.aclosing(code.answer(what, data)) as parts:
                 async for kind, part in parts:
@@ -389,6 +464,16 @@ async def serve(connection: socket.socket, code: Code) -> None:
         del tasks[call], windows[call]
         if task.cancelled():
             send(call, Kind.FAILED, "it was cancelled")
+        elif task.exception():  # there was no memory to say so, or the server has gone
+            os._exit(1)
+
+    def end_without_memory(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(context.get("exception"), MemoryError):
+            os._exit(1)
+        loop.default_exception_handler(context)
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(end_without_memory)
 
     send(0, Kind.LOADED, [*code.functions])
     while True:
@@ -456,8 +541,12 @@ def main(socket_number: str, folder: str, tokenizer: str, memory: str, user: str
     if "handle" in code.functions:
         # It may well have a model of its own, and on a GPU address space that it never fills.
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+    try:
         asyncio.run(serve(connection, code))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    except MemoryError:
+        os._exit(1)  # nobody could be told more
 
 
 if __name__ == "__main__":

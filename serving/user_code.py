@@ -158,6 +158,8 @@ class UserCode:
         self._fault: str | None = None  # of the last start
         self._stopped = False
         self.functions: frozenset[str] = frozenset()
+        self.alone = False
+        """Whether the custom handler has an engine of its own, and leaves nothing to ours."""
 
     @property
     def failure(self) -> str | None:
@@ -168,13 +170,22 @@ class UserCode:
             return f"{self._losses} processes of {FILE} were lost with no answer between them"
         return None
 
+    @property
+    def handles(self) -> bool:
+        """Whether it has a custom handler."""
+        return "handle" in self.functions
+
     async def start(self) -> None:
         """Load the file. Raises UserCodeFailed with what is wrong with it."""
-        self.functions = (await self._ready_process()).functions
+        process = await self._ready_process()
+        self.functions, self.alone = process.functions, process.alone
 
-    async def format_request(self, body: bytes) -> bytes:
-        """A request's JSON as the input formatter makes it."""
-        return await self._format(What.INPUT, body)
+    async def format_request(self, body: bytes, content_type: str) -> bytes:
+        """A request as the input formatter makes it, in JSON.
+
+        content_type: the client's. The body is JSON but for what only formatters read.
+        """
+        return await self._format(What.INPUT, (body, content_type))
 
     async def format_answer(self, answer: bytes) -> bytes:
         """The engine's JSON answer as the output formatter makes it."""
@@ -191,7 +202,12 @@ class UserCode:
 
         headers: the request's. Those by the name of an option are not passed on.
         """
-        kept = {name: value for name, value in headers.items() if not names_option(name)}
+        own = {name.lower() for name in self._properties}
+        kept = {
+            name: value
+            for name, value in headers.items()
+            if name.lower() not in own and not names_option(name)
+        }
         data = {**kept, **self._properties}, body
         limit = self._limits.handler_s
         for last in (False, True):  # another process where the first does not begin it
@@ -227,7 +243,7 @@ class UserCode:
             isolation.return_user(self._user)
             self._user = 0
 
-    async def _format(self, what: What, data: bytes) -> bytes:
+    async def _format(self, what: What, data: Any) -> bytes:
         limit = self._limits.formatter_s
         for last in (False, True):
             answers = (await self._ready_process()).call(what, data, limit)
@@ -273,7 +289,7 @@ class UserCode:
         self._fault = str(error) if error else None
         if error:
             log.warning("%s could not be started again: %s", self._folder / FILE, error)
-            if "handle" in self.functions:
+            if self.handles:
                 self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._start_again)
 
     def _start_again(self) -> None:
@@ -327,10 +343,11 @@ async def _start(
     try:
         async with _within(LOAD_S, "loaded"):
             await code.load()
-        if "handle" in code.functions:
+        handles = "handle" in code.functions
+        if handles:
             log.info("%s: handle is called with an empty Input, to initialise it", folder / FILE)
-            async with _within(limits.initial_s, "initialised"):
-                await code.initialise(properties)
+        async with _within(limits.initial_s if handles else LOAD_S, "initialised"):
+            await code.initialise(properties)
     except BaseException:
         code.kill()
         await code.gone()
@@ -401,6 +418,7 @@ class _Process:
         self._calls: dict[int, _Call] = {}
         # Its state
         self.functions: frozenset[str] = frozenset()
+        self.alone = False
         self.ended = False
         self._retires = False
         self._responsive = asyncio.Event()
@@ -421,10 +439,14 @@ class _Process:
         self._tasks.append(asyncio.create_task(self._read_answers()))
 
     async def initialise(self, properties: Mapping[str, str]) -> None:
-        """Make the custom handler's initialising call. Raises UserCodeFailed."""
+        """Say the properties, and make the custom handler's initialising call.
+
+        Raises UserCodeFailed.
+        """
         try:
             async with contextlib.aclosing(self.call(What.INIT, properties, 0)) as answers:
-                await anext(answers)
+                _, result = await anext(answers)
+            self.alone = result is not None
         except _NotBegun as error:
             raise UserCodeFailed(f"{error} while it was initialised") from None
 

@@ -239,7 +239,9 @@ def block_of(page: str, first: str) -> Block:
 def test_the_formatters_of_the_guide_work(monkeypatch):
     monkeypatch.setitem(sys.modules, "djl_python", handlers.djl_python)
     module: dict[str, Any] = {}
-    text = block_of("docs/guides/formatters.md", "from djl_python").text
+    both = "from djl_python.input_parser import input_formatter\nfrom djl_python.output_formatter"
+    first = f"{both} import output_formatter\n\n\n@input_formatter\ndef question"
+    text = block_of("docs/guides/formatters.md", first).text
     exec(compile(text, "model.py", "exec"), module)
     asked = module["question"]({"question": "Why?"})
     assert asked == {"inputs": "Why?", "parameters": {"max_new_tokens": 64}}

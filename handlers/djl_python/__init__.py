@@ -8,6 +8,7 @@ file written for LMI's vLLM path uses them. Nothing large is imported before it 
 import importlib
 import sys
 
+from . import absent
 from .inputs import Input
 from .outputs import Output
 from .pair_list import PairList
@@ -28,5 +29,8 @@ for _name in (
     "pair_list",
     "request_io",
     "response",
+    "streaming_utils",
 ):
     sys.modules.setdefault(f"djl_python.{_name}", importlib.import_module(f".{_name}", __name__))
+absent.explain()
+__getattr__ = absent.looked_up("")

@@ -5,9 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from typing import Any
 
-from .outputs import Output, encoded
-
-_FAILED = 424  # LMI's status for whatever went wrong in Python
+from .outputs import FAILED, Output, encoded
 
 
 def create_non_stream_output(
@@ -16,12 +14,12 @@ def create_non_stream_output(
     error: str | None = None,
     code: int | None = None,
 ) -> Output:
-    """A whole answer.
+    """A whole answer, with a newline after it.
 
     data: text as it is, anything else becomes JSON. properties: headers. code: the HTTP status, 200
     or, with an error, 424. error: why it failed, which is sent where data is empty.
     """
-    output = _output(data, "", "application/json", error, code)
+    output = _output(data, "application/json", error, code)
     for name, value in (properties or {}).items():
         output.add_property(name, value)
     return output
@@ -31,18 +29,18 @@ def create_stream_chunk_output(
     data: Any, last_chunk: bool = False, error: str | None = None, code: int | None = None
 ) -> Output:
     """A piece of an answer, as a line of it. The rest is as in create_non_stream_output."""
-    output = _output(data, "\n", "application/jsonlines", error, code)
+    output = _output(data, "application/jsonlines", error, code)
     output.last = last_chunk
     return output
 
 
-def _output(data: Any, end: str, content_type: str, error: str | None, code: int | None) -> Output:
-    code = code or (_FAILED if error else 200)
+def _output(data: Any, content_type: str, error: str | None, code: int | None) -> Output:
+    code = code or (FAILED if error else 200)
     if error and not data:
         data = {"code": code, "error": error}
     content = encoded(data)
     output = Output(code, error or "OK").add_property("Content-Type", content_type)
-    return output.add(content + end.encode() if content else b"")
+    return output.add(content + b"\n" if content else b"")
 
 
 async def handle_streaming_response(
@@ -65,7 +63,7 @@ async def handle_streaming_response(
                 data, last = stream_output_formatter(chunk, **kwargs)
         except Exception as failure:
             logging.getLogger(__name__).exception("stream_output_formatter failed")
-            yield create_stream_chunk_output("", True, str(failure), _FAILED)
+            yield create_stream_chunk_output("", True, str(failure), FAILED)
             return
         yield create_stream_chunk_output(data, last)
         if last:

@@ -13,17 +13,23 @@ from .outputs import Output
 _CSV_HEADERS = ("question", "context", "inputs")
 
 
-def decode(inputs: Input, content_type: str | None, key: str | None = None) -> Any:
+def decode(
+    inputs: Input,
+    content_type: str | None,
+    key: str | None = None,
+    require_csv_headers: bool = True,
+) -> Any:
     """What a request says. Raises ValueError when its body is not what content_type says.
 
-    Only JSON may be anything; whatever else there is comes as {"inputs": …}.
+    JSON may be anything, and a CSV without headers is an array; whatever else there is comes as
+    {"inputs": …}.
     """
     if not content_type:
         return _guessed(inputs, key)
     if "application/json" in content_type:
         return inputs.get_as_json(key)
     if "text/csv" in content_type:
-        return decode_csv(inputs, key)
+        return decode_csv(inputs, require_csv_headers, key)
     if "text/plain" in content_type:
         return {"inputs": [inputs.get_as_string(key)]}
     if content_type.startswith("image/"):
@@ -45,14 +51,29 @@ def _guessed(inputs: Input, key: str | None) -> Any:
     return {"inputs": inputs.get_as_bytes(key)}
 
 
-def decode_csv(inputs: Input, key: str | None = None) -> dict[str, Any]:
-    """The column `inputs`, or the rows. Raises ValueError without a header that says which."""
-    rows = list(csv.DictReader(io.StringIO(inputs.get_as_string(key))))
+def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
+    """The column `inputs`, or the rows; without headers an array of numbers.
+
+    Raises ValueError without a header that says which, and for what is no number.
+    """
+    text = inputs.get_as_string(key)
+    if not require_headers:
+        return _numbers(text)
+    rows = list(csv.DictReader(io.StringIO(text)))
     if not rows or not rows[0].keys() & set(_CSV_HEADERS):
         raise ValueError(
             f"the CSV needs a header with one of {', '.join(_CSV_HEADERS)}, and a row below it"
         )
     return {"inputs": [row["inputs"] for row in rows] if "inputs" in rows[0] else rows}
+
+
+def _numbers(text: str) -> Any:
+    import numpy as np
+
+    numbers = np.genfromtxt(io.StringIO(text), delimiter=",")
+    if np.isnan(numbers).any():
+        raise ValueError("the CSV has what is no number")
+    return numbers
 
 
 def encode(

@@ -7,8 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from . import np_util
+from . import absent, np_util
 from .pair_list import PairList, Properties
+
+__getattr__ = absent.looked_up("inputs")
 
 
 class Input:
@@ -23,8 +25,14 @@ class Input:
         """body: None or empty for a request without content."""
         self.properties = Properties(properties or {})
         self.content = PairList()
+        self.function_name: str | None = None
         if body:
             self.content.add("data", body)
+
+    def __str__(self) -> str:
+        """Its properties and its content, which are a request's: not for a log."""
+        contents = [f"{key}: {self.get_data(key)}" for key in self.content.get_keys()]
+        return "\n".join([f"properties: {dict(self.properties)}", *contents])
 
     def get_batches(self) -> list["Input"]:
         """The requests in here: this one, as the engine batches by itself."""
@@ -35,6 +43,10 @@ class Input:
 
     def get_batch_size(self) -> int:
         return 1
+
+    def get_function_name(self) -> str | None:
+        """The name of the function that the request is for: `handle`."""
+        return self.function_name
 
     def get_properties(self) -> dict[str, str]:
         return self.properties
@@ -104,6 +116,10 @@ class Input:
     def get_as_npz(self, key: str | None = None) -> list[Any]:
         """The arrays of an .npz file. Raises ValueError when the content is not one."""
         return np_util.from_nd_list(self._bytes(key))
+
+    def read(self, conn: Any) -> None:
+        """Raises NotImplementedError: there is no such connection here."""
+        raise NotImplementedError("Input.read: what LMI's server sends is not sent here")
 
     def _bytes(self, key: str | None) -> bytes:
         return self.get_as_bytes(key) or b""

@@ -3,6 +3,8 @@
 
 from handlers.decorators import output_formatter
 
+from . import absent
 from .request_io import RequestOutput, TextGenerationOutput
 
+__getattr__ = absent.looked_up("output_formatter")
 __all__ = ["RequestOutput", "TextGenerationOutput", "output_formatter"]

@@ -4,14 +4,34 @@
 import datetime
 import io
 import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from . import np_util
 from .pair_list import PairList, Properties
 
+FAILED = 424
+"""LMI's status for whatever went wrong in Python."""
+
+
+class Encoded(bytearray):
+    """What Output.binary_encode() made, which says more of an answer than its content.
+
+    fields: by LMI's names: data, last, code and error.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], encoded: bytes | bytearray) -> None:
+        super().__init__(encoded)
+        self.fields = {name: None if it is None else str(it) for name, it in fields.items()}
+
+
+def in_json_lines(token_texts: Any) -> str:
+    """A step of a stream, as LMI writes it where the handler does not say how."""
+    return json.dumps({"outputs": token_texts}) + "\n"
+
 
 class Output:
-    """An answer. The server reads code, properties (the headers), body and last.
+    """An answer. The server reads code, properties (the headers), body, last, and stream_content.
 
     last: whether nothing follows this piece of a stream.
     """
@@ -22,6 +42,16 @@ class Output:
         self.properties = Properties()
         self.content = PairList()
         self.last = False
+        self.stream_content: Iterator[Any] | None = None
+        self.stream_output_formatter: Callable[[Any], Any] | None = None
+        self.finalize_function: Callable[..., Any] | None = None
+        self.finalize_args: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        keys, values = self.content.get_keys(), self.content.get_values()
+        kinds = {key: type(value).__name__ for key, value in zip(keys, values, strict=True)}
+        told = {"code": self.code, "message": self.message}
+        return json.dumps(told | {"properties": self.properties, "content": kinds}, indent=2)
 
     @property
     def body(self) -> bytes:
@@ -30,6 +60,13 @@ class Output:
             return b""
         body: bytes = self.content.get("data") or self.content.value_at(0)
         return body
+
+    def get_properties(self) -> dict[str, str]:
+        return self.properties
+
+    def get_property(self, key: str) -> Any:
+        """The header of this name, in any case, or None."""
+        return self.properties.get(key)
 
     def set_code(self, code: int) -> Self:
         self.code = code
@@ -44,7 +81,9 @@ class Output:
         self.properties[key] = str(val)
         return self
 
-    def error(self, error: str, code: int = 424, message: str = "prediction failure") -> Self:
+    def error(
+        self, error: str, code: int = FAILED, message: str = "invoke handler failure"
+    ) -> Self:
         """Make this the answer to a request that failed. code: the HTTP status."""
         self.code = code
         self.message = message
@@ -57,8 +96,68 @@ class Output:
 
         batch_index: of no meaning here; an Input is one request.
         """
+        if isinstance(value, Encoded):
+            value = self._told(value.fields)
         self.content.add(key, encoded(value))
         return self
+
+    def add_stream_content(
+        self,
+        stream_content: Iterator[Any],
+        output_formatter: Callable[[Any], Any] | None = in_json_lines,
+    ) -> Self:
+        """Have the answer be what an iterator gives, a piece after the other, each as
+        output_formatter makes it. None: as it is.
+        """
+        self.stream_content = iter(stream_content)
+        self.stream_output_formatter = output_formatter
+        return self
+
+    def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:
+        """Have a function called once the answer has been sent."""
+        self.finalize_function, self.finalize_args = finalize_function, args
+        return self
+
+    def execute_finalize(self) -> Any:
+        if self.finalize_function:
+            return self.finalize_function(*self.finalize_args)
+        return None
+
+    @staticmethod
+    def binary_encode(data: Mapping[str, Any]) -> Encoded:
+        """An answer, or a piece of one, for add(): its data, whether it is the last, its code and
+        its error. As bytes: a count of 2 bytes, then keys and values, each with its length before
+        it, in 4 bytes, big-endian.
+        """
+        message = bytearray(len(data).to_bytes(2, "big"))
+        for name, value in data.items():
+            Output.write_utf8(message, name)
+            Output.write_utf8(message, str(value))
+        return Encoded(data, message)
+
+    @staticmethod
+    def write_utf8(msg: bytearray, val: str | None) -> None:
+        """Append a text, with its length before it. None has the length -1."""
+        text = b"" if val is None else val.encode()
+        length = -1 if val is None else len(text)
+        msg += length.to_bytes(4, "big", signed=True) + text
+
+    def send(self, cl_socket: Any) -> None:
+        """Raises NotImplementedError: there is no such connection here."""
+        raise NotImplementedError("Output.send: the server sends what handle returns")
+
+    def _told(self, fields: Mapping[str, str | None]) -> str:
+        """Take over what binary_encode() was told; the content is returned."""
+        self.last = (fields.get("last") or "").lower() == "true"
+        error = fields.get("error")
+        if code := fields.get("code"):
+            self.code = int(code)
+        elif error:
+            self.code = FAILED
+        data = fields.get("data") or ""
+        if error and not data.strip():
+            return dumped({"code": self.code, "error": error}) + "\n"
+        return data
 
     def add_as_json(self, val: Any, key: str | None = None, batch_index: int | None = None) -> Self:
         """Raises TypeError or ValueError when it cannot be JSON."""

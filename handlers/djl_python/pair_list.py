@@ -1,19 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """The containers of a request's or an answer's content and properties."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class PairList:
     """Values with their keys, in order. A key may be None, and may come twice."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        keys: list[str | None] | None = None,
+        values: list[Any] | None = None,
+        pair_list: Iterable[tuple[str | None, Any]] | None = None,
+        pair_map: Mapping[str | None, Any] | None = None,
+    ) -> None:
+        """Of keys and values of equal number, else of pairs, else of a dict.
+
+        Raises ValueError where there are more keys than values, or fewer.
+        """
         self.keys: list[str | None] = []
         self.values: list[Any] = []
+        if keys and values:
+            if len(keys) != len(values):
+                raise ValueError(f"{len(keys)} keys and {len(values)} values")
+            self.keys, self.values = keys, values
+        elif pair_list or pair_map:
+            for key, value in pair_list or (pair_map or {}).items():
+                self.add(key, value)
 
-    def add(self, key: str | None = None, value: Any = None) -> None:
-        self.keys.append(key)
-        self.values.append(value)
+    def add(
+        self,
+        key: str | None = None,
+        value: Any = None,
+        index: int | None = None,
+        pair: tuple[str | None, Any] | None = None,
+    ) -> None:
+        """Add a value, at the end or before the one at an index, or else a pair. None is no value,
+        and is not added.
+        """
+        if value is None and pair:
+            key, value = pair
+        if value is not None:
+            at = len(self.keys) if index is None else index
+            self.keys.insert(at, key)
+            self.values.insert(at, value)
+
+    def add_all(self, other: "PairList | None") -> None:
+        if other:
+            self.keys.extend(other.keys)
+            self.values.extend(other.values)
 
     def get(self, key: str | None) -> Any:
         """The first value of this key, or None."""

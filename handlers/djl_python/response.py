@@ -6,6 +6,12 @@ from typing import Any
 
 from .outputs import dumped
 
+_OF_ROLLING_BATCH = ("sequences", "best_sequence_index", "prompt_tokens_details", "finished")
+_ROLLING = (
+    "; LMI's rolling batch has it, and this is vLLM's answer in OpenAI's shape: its texts are in "
+    "choices"
+)
+
 
 class Response(dict[str, Any]):
     """An answer in OpenAI's shape, read and written as vLLM's objects are, or as a dict.
@@ -22,7 +28,10 @@ class Response(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"the answer has no {name!r} here", name=name, obj=self) from None
+            hint = _ROLLING if name in _OF_ROLLING_BATCH else ""
+            raise AttributeError(
+                f"the answer has no {name!r} here{hint}", name=name, obj=self
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

@@ -4,9 +4,11 @@
 import itertools
 from collections.abc import Iterator
 
+from starlette.responses import Response
 from starlette.types import Scope, Send
 
 from handlers import payloads
+from handlers.custom import RAW
 from handlers.records import FormatError
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
@@ -14,7 +16,7 @@ from serving.api.parts import answer_lines, answer_list
 from serving.api.sessions import Sessions
 from serving.http.bodies import header
 from serving.inference.custom_handler import CustomHandlerCall
-from serving.inference.fields import bad_request, fields
+from serving.inference.fields import RequestFields, bad_request, fields
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import (
     JSON_LINES,
@@ -56,18 +58,24 @@ class Invocations:
         pipeline.admission.require_places(0, room=False)  # the engine's does not help it
         send = await self._sessions.joined(client)
         with client.admitted.watching(call.receive):
-            if not await CustomHandlerCall(handler, client, send).answered():
-                await self._run(client, send, pipeline)
+            if await CustomHandlerCall(handler, client, send).answered():
+                return
+            if handler.alone:  # as LMI says that handle has returned None
+                await Response(status_code=204)(call.scope, call.receive, send)
+                return
+            await self._run(client, send, pipeline)
 
     async def _run(self, client: ClientRequest, send: Send, pipeline: Pipeline) -> None:
         """Have the engine answer: one request, several lines, or a list for several adapters."""
-        requests = await _requests(client)
+        kind = header(client.scope, b"content-type").decode("latin-1")
+        raw = kind.lower().startswith(RAW)
+        requests = iter([client.body]) if raw else await _requests(client)
         body = next(requests)
         if (second := next(requests, None)) is not None:
             lines = itertools.chain([body, second], requests)
             await answer_lines(client, lines, send, pipeline)
             return
-        found = client.fields() if body is client.body else fields(body)
+        found = RequestFields() if raw else self._fields(client, body)
         adapter = adapters_named(client.scope, found, pipeline.adapters)
         if isinstance(adapter, list):
             await answer_list(client, body, adapter, send, pipeline)
@@ -81,8 +89,13 @@ class Invocations:
             adapter=adapter,
             framing=self._framing(client.scope),
             begun=client.admitted.go,
+            content_type=kind,
+            raw=raw,
         )
         await pipeline.run(request)
+
+    def _fields(self, client: ClientRequest, body: bytes) -> RequestFields:
+        return client.fields() if body is client.body else fields(body)
 
     def _framing(self, scope: Scope) -> Framing:
         accept = header(scope, b"accept")

@@ -12,7 +12,7 @@ from handlers.records import EngineCall, FormatError
 from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.engine.base import Engine
-from serving.errors import NotReady
+from serving.errors import BadRequest, NotReady
 from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
@@ -168,8 +168,14 @@ class Pipeline:
         """
         formatter = self._code(adapter, "input")
         if not formatter:
+            if request.raw:
+                raise BadRequest(
+                    f"the body is {request.content_type:.100}, which only an @input_formatter in "
+                    "a model.py reads; send JSON, text/plain, text/csv or application/jsonlines"
+                )
             return request
-        request = request.rewritten(await formatter.format_request(request.body))
+        formatted = await formatter.format_request(request.body, request.content_type)
+        request = request.rewritten(formatted)
         self._limit_time(request)
         return request
 

@@ -96,7 +96,8 @@ class InferenceRequest:
     client's where it is a line. adapter: its name, "" for the base model by name, None where
     the request names none. framing: how the client wants a stream. begun: is called when the
     engine is given it. parse: reads the body; None for a body of whatever format it has. refusable:
-    whether it can be refused because of what waits already.
+    whether it can be refused because of what waits already. content_type: the client's, which an
+    input formatter may want to know. raw: the body is of that type, and no JSON.
     """
 
     client: ClientRequest
@@ -109,10 +110,12 @@ class InferenceRequest:
     begun: Callable[[], None]
     parse: Parse | None = None
     refusable: bool = True
+    content_type: str = ""
+    raw: bool = False
 
     def rewritten(self, body: bytes) -> "InferenceRequest":
         """The same with what a formatter made of its body. Raises BadRequest."""
-        return dataclasses.replace(self, body=body, fields=fields(body))
+        return dataclasses.replace(self, body=body, fields=fields(body), raw=False)
 
 
 def adapters_named(

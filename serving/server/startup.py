@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from handlers.custom import FILE
+from handlers.custom import FILE, THREADS
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
 from lmi_config.plan import kv_tiers, memory
@@ -23,6 +23,7 @@ from serving import folders
 from serving.aio import in_thread
 from serving.engine import vllm
 from serving.engine.base import Engine, EngineError
+from serving.engine.none import NoEngine
 from serving.errors import ServingError, UserCodeFailed
 from serving.kv_cache import disk, identity
 from serving.kv_cache import pool as kv_pool
@@ -75,6 +76,11 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         if not starting_cache.done():
             note(Step.CACHE_SERVER)
         cache, name = await starting_cache
+    if code and code.alone:
+        if cache:
+            await cache.stop()
+        log.info("vLLM is not started: the handle of %s is the whole service", FILE)
+        return Runtime(engine=NoEngine(THREADS), adapters=None, code=code, cache=None)
     if not cache:
         plan = plan.without_tiers("the cache server did not start")
     options = plan.engine(str(name), str(draft) if draft else None)
@@ -112,7 +118,11 @@ def _limits(settings: Settings) -> Limits:
 
 
 async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
-    """Start the model's model.py. Raises EngineError where it may not run, or cannot."""
+    """Start the model's model.py. Raises EngineError where it may not run, or cannot.
+
+    Its handle is the whole service where OPTION_ENTRYPOINT names it, as in LMI, and where it says
+    so itself (UserCode.alone).
+    """
     settings = deployment.plan.settings
     folders = _code_folders(deployment, folder)
     place = next((place for place in folders if (place / FILE).is_file()), None)
@@ -124,18 +134,40 @@ async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
     if settings.secure_mode and SCRIPTS in settings.security_controls:
         raise EngineError(f"{place / FILE}: {SCRIPTS} forbids it")
     try:
-        code = await start_user_code(
-            place.resolve(), folder, _limits(settings), settings.properties
-        )
+        properties = handler_properties(deployment.plan, folder)
+        code = await start_user_code(place.resolve(), folder, _limits(settings), properties)
     except UserCodeFailed as error:
         raise EngineError(str(error)) from None
     if required and not code:
         raise EngineError(
             f"{settings.origins['entry_point']}={FILE}, but {place / FILE} has no function "
-            "that is called: `async def handle(inputs)`, or one under @input_formatter or "
-            "@output_formatter"
+            "that is called: `handle(inputs)`, or one under @input_formatter or @output_formatter"
         )
+    if code and code.handles:
+        code.alone = code.alone or required
+        if code.alone and settings.enable_lora:
+            await code.stop()
+            raise EngineError(
+                f"{settings.origins['enable_lora']}: adapters need vLLM, and the handle of "
+                f"{place / FILE} is the whole service; remove one of them"
+            )
     return code
+
+
+def handler_properties(plan: Plan, folder: Path) -> Mapping[str, str]:
+    """What handlers get of the options: as LMI tells them, with what it adds.
+
+    folder: of the model, which stands for one that was fetched from S3.
+    """
+    settings = plan.settings
+    properties = {
+        **settings.properties,
+        "tensor_parallel_degree": str(plan.parallelism.tensor),
+        "device_id": "0" if plan.machine.gpus else "-1",
+    }
+    if settings.model_id.startswith("s3://"):
+        properties["model_id"] = str(folder)
+    return properties
 
 
 def _code_folders(deployment: Deployment, folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@
 import json
 import shutil
 
+import psutil
 import pytest
 
 from scripts.models import tiny, tiny_lora
@@ -116,12 +117,25 @@ def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
         assert pings.slowest < 2  # what SageMaker allows it
 
 
+def test_a_handler_with_an_engine_of_its_own_gets_the_machine(tiny_options, tmp_path):
+    """A plain `def handle` is the whole service, as in LMI: vLLM is not started beside it."""
+    environ = {**tiny_options, "OPTION_MODEL_ID": str(model_with(tmp_path / "own", "handler_sync"))}
+    with serving(tmp_path / "log", **environ) as it:
+        it.ready()
+        assert it.invoke({"inputs": "a"}).json() == {"custom_handler_used": True}
+        missing = it.client.post("/v1/completions", json={"prompt": "a"})
+        assert missing.status_code == 404
+        assert "answered by the handle of its model.py alone" in missing.json()["error"]["message"]
+        children = psutil.Process(it.process.pid).children(recursive=True)
+        assert not [child for child in children if "EngineCore" in child.name()]
+    assert "vLLM is not started: the handle of model.py is the whole service" in it.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("syntax_error", "model.py, line 1: expected ':': 'def helper()'"),
         ("import_error", "No module named 'no_such_module' (model.py, line 1)"),
-        ("handler_sync", "handle is not `async def`, and would not be called"),
         ("handler_not_initialised", "no_such_weights' (model.py, line 9) in the initialising call"),
         ("handler_missing", "model.py has no function that is called: `async def handle(inputs)`"),
     ],

@@ -170,6 +170,7 @@ def test_a_handler_runs():
     output = asyncio.run(handle(request))
     assert isinstance(output, Output)
     assert (output.code, json.loads(output.body)) == (200, {"text": "a b c", "model": "m"})
+    assert output.body.endswith(b"\n")
 
     async def streamed():
         body = b'{"inputs": "a b c", "stream": true}'
@@ -535,7 +536,7 @@ def test_output_error():
     assert output.code == 424
     assert json.loads(output.body) == {
         "code": 424,
-        "message": "prediction failure",
+        "message": "invoke handler failure",
         "error": "no model",
     }
     assert output.properties == {"Content-Type": "application/json"}
@@ -558,7 +559,7 @@ def test_output_error():
 )
 def test_create_output(given, code, body):
     whole = create_non_stream_output(**given)
-    assert (whole.code, whole.body) == (code, body)
+    assert (whole.code, whole.body) == (code, body and body + b"\n")
     assert whole.properties == {"Content-Type": "application/json"}
     chunk = create_stream_chunk_output(**given, last_chunk=True)
     assert (chunk.code, chunk.body) == (code, body and body + b"\n")
@@ -745,3 +746,137 @@ def test_response_copies(copied):
     assert (twin.choices is answer.choices) is shallow
     twin.choices[0].text = "new"
     assert (answer.choices[0].text == "new") is shallow
+
+
+# The rest of the package.
+
+
+def test_pair_lists_are_made_of_others():
+    pairs = djl_python.PairList(keys=["a"], values=[1])
+    pairs.add(pair=("c", 3))
+    pairs.add("b", 2, index=1)
+    pairs.add("none", None)
+    pairs.add_all(djl_python.PairList(pair_map={"d": 4}))
+    pairs.add_all(None)
+    assert (pairs.get_keys(), pairs.get_values()) == (["a", "b", "c", "d"], [1, 2, 3, 4])
+    assert djl_python.PairList(pair_list=[("a", 1), ("a", 2)]).get_values() == [1, 2]
+    with pytest.raises(ValueError, match="2 keys and 1 values"):
+        djl_python.PairList(["a", "b"], [1])
+
+
+def test_binary_encode():
+    """By the format's description: DJL's own reader finds this."""
+    encoded = Output.binary_encode({"data": "é", "last": True})
+    assert bytes(encoded) == b"".join(
+        (
+            struct.pack(">h", 2),
+            *(struct.pack(">i", len(it)) + it for it in (b"data", "é".encode(), b"last", b"True")),
+        )
+    )
+    message = bytearray()
+    Output.write_utf8(message, None)
+    assert message == b"\xff" * 4
+    output = Output().add(encoded)
+    assert (output.body, output.last, output.code) == ("é".encode(), True, 200)
+    failed = Output().add(Output.binary_encode({"data": "", "last": True, "error": "why"}))
+    assert (failed.code, failed.body) == (424, b'{"code": 424, "error": "why"}\n')
+
+
+def test_finalize():
+    called: list[tuple[Any, ...]] = []
+    output = Output().finalize(lambda *args: called.append(args), 1, 2)
+    output.execute_finalize()
+    assert called == [(1, 2)]
+    assert Output().execute_finalize() is None
+
+
+def test_what_they_say_of_themselves():
+    assert json.loads(str(Output().add("a", key="data"))) == {
+        "code": 200,
+        "message": "OK",
+        "properties": {},
+        "content": {"data": "bytes"},
+    }
+    assert str(Input({"a": "1"}, b"x")) == "properties: {'a': '1'}\ndata: b'x'"
+
+
+def test_a_sequence_is_read_token_by_token():
+    output = request_io.TextGenerationOutput(1, request_io.TextInput(tgi_compat=True))
+    output.set_next_token(request_io.Token(1, "a", -0.5))
+    last = request_io.Token(2, "b", special_token=True)
+    output.set_next_token(last, is_last_token=True, finish_reason="length")
+    output.set_next_top_tokens([last], 0)
+    sequence = output.sequences[output.best_sequence_index]
+    read = []
+    while sequence.has_next_token():
+        token, index, first, end = sequence.get_next_token()
+        read.append((token and token.text, index, first, end))
+    assert read == [("a", 0, True, False), ("b", 1, False, True)]
+    assert sequence.get_next_token() == (None, 0, False, False)
+    assert (sequence.get_last_token(), sequence.finish_reason) == (last, "length")
+    assert sequence.get_next_top_tokens() == [last]
+    assert sequence.get_next_top_tokens() is None
+    assert output.get_tokens_as_dict() == [
+        {"id": 1, "text": "a", "logprob": -0.5},
+        {"id": 2, "text": "b", "logprob": None, "special": True},
+    ]
+    assert last.as_dict() == {"id": 2, "text": "b", "log_prob": None, "special_token": True}
+
+
+def test_rolling_batchs_attributes_are_explained():
+    with pytest.raises(AttributeError, match="rolling batch has it, and this is vLLM's answer"):
+        Response(COMPLETION).sequences  # noqa: B018
+
+
+def test_csv_without_headers():
+    numbers = encode_decode.decode(Input({}, b"1,2\n3,4\n"), "text/csv", require_csv_headers=False)
+    assert numbers.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="no number"):
+        encode_decode.decode(Input({}, b"1,a\n"), "text/csv", require_csv_headers=False)
+
+
+class Model:
+    """What StreamingUtils asks of a transformers model."""
+
+    device = "cpu"
+
+    def generate(self, input_ids, streamer, max_new_tokens=3, **parameters):
+        if parameters.get("fail"):
+            raise RuntimeError("no memory")
+        streamer.put(input_ids)
+        for step in range(max_new_tokens):
+            streamer.put(np.array([step, step + 1]))
+        streamer.end()
+
+
+class Tokenizer:
+    pad_token = None
+    eos_token = "<end>"
+
+    def __call__(self, inputs, padding, return_tensors):
+        assert self.pad_token == "<end>"
+        rows = np.array([[len(it)] * 2 for it in inputs])
+
+        class Tokens(dict[str, Any]):
+            def to(self, device):
+                return self
+
+        return Tokens(input_ids=rows)
+
+    def decode(self, row, skip_special_tokens):
+        return " ".join(map(str, row))
+
+
+def test_streaming_utils():
+    from handlers.djl_python.streaming_utils import StreamingUtils
+
+    steps = StreamingUtils.get_stream_generator("Accelerate")
+    found = list(steps(Model(), Tokenizer(), ["a", "bb"], "cpu", max_new_tokens=2))
+    assert found == [["0", "1"], ["1", "2"]]
+    whole = StreamingUtils.use_hf_default_streamer(Model(), Tokenizer(), ["a", "b"], None)
+    assert next(whole) == ["1 1", "1 1"]
+    assert next(whole) == ["0", "1"]
+    failed = StreamingUtils.use_hf_default_streamer(Model(), Tokenizer(), ["a"], None, fail=True)
+    assert list(failed) == ["no memory"]
+    with pytest.raises(ValueError, match="'DeepSpeed' cannot stream here"):
+        StreamingUtils.get_stream_generator("DeepSpeed")

@@ -284,19 +284,19 @@ async def test_a_handler_is_initialised_before_its_first_request_and_in_each_pro
             "from djl_python import Output\nasync def handle(inputs):\n"
             "    return Output().error('no weights', 500)\n",
             "handle answered 500 in the initialising call, whose inputs.is_empty(): "
-            '{"code": 500, "message": "prediction failure", "error": "no weights"}',
+            '{"code": 500, "message": "invoke handler failure", "error": "no weights"}',
         ),
         (
             "import time\nasync def handle(inputs):\n    time.sleep(600)\n",
             "model.py was not initialised after 1 s",
         ),
         (
-            "def handle(inputs):\n    return None\n",
-            "handle is not `async def`, and would not be called; make it `async def ",
+            "def handle(inputs):\n    yield {}\n",
+            "handle yields, and would not be called; have it return Output().add_stream_content(",
         ),
         (
             "async def handle(inputs):\n    yield {}\n",
-            "handle yields, and would not be called; have `async def handle(inputs)` return",
+            "handle yields, and would not be called; have it return an async generator",
         ),
         (
             "def model_fn(model_dir):\n    pass\ndef predict_fn(data, model):\n    pass\n",

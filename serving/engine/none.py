@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No engine: where a custom handler has one of its own, ours is not started."""
+
+from pathlib import Path
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from serving.errors import AdapterFailed
+
+MESSAGE = (
+    "This model is answered by the handle of its model.py alone, on /invocations; no engine of "
+    "this server's runs beside it."
+)
+
+
+class NoEngine:
+    """Answers no request. concurrency: calls that the handler works on at once."""
+
+    embeds = False
+    failure: str | None = None
+
+    def __init__(self, concurrency: int) -> None:
+        self.concurrency = concurrency
+        error = {"message": MESSAGE, "type": "NotFoundError", "param": None, "code": 404}
+        self.app: ASGIApp = JSONResponse({"error": error}, 404)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        raise AdapterFailed(MESSAGE)
+
+    async def unload_adapter(self, name: str) -> None:
+        raise AdapterFailed(MESSAGE)
+
+    async def pin_adapter(self, name: str) -> None:
+        raise AdapterFailed(MESSAGE)
+
+    async def stop(self) -> None:
+        pass

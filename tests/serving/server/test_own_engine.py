@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model.py with a handle that has an engine of its own: ours is not started."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lmi_config.options.settings import read
+from lmi_config.plan import plan
+from serving.engine import vllm
+from serving.engine.base import EngineError
+from serving.engine.none import NoEngine
+from serving.server import startup
+from serving.server.prepare import Deployment
+from serving.sources.locate import locate
+from tests.fake_engine import FakeEngine
+from tests.lmi_config.examples import PARTS, machine, model
+
+pytestmark = pytest.mark.anyio
+
+COMPAT = Path(__file__).parents[2] / "compat"
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Starts a model with this file of tests/compat beside it; vLLM is a fake engine."""
+
+    async def load(note):
+        pass
+
+    async def fake(arguments, note):
+        return FakeEngine()
+
+    monkeypatch.setattr(vllm, "load", load)
+    monkeypatch.setattr(vllm, "start", fake)
+
+    async def start(name, **environ):
+        folder = shutil.copytree(COMPAT / name, tmp_path / "model")
+        settings = read({"OPTION_MODEL_ID": str(folder), **environ})
+        made = plan.make(settings, machine(), model(2), None, {}, PARTS)
+        source = locate(str(folder), {}, revision=None, downloads=None)
+        return await startup.start(Deployment(made, source, None), lambda *_: None)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "alone"),
+    [
+        ("public/globals_and_load", {}, True),  # it is no `async def`
+        ("public/own_engine", {}, True),  # it answers the initialising call
+        ("public/guard", {}, False),
+        ("public/guard", {"OPTION_ENTRYPOINT": "model.py"}, True),
+        ("public/configured_formatter", {"OPTION_ENTRYPOINT": "model.py"}, False),
+    ],
+)
+async def test_whose_engine(started, name, environ, alone):
+    runtime = await started(name, **environ)
+    assert isinstance(runtime.engine, NoEngine if alone else FakeEngine)
+    assert runtime.code.alone is alone
+    await runtime.stop()
+
+
+async def test_adapters_need_ours(started):
+    with pytest.raises(EngineError, match="OPTION_ENABLE_LORA: adapters need vLLM, and the handle"):
+        await started("public/own_engine", OPTION_ENABLE_LORA="true")
+
+
+def test_what_handlers_are_told(tmp_path):
+    settings = read(
+        {"OPTION_MODEL_ID": "s3://bucket/model", "OPTION_TENSOR_PARALLEL_DEGREE": "max"}
+    )
+    made = plan.make(settings, machine(), model(2), None, {}, PARTS)
+    told = startup.handler_properties(made, tmp_path)
+    assert told["model_id"] == str(tmp_path)
+    assert (told["tensor_parallel_degree"], told["device_id"]) == ("1", "-1")
+    here = dataclasses.replace(made, settings=read({"OPTION_MODEL_ID": "org/name"}))
+    assert startup.handler_properties(here, tmp_path)["model_id"] == "org/name"
