@@ -430,7 +430,7 @@ def parse(payload):
         await it.invoke({"x": 1})
         code = it.pipeline.code
         for _ in range(2):
-            call = asyncio.create_task(code.format_request(b'{"hang": true}'))
+            call = asyncio.create_task(code.format_request(b'{"hang": true}', ""))
             await until_async(lambda: code._process and code._process._calls)
             call.cancel()
             before = {*processes()}
