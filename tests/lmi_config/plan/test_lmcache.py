@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from urllib.parse import quote
@@ -20,158 +21,80 @@ COUNTED = (
     "other servers store, is neither counted nor removed"
 )
 KEPT = "nothing removes old files: give capacity_gb, or clean the folder from outside"
-LRU = {"eviction_policy": "LRU"}
 
 
-def shared(kind: str, **adapter: object) -> dict[str, object]:
-    return {"type": kind, "shared": True, **adapter}
+def limited(gb: float) -> dict[str, object]:
+    return {"max_capacity_gb": gb, "eviction": {"eviction_policy": "LRU"}}
 
 
-STORES: list[tuple[str, L2Store]] = [
-    (
-        "redis://cache",
-        L2Store(
-            kind="valkey",
-            adapter=shared("valkey", startup_nodes="cache:6379"),
-            shown="redis://cache",
-        ),
-    ),
-    (
-        " valkey://cache:7000/0 ",
-        L2Store(
-            kind="valkey",
-            adapter=shared("valkey", startup_nodes="cache:7000"),
-            shown="valkey://cache:7000/0",
-        ),
-    ),
+STORES: list[tuple[str, str, dict[str, object], str]] = [
+    ("redis://cache", "valkey", {"startup_nodes": "cache:6379"}, ""),
+    (" valkey://cache:7000/0 ", "valkey", {"startup_nodes": "cache:7000"}, ""),
     (
         "redis://me:p%40ss:%2F@cache?capacity_gb=1.5",
-        L2Store(
-            kind="valkey",
-            adapter=shared(
-                "valkey",
-                startup_nodes="cache:6379",
-                username="me",
-                password="p@ss:/",
-                max_capacity_gb=1.5,
-                eviction=LRU,
-            ),
-            shown="redis://me:***@cache?capacity_gb=1.5",
-            note=COUNTED,
-        ),
+        "valkey",
+        {"startup_nodes": "cache:6379", "username": "me", "password": "p@ss:/"} | limited(1.5),
+        COUNTED,
     ),
-    (
-        "redis://:hush@cache",
-        L2Store(
-            kind="valkey",
-            adapter=shared("valkey", startup_nodes="cache:6379", password="hush"),
-            shown="redis://:***@cache",
-        ),
-    ),
+    ("redis://:hush@cache", "valkey", {"startup_nodes": "cache:6379", "password": "hush"}, ""),
     (
         "rediss://me:hush@cache/2",
-        L2Store(
-            kind="valkey",
-            adapter=shared(
-                "valkey",
-                startup_nodes="cache:6379",
-                tls_enable=True,
-                database_id=2,
-                username="me",
-                password="hush",
-            ),
-            shown="rediss://me:***@cache/2",
-        ),
+        "valkey",
+        {"startup_nodes": "cache:6379", "tls_enable": True, "database_id": 2}
+        | {"username": "me", "password": "hush"},
+        "",
     ),
     (
         "valkey://a,b:7000,c",
-        L2Store(
-            kind="valkey",
-            adapter=shared("valkey", startup_nodes="a:6379,b:7000,c:6379", cluster_mode=True),
-            shown="valkey://a,b:7000,c",
-        ),
+        "valkey",
+        {"startup_nodes": "a:6379,b:7000,c:6379", "cluster_mode": True},
+        "",
     ),
     (
         "valkeys://:hush@a?cluster=true&capacity_gb=2",
-        L2Store(
-            kind="valkey",
-            adapter=shared(
-                "valkey",
-                startup_nodes="a:6379",
-                tls_enable=True,
-                cluster_mode=True,
-                password="hush",
-                max_capacity_gb=2.0,
-                eviction=LRU,
-            ),
-            shown="valkeys://:***@a?cluster=true&capacity_gb=2",
-            note=COUNTED,
-        ),
+        "valkey",
+        {"startup_nodes": "a:6379", "tls_enable": True, "cluster_mode": True, "password": "hush"}
+        | limited(2.0),
+        COUNTED,
     ),
     (
         "s3://kv1?region=eu-west-1&capacity_gb=100",
-        L2Store(
-            kind="s3",
-            adapter=shared(
-                "s3",
-                s3_endpoint="kv1.s3.eu-west-1.amazonaws.com",
-                s3_region="eu-west-1",
-                max_capacity_gb=100.0,
-                eviction=LRU,
-            ),
-            shown="s3://kv1?region=eu-west-1&capacity_gb=100",
-            note=COUNTED,
-        ),
+        "s3",
+        {"s3_endpoint": "kv1.s3.eu-west-1.amazonaws.com", "s3_region": "eu-west-1"}
+        | limited(100.0),
+        COUNTED,
     ),
-    (
-        "file:///mnt/kv%20cache/",
-        L2Store(
-            kind="fs_native",
-            adapter=shared("fs_native", base_path="/mnt/kv cache"),
-            shown="file:///mnt/kv%20cache/",
-            note=KEPT,
-        ),
-    ),
+    ("file:///mnt/kv%20cache/", "fs_native", {"base_path": "/mnt/kv cache"}, KEPT),
     (
         "file:///mnt/kv?capacity_gb=50",
-        L2Store(
-            kind="fs_native",
-            adapter=shared("fs_native", base_path="/mnt/kv", max_capacity_gb=50.0, eviction=LRU),
-            shown="file:///mnt/kv?capacity_gb=50",
-            note=COUNTED,
-        ),
+        "fs_native",
+        {"base_path": "/mnt/kv"} | limited(50.0),
+        COUNTED,
     ),
+]
+DAEMONS: list[tuple[str, dict[str, object]]] = [
     (
         "tieredstorage://10.0.0.1",
-        L2Store(
-            kind="tieredstorage",
-            adapter={
-                "type": "tieredstorage",
-                "url": "sagemaker-hyperpod://10.0.0.1:9200",
-                "shared_memory_name": "ai_toolkit_cache",
-            },
-            shown="tieredstorage://10.0.0.1",
-        ),
+        {"url": "sagemaker-hyperpod://10.0.0.1:9200", "shared_memory_name": "ai_toolkit_cache"},
     ),
     (
         "sagemaker-hyperpod://node:9300/?bucket=kv&shared_memory_name=pool",
-        L2Store(
-            kind="tieredstorage",
-            adapter={
-                "type": "tieredstorage",
-                "url": "sagemaker-hyperpod://node:9300",
-                "bucket": "kv",
-                "shared_memory_name": "pool",
-            },
-            shown="sagemaker-hyperpod://node:9300/?bucket=kv&shared_memory_name=pool",
-        ),
+        {"url": "sagemaker-hyperpod://node:9300", "bucket": "kv", "shared_memory_name": "pool"},
     ),
 ]
 
 
-@pytest.mark.parametrize(("url", "expected"), STORES, ids=[url for url, _ in STORES])
-def test_a_url_becomes_a_store(url, expected):
-    assert store(url, {}) == expected
+@pytest.mark.parametrize(("url", "kind", "adapter", "note"), STORES)
+def test_a_url_becomes_a_store(url, kind, adapter, note):
+    shown = re.sub(":[^/]*@", ":***@", url.strip())
+    adapter = {"type": kind, "shared": True} | adapter
+    assert store(url, {}) == L2Store(kind=kind, adapter=adapter, shown=shown, note=note)
+
+
+@pytest.mark.parametrize(("url", "adapter"), DAEMONS)
+def test_a_url_names_a_tiered_storage_daemon(url, adapter):
+    adapter = {"type": "tieredstorage"} | adapter
+    assert store(url, {}) == L2Store(kind="tieredstorage", adapter=adapter, shown=url)
 
 
 @pytest.mark.parametrize(
@@ -407,12 +330,13 @@ REFERENCE = [
             skip_l1=True,
             remote=L2Store(
                 kind="s3",
-                adapter=shared(
-                    "s3",
-                    s3_endpoint="djl-llm-cache.s3.us-east-1.amazonaws.com",
-                    s3_region="us-east-1",
-                    s3_num_io_threads=4,
-                ),
+                adapter={
+                    "type": "s3",
+                    "shared": True,
+                    "s3_endpoint": "djl-llm-cache.s3.us-east-1.amazonaws.com",
+                    "s3_region": "us-east-1",
+                    "s3_num_io_threads": 4,
+                },
                 shown="s3://djl-llm-cache?region=us-east-1&endpoint=s3.us-east-1.amazonaws.com",
             ),
         ),
@@ -424,11 +348,7 @@ REFERENCE = [
         dataclasses.replace(
             PLAIN,
             skip_l1=True,
-            remote=L2Store(
-                kind="valkey",
-                adapter=shared("valkey", startup_nodes="localhost:6379"),
-                shown="redis://localhost:6379",
-            ),
+            remote=store("redis://localhost:6379", {}),
         ),
     ),
     *(
@@ -712,7 +632,8 @@ def test_lmcache_accepts_it(tmp_path):
     """In a process of its own, because importing LMCache warns, and takes torch along."""
     translation = translate(yaml.safe_load(REFERENCE[5][1]), {})
     assert translation.remote
-    adapters = [found.adapter for _, found in STORES] + [translation.remote.adapter]
+    urls = [row[0] for row in STORES] + [row[0] for row in DAEMONS]
+    adapters = [store(url, {}).adapter for url in urls] + [translation.remote.adapter]
     file = {"chunk_size": 64, "local_cpu": False, "extra_config": {"a": 1}}
     (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(file))
     environ = {

@@ -37,6 +37,16 @@ def whole(status: int, body: bytes, *lines: str) -> bytes:
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
 
 
+def sends(content: bytes = b"", then_s: float = 0):
+    """A replica that answers with these bytes, and ends its work some seconds later."""
+
+    async def answer(replica, asked, writer):
+        writer.write(content)
+        await asyncio.sleep(then_s)
+
+    return answer
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 

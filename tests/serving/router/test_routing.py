@@ -15,7 +15,7 @@ from serving.router.fleet import health, replicas
 from serving.router.http import buffers, downstream
 from serving.router.policy.tiers import DEFAULT_PRICES
 from serving.router.retry import RetryBudget
-from tests.serving.router.conftest import END, STREAM, Routed, chunk, routing, whole
+from tests.serving.router.conftest import END, STREAM, Routed, chunk, routing, sends, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -152,11 +152,8 @@ async def test_an_offer_of_http2_is_not_taken_up():
 
 
 async def test_http_1_0_clients_get_plain_bodies():
-    async def answer(replica, asked, writer):
-        writer.write(STREAM + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + END)
-
     async with routing(1) as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(STREAM + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + END)
         found = await it.answer(b'POST /v1/completions HTTP/1.0\r\ncontent-length: 4\r\n\r\n"Hi"')
         head, _, body = found.partition(b"\r\n\r\n")
         assert body == b"data: 1\n\ndata: 2\n\n"
@@ -178,11 +175,8 @@ async def test_an_answer_that_ends_with_its_connection():
 
 
 async def test_head_requests():
-    async def answer(replica, asked, writer):
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n")
-
     async with routing(1) as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n")
         assert (await it.client.head("/v1/models/")).status_code == 404
         got = await it.client.head("/execution-parameters")
         assert (got.status_code, got.headers["content-length"]) == (200, "20")
@@ -266,12 +260,8 @@ async def test_too_long_heads_are_refused(end):
 
 
 async def test_a_client_that_leaves_ends_the_replicas_work():
-    async def answer(replica, asked, writer):
-        writer.write(STREAM + chunk(b"data: 1\n\n"))
-        await asyncio.sleep(60)
-
     async with routing(1) as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(STREAM + chunk(b"data: 1\n\n"), then_s=60)
         _, writer = await it.raw(posted(b'"Hi"'))
         await until_async(lambda: bool(it.fleet[0].asked))
         writer.close()
@@ -313,11 +303,8 @@ async def test_a_slow_reader_holds_the_replica_back():
 
 @pytest.mark.parametrize("status", [429, 502, 503])
 async def test_another_replica_is_asked_when_one_cannot(status):
-    async def answer(replica, asked, writer):
-        writer.write(whole(status, b"no"))
-
     async with routing(2) as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(whole(status, b"no"))
         for _ in range(20):
             answered = await it.post({"prompt": "Hi"})
             assert answered.json()["replica"] == it.fleet[1].url
@@ -326,24 +313,18 @@ async def test_another_replica_is_asked_when_one_cannot(status):
 
 @pytest.mark.parametrize("status", [400, 404, 424, 500, 504, 507])
 async def test_other_answers_are_passed_on(status):
-    async def answer(replica, asked, writer):
-        writer.write(whole(status, b"no"))
-
     async with routing(2) as it:
         for replica in it.fleet:
-            replica.answer = answer
+            replica.answer = sends(whole(status, b"no"))
         answered = await it.post({"prompt": "Hi"})
         assert (answered.status_code, answered.text) == (status, "no")
         assert sum(len(replica.asked) for replica in it.fleet) == 1
 
 
 async def test_when_all_are_busy_the_client_hears_it_from_a_replica():
-    async def answer(replica, asked, writer):
-        writer.write(whole(503, b"busy", "retry-after: 7"))
-
     async with routing(3) as it:
         for replica in it.fleet:
-            replica.answer = answer
+            replica.answer = sends(whole(503, b"busy", "retry-after: 7"))
         answered = await it.post({"prompt": "Hi"})
         assert (answered.status_code, answered.text) == (503, "busy")
         assert answered.headers["retry-after"] == "7"
@@ -351,21 +332,16 @@ async def test_when_all_are_busy_the_client_hears_it_from_a_replica():
 
 
 async def test_retries_are_no_load_of_their_own():
-    async def answer(replica, asked, writer):
-        writer.write(whole(503, b"busy"))
-
     async with routing(2) as it:
         for replica in it.fleet:
-            replica.answer = answer
+            replica.answer = sends(whole(503, b"busy"))
         for _ in range(300):
             assert (await it.post({"prompt": "Hi"})).status_code == 503
         assert 390 <= sum(len(replica.asked) for replica in it.fleet) <= 431
 
 
 async def test_a_replica_that_dies_before_it_answers_costs_nobody_an_answer():
-    async def answer(replica, asked, writer):
-        await asyncio.sleep(60)
-
+    answer = sends(then_s=60)
     async with routing(2, routing_strategy="roundrobin") as it:
         it.fleet[0].answer = answer
         asked = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(40)]
@@ -391,10 +367,7 @@ async def test_a_replica_that_dies_while_it_answers_leaves_a_cut_answer():
 
 async def test_a_frozen_replica_is_left_and_its_requests_go_elsewhere(monkeypatch):
     monkeypatch.setattr(health, "PING_TIMEOUT_S", 0.1)
-
-    async def answer(replica, asked, writer):
-        await asyncio.sleep(60)
-
+    answer = sends(then_s=60)
     async with routing(2, routing_strategy="roundrobin") as it:
         frozen = it.fleet[0]
         frozen.answer = answer
@@ -453,12 +426,8 @@ async def test_a_draining_replica_gets_no_new_requests(status):
 
 async def test_time_outs_open_no_breaker():
     """They are about requests and the load, not about the replica."""
-
-    async def answer(replica, asked, writer):
-        writer.write(whole(504, b"late"))
-
     async with routing(2, routing_strategy="roundrobin") as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(whole(504, b"late"))
         statuses = [(await it.post({"prompt": "Hi"})).status_code for _ in range(60)]
         assert statuses.count(504) == 30
 
@@ -519,11 +488,8 @@ async def test_a_session_that_no_replica_was_asked_for_is_begun_elsewhere(
 
 
 async def test_answers_that_are_mostly_errors_open_the_breaker():
-    async def answer(replica, asked, writer):
-        writer.write(whole(500, b"no"))
-
     async with routing(2, routing_strategy="roundrobin") as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(whole(500, b"no"))
         statuses = [(await it.post({"prompt": "Hi"})).status_code for _ in range(60)]
         assert statuses.count(500) == 20
         assert statuses[41:] == [200] * 19
@@ -531,12 +497,8 @@ async def test_answers_that_are_mostly_errors_open_the_breaker():
 
 async def test_an_answer_that_does_not_begin_in_time(monkeypatch):
     monkeypatch.setattr(router, "SWEEP_S", 0.02)
-
-    async def answer(replica, asked, writer):
-        await asyncio.sleep(60)
-
     async with routing(1, router_first_byte_timeout=0.1) as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(then_s=60)
         answered = await it.post({"inputs": "Hi"}, "/invocations")
         assert answered.status_code == 504
         assert "0.1 s" in answered.json()["error"]
@@ -545,13 +507,8 @@ async def test_an_answer_that_does_not_begin_in_time(monkeypatch):
 
 async def test_an_answer_that_stands_still(monkeypatch):
     monkeypatch.setattr(router, "SWEEP_S", 0.02)
-
-    async def answer(replica, asked, writer):
-        writer.write(STREAM + chunk(b"data: 1\n\n"))
-        await asyncio.sleep(60)
-
     async with routing(1, router_idle_timeout=0.1) as it:
-        it.fleet[0].answer = answer
+        it.fleet[0].answer = sends(STREAM + chunk(b"data: 1\n\n"), then_s=60)
         with pytest.raises(httpx.RemoteProtocolError):
             await it.post({"prompt": "Hi"})
 
@@ -729,12 +686,9 @@ async def test_a_tenant_is_named_once():
 
 
 async def test_answers_that_are_not_http():
-    async def answer(replica, asked, writer):
-        writer.write(b"nonsense\r\n\r\n")
-
     async with routing(2) as it:
         for replica in it.fleet:
-            replica.answer = answer
+            replica.answer = sends(b"nonsense\r\n\r\n")
         answered = await it.post({"prompt": "Hi"})
         assert answered.status_code == 502
         assert answered.json()["error"]["type"] == "BadGatewayError"
@@ -878,23 +832,17 @@ async def test_how_fast_a_replica_loads_is_looked_at_again(monkeypatch):
 
 
 async def test_changes_of_adapters_go_to_all():
-    async def refuse(replica, asked, writer):
-        writer.write(whole(409, b'{"code":409}', "content-type: application/json"))
-
-    async def busy(replica, asked, writer):
-        writer.write(whole(503, b'{"code":503}', "retry-after: 7"))
-
     async with routing(3) as it:
         answer = await it.client.post("/adapters?name=poet&src=/poet", content=b"")
         assert answer.status_code == 200
         assert [replica.asked[0].target for replica in it.fleet] == [
             "/adapters?name=poet&src=/poet"
         ] * 3
-        it.fleet[1].answer = refuse
+        it.fleet[1].answer = sends(whole(409, b'{"code":409}', "content-type: application/json"))
         answer = await it.client.delete("/adapters/poet")
         assert (answer.status_code, answer.json()) == (409, {"code": 409})
         assert [len(replica.asked) for replica in it.fleet] == [2, 2, 2]
-        it.fleet[2].answer = busy
+        it.fleet[2].answer = sends(whole(503, b'{"code":503}', "retry-after: 7"))
         answer = await it.client.delete("/adapters/poet")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
 
