@@ -46,3 +46,19 @@ def model(gib: float = 16, **more: Any) -> ModelFacts:
         "kv": KvShape(heads=8, full=2 * 8 * 128 * 32),
     }
     return ModelFacts(**{**found, **more})
+
+
+GGUF = ModelFacts(
+    architectures=(),
+    model_type=None,
+    weight_bytes=4,
+    largest_file=4,
+    dtype=None,
+    quantization=None,
+    max_length=None,
+    vocabulary=None,
+    hidden_size=None,
+    layers=None,
+    kv=None,
+)
+"""A model of which nothing is known but its size."""

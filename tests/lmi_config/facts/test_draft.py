@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lmi_config.facts.draft import faults, look
 from lmi_config.facts.model import Folder, ModelError, ModelFacts, facts
 from lmi_config.facts.model import look as look_at_model
+from tests.lmi_config.examples import GGUF
 
 
 class Memory:
@@ -320,21 +321,8 @@ def test_what_vllm_runs_has_no_faults(config, shapes, of):
 
 
 def test_what_is_not_known_is_left_to_vllm():
-    gguf = ModelFacts(
-        architectures=(),
-        model_type=None,
-        weight_bytes=1,
-        largest_file=1,
-        dtype=None,
-        quantization=None,
-        max_length=None,
-        vocabulary=None,
-        hidden_size=None,
-        layers=None,
-        kv=None,
-    )
     for config, shapes in ((EAGLE, EAGLE_TENSORS), (EAGLE3, EAGLE3_TENSORS), (LLAMA, FULL)):
-        assert faults(look(Memory(config, shapes)), gguf, 3) == []
+        assert faults(look(Memory(config, shapes)), GGUF, 3) == []
 
 
 OTHER_WIDTH = (
@@ -362,203 +350,184 @@ CHOSEN = "what vLLM chooses by itself, {}"
 @pytest.mark.parametrize(
     ("config", "shapes", "of", "expected"),
     [
-        (EAGLE, EAGLE_TENSORS, {"hidden_size": 128}, [OTHER_WIDTH.format(64, 128)]),
+        (EAGLE, EAGLE_TENSORS, {"hidden_size": 128}, OTHER_WIDTH.format(64, 128)),
         (
             EAGLE,
             EAGLE_TENSORS,
             {"vocab_size": 320},
-            [
-                "it has embeddings for 256 tokens, and the model has 320; use a draft that was "
-                "trained for this model"
-            ],
+            "it has embeddings for 256 tokens, and the model has 320; use a draft that was "
+            "trained for this model",
         ),
         (
             EAGLE,
             without(EAGLE_TENSORS, "q_proj", "down_proj"),
             {},
-            [INCOMPLETE.format("layers.0.self_attn.q_proj, layers.0.mlp.down_proj")],
+            INCOMPLETE.format("layers.0.self_attn.q_proj, layers.0.mlp.down_proj"),
         ),
         (
             EAGLE | {"num_hidden_layers": 2},
             EAGLE_TENSORS,
             {},
-            [
-                INCOMPLETE.format(
-                    "layers.1.self_attn.q_proj, layers.1.self_attn.k_proj, "
-                    "layers.1.self_attn.v_proj and 4 more"
-                )
-            ],
+            INCOMPLETE.format(
+                "layers.1.self_attn.q_proj, layers.1.self_attn.k_proj, "
+                "layers.1.self_attn.v_proj and 4 more"
+            ),
         ),
         (
             EAGLE | {"architectures": ["EagleLlamaForCausalLM"]},
             without(EAGLE_TENSORS, "fc."),
             {},
-            [INCOMPLETE.format("fc")],
+            INCOMPLETE.format("fc"),
         ),
         (
             EAGLE,
             EAGLE_TENSORS | {"fc.weight": [64, 64]},
             {},
-            [MISSHAPEN.format("fc.weight", [64, 64], [64, 128])],
+            MISSHAPEN.format("fc.weight", [64, 64], [64, 128]),
         ),
         (
             EAGLE,
             EAGLE_TENSORS | {"lm_head.weight": [256, 64], "layers.0.input_layernorm.weight": [64]},
             {},
-            [UNEXPECTED.format("lm_head.weight, layers.0.input_layernorm.weight")],
+            UNEXPECTED.format("lm_head.weight, layers.0.input_layernorm.weight"),
         ),
         (
             EAGLE,
             EAGLE_TENSORS | layer("layers.1.", 64),
             {},
-            [
-                UNEXPECTED.format(
-                    "layers.1.self_attn.q_proj.weight, layers.1.self_attn.k_proj.weight, "
-                    "layers.1.self_attn.v_proj.weight and 5 more"
-                )
-            ],
+            UNEXPECTED.format(
+                "layers.1.self_attn.q_proj.weight, layers.1.self_attn.k_proj.weight, "
+                "layers.1.self_attn.v_proj.weight and 5 more"
+            ),
         ),
         (
             EAGLE,
             {f"model.{name}": shape for name, shape in EAGLE_TENSORS.items()},
             {},
-            [
-                UNEXPECTED.format(
-                    "model.fc.weight, model.embed_tokens.weight, "
-                    "model.layers.0.self_attn.q_proj.weight and 7 more"
-                )
-            ],
+            UNEXPECTED.format(
+                "model.fc.weight, model.embed_tokens.weight, "
+                "model.layers.0.self_attn.q_proj.weight and 7 more"
+            ),
         ),
         (
             EAGLE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
             EAGLE_TENSORS,
             {},
-            [
-                "vLLM 0.32 has no EagleQwen2ForCausalLM to run it with; use a draft with the "
-                "architecture of Llama, as most have"
-            ],
+            "vLLM 0.32 has no EagleQwen2ForCausalLM to run it with; use a draft with the "
+            "architecture of Llama, as most have",
         ),
         (
             EAGLE3 | {"architectures": ["Qwen2ForCausalLM"]},
             EAGLE3_TENSORS,
             {},
-            [
-                "vLLM 0.32 has no Eagle3Qwen2ForCausalLM to run it with; use a draft with the "
-                "architecture of Llama, as most have"
-            ],
+            "vLLM 0.32 has no Eagle3Qwen2ForCausalLM to run it with; use a draft with the "
+            "architecture of Llama, as most have",
         ),
-        (EAGLE3, EAGLE3_TENSORS, {"hidden_size": 128}, [OTHER_WIDTH.format(64, 128)]),
+        (EAGLE3, EAGLE3_TENSORS, {"hidden_size": 128}, OTHER_WIDTH.format(64, 128)),
         (
             EAGLE3 | {"target_hidden_size": 32},
             EAGLE3_TENSORS | {"fc.weight": [64, 96]},
             {},
-            [OTHER_WIDTH.format(32, 64)],
+            OTHER_WIDTH.format(32, 64),
         ),
         (
             EAGLE3 | NARROW,
             without(NARROW_TENSORS, "embed_tokens", "lm_head"),
             {},
-            [INCOMPLETE.format("embed_tokens, lm_head")],
+            INCOMPLETE.format("embed_tokens, lm_head"),
         ),
         (
             EAGLE3,
             EAGLE3_TENSORS,
             {"num_hidden_layers": 4},
-            [LAYERS.format(CHOSEN.format([2, 2, 1]), 2, 4)],
+            LAYERS.format(CHOSEN.format([2, 2, 1]), 2, 4),
         ),
         (
             EAGLE3,
             EAGLE3_TENSORS,
             {"num_hidden_layers": 6},
-            [LAYERS.format(CHOSEN.format([2, 3, 3]), 2, 6)],
+            LAYERS.format(CHOSEN.format([2, 3, 3]), 2, 6),
         ),
         (
             EAGLE3,
             EAGLE3_TENSORS,
             {"num_hidden_layers": 1},
-            [LAYERS.format(CHOSEN.format([2, 0, -2]), 1, 1)],
+            LAYERS.format(CHOSEN.format([2, 0, -2]), 1, 1),
         ),
         (
             EAGLE3 | {IDS: [1, 2, 9]},
             EAGLE3_TENSORS,
             {},
-            [LAYERS.format(f"{IDS}, [1, 2, 9]", 2, 8)],
+            LAYERS.format(f"{IDS}, [1, 2, 9]", 2, 8),
         ),
         (
             EAGLE3 | {IDS: [1, 2, 2]},
             EAGLE3_TENSORS,
             {},
-            [LAYERS.format(f"{IDS}, [1, 2, 2]", 2, 8)],
+            LAYERS.format(f"{IDS}, [1, 2, 2]", 2, 8),
         ),
         # vLLM's class for Llama goes on to take three.
-        (
-            SPECULATORS | {IDS: [1, 2]},
-            SPECULATORS_TENSORS | {"fc.weight": [64, 128]},
-            {},
-            [
-                LAYERS.format(f"{IDS}, [1, 2]", 2, 8),
-                MISSHAPEN.format("fc.weight", [64, 128], [64, 192]),
-            ],
-        ),
-        (EAGLE3, without(EAGLE3_TENSORS, "fc."), {}, [INCOMPLETE.format("fc")]),
-        (EAGLE3, without(EAGLE3_TENSORS, "lm_head"), {}, [INCOMPLETE.format("lm_head")]),
+        (EAGLE3, without(EAGLE3_TENSORS, "fc."), {}, INCOMPLETE.format("fc")),
+        (EAGLE3, without(EAGLE3_TENSORS, "lm_head"), {}, INCOMPLETE.format("lm_head")),
         (
             EAGLE3,
             without(EAGLE3_TENSORS, "d2t"),
             {},
-            [
-                "its draft_vocab_size 32 is below its vocab_size 256, and there is no tensor d2t "
-                "to tell which tokens these are; use a draft that has it"
-            ],
+            "its draft_vocab_size 32 is below its vocab_size 256, and there is no tensor d2t "
+            "to tell which tokens these are; use a draft that has it",
         ),
         (
             EAGLE3 | {"draft_vocab_size": 256},
             EAGLE3_TENSORS | {"lm_head.weight": [256, 64], "d2t": [256]},
             {},
-            ["its draft_vocab_size is the model's whole vocabulary; remove the tensor d2t"],
-        ),
-        (
-            EAGLE3 | {"draft_vocab_size": 64},
-            EAGLE3_TENSORS,
-            {},
-            [
-                MISSHAPEN.format("lm_head.weight", [32, 64], [64, 64]),
-                MISSHAPEN.format("d2t", [32], [64]),
-            ],
+            "its draft_vocab_size is the model's whole vocabulary; remove the tensor d2t",
         ),
         (
             EAGLE3,
             EAGLE3_TENSORS | {"foo.weight": [1]},
             {},
-            [UNEXPECTED.format("foo.weight")],
+            UNEXPECTED.format("foo.weight"),
         ),
         (
             SPECULATORS | {"speculators_model_type": "peagle", "mask_token_id": 1},
             SPECULATORS_TENSORS,
             {},
-            ["there is no tensor mask_hidden to guess in parallel with; use a draft that has it"],
+            "there is no tensor mask_hidden to guess in parallel with; use a draft that has it",
         ),
-        (MEDUSA, {}, {"hidden_size": 32}, [OTHER_WIDTH.format(64, 32)]),
-        (without(MEDUSA, "hidden_size"), {}, {}, [OTHER_WIDTH.format(4096, 64)]),
+        (MEDUSA, {}, {"hidden_size": 32}, OTHER_WIDTH.format(64, 32)),
+        (without(MEDUSA, "hidden_size"), {}, {}, OTHER_WIDTH.format(4096, 64)),
         (
             {"model_type": "mlp_speculator"},
             {},
             {},
-            ["vLLM 0.32 has no MLP speculators any more; use an EAGLE-3 draft"],
+            "vLLM 0.32 has no MLP speculators any more; use an EAGLE-3 draft",
         ),
         (
             LLAMA,
             FULL,
             {"vocab_size": 320},
-            [
-                "its vocabulary has 256 tokens and the model's 320; use a draft of the same "
-                "family, with the same vocab_size"
-            ],
+            "its vocabulary has 256 tokens and the model's 320; use a draft of the same "
+            "family, with the same vocab_size",
         ),
     ],
 )
 def test_what_cannot_work_is_told_with_the_fix(config, shapes, of, expected):
-    assert faults(look(Memory(config, shapes)), target(**of), 3) == expected
+    assert faults(look(Memory(config, shapes)), target(**of), 3) == [expected]
+
+
+def test_all_faults_are_told_at_once():
+    draft = look(
+        Memory(SPECULATORS | {IDS: [1, 2]}, SPECULATORS_TENSORS | {"fc.weight": [64, 128]})
+    )
+    assert faults(draft, target(), 3) == [
+        LAYERS.format(f"{IDS}, [1, 2]", 2, 8),
+        MISSHAPEN.format("fc.weight", [64, 128], [64, 192]),
+    ]
+    draft = look(Memory(EAGLE3 | {"draft_vocab_size": 64}, EAGLE3_TENSORS))
+    assert faults(draft, target(), 3) == [
+        MISSHAPEN.format("lm_head.weight", [32, 64], [64, 64]),
+        MISSHAPEN.format("d2t", [32], [64]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.facts.model import Folder, KvShape, ModelError, ModelFacts, look, tensors
+from tests.lmi_config.examples import GGUF
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -409,19 +410,7 @@ def test_mistrals_own_format():
 
 
 def test_little_is_known_of_gguf():
-    assert look(Memory({"model-Q4_K_M.gguf": b"GGUF"})) == ModelFacts(
-        architectures=(),
-        model_type=None,
-        weight_bytes=4,
-        largest_file=4,
-        dtype=None,
-        quantization=None,
-        max_length=None,
-        vocabulary=None,
-        hidden_size=None,
-        layers=None,
-        kv=None,
-    )
+    assert look(Memory({"model-Q4_K_M.gguf": b"GGUF"})) == GGUF
 
 
 EMPTY = safetensors({})
