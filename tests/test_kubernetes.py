@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifests: valid by the schemas, at one with each other, and with what the programs do.
 
-Objects of Kubernetes' own are held against its schemas. Those of operators have none that can be
-had offline and in a moment: what is written down here are the fields that we use and those that are
-required, by the operators' own definitions, and everything else is refused. Pods in them are
-Kubernetes' again.
+Objects of Kubernetes' own are held against its schemas, HyperPod's against its published one. Those
+of other operators have none that can be had offline and in a moment: what is written down here are
+the fields that we use and those that are required, by the operators' own definitions, and
+everything else is refused. Pods in them are Kubernetes' again.
 """
 
 import asyncio
@@ -28,6 +28,8 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import Endpoints, replica_source
 from lmi_config.plan import shared_store, vllm
 from lmi_config.plan.parallelism import copies
+from scripts.hyperpod_local import manifest
+from scripts.hyperpod_local.manifest import ManifestError
 from serving.api.app import create_app
 from serving.api.backend import Backend
 from serving.inference import queue
@@ -101,7 +103,6 @@ _PROMETHEUS = _object(
     metadata=_texts("serverAddress query threshold"),
     metricType=_one("AverageValue", "Value"),
 )
-_NAME = _named("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 
 SPECS: Mapping[str, Document] = {
     # sigs.k8s.io/lws, api/leaderworkerset/v1
@@ -136,65 +137,24 @@ SPECS: Mapping[str, Document] = {
             _object("", port=TEXT, path=TEXT, interval=_named(r"(\d+(ms|s|m|h))+"))
         ),
     ),
-    # github.com/aws/sagemaker-hyperpod-cli, the inference operator's CRD, v1
-    "inference.sagemaker.aws.amazon.com/v1 InferenceEndpointConfig": _object(
-        "modelName modelSourceConfig worker",
-        modelName=_NAME,
-        endpointName=_NAME,
-        instanceType=_named(r"ml\..*"),
-        replicas=NUMBER,
-        maxDeployTimeInSeconds=NUMBER,
-        invocationEndpoint=TEXT,
-        modelSourceConfig=_object(
-            "modelSourceType",
-            modelSourceType=_one("fsx", "s3", "huggingface", "kubernetesVolume"),
-            s3Storage=_object("bucketName region", bucketName=TEXT, region=TEXT),
-            modelLocation=TEXT,
-        ),
-        kvCacheSpec=_object("", enableL1Cache=FLAG, enableL2Cache=FLAG),
-        intelligentRoutingSpec=_object(
-            "",
-            enabled=FLAG,
-            routingStrategy=_one("prefixaware", "kvaware", "session", "roundrobin"),
-        ),
-        loadBalancer=_object(
-            "",
-            healthCheckPath=TEXT,
-            routingAlgorithm=_one("least_outstanding_requests", "round_robin"),
-        ),
-        metrics=_object(
-            "",
-            enabled=FLAG,
-            modelMetrics=_object(
-                "", path=TEXT, port={"type": "integer", "minimum": 1024, "maximum": 65535}
-            ),
-        ),
-        worker=_object(
-            "image modelInvocationPort modelVolumeMount resources",
-            image=TEXT,
-            args=_list(TEXT),
-            modelInvocationPort=_object(
-                "containerPort", name=_one("http", "grpc"), containerPort=NUMBER
-            ),
-            modelVolumeMount=_object("name", name=TEXT, mountPath=TEXT),
-            environmentVariables=ANY,
-            resources=ANY,
-            probes=_object("", startupProbe=ANY, readinessProbe=ANY, livenessProbe=ANY),
-        ),
-    ),
 }
 
 
 def check(document: Document) -> None:
-    """Raise jsonschema.ValidationError for what a cluster would not take, or would drop."""
+    """Raise jsonschema.ValidationError or ManifestError for what a cluster would not take, or would
+    drop.
+    """
     what = f"{document['apiVersion']} {document['kind']}"
-    if what not in SPECS:
+    spec = document.get("spec", {})
+    if document["kind"] == manifest.KIND:
+        manifest.check(document)
+    elif what not in SPECS:
         for version in VERSIONS:
             kubernetes_validate.validate(document, version, strict=True)
         return
-    whole = _object("metadata spec", apiVersion=TEXT, kind=TEXT, metadata=ANY, spec=SPECS[what])
-    jsonschema.Draft202012Validator(whole).validate(document)
-    spec = document["spec"]
+    else:
+        whole = _object("metadata spec", apiVersion=TEXT, kind=TEXT, metadata=ANY, spec=SPECS[what])
+        jsonschema.Draft202012Validator(whole).validate(document)
     for template in templates(document):
         check({"apiVersion": "v1", "kind": "Pod", **template})
     if "scaleTargetRef" in spec:
@@ -314,7 +274,7 @@ POD = ("spec", "template", "spec")
 def test_what_is_wrong_is_found(file: str, path: tuple[str | int, ...], change: Document) -> None:
     document = copy.deepcopy(MANIFESTS[file][0])
     _path(document, *path).update(change)
-    with pytest.raises(jsonschema.ValidationError):
+    with pytest.raises((jsonschema.ValidationError, ManifestError)):
         check(document)
 
 
@@ -647,8 +607,9 @@ def test_hyperpod_scrapes_and_asks_the_port_that_is_served() -> None:
     assert config["invocationEndpoint"] == "invocations"
     assert config["loadBalancer"]["healthCheckPath"] == "/ping"
     assert config["worker"]["modelVolumeMount"]["mountPath"] == part.settings().model_id
-    # Its tiers would put a second LMCache beside ours.
-    assert config["kvCacheSpec"] == {"enableL1Cache": False, "enableL2Cache": False}
+    # What it adds for them names the store; sizes are Slipway's.
+    assert config["kvCacheSpec"]["l2CacheSpec"] == {"l2CacheBackend": "tieredstorage"}
+    assert part.settings().lmcache_auto_config
 
 
 def test_docs_name_every_file() -> None:

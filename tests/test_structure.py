@@ -113,6 +113,7 @@ OF_SCRIPTS = {
     "chaos": {"harness", "models"},
     "routing_sim": set(),
     "sagemaker_local": set(),
+    "hyperpod_local": {"harness", "models"},
     "generate": set(),
     "release": set(),
 }

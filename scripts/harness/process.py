@@ -38,7 +38,7 @@ class Program:
 
     command, environ: `{port}` in them becomes the port. environ is set in addition to our own
     variables and OPTION_PORT. log: the file that its output goes to; None for our own output.
-    root: the checkout to run from.
+    root: the checkout to run from. port: where it matters which one.
     """
 
     process: "subprocess.Popen[bytes] | Forked"
@@ -49,8 +49,9 @@ class Program:
         environ: Mapping[str, str] = NOTHING,
         log: Path | None = None,
         root: Path = ROOT,
+        port: int | None = None,
     ) -> None:
-        self.port = ports.free()
+        self.port = port or ports.free()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         if log:

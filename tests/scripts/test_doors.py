@@ -14,7 +14,7 @@ from scripts.models import default
 from tests.test_entrypoint import run
 
 ROOT = Path(__file__).parents[2]
-DOORS = ("serve", "plan", "route", "sagemaker", "build", "check", "test", "lock", "dev")
+DOORS = ("serve", "plan", "route", "sagemaker", "hyperpod", "build", "check", "test", "lock", "dev")
 UV = 'echo "uv was asked: $@" >&2; exit 9'
 
 

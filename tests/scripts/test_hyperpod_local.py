@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stand-in for HyperPod's operator, up to where a server would start."""
+
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.hyperpod_local import manifest
+from scripts.hyperpod_local.manifest import CONNECTOR, ManifestError
+from scripts.hyperpod_local.operator import Operator, table
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = yaml.safe_load((ROOT / "examples/hyperpod/endpoint.yaml").read_text())
+OURS = yaml.safe_load((ROOT / "deploy/kubernetes/hyperpod.yaml").read_text())
+
+
+def changed(*path, value, document=EXAMPLE):
+    """A copy with another value at the end of the path; ... takes it out."""
+    found = copy.deepcopy(document)
+    inner = found
+    for step in path[:-1]:
+        inner = inner.setdefault(step, {})
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return found
+
+
+def endpoint(*path, value):
+    document = changed(*path, value=value)
+    manifest.check(document)
+    return manifest.endpoint(document)
+
+
+@pytest.mark.parametrize("document", [EXAMPLE, OURS])
+def test_manifests_pass_the_published_schema(document):
+    manifest.check(document)
+    assert manifest.endpoint(document).replicas == document["spec"]["replicas"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fault"),
+    [
+        (("kind",), "Pod", "kind: is 'Pod', and should be InferenceEndpointConfig"),
+        (("metadata", "name"), "${NAME}", "metadata.name: is '${NAME}', and should be"),
+        (("spec", "worker"), ..., "spec: 'worker' is a required property"),
+        (("spec", "replicas"), "2", "spec.replicas: '2' is not of type 'integer'"),
+        (("spec", "kvCacheSpec", "l2Cache"), {}, "('l2Cache' was unexpected)"),
+        (
+            ("spec", "kvCacheSpec", "l2CacheSpec", "l2CacheBackend"),
+            "memcached",
+            "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend: 'memcached' does not match",
+        ),
+        (
+            ("spec", "intelligentRoutingSpec", "routingStrategy"),
+            "sticky",
+            "spec.intelligentRoutingSpec.routingStrategy: 'sticky' is not one of",
+        ),
+        (("spec", "worker", "enviroment"), [], "('enviroment' was unexpected)"),
+        (("spec", "metrics", "modelMetrics", "port"), 80, "80 is less than the minimum of 1024"),
+    ],
+)
+def test_what_a_cluster_would_not_take_is_named(path, value, fault):
+    with pytest.raises(ManifestError) as refused:
+        manifest.check(changed(*path, value=value))
+    (line,) = str(refused.value).splitlines()
+    assert fault in line
+
+
+def test_all_faults_are_told_at_once():
+    document = changed("spec", "replicas", value="2", document=changed("kind", value="Pod"))
+    with pytest.raises(ManifestError) as refused:
+        manifest.check(document)
+    assert len(str(refused.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fault"),
+    [
+        (("spec", "worker", "command"), ["vllm"], "spec.worker.command"),
+        (("spec", "kvCacheSpec", "l2CacheSpec"), ..., "should be redis or tieredstorage"),
+    ],
+)
+def test_what_has_no_meaning_here_is_refused(path, value, fault):
+    with pytest.raises(ManifestError, match=fault):
+        endpoint(*path, value=value)
+
+
+def test_the_schemas_defaults_hold():
+    found = endpoint("spec", "loadBalancer", value=...)
+    assert found.health == "/ping"
+    found = endpoint("spec", "kvCacheSpec", value=...)
+    assert (found.l1, found.l2, found.seconds) == (True, None, 3600)
+    found = endpoint("spec", "intelligentRoutingSpec", value={"enabled": True})
+    assert found.strategy == "prefixaware"
+    assert endpoint("spec", "intelligentRoutingSpec", value=...).strategy is None
+
+
+EXTRA = {"sagemaker_hyperpod_shared_memory_name": "segment"}
+L1 = {"LMCACHE_LOCAL_CPU": "true", "LMCACHE_MAX_LOCAL_CPU_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "url", "extra", "added"),
+    [
+        (
+            ("spec", "replicas"),
+            1,
+            "sagemaker-hyperpod://$(NODE_IP):9200",
+            EXTRA,
+            {
+                **L1,
+                "LMCACHE_REMOTE_URL": "sagemaker-hyperpod://127.0.0.1:9200",
+                "LMCACHE_REMOTE_SERDE": "naive",
+                "LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA),
+            },
+        ),
+        (("spec", "kvCacheSpec"), {"enableL1Cache": True}, None, {}, L1),
+        (
+            ("spec", "kvCacheSpec", "enableL1Cache"),
+            False,
+            "redis://127.0.0.1:1",
+            {},
+            {
+                **L1,
+                "LMCACHE_LOCAL_CPU": "false",
+                "LMCACHE_REMOTE_URL": "redis://127.0.0.1:1",
+                "LMCACHE_REMOTE_SERDE": "naive",
+            },
+        ),
+        (
+            ("spec", "kvCacheSpec", "cacheConfigFile"),
+            "/opt/ml/model/lmcache.yaml",
+            "redis://127.0.0.1:1",
+            {},
+            {"LMCACHE_CONFIG_FILE": "/here/lmcache.yaml"},
+        ),
+        (("spec", "kvCacheSpec"), {"enableL1Cache": False}, None, {}, {}),
+    ],
+)
+def test_what_the_operator_adds_for_kv_caches(path, value, url, extra, added):
+    args, environ = manifest.container(endpoint(*path, value=value), "/here", url, extra, 1)
+    assert args[:2] == ["--model", "/here"]
+    assert (args[-2:] == ["--kv-transfer-config", CONNECTOR]) == bool(added)
+    assert {name: it for name, it in environ.items() if name.startswith("LMCACHE_")} == added
+    assert environ["NODE_IP"] == "127.0.0.1"
+    assert environ["MODEL_CACHE_ROOT"] == "/here"
+
+
+def test_variables_are_made_as_kubernetes_makes_them():
+    variables = [
+        {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
+        {"name": "URL", "value": "redis://$(NODE):1"},
+        {"name": "LATER", "value": "$(NOT_THERE)"},
+        {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}},
+    ]
+    found = endpoint("spec", "worker", "environmentVariables", value=variables)
+    assert found.environ == {
+        "NODE": "127.0.0.1",
+        "URL": "redis://127.0.0.1:1",
+        "LATER": "$(NOT_THERE)",
+    }
+
+
+def test_a_container_that_listens_elsewhere_is_refused(tmp_path):
+    """The load balancer would never call it healthy."""
+    for args, port in ((EXAMPLE["spec"]["worker"]["args"], 8000), (["serve"], 8080), ([], 8080)):
+        assert manifest.listens(args, {}) == port
+    found = dataclasses.replace(manifest.endpoint(EXAMPLE), args=["serve"], l2=None)
+    with pytest.raises(
+        ManifestError, match="containerPort: is 8000, and the container listens on 8080"
+    ):
+        Operator(found, model=str(tmp_path), port=0, folder=tmp_path)
+
+
+def test_a_mistyped_argument_is_refused_before_anything_starts(tmp_path):
+    document = changed("spec", "worker", "args", value=["--max-modle-len", "5"])
+    (tmp_path / "endpoint.yaml").write_text(yaml.safe_dump(document))
+    words = ("apply", str(tmp_path / "endpoint.yaml"), "--model", str(tmp_path))
+    ended = subprocess.run(
+        [sys.executable, "-m", "scripts.hyperpod_local", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert "--max-modle-len: no such option; did you mean --max-model-len?" in ended.stderr
+
+
+@pytest.mark.parametrize("strategy", ["prefixaware", "kvaware", "session", "roundrobin"])
+def test_the_router_and_the_replicas_follow_the_strategy(strategy, tmp_path):
+    found = endpoint("spec", "intelligentRoutingSpec", "routingStrategy", value=strategy)
+    operator = Operator(found, model=str(tmp_path), port=0, folder=tmp_path)
+    environ = operator.router.program._environ
+    assert environ["OPTION_ROUTING_STRATEGY"] == strategy
+    assert environ["OPTION_ROUTER_REPLICAS"] == operator.pods[0].program.url
+    assert ("OPTION_KV_EVENTS" in operator.pods[0].program._environ) == (strategy == "kvaware")
+
+
+def test_a_table_is_as_kubectl_prints_it():
+    rows = [{"NAME": "demo", "AGE": "8s"}, {"NAME": "demonstration", "AGE": "12s"}]
+    assert table(rows) == "NAME            AGE\ndemo            8s\ndemonstration   12s"
