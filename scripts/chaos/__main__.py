@@ -2,9 +2,10 @@
 """Faults under load: what is lost, what is wrong, and what grows. It should be nothing.
 
 Two servers with a tiny model, KV cache tiers, adapters and a formatter, a Valkey that they share
-behind a proxy, and the router in front of them. While mixed traffic goes on, faults come one after
-the other in a random order: engine processes, the cache server and Valkey are killed or stand
-still, a server is asked to stop, the network to Valkey stands still, a disk is full. All along
+behind a proxy (or HyperPod's tiered storage: its stand-in), and the router in front of them. While
+mixed traffic goes on, faults come one after the other in a random order: engine processes, the
+cache server and the shared store are killed or stand still, tiered storage lies about places, a
+server is asked to stop, the network to the store stands still, a disk is full. All along
 adapters are registered, updated and deleted, and clients send garbage or leave in the middle. In
 the end all of it is asked to stop under load. What ends is started again, as Docker or Kubernetes
 would do it.
@@ -50,6 +51,7 @@ class Chaos:
         self.ledger = Ledger()
         self.world = World(
             servers=options.servers,
+            store=options.store,
             hostile=options.hostile,
             folder=folder,
             ledger=self.ledger,
@@ -170,10 +172,15 @@ def main() -> int:
     parser.add_argument("--hostile", action="store_true", help="no faults, but hostile clients")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and of the faults' order")
     parser.add_argument("--servers", type=int, default=2, help="2 or more")
+    parser.add_argument(
+        "--store", choices=("valkey", "tieredstorage"), default="valkey", help="that they share"
+    )
     parser.add_argument("--users", type=int, default=8, help="who ask at the same time")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="FAULT")
     parser.add_argument("--logs", type=Path, help="a folder for the logs, which are else removed")
     options = parser.parse_args()
+    if options.store != "tieredstorage":
+        options.faults = [it for it in options.faults if it != "store-lies"]
     if options.servers < 2:
         parser.error("with one server there is nobody to answer while it starts again")
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:

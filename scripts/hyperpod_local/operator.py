@@ -55,6 +55,11 @@ class Pod:
             self.restarts += 1
             self.program.start()
 
+    def last(self) -> str:
+        """How it ended, with the last line of its log, which says why."""
+        lines = self.program.logged().splitlines() or [""]
+        return f"{self.name} ended with exit code {self.program.process.poll()}: {lines[-1]}"
+
     @property
     def status(self) -> str:
         return "Running" if self.ended is None else "CrashLoopBackOff"
@@ -76,6 +81,7 @@ class Operator:
 
     model: a folder or hub id, in the place of the model's source. more: arguments that every
     container gets behind its own. port: of the endpoint. l1_gib: of CPU memory for each replica.
+    image: the program that is a replica.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Operator:
         folder: Path,
         more: Sequence[str] = (),
         l1_gib: float = 1,
+        image: Sequence[str] = ("./entrypoint.sh",),
     ) -> None:
         self.endpoint = endpoint
         self.store: Program | None = None
@@ -115,9 +122,7 @@ class Operator:
         self.pods = [
             Pod(
                 f"{endpoint.name}-{n + 1}",
-                self._program(
-                    f"{endpoint.name}-{n + 1}", ("./entrypoint.sh", *args), self._own(environ)
-                ),
+                self._program(f"{endpoint.name}-{n + 1}", (*image, *args), self._own(environ)),
                 endpoint.health,
             )
             for n in range(endpoint.replicas)
@@ -195,16 +200,17 @@ class Operator:
 
         ending: whether to end, after waiting so many seconds.
         """
-        shown, ready = "", False
+        shown, ready, pods = "", False, (*self.pods, self.router)
         while not ending(LOOK_S):
-            for pod in (*self.pods, self.router):
+            for pod in pods:
                 pod.look()
             self._write()
-            state = " ".join(
-                f"{it.name}:{it.status}:{it.ready}" for it in (*self.pods, self.router)
-            )
+            state = " ".join(f"{it.name}:{it.status}:{it.ready}" for it in pods)
             if state != shown:
                 told(f"{table(self.rows())}\n")
+                for pod in pods:
+                    if pod.ended:
+                        told(pod.last())
             shown = state
             if self.complete and not ready:
                 ready = True

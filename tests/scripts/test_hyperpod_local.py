@@ -4,16 +4,20 @@
 import copy
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
+from scripts.harness.wait import until
 from scripts.hyperpod_local import manifest
 from scripts.hyperpod_local.manifest import CONNECTOR, ManifestError
-from scripts.hyperpod_local.operator import Operator, table
+from scripts.hyperpod_local.operator import Operator, running, table
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = yaml.safe_load((ROOT / "examples/hyperpod/endpoint.yaml").read_text())
@@ -203,6 +207,52 @@ def test_the_router_and_the_replicas_follow_the_strategy(strategy, tmp_path):
     assert environ["OPTION_ROUTING_STRATEGY"] == strategy
     assert environ["OPTION_ROUTER_REPLICAS"] == operator.pods[0].program.url
     assert ("OPTION_KV_EVENTS" in operator.pods[0].program._environ) == (strategy == "kvaware")
+
+
+@pytest.fixture
+def applied(tmp_path, monkeypatch):
+    """The example with two replicas, each of them a stub that takes none of the arguments."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    stub = tmp_path / "image"
+    program = ROOT / "scripts/harness/stub_replica.py"
+    stub.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$OPTION_PORT"\n')
+    stub.chmod(0o755)
+    found = dataclasses.replace(manifest.endpoint(EXAMPLE), replicas=2)
+    operator = Operator(found, model=str(tmp_path), port=0, folder=tmp_path, image=[str(stub)])
+    said: list[str] = []
+    ending = threading.Event()
+    with operator:
+        keeping = threading.Thread(target=operator.keep, args=(said.append, ending.wait))
+        keeping.start()
+        try:
+            until(lambda: operator.complete)
+            yield operator, said
+        finally:
+            ending.set()
+            keeping.join()
+    assert running() == []
+    assert not [*Path("/dev/shm").glob(f"ai_toolkit_cache-{os.getpid()}*")]
+    assert operator.store
+    programs = [operator.router.program, *(it.program for it in operator.pods), operator.store]
+    assert not [it for it in programs if it.process.poll() is None]
+
+
+def test_an_endpoint_runs_and_its_replicas_are_started_again(applied):
+    operator, said = applied
+    url = operator.url + operator.endpoint.invocation
+    assert httpx.post(url, json={"messages": []}).headers["x-replica"]
+    assert httpx.get(f"{operator.url}/health").status_code == 200
+    assert operator.store.listens()
+    until(lambda: f"ask it: curl {url}" in said)
+    operator.pods[0].program.kill()
+    until(lambda: operator.pods[0].restarts == 1)
+    until(lambda: operator.complete)
+    assert any("CrashLoopBackOff" in it for it in said)
+    assert any(it.startswith("demo-1 ended with exit code -9") for it in said)
+    until(lambda: running()[0]["endpoint"]["STATE"] == "DeploymentComplete")
+    (shown,) = running()
+    assert [it["RESTARTS"] for it in shown["pods"]] == [1, 0, 0]
+    assert [it["NAME"] for it in shown["pods"]] == ["demo-1", "demo-2", "demo-default-router"]
 
 
 def test_a_table_is_as_kubectl_prints_it():

@@ -16,7 +16,7 @@ from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_re
 
 from lmi_config.plan import shared_store
 from scripts.harness.ports import free
-from scripts.harness.tiered_storage import PIECE, Daemon, running
+from scripts.harness.tiered_storage import PIECE, Daemon, misplaced, running
 from serving.kv_cache.lmcache.shared_store import SharedStore
 from serving.kv_cache.lmcache.tiered_storage import CheckedClient
 
@@ -128,6 +128,7 @@ def _pieces(**changed: Any):
 
 
 LIES = {
+    "misplaced": misplaced,
     "cut": _cut,
     "elsewhere": _elsewhere,
     "swapped": _swapped,
