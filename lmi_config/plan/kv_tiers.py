@@ -409,7 +409,7 @@ def connector(tiers: Tiers, machine: Machine, path: str) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": ports(machine).engine,
-            # How long the engine may stand still for a server that is away: 21 s were seen with
+            # How long the engine may wait for a server that is away: 21 s were seen with
             # LMCache's own 300 s and 10 s. Without a GPU it copies KV itself, and waits for that.
             "lmcache.mp.mq_timeout": 10.0 if machine.gpus else 5.0,
             "lmcache.mp.heartbeat_interval": 2.0,

@@ -4,8 +4,8 @@
 Two servers with a tiny model, KV cache tiers, adapters and a formatter, a Valkey that they share
 behind a proxy (or HyperPod's tiered storage: its stand-in), and the router in front of them. While
 mixed traffic goes on, faults come one after the other in a random order: engine processes, the
-cache server and the shared store are killed or stand still, tiered storage lies about places, a
-server is asked to stop, the network to the store stands still, a disk is full. All along
+cache server and the shared store are killed or hang, tiered storage lies about places, a
+server is asked to stop, the network to the store hangs, a disk is full. All along
 adapters are registered, updated and deleted, and clients send garbage or leave in the middle. In
 the end all of it is asked to stop under load. What ends is started again, as Docker or Kubernetes
 would do it.

@@ -87,7 +87,7 @@ class Faults:
     async def cache_server(self, name: str) -> None:
         await self._cache_server(name, psutil.Process.kill)
 
-    async def cache_server_stands(self, name: str) -> None:
+    async def cache_server_hangs(self, name: str) -> None:
         await self._cache_server(name, psutil.Process.suspend)
 
     async def _cache_server(self, name: str, act: Callable[[psutil.Process], None]) -> None:
@@ -112,7 +112,7 @@ class Faults:
         server.start()
         await self._used_again(fault)
 
-    async def store_stands(self, name: str) -> None:
+    async def store_hangs(self, name: str) -> None:
         await self._stands(name, self.world.store.server)
 
     async def store_lies(self, name: str) -> None:
@@ -124,7 +124,7 @@ class Faults:
         server.kill(signal.SIGUSR1)
         await self._used_again(fault)
 
-    async def network_stands(self, name: str) -> None:
+    async def network_hangs(self, name: str) -> None:
         await self._stands(name, self.world.store.link)
 
     async def _stands(self, name: str, program: Program) -> None:
@@ -167,10 +167,10 @@ FAULTS: dict[str, tuple[Callable[[Faults, str], Awaitable[None]], str]] = {
     "engine": (Faults.engine, "an engine process is killed"),
     "stop": (Faults.stopped, "a server is asked to stop"),
     "cache-server": (Faults.cache_server, "the cache server is killed"),
-    "cache-server-stands": (Faults.cache_server_stands, "the cache server stands still"),
+    "cache-server-hangs": (Faults.cache_server_hangs, "the cache server hangs"),
     "store": (Faults.store_killed, "the shared store is killed"),
-    "store-stands": (Faults.store_stands, "the shared store stands still"),
+    "store-hangs": (Faults.store_hangs, "the shared store hangs"),
     "store-lies": (Faults.store_lies, "tiered storage answers with other places in memory"),
-    "network": (Faults.network_stands, "the network to the shared store stands still"),
+    "network": (Faults.network_hangs, "the network to the shared store hangs"),
     "disk": (Faults.disk_full, "the disk is full"),
 }
