@@ -34,6 +34,10 @@ class Malformed(ServingError):
     """What came is no HTTP/1.1, or may be read in two ways."""
 
 
+class InternalFunction(ServingError):
+    """The request names the handler's function that it is for, which is no client's to choose."""
+
+
 class NotFound(ServingError):
     """The request names a model or a path that is not here."""
 
@@ -154,6 +158,7 @@ class _Row(NamedTuple):
 _TABLE: Mapping[type[ServingError], _Row] = {
     BadRequest: _Row(400, 424, "BadRequestError", "BadRequestException"),
     Malformed: _Row(400, 400, "BadRequestError", "BadRequestException"),
+    InternalFunction: _Row(400, 400, "BadRequestError", "BadRequestException"),
     NotFound: _Row(404, 404, "NotFoundError", "ResourceNotFoundException"),
     Forbidden: _Row(403, 403, "PermissionDeniedError", "AccessDeniedException"),
     MethodNotAllowed: _Row(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),

@@ -29,8 +29,19 @@ HEALTH = "/health"
 """What vLLM's own server calls /ping, and load balancers before vLLM's image ask."""
 PROBES = (PING, HEALTH)
 METRICS = "/metrics"
+SERVER_METRICS = "/server/metrics"
+"""What LMI calls /metrics."""
+SERVER_LOGGING = "/server/logging"
+MANAGEMENT = ("/models", "/workflows")
+MANAGED = ("/models/{model}", "/workflows/{model}")
+"""LMI's management API."""
+HANDLER = b"handler"
+"""By this LMI's server tells its Python side which function is meant. It is no client's to send."""
 REPLICAS = "/replicas"
-INVOCATIONS = ("/invocations", "/predictions/{model}", "/models/{model}/invoke")
+INVOCATIONS = (
+    *("/invocations", "/predictions"),
+    *("/predictions/{model}", "/models/{model}/invoke"),
+)
 """The paths of LMI's that are one: the last two are those of its server and of SageMaker's
 multi-model endpoints.
 """
@@ -43,6 +54,7 @@ def _pattern(paths: Iterable[str]) -> str:
 
 INVOCATIONS_PATH = _pattern(INVOCATIONS)
 ADAPTERS_PATH = _pattern(ADAPTERS)
+MANAGEMENT_PATH = _pattern((*MANAGEMENT, *MANAGED, SERVER_LOGGING))
 """The same as regular expressions."""
 OPENAI = "/v1/"
 """What all of OpenAI's begin with."""

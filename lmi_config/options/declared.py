@@ -718,6 +718,14 @@ class Settings:
         help="Maximum number of registered adapters. Most of them stay on disk until they are "
         "used.",
     )
+    lmi_preload: bool = _option(
+        boolean,
+        "OPTION_LMI_PRELOAD",
+        section=Section.LORA,
+        default=False,
+        help="Load adapters when they are registered, as LMI does, unless `preload=false` says "
+        "otherwise. If false, they are loaded at their first request, unless `preload=true` does.",
+    )
     adapter_roots: tuple[str, ...] = _option(
         words,
         "OPTION_ADAPTER_ROOTS",

@@ -28,7 +28,10 @@ async def every(call: HttpCall, pipeline: Pipeline) -> None:
     if call.scope["method"] == "POST":
         given = _parameters(await pipeline.bodies.read(call.scope, call.receive), request)
         name, src = given.required("name"), given.required("src")
-        await adapters.register(name, src, given.flag("preload"), given.flag("pin"))
+        preload, pin = given.loading()
+        if preload is None:
+            preload = pipeline.preloads
+        await adapters.register(name, src, preload, bool(pin))
         answer: Any = _done(request, name, "registered")
     else:
         answer = _page(adapters.listed(), request)
@@ -53,7 +56,7 @@ async def update(call: HttpCall, pipeline: Pipeline) -> None:
     name, request = call.scope["path_params"]["name"], Request(call.scope)
     given = _parameters(await pipeline.bodies.read(call.scope, call.receive), request)
     src = given.required("src") if "src" in given else None
-    await adapters.update(name, src, given.choice("preload"), given.choice("pin"))
+    await adapters.update(name, src, *given.loading())
     await JSONResponse(_done(request, name, "updated"))(call.scope, call.receive, call.send)
 
 
@@ -79,8 +82,12 @@ class _Parameters(dict[str, Any]):
                 return False
         raise BadRequest(f"{name}={value!r:.100} should be true or false", name)
 
-    def flag(self, name: str) -> bool:
-        return bool(self.choice(name))
+    def loading(self) -> tuple[bool | None, bool | None]:
+        """`preload` and `pin`. Raises BadRequest where they contradict each other."""
+        preload, pin = self.choice("preload"), self.choice("pin")
+        if pin and preload is False:
+            raise BadRequest("pin=true keeps the adapter loaded, and preload=false does not", "pin")
+        return preload, pin
 
 
 def _parameters(body: bytes, request: Request) -> _Parameters:

@@ -62,6 +62,7 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
 
     invocations = Invocations(settings, sessions).answer
     openai = OpenAI(sessions).answer
+    management = info.Management(settings, backend)
     router: ASGIApp = Router(
         [
             *(route(path, invocations, "POST") for path in protocol.INVOCATIONS),
@@ -78,8 +79,19 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
                     ("/{name}/update", adapters.update, ("POST",)),
                 )
             ),
+            *(
+                route(path, handler, "GET", "POST")
+                for path, handler in zip(
+                    protocol.MANAGEMENT, (management.models, management.workflows), strict=True
+                )
+            ),
+            *(route(path, management.model, "GET", "PUT", "DELETE") for path in protocol.MANAGED),
+            route(protocol.SERVER_LOGGING, management.logging, "POST"),
             *(plain(path, info.Ping(backend)) for path in protocol.PROBES),
-            plain(protocol.METRICS, info.metrics, "GET"),
+            *(
+                plain(path, info.metrics, "GET")
+                for path in (protocol.METRICS, protocol.SERVER_METRICS)
+            ),
         ],
         redirect_slashes=False,
         default=RecordedEndpoint(

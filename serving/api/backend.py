@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands behind the API, from the server's start to its end."""
 
+import datetime
+
 from lmi_config.options.declared import Settings
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
@@ -18,12 +20,22 @@ class Backend:
         self._settings = settings
         self._pipeline: Pipeline | None = None
         self.error_rates = ErrorRates(settings)
+        self.gpus = 0
+        """How many the engine may use."""
+        self.opened = datetime.datetime.now(datetime.UTC)
+        """When requests were answered first."""
 
     def open(
-        self, engine: Engine, adapters: AdapterRegistry | None, code: UserCode | None
+        self,
+        engine: Engine,
+        adapters: AdapterRegistry | None,
+        code: UserCode | None,
+        gpus: int = 0,
     ) -> Pipeline:
         """Answer requests from now on: the server is ready. code: the model's own model.py."""
         self._pipeline = Pipeline(engine, adapters, code, self._settings)
+        self.gpus = gpus
+        self.opened = datetime.datetime.now(datetime.UTC)
         self._lifecycle.enter(Stage.READY)
         self.error_rates.clear()  # of requests that came too early
         return self._pipeline
@@ -39,7 +51,12 @@ class Backend:
         """The status and JSON body that /ping answers with now."""
         status, answer = self._lifecycle.ping()
         if status == 200:
-            trouble = self.error_rates.exceeded() or self.pipeline.code_failing
+            trouble = self.trouble
             if trouble:
                 return 503, {**answer, "status": "failing", "detail": trouble}
         return status, answer
+
+    @property
+    def trouble(self) -> str | None:
+        """Why requests fail though the server is ready, where they do."""
+        return self.error_rates.exceeded() or self.pipeline.code_failing

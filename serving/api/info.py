@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server says of itself: its health, its models, its series, and how to use it."""
+"""What the server says of itself: its health, its models, its series, and how to use it.
+
+Answers of LMI's management API have the shapes of DJL Serving 0.36 (ListModelsResponse,
+DescribeWorkflowResponse).
+"""
+
+from typing import Any
 
 import msgspec
 from prometheus_client import REGISTRY, make_asgi_app
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from lmi_config.options.declared import Settings
 from serving.api.backend import Backend
 from serving.engine.vllm_errors import from_engine
+from serving.errors import Conflict
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
 
@@ -78,3 +86,85 @@ class Parameters:
             "MaxPayloadInMB": min(100 // transforms, self._largest_mb) or 1,
         }
         await JSONResponse(parameters)(call.scope, call.receive, call.send)
+
+
+class Management:
+    """Answers LMI's management API: /models, /workflows, which wrap a model each, /server/logging.
+
+    One model runs here, in one worker. Calls that would change that are refused, with what to do
+    instead.
+    """
+
+    def __init__(self, settings: Settings, backend: Backend) -> None:
+        self._settings = settings
+        self._backend = backend
+
+    async def models(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET lists the model; POST would register one."""
+        if call.scope["method"] == "POST":
+            raise Conflict(
+                "models are not registered here: this server has the one that it was started with, "
+                f"{self._name}; start a server for each model, and put them behind one address"
+            )
+        listed = {"modelName": self._name, "modelUrl": self._settings.model_id, "status": "READY"}
+        await _answer(call, {"models": [listed]})
+
+    async def workflows(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET lists the model's; POST would register one."""
+        if call.scope["method"] == "POST":
+            raise Conflict("there are no workflows here; have clients call one model after another")
+        await _answer(call, {"workflows": [{"workflowName": self._name}]})
+
+    async def model(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET describes the model; PUT would scale its workers, and DELETE unload it."""
+        match call.scope["method"]:
+            case "PUT":
+                raise Conflict(
+                    "workers are not scaled here: one copy of the model answers, as many requests "
+                    "at a time as OPTION_MAX_ROLLING_BATCH_SIZE allows; start more servers behind "
+                    "the router, or more instances"
+                )
+            case "DELETE":
+                raise Conflict(
+                    f"{self._name} is not unloaded while the server runs; stop the server instead"
+                )
+        name = call.scope["path_params"]["model"]
+        await _answer(call, [{"workflowName": name, "models": [self._described(name, pipeline)]}])
+
+    async def logging(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """POST would set the log's level."""
+        level = Request(call.scope).query_params.get("level", "INFO").upper()
+        raise Conflict(
+            f"the log's level is not set by requests; start with OPTION_LOG_LEVEL={level:.20}, or "
+            "send the process SIGUSR1 for more and SIGUSR2 for less"
+        )
+
+    @property
+    def _name(self) -> str:
+        return self._settings.model_names[0]
+
+    def _described(self, name: str, pipeline: Pipeline) -> dict[str, Any]:
+        gpus = self._backend.gpus
+        started = self._backend.opened.isoformat(timespec="milliseconds")
+        worker = {"id": 1, "startTime": started.replace("+00:00", "Z"), "status": "READY"}
+        device = {"deviceType": "gpu", "deviceId": 0} if gpus else _CPU
+        group = {"device": device, "minWorkers": 1, "maxWorkers": 1, "workers": [worker]}
+        return {
+            "modelName": name,
+            "modelUrl": self._settings.model_id,
+            "batchSize": 1,
+            "maxBatchDelayMillis": 0,
+            "maxIdleSeconds": 0,
+            "queueSize": self._settings.job_queue_size,
+            "requestInQueue": pipeline.waiting,
+            "status": "Unhealthy" if self._backend.trouble else "Healthy",
+            "loadedAtStartup": True,
+            "workerGroups": [group],
+        }
+
+
+_CPU = {"deviceType": "cpu", "deviceId": -1}
+
+
+async def _answer(call: HttpCall, content: Any) -> None:
+    await JSONResponse(content)(call.scope, call.receive, call.send)

@@ -14,6 +14,7 @@ from lmi_config.options.declared import Settings
 from serving.aio import in_thread
 from serving.api.parts import answer_lines, answer_list
 from serving.api.sessions import Sessions
+from serving.errors import InternalFunction
 from serving.http.bodies import header
 from serving.inference.custom_handler import CustomHandlerCall
 from serving.inference.fields import RequestFields, bad_request, fields
@@ -27,6 +28,7 @@ from serving.inference.request import (
     InferenceRequest,
     adapters_named,
 )
+from serving.protocol import HANDLER
 from serving.user_code import UserCode
 
 _AT_ONCE = 2**18  # bytes of a CSV that are read in a moment; a thread reads more
@@ -43,6 +45,10 @@ class Invocations:
         async def answer(client: ClientRequest) -> None:
             await self._run(client, await self._sessions.joined(client), pipeline)
 
+        if header(call.scope, HANDLER):
+            raise InternalFunction(
+                "the header `handler` names a function of the server's; leave it out"
+            )
         async with pipeline.received(call) as client:
             if response := await self._sessions.answer(client):
                 await response(call.scope, call.receive, call.send)

@@ -53,7 +53,7 @@ async def shared_key(client: ClientRequest, tenants: Tenants) -> Hashable:
     headers = (tenants.tenant(scope), *(header(scope, name) for name in names))
     # Other threads, which is the event loop's, go on while a long text is digested.
     digest = await in_thread(_digest, body) if len(body) > _AT_ONCE else _digest(body)
-    return scope["path"], headers, digest
+    return scope["path"], scope["query_string"], headers, digest
 
 
 def _digest(body: bytes) -> bytes:

@@ -56,7 +56,17 @@ class Pipeline:
         self.bodies = Bodies(settings.max_request_size)
         self._coalescer = Coalescer(self.admission.require_room)
         self._tenants = Tenants(settings.cache_salt_header)
-        QUEUED.set_function(lambda: self._queue.waiting + self._waiting_for_their_adapter())
+        QUEUED.set_function(lambda: self.waiting)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for the engine."""
+        return self._queue.waiting + self._waiting_for_their_adapter()
+
+    @property
+    def preloads(self) -> bool:
+        """Whether adapters are loaded when they are registered, where nothing else is asked."""
+        return self._settings.lmi_preload
 
     @property
     def custom_handler(self) -> UserCode | None:

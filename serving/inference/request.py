@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import parse_qs
 
 from starlette.types import Receive, Scope, Send
 
@@ -124,13 +125,17 @@ def adapters_named(
     """The adapter that a request names, or the adapters where it names a list of them, one for
     each input; "" is the base model by name.
 
-    The header comes before the body's `adapters`, and that before `model`. Raises BadRequest for an
+    The header comes before the body's `adapters`, that before the query's `adapter`, and that
+    before `model`. Raises BadRequest for an
     adapter that is not here, and NotFound for an adapter's inner name: the model is never taken in
     an adapter's place, and no version for another.
     """
+    in_query = _in_query(scope)
     named: str | list[str] | None = header(scope, ADAPTER_ID).decode("latin-1") or None
     if not named:
         named = body.adapter_names()
+        if named is None:
+            named = in_query
         if named is None and body.model and adapters:
             if "@" in body.model:
                 raise NotFound(f"The model {body.model!r:.140} does not exist.")
@@ -139,6 +144,20 @@ def adapters_named(
         if name and name not in require_lora(adapters):
             raise BadRequest(f"adapter {name!r:.140} is not registered", "adapters")
     return named
+
+
+def _in_query(scope: Scope) -> str | None:
+    """The `adapter` in the query. Raises BadRequest for more than one."""
+    if b"adapter" not in scope["query_string"]:
+        return None
+    names = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    named = names.get("adapter", [])
+    if len(named) > 1:
+        raise BadRequest(
+            f"the query has adapter={len(named)} times; name one, or a list in the body's adapters",
+            "adapter",
+        )
+    return named[0] if named else None
 
 
 def adapter_named(

@@ -236,14 +236,20 @@ class Router:
             case protocol.PING | protocol.HEALTH if reads:
                 code = 200 if self.pool.ready and not self.draining else 503
                 responder.respond(code, *status.ping(self.pool, self.draining))
-            case protocol.METRICS if reads:
+            case protocol.METRICS | protocol.SERVER_METRICS if reads:
                 self.routing.tally.flush()
                 responder.respond(200, *status.metrics(self.pool))
             case protocol.REPLICAS if reads:
                 accept = request.named.get(b"accept", b"")
                 found = status.replicas(self.pool, self.routing.policy, self.kvaware, accept)
                 responder.respond(200, *found)
-            case (protocol.PING | protocol.HEALTH | protocol.METRICS | protocol.REPLICAS) as path:
+            case (
+                protocol.PING
+                | protocol.HEALTH
+                | protocol.METRICS
+                | protocol.SERVER_METRICS
+                | protocol.REPLICAS
+            ) as path:
                 raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
             case path if allowed := methods(path):
                 raise MethodNotAllowed(path, request.method.decode(), allowed)

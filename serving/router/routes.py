@@ -10,6 +10,7 @@ from serving.protocol import (
     ENGINE_PATHS,
     EXECUTION_PARAMETERS,
     INVOCATIONS_PATH,
+    MANAGEMENT_PATH,
     MODELS,
     REQUEST_ID,
     SESSION_ID,
@@ -39,11 +40,17 @@ _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
 INFERENCE, READ, CHANGE = Route  # in Python 3.11 a member takes a call of an enumeration
 
 
+_MANAGEMENT = re.compile(MANAGEMENT_PATH)
+"""Replicas read these or refuse them, each as all others do."""
+
+
 def route_of(method: bytes, path: str) -> Route | None:
     """The route of a request, None where replicas have nothing to do with it."""
     if method == b"POST" and _INFERENCE.fullmatch(path):
         return INFERENCE
     if method in (b"GET", b"HEAD") and _READ.fullmatch(path):
+        return READ
+    if _MANAGEMENT.fullmatch(path):
         return READ
     if method in (b"POST", b"DELETE") and _CHANGE.fullmatch(path):
         return CHANGE

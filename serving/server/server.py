@@ -120,7 +120,8 @@ class Server:
         if isinstance(runtime, Exit):
             stop.cancel()
             return runtime
-        requests = self.backend.open(runtime.engine, runtime.adapters, runtime.code).admission
+        parts = runtime.engine, runtime.adapters, runtime.code
+        requests = self.backend.open(*parts, runtime.gpus).admission
         facts = self._time_to_ready()
         text = f"ready after {facts['elapsed_s']} s. Try:\n\n{self._to_try()}\n"
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})

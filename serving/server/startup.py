@@ -54,6 +54,8 @@ class Runtime:
     code: UserCode | None
     """The model's own model.py."""
     cache: CacheServer | None
+    gpus: int = 0
+    """How many of them the engine may use."""
 
     async def stop(self) -> None:
         """Stop all of it, the cache server after the engine that uses it."""
@@ -67,6 +69,7 @@ class Runtime:
 async def start(deployment: Deployment, note: Note) -> Runtime:
     """Start what the plan says. Raises EngineError; processes may then still be there."""
     plan = deployment.plan
+    gpus = len(plan.machine.gpus)
     folder = await _fetch(deployment.model, note)
     draft = await _fetch(deployment.draft, note) if deployment.draft else None
     if plan.model.weight_bytes < plan.machine.memory_free / 2:
@@ -80,13 +83,13 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         if cache:
             await cache.stop()
         log.info("vLLM is not started: the handle of %s is the whole service", FILE)
-        return Runtime(engine=NoEngine(THREADS), adapters=None, code=code, cache=None)
+        return Runtime(engine=NoEngine(THREADS), adapters=None, code=code, cache=None, gpus=gpus)
     if not cache:
         plan = plan.without_tiers("the cache server did not start")
     options = plan.engine(str(name), str(draft) if draft else None)
     engine = await vllm.start(arguments(options), note)
     adapters = await _register_adapters(plan, folder, engine)
-    return Runtime(engine=engine, adapters=adapters, code=code, cache=cache)
+    return Runtime(engine=engine, adapters=adapters, code=code, cache=cache, gpus=gpus)
 
 
 @contextlib.asynccontextmanager
@@ -189,7 +192,7 @@ async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> Adapte
     for path in sorted(own.iterdir()) if own.is_dir() else ():
         if path.is_dir():
             try:
-                await adapters.register(path.name, str(path))
+                await adapters.register(path.name, str(path), plan.settings.lmi_preload)
             except ServingError as error:
                 raise EngineError(str(error)) from None
     return adapters

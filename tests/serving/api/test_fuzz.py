@@ -181,7 +181,7 @@ OPERATIONS = [
     for method in sorted(operations.keys() - {"parameters"})
     for as_described in (True, False)
     # Where there is nothing to be asked, nothing can be asked wrongly.
-    if as_described or "{" in path or operations[method].keys() & {"parameters", "requestBody"}
+    if as_described or "{name}" in path or operations[method].keys() & {"parameters", "requestBody"}
 ]
 
 

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gzip
 import io
@@ -110,6 +111,93 @@ async def test_each_of_a_list_of_inputs_may_name_its_own(served, root):
         assert message in answer.json()["error"]
     answer = await served.post("/v1/completions", {"prompt": ["a"], "adapters": ["one"]})
     assert answer.status_code == 400
+
+
+async def test_the_query_may_name_one(served, root):
+    for name in ("one", "two"):
+        await register(served, name, write(root / name))
+    base = served.engine.names[0]
+    for query, body, headers, expected in (
+        ("?adapter=one", {}, {}, "one"),
+        ("?adapter=one", {"model": base}, {}, "one"),
+        ("?adapter=one", {"model": "two"}, {}, "one"),
+        ("?adapter=one", {"adapters": "two"}, {}, "two"),
+        ("?adapter=one", {}, {IDENTIFIER: "two"}, "two"),
+        ("?adapter=", {"model": "one"}, {}, base),
+        ("?model_name=x", {"model": "one"}, {}, "one"),
+    ):
+        for path in ("/invocations", f"/predictions/{base}"):
+            served.engine.bodies.clear()
+            answer = await served.post(path + query, {"prompt": "a b"} | body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            [sent] = served.engine.bodies
+            assert sent["model"].partition("@")[0] == expected
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert (await served.post("/v1/chat/completions?adapter=two", chat)).status_code == 200
+    assert served.engine.bodies[-1]["model"].startswith("two@")
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ("?adapter=nobody", "adapter 'nobody' is not registered"),
+        ("?adapter=one&adapter=two", "the query has adapter=2 times"),
+        ("?adapter=one&adapter=one", "the query has adapter=2 times"),
+    ],
+)
+async def test_what_the_query_may_not_name_never_gets_the_base(served, root, query, told):
+    for name in ("one", "two"):
+        await register(served, name, write(root / name))
+    for path, status in (("/invocations", 424), ("/v1/completions", 400)):
+        answer = await served.post(path + query, {"prompt": "a b"})
+        assert answer.status_code == status
+        assert told in answer.text
+    assert served.engine.bodies == []
+
+
+async def test_equal_requests_for_two_adapters_are_two(served, root):
+    for name in ("one", "two"):
+        await register(served, name, write(root / name))
+    asked = [
+        asyncio.create_task(
+            served.post(
+                f"/invocations?adapter={name}",
+                {"prompt": "wait"},
+                headers={"X-Amzn-SageMaker-Inference-Id": "same"},
+            )
+        )
+        for name in ("one", "two")
+    ]
+    async with asyncio.timeout(5):
+        while len(served.engine.bodies) < 2:
+            await asyncio.sleep(0.01)
+    served.engine.gate.set()
+    for task in asked:
+        assert (await task).status_code == 200
+    models = {it["model"].partition("@")[0] for it in served.engine.bodies}
+    assert models == {"one", "two"}
+
+
+async def test_a_pin_that_is_not_to_be_loaded_is_refused(served, root):
+    src = write(root / "one")
+    answer = await register(served, "one", src, 400, pin="true", preload="false")
+    assert "pin=true keeps the adapter loaded, and preload=false does not" in answer["message"]
+    await register(served, "one", src)
+    wrong = {"pin": "true", "preload": "false"}
+    answer = await served.client.post("/adapters/one/update", params=wrong)
+    assert answer.status_code == 400
+    await register(served, "two", write(root / "two"), pin="true")
+    assert (await served.client.get("/adapters/two")).json()["preload"] is True
+
+
+async def test_preloading_as_lmi_does(served, root, monkeypatch):
+    """OPTION_LMI_PRELOAD=true: what is registered is loaded, unless the call says otherwise."""
+    settings = dataclasses.replace(served.settings, lmi_preload=True)
+    monkeypatch.setattr(served.pipeline, "_settings", settings)
+    await register(served, "one", write(root / "one"))
+    assert len(served.engine.loaded) == 1
+    await register(served, "two", write(root / "two"), preload="false")
+    assert len(served.engine.loaded) == 1
 
 
 async def test_the_components_own_name_is_in_the_messages(served, root):
