@@ -224,6 +224,14 @@ async def test_paths():
             refused = await it.client.get(path)
             assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
         assert (await it.client.get("/v1/models")).status_code == 200
+        assert (await it.client.get("/server/metrics")).status_code == 200
+        for method, path in (
+            *(("GET", path) for path in ("/models", "/models/lmi", "/workflows", "/workflows/lmi")),
+            *(("POST", path) for path in ("/models", "/workflows", "/server/logging")),
+            *((method, "/models/lmi") for method in ("PUT", "DELETE")),
+        ):  # a replica says what becomes of it; the stub knows none of them
+            answer = await it.client.request(method, path)
+            assert "there is nothing at" not in answer.text, path
         assert (await it.post("Hi", "/v1/load_lora_adapter")).status_code == 404
         refused = await it.post("Hi", "/ping")
         assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
