@@ -39,7 +39,7 @@ class Running:
         self.server = Server(listener, settings, self.start)
         self.engine.names = settings.model_names
         self.task = asyncio.create_task(self.server.run())
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=60)
 
     async def start(self, note):
         note(Step.FETCHING, "pretending")
