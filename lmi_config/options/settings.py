@@ -261,7 +261,10 @@ class _Resolver:
                 hint = "(OPTION_STRICT=false ignores unknown options)"
                 self._faults.append(f"{self._stranger(name)} {hint}")
             else:
-                self._notes.append(f"{self._stranger(name)}; ignored")
+                # Whether a flag that is not known has a value cannot be told: it may be the model.
+                took = written.startswith("-") and self.given[name].text != "true"
+                value = ", and its value too" if took else ""
+                self._notes.append(f"{self._stranger(name)}; ignored{value}")
         return engine
 
     def _without_effect(self) -> Iterator[str]:

@@ -114,3 +114,12 @@ def test_help_names_every_option_by_a_flag_that_is_taken():
     assert {name for name in names if name not in declared} == {
         f"OPTION_{name.upper()}" for name in ("download_dir", "otlp_traces_endpoint")
     }
+
+
+def test_an_unknown_flag_that_is_ignored_says_that_it_took_the_word_after_it():
+    notes = settings("--made-up", "org/m", "--new-switch", OPTION_STRICT="false").notes
+    assert any(
+        note.startswith("--made-up: ") and note.endswith("; ignored, and its value too")
+        for note in notes
+    )
+    assert any(note.startswith("--new-switch: ") and note.endswith("; ignored") for note in notes)
