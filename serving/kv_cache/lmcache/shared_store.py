@@ -7,7 +7,6 @@ before the server, and show its password.
 """
 
 import argparse
-import contextlib
 import socket
 import time
 from typing import Any
@@ -54,10 +53,7 @@ class SharedStore:
             trouble = self._use(manager)
         self._away.note(trouble)
         if trouble is not None and self._index is not None:
-            # TimeoutError: requests that wait for it do not end; it gets no new ones.
-            with contextlib.suppress(TimeoutError):
-                manager.delete_l2_adapter(self._index, DRAIN_S)
-                self._index = None
+            self._leave_out(manager, self._index)
 
     def _use(self, manager: StorageManager) -> str | None:
         """Add the store to the server. What its own client has against that, or None."""
@@ -67,6 +63,15 @@ class SharedStore:
             return f"{type(error).__name__}: {error}"
         log.warning("the shared KV store is used")
         return None
+
+    def _leave_out(self, manager: StorageManager, index: int) -> None:
+        try:
+            manager.delete_l2_adapter(index, DRAIN_S)
+            self._index = None
+        except TimeoutError:  # requests that wait for it do not end; it gets no new ones
+            pass
+        except Exception as error:  # as of a server that is about to end
+            log.error("the shared KV store cannot be left out: %s", error)
 
     def _trouble(self) -> str | None:
         """Why Redis, Valkey or HyperPod's daemon does not answer. Of another store only its own
