@@ -869,6 +869,8 @@ class Settings:
 
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """vLLM options given by their own names, read but not interpreted: name → value."""
+    own: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    """`OPTION_*` that is no option of ours or vLLM's, which a model.py may read: name → value."""
     model_folder: Path | None = None
     """The folder with what belongs to the deployment: option files, model.py, adapters."""
     lmcache: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -900,7 +902,8 @@ class Settings:
     @property
     def properties(self) -> Mapping[str, str]:
         """The options as LMI tells its handlers of them, by their names in `serving.properties`."""
-        values = {name: getattr(self, name) for name in OPTIONS} | dict(self.engine)
+        ours = {name: getattr(self, name) for name in OPTIONS}
+        values = {**self.own, **ours, **self.engine}
         return {
             name: value if isinstance(value, str) else json.dumps(value, default=list)
             for name, value in values.items()

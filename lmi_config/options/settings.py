@@ -72,6 +72,19 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     return merged(given, found, folder, argued)
 
 
+def _own(given: Mapping[str, Given]) -> dict[str, str]:
+    """What is no option of ours or vLLM's, by the names that LMI's handlers know it by: as it is
+    written in serving.properties, else in lower case.
+    """
+    found = {}
+    for name, it in given.items():
+        bare = name.removeprefix(PREFIX).lower()
+        if name.startswith(PREFIX) and name not in _NAMES and bare not in vllm_options():
+            written = it.name.partition("option.")[2] if it.file else ""
+            found[written or bare] = it.text
+    return found
+
+
 def _without(given: Mapping[str, Given], argued: Mapping[str, Given]) -> dict[str, Given]:
     """What was given, without the options that the command line sets, by whichever name."""
     options = set(map(option, argued))
@@ -151,6 +164,7 @@ def merged(
     return Settings(
         **values,
         engine=resolved.engine,
+        own=_own({**left, **argued}),
         model_folder=folder,
         lmcache={
             name: value.text

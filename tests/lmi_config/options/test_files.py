@@ -218,3 +218,22 @@ def test_the_list_of_options_has_every_name():
     text = options_page.PATH.read_text()
     names = {name for option in OPTIONS.values() for name in option.all_names}
     assert [name for name in sorted(names | vllm_options().keys()) if f"`{name}`" not in text] == []
+
+
+def test_what_is_nobodys_option_is_for_a_model_py(tmp_path):
+    """LMI's handlers get every option of serving.properties, by the name it is written with."""
+    (tmp_path / "serving.properties").write_text(
+        "option.promptPrefix=say\noption.max_model_len=5\noption.max_new_tokens=7\nminWorkers=1\n"
+    )
+    environ = {
+        "SERVING_MODEL_STORE": str(tmp_path),
+        "OPTION_MODEL_ID": "org/name",
+        "OPTION_MY_OWN_SWITCH": "on",
+        "OPTION_STRICT": "false",
+    }
+    found = read(environ)
+    own = {"promptPrefix": "say", "max_new_tokens": "7", "my_own_switch": "on"}
+    assert found.own == own
+    assert own.items() <= found.properties.items()
+    assert found.properties["max_model_len"] == "5"
+    assert "say" not in repr(found)
