@@ -145,6 +145,7 @@ class Copy:
         self.log = work / "logs" / f"{self._root.name}.log"
         self.port = 0
         self.healthy = False
+        self.under_way = 0  # calls
         self.calls: list[str] = []  # the platform's own, with the status that came back
         self.scrape: dict[str, Any] | None = None
         self._brought: dict[str, tuple[int, int]] = {}
@@ -342,6 +343,22 @@ class Copy:
         seconds: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One call's answer, from its head on. Raises Failed as call() does."""
+        self.under_way += 1
+        try:
+            async with self._calling(method, path, headers, body, seconds) as response:
+                yield response
+        finally:
+            self.under_way -= 1
+
+    @contextlib.asynccontextmanager
+    async def _calling(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str] | None,
+        body: bytes,
+        seconds: float | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         limits = self._limits
         data = io.BytesIO(body) if body else None
         async with aiohttp.ClientSession(

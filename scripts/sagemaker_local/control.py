@@ -15,12 +15,15 @@ from scripts.sagemaker_local.wire import Refused, check, check_environment, oper
 
 
 class Target(NamedTuple):
-    """What answers an invocation. group: the log group of its container."""
+    """What answers an invocation. group: the log group of its container. sessions: the copies that
+    began those that are open; a component has one copy.
+    """
 
     copy: Copy
     variant: str
     headers: dict[str, str]
     group: str
+    sessions: dict[str, Copy]
 
 
 class ControlPlane:
@@ -110,7 +113,9 @@ class ControlPlane:
         self._records.remove(self._records.find(kind, request[f"{kind}Name"]))
         return {}
 
-    def target(self, endpoint: str, component: str | None, variant: str | None) -> Target:
+    def target(
+        self, endpoint: str, component: str | None, variant: str | None, session: str | None
+    ) -> Target:
         """What answers an invocation. Raises Refused as the runtime does."""
         found: Endpoint | None = self._records.get("Endpoint", endpoint)
         if not found or found.status not in ("InService", "Updating"):
@@ -128,9 +133,9 @@ class ControlPlane:
         name = found.variant["VariantName"]
         if variant and variant != name:
             raise Refused(f"Variant {variant} not found in endpoint {endpoint}.")
-        if not found.copy:
+        if not (copy := found.route(session)):
             raise Refused("The variant has no healthy instance.", "ServiceUnavailable", 503)
-        return Target(found.copy, name, {}, f"/aws/sagemaker/Endpoints/{endpoint}")
+        return Target(copy, name, {}, f"/aws/sagemaker/Endpoints/{endpoint}", found.sessions)
 
     def _component_target(self, endpoint: str, name: str) -> Target:
         found: Component | None = self._records.get("InferenceComponent", name)
@@ -147,4 +152,4 @@ class ControlPlane:
         if found.adapter:
             headers["X-Amzn-SageMaker-Adapter-Identifier"] = found.adapter
         group = f"/aws/sagemaker/InferenceComponents/{base.name}"
-        return Target(base.copy, found.described["VariantName"], headers, group)
+        return Target(base.copy, found.described["VariantName"], headers, group, {})

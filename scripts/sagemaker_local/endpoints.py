@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints: created, updated and deleted; the copy of an endpoint that serves a model itself."""
+"""Endpoints: created, updated and deleted; the copies of those that serve a model themselves."""
+
+import asyncio
 
 from scripts.sagemaker_local.container import Copy, Failed
 from scripts.sagemaker_local.copies import Copies, recipe
@@ -24,16 +26,28 @@ class Endpoints:
 
     async def _start(self, endpoint: Endpoint) -> None:
         try:
-            endpoint.copy = await self._copy(endpoint, endpoint.variant)
+            endpoint.copies = await self._started(endpoint, endpoint.variant)
         except Failed as fault:
             endpoint.enter("Failed", str(fault))
         else:
+            _count(endpoint)
             endpoint.enter("InService")
 
-    async def _copy(self, endpoint: Endpoint, variant: Record) -> Copy | None:
-        """A copy of a variant's model, if it has one. Raises Failed where it does not start."""
+    async def _started(self, endpoint: Endpoint, variant: Record) -> list[Copy]:
+        """A copy of a variant's model for each instance, if it has one. Raises Failed."""
         if "ModelName" not in variant:
-            return None
+            return []
+        starting = [self._copy(endpoint, variant) for _ in range(_instances(variant))]
+        found = await asyncio.gather(*starting, return_exceptions=True)
+        copies = [it for it in found if isinstance(it, Copy)]
+        for fault in found:
+            if isinstance(fault, BaseException):
+                await self._stop(copies)
+                raise fault
+        return copies
+
+    async def _copy(self, endpoint: Endpoint, variant: Record) -> Copy:
+        """A copy of a variant's model. Raises Failed where it does not start."""
         model = self._records.get("Model", variant["ModelName"])
         if not model:
             raise Failed(f"The model {variant['ModelName']} was deleted")
@@ -42,16 +56,21 @@ class Endpoints:
         return await self._copies.start(made_of, lambda: self._restart(endpoint))
 
     async def _restart(self, endpoint: Endpoint) -> None:
-        """SageMaker replaces a copy that exits."""
-        before = endpoint.copy
-        if not before or before.healthy or endpoint.status == "Deleting":
+        """SageMaker replaces a copy that exits. Its sessions are gone."""
+        ended = [copy for copy in endpoint.copies if not copy.healthy]
+        if not ended or endpoint.status == "Deleting":
             return
-        endpoint.copy = None
-        await self._copies.stop(before)
+        endpoint.copies = [copy for copy in endpoint.copies if copy.healthy]
+        await self._stop(ended)
         try:
-            endpoint.copy = await self._copy(endpoint, endpoint.variant)
+            for _ in ended:
+                endpoint.copies.append(await self._copy(endpoint, endpoint.variant))
         except Failed as fault:
             endpoint.enter("Failed", str(fault))
+        _count(endpoint)
+
+    async def _stop(self, copies: list[Copy]) -> None:
+        await asyncio.gather(*(self._copies.stop(copy) for copy in copies))
 
     def update(self, request: Record) -> Record:
         endpoint: Endpoint = self._records.find("Endpoint", request["EndpointName"])
@@ -63,19 +82,21 @@ class Endpoints:
         return endpoint.arn
 
     async def _replace(self, endpoint: Endpoint, config: Record, status: str) -> None:
-        """Start a new copy beside the old one, which stays where that fails.
+        """Start new copies beside the old ones, which stay where that fails.
 
         status: the endpoint's before.
         """
         try:
-            copy = await self._copy(endpoint, config["ProductionVariants"][0])
+            copies = await self._started(endpoint, config["ProductionVariants"][0])
         except Failed as fault:
             endpoint.enter(status, str(fault))
             return
-        before, endpoint.copy = endpoint.copy, copy
+        before, endpoint.copies = endpoint.copies, copies
+        endpoint.sessions.clear()
         _configure(endpoint, config)
+        _count(endpoint)
         endpoint.enter("InService")
-        await self._copies.stop(before)
+        await self._stop(before)
 
     def delete(self, request: Record) -> Record:
         endpoint: Endpoint = self._records.find("Endpoint", request["EndpointName"])
@@ -87,7 +108,7 @@ class Endpoints:
         return {}
 
     async def _end(self, endpoint: Endpoint) -> None:
-        await self._copies.stop(endpoint.copy)
+        await self._stop(endpoint.copies)
         self._records.remove(endpoint)
 
 
@@ -99,7 +120,20 @@ def _configure(endpoint: Endpoint, config: Record) -> None:
             "VariantName": variant["VariantName"],
             "CurrentWeight": 1.0,
             "DesiredWeight": 1.0,
-            "CurrentInstanceCount": 1,
-            "DesiredInstanceCount": variant.get("InitialInstanceCount", 1),
+            "CurrentInstanceCount": 0,
+            "DesiredInstanceCount": _instances(variant),
         }
     ]
+
+
+def _instances(variant: Record) -> int:
+    return int(variant.get("InitialInstanceCount", 1))
+
+
+def _count(endpoint: Endpoint) -> None:
+    """Describe how many instances there are. One without a model has all that were asked for."""
+    (variant,) = endpoint.described["ProductionVariants"]
+    all_of_them = variant["DesiredInstanceCount"]
+    variant["CurrentInstanceCount"] = (
+        len(endpoint.copies) if "ModelName" in endpoint.variant else all_of_them
+    )

@@ -63,10 +63,26 @@ class Thing:
 
 @dataclasses.dataclass(kw_only=True)
 class Endpoint(Thing):
-    """copy: of its variant's model, while there is one; an endpoint for components has none."""
+    """copies: of its variant's model, one on each instance; an endpoint for components has none.
 
-    copy: Copy | None = None
+    sessions: the copies that began those that are open.
+    """
+
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+    sessions: dict[str, Copy] = dataclasses.field(default_factory=dict)
     variant: Record = dataclasses.field(default_factory=dict)
+
+    def route(self, session: str | None) -> Copy | None:
+        """The copy that answers: the one that began the session, or else the one with the fewest
+        requests under way.
+        """
+        if (home := self.sessions.get(session or "")) and home.healthy:
+            return home
+        copy = min(self.copies, key=lambda it: (not it.healthy, it.under_way), default=None)
+        if copy:  # those with as few take turns
+            self.copies.remove(copy)
+            self.copies.append(copy)
+        return copy
 
 
 @dataclasses.dataclass(kw_only=True)

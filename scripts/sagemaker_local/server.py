@@ -134,9 +134,12 @@ class StandIn:
         for name in ("Content-Type", ATTRIBUTES, CLOSED_SESSION):
             if name in headers:
                 answered[kind if name == "Content-Type" else name] = headers[name]
+        if closed := headers.get(CLOSED_SESSION):
+            target.sessions.pop(closed, None)
         if session := headers.get(NEW_SESSION) or headers.get(SESSION):
             if _NEW_SESSION.fullmatch(session):
                 answered[NEW_SESSION] = session
+                target.sessions[session.partition(";")[0]] = target.copy
             else:
                 log.warning("a new session is not announced as `ID; Expires=…Z`: %.300r", session)
         return answered
@@ -161,6 +164,7 @@ class StandIn:
             parameters["EndpointName"],
             parameters.get("InferenceComponentName"),
             parameters.get("TargetVariant"),
+            parameters.get("SessionId"),
         )
         headers = {
             "Accept" if member == "Accept" else header: parameters[member]
@@ -262,7 +266,7 @@ class StandIn:
         try:
             check_token(request.headers.get("Authorization", ""))
             target = self.control.target(
-                request.match_info["endpoint"], request.match_info.get("component"), None
+                request.match_info["endpoint"], request.match_info.get("component"), None, None
             )
             body = await self._body(request)
             headers = {

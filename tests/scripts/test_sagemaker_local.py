@@ -27,6 +27,7 @@ from botocore.credentials import Credentials
 from botocore.exceptions import ClientError, EventStreamError
 
 from scripts.sagemaker_local.server import running
+from tests import documented
 
 ROOT = Path(__file__).parent.parent.parent
 ROLE = "arn:aws:iam::123456789012:role/serving"
@@ -52,10 +53,11 @@ class Clients:
         self.control: Any = SESSION.client("sagemaker", **options)
         self.runtime: Any = SESSION.client("sagemaker-runtime", **options)
 
-    def endpoint(self, name, model=None):
+    def endpoint(self, name, model=None, instances=1):
         """An endpoint for components, or one with a model."""
         config = {"ExecutionRoleArn": ROLE}
-        variant = {"VariantName": "all", "InstanceType": "ml.g5.xlarge", "InitialInstanceCount": 1}
+        variant = {"VariantName": "all", "InstanceType": "ml.g5.xlarge"}
+        variant["InitialInstanceCount"] = instances
         if model:
             config, variant = {}, {**variant, "ModelName": model}
         self.control.create_endpoint_config(
@@ -590,6 +592,35 @@ def test_an_endpoint_with_a_model_is_updated_and_deleted(another):
         EndpointName="one", WaiterConfig={"Delay": 0.1}
     )
     assert another.overview() == {}
+
+
+def test_a_session_stays_with_the_copy_that_began_it(another):
+    (recipe,) = [it for it in documented.blocks() if it.text.startswith("opened = runtime")]
+    another.model("model")
+    found = another.endpoint("one", "model", instances=2)
+    assert found["ProductionVariants"][0]["CurrentInstanceCount"] == 2
+    with urllib.request.urlopen(another.url) as answer:
+        copies = json.load(answer)["copies"]
+    assert len({it["url"] for it in copies}) == 2
+    # Without a session they take turns; with one, only its copy knows it.
+    ports = [another.invoke("one")["headers"]["host"] for _ in range(6)]
+    assert len({*ports}) == 2
+    for _ in range(3):
+        names = {"runtime": another.runtime, "name": "one", "turn": b"{}"}
+        exec(recipe.text, names)
+        session = names["session"]
+        for opened in ("opened", "answer"):
+            names[opened]["Body"].read()
+        turns = {another.invoke("one", SessionId=session)["headers"]["host"] for _ in range(5)}
+        assert len(turns) == 1
+        assert another.stream("one", {"stream": True}, SessionId=session)
+        closed = another.runtime.invoke_endpoint(
+            EndpointName="one", Body=b'{"requestType": "CLOSE"}', SessionId=session
+        )
+        assert closed["ClosedSessionId"] == session
+        closed["Body"].read()
+        found = refusal(another.invoke, "one", SessionId=session)["Error"]
+        assert "session not found" in found["Message"]
 
 
 SICK = """#!{python} -S
