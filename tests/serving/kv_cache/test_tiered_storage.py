@@ -7,16 +7,19 @@ import json
 import os
 import secrets
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
 
 from lmi_config.plan import shared_store
 from scripts.harness.ports import free
 from scripts.harness.tiered_storage import PIECE, Daemon, misplaced, running
+from scripts.harness.wait import until
 from serving.kv_cache.lmcache.shared_store import SharedStore
 from serving.kv_cache.lmcache.tiered_storage import CheckedClient
 
@@ -219,6 +222,62 @@ def test_a_new_segment_is_seen_at_once_where_it_can_be(daemon, segment):
 
 
 # --- the store in LMCache's server ----------------------------------------------------------
+
+
+class Object:
+    """A memory object, as far as LMCache's store looks at one."""
+
+    def __init__(self, content):
+        self.content = bytearray(content)
+        self.byte_array = memoryview(self.content)
+
+    def get_size(self):
+        return len(self.content)
+
+
+@contextlib.contextmanager
+def adapter_of(daemon):
+    """The store that LMCache makes for a server on this node."""
+    url = f"tieredstorage://127.0.0.1:{daemon.port}?shared_memory_name={daemon.segment.name}"
+    config = SharedStore(json.dumps(dict(shared_store.read(url, {}).adapter)))._config
+    adapter = create_l2_adapter_from_registry(config)
+    try:
+        yield adapter
+    finally:
+        adapter.close()
+
+
+def _result(query, task):
+    """What a task has come to, once it is there: the keys' numbers."""
+    while (found := query(task)) is None:
+        time.sleep(0.005)
+    return found.get_indices_list()
+
+
+def _held(adapter, keys):
+    task = adapter.submit_lookup_and_lock_task(keys, {})
+    return _result(adapter.query_lookup_and_lock_result, task)
+
+
+def _loaded(adapter, keys):
+    objects = [Object(bytes(len(CONTENT))) for _ in keys]
+    loaded = _result(adapter.query_load_result, adapter.submit_load_task(keys, objects))
+    return [bytes(objects[n].content) for n in loaded]
+
+
+def test_a_server_that_was_restarted_and_another_one_find_what_was_stored(daemon):
+    keys = [ObjectKey(bytes([n]) * 8, "fingerprint", 1, cache_salt="tenant") for n in range(3)]
+    with adapter_of(daemon) as first:
+        first.submit_store_task(keys[:2], [Object(CONTENT), Object(OTHER)])
+        until(first.pop_completed_store_tasks, every=0.005)
+    with adapter_of(daemon) as again, adapter_of(daemon) as another:
+        for server in (again, another):
+            assert _held(server, keys) == [0, 1]
+            assert _loaded(server, keys[:2]) == [CONTENT, OTHER]
+            server.submit_unlock(keys[:2])
+        daemon.answered = misplaced
+        assert _held(again, keys) == [0, 1]
+        assert _loaded(again, keys[:2]) == []
 
 
 class Manager:
