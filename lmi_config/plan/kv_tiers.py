@@ -33,8 +33,12 @@ STORES = {"native_plugin": "disk", "fs_native": "folder"}
 IN_PROCESS = "LMCacheConnectorV1"
 """The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
 
-CHUNK_SIZE = 256
+GPU_CHUNK_SIZE = 256
 """Tokens that are stored and found as one; LMCache's default."""
+CPU_CHUNK_SIZE = 128
+"""Without a GPU, what a chunk is too large by is dear to compute: up to 0.1 s for 128 tokens of a
+small model.
+"""
 CPU_BLOCK_SIZE = 128
 GPU_BLOCK_SIZE = 16
 """vLLM's defaults of block_size, in tokens."""
@@ -167,7 +171,7 @@ def plan(
         shared = lmcache.translate(lmcache.merged({}, named), environ).remote
     if translation is None:
         return _automatic(settings, machine, model, budget, shared, to_fetch)
-    return _manually(translation, machine, budget, parallelism.workers, shared)
+    return _manually(translation, settings, machine, budget, parallelism.workers, shared)
 
 
 def disk_path(
@@ -200,10 +204,7 @@ def _automatic(
     shared: L2Store | None,
     to_fetch: int,
 ) -> Tiers | NoTiers:
-    block = settings.engine.get("block_size") or (
-        GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE
-    )
-    chunk = math.ceil(CHUNK_SIZE / block) * block
+    chunk, of_chunk = _chunk_size(settings, machine)
     l1 = budget.free // _STEP * _STEP
     least = max(SMALLEST_L1, _document(settings, model))
     if l1 < least:
@@ -229,12 +230,22 @@ def _automatic(
         shared=shared,
         chunk_size=chunk,
         reasons={
-            "chunk_size": f"a multiple of the engine's block of {block} tokens",
+            "chunk_size": of_chunk,
             "l1": "what the engine leaves, all of it taken at the start",
             "disk": reason,
         },
         notes=tuple(notes),
     )
+
+
+def _chunk_size(settings: Settings, machine: Machine) -> tuple[int, str]:
+    """Tokens of a chunk where nobody asks for another, and why."""
+    usual, block = CPU_CHUNK_SIZE, CPU_BLOCK_SIZE
+    if machine.gpus:
+        usual, block = GPU_CHUNK_SIZE, GPU_BLOCK_SIZE
+    block = settings.engine.get("block_size") or block
+    multiple = f"a multiple of the engine's block of {block} tokens"
+    return math.ceil(usual / block) * block, multiple
 
 
 def _document(settings: Settings, model: ModelFacts) -> int:
@@ -270,7 +281,12 @@ def _disk(machine: Machine, to_fetch: int, asked: int | None) -> tuple[DiskTier 
 
 
 def _manually(
-    translation: Translation, machine: Machine, budget: Budget, ranks: int, shared: L2Store | None
+    translation: Translation,
+    settings: Settings,
+    machine: Machine,
+    budget: Budget,
+    ranks: int,
+    shared: L2Store | None,
 ) -> Tiers:
     """The tiers as LMCache's own configuration names them, checked against the machine."""
     l1 = round(translation.l1_gib * GIB) * ranks
@@ -305,18 +321,21 @@ def _manually(
         found.append("OPTION_KV_L2_URL and remote_url both name a shared store; keep one")
     if found:
         raise SettingsError(found)
+    chunk, of_chunk = translation.chunk_size, "chunk_size"
+    if not chunk:
+        chunk, of_chunk = _chunk_size(settings, machine)
     return Tiers(
         l1=l1,
         disk=disk,
         shared=shared or translation.remote,
-        chunk_size=translation.chunk_size,
+        chunk_size=chunk,
         skip_l1=translation.skip_l1,
         eviction=translation.eviction,
         connector=translation.connector,
         reasons={
             "l1": f"max_local_cpu_size{each}",
             "disk": reason,
-            "chunk_size": "chunk_size",
+            "chunk_size": of_chunk,
         },
         notes=tuple(notes),
     )

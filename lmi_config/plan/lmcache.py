@@ -256,7 +256,7 @@ class Translation:
     Sizes are for each rank of the engine, as LMCache means them in process: one server for N ranks
     needs N times as much.
 
-    chunk_size: tokens (--chunk-size).
+    chunk_size: tokens (--chunk-size); None where they do not say.
     l1_gib: GiB of memory (--l1-size-gb).
     disk: a tier on disk, or None.
     remote: a store that other servers may share, or None.
@@ -266,7 +266,7 @@ class Translation:
     ignored: "option: reason" for each option that asks for nothing here.
     """
 
-    chunk_size: int
+    chunk_size: int | None
     l1_gib: float
     disk: Disk | None
     remote: L2Store | None
@@ -340,7 +340,7 @@ def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Trans
     if folder and gib:
         disk = Disk(path=folder, gib=gib, odirect=extra.get("use_odirect", False))
     return Translation(
-        chunk_size=given.get("chunk_size", 256),
+        chunk_size=given.get("chunk_size"),
         l1_gib=given.get("max_local_cpu_size", 5.0),
         disk=disk,
         remote=remote,

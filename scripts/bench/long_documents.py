@@ -18,6 +18,7 @@ The arms, one after the other, each with a server of its own:
     shared  the same, but another server is asked, which starts after the first one has ended
     slow    the same, and that server reaches Redis through a link of --slow-link MB/s: loading from
             it takes longer than computing again, and the gate should keep it out of the way
+    vllm    no LMCache but vLLM's own tiered offload: memory, and a folder behind it; wants a GPU
 
 Tiers are for documents that the engine's own memory no longer holds. So that this holds for every
 document, and not by the luck of what was evicted, the engine's prefix cache is off in all arms but
@@ -56,19 +57,23 @@ from lmi_config.plan.plan import Plan
 from scripts.harness import metrics
 from scripts.harness.process import SERVE, Program
 from scripts.harness.slow_link import slow_link
-from scripts.models import default
+from scripts.models import default, tiny
 from serving.server.prepare import prepare
 
-ARMS = ("none", "prefix", "l1", "disk", "redis", "shared", "slow")
+ARMS = ("none", "prefix", "l1", "disk", "redis", "shared", "slow", "vllm")
 WITH_REDIS = ("redis", "shared", "slow")
 TWO_SERVERS = ("shared", "slow")
-HIT = ("l1", "disk", "redis", "shared")
+HIT = ("l1", "disk", "redis", "shared", "vllm")
 BEHIND_L1 = ("disk", "redis", "shared")
 MODES = ("tile", "random")
 PUBLISHED = {"documents": 46, "length": 10_000, "output": 100, "in_flight": 4}
+LONGEST = 16_384
+"""Tokens that the tiny model takes: the published documents' and more."""
 WARM_UPS, WARM_UP_LENGTH = 5, 1000
 ROUND = 256
-"""Tokens of a chunk. Requests are rounded up to it, with as much again for chat templates."""
+"""Requests are rounded up to so many tokens, with as much again for chat templates. It is a
+multiple of a chunk.
+"""
 COUNTED_S = 3
 """The cache server's counts are as old as that."""
 SPARE = 1.5
@@ -151,9 +156,17 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
     if arm in ("none", "prefix"):
         return asked
     kept = SPARE * room.everything / GIB
+    if arm == "vllm":
+        folders = [{"type": "fs", "root_dir": str(folder / "kv")}]
+        offload = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": folders}
+        connector = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {**offload, "cpu_bytes_to_use": round(kept * GIB)},
+        }
+        return asked | {"OPTION_KV_TRANSFER_CONFIG": json.dumps(connector)}
     memory = 2 * room.flight / GIB
     config: dict[str, object] = {
-        "chunk_size": ROUND,
         "local_cpu": arm == "l1",
         "max_local_cpu_size": kept if arm == "l1" else memory,
     }
@@ -313,8 +326,9 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     size = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in PUBLISHED.items())
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--model", help="a folder or hub id; default: SmolLM2-135M")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:-1])
+    model = "a folder or hub id, or `tiny`, the tests' random model; default: SmolLM2-135M"
+    parser.add_argument("--model", help=model)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a document, about")
     parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
@@ -333,6 +347,13 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def model_of(asked: str | None) -> str:
+    """A folder or hub id."""
+    if asked == "tiny":
+        return str(tiny.make(LONGEST))
+    return asked or str(default.make())
+
+
 def main() -> None:
     options = parsed()
     arms = [arm for arm in ARMS if arm in options.arms]
@@ -340,7 +361,7 @@ def main() -> None:
         options.logs.mkdir(parents=True, exist_ok=True)
 
     environ = {
-        "OPTION_MODEL_ID": options.model or str(default.make()),
+        "OPTION_MODEL_ID": model_of(options.model),
         "OPTION_KV_DISK_PATH": str(options.disk),
     }
     plan = prepare({**os.environ, **environ}).plan

@@ -5,7 +5,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.eagle.options import METHODS, Refused
+from scripts.eagle.target import Refused
+from scripts.eagle.train import METHODS, train
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -33,8 +34,6 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     options = vars(arguments().parse_args())
     given = {name: value for name, value in options.items() if value is not None}
-    from scripts.eagle.train import train  # it takes seconds to import
-
     try:
         train(given.pop("target"), given.pop("out"), **given)
     except (Refused, OSError) as error:

@@ -5,7 +5,9 @@ It answers nonsense, always the same nonsense to the same greedy prompt, and cos
 4 layers, hidden size 256, 4,096 tokens, bf16. The folder is kept in the user's cache.
 """
 
+import json
 import os
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -13,6 +15,7 @@ from scripts.models.cache import cache, kept
 
 NAME = "tiny-llama-1"  # a new number when what is made changes
 VOCABULARY = 4096
+POSITIONS = 8192
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -48,15 +51,27 @@ def write(folder: Path) -> None:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=8192,
+        max_position_embeddings=POSITIONS,
         bos_token_id=0,
         eos_token_id=1,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def make() -> Path:
-    return kept(cache() / NAME, write)
+def stretch(folder: Path, positions: int) -> None:
+    """Write the same model for longer prompts. Positions are rotations, which have no weights."""
+    shutil.copytree(make(), folder)
+    config = folder / "config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "max_position_embeddings": positions})
+    )
+
+
+def make(positions: int = POSITIONS) -> Path:
+    """The model's folder. positions: tokens of its longest prompt and answer together."""
+    if positions == POSITIONS:
+        return kept(cache() / NAME, write)
+    return kept(cache() / f"{NAME}-{positions}", lambda folder: stretch(folder, positions))
 
 
 if __name__ == "__main__":

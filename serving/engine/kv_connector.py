@@ -15,17 +15,22 @@ vLLM has forgotten. What LMCache's connector (0.5.6) leaves to chance is decided
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
+from lmcache.v1.platform.torch_ops import mp_mem_kernels
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
+
+from serving.engine import kv_copy
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -42,6 +47,12 @@ PROBE_INTERVAL_S = 5.0
 """Then one request in this time still waits for the whole limit: on a busy machine no answer may
 come within the short one.
 """
+ANSWER_S = 0.02
+"""How long an engine with nothing to compute waits for the tiers' answer, before it looks for other
+work. An answer from memory takes a few milliseconds.
+"""
+STORE_PAUSE_S = 0.002
+"""Between two such answers that a store is being read."""
 END_LIMIT_S = 1.0
 """For the server to acknowledge that an engine ends; it need not."""
 MOST_REPORTS = 10_000
@@ -102,6 +113,8 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
     _probe = ""
     """The request that waits for the whole limit nevertheless."""
     _next_probe = 0.0
+    _is_idle = False
+    """Whether the last step had nothing to compute."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
@@ -112,6 +125,8 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         self._failed_loads: set[str] = set()
         if role == KVConnectorRole.WORKER:
             self.worker_adapter._returned_finished = _Reported()
+            if current_platform.is_cpu():
+                mp_mem_kernels._transfer_per_layer_fused = kv_copy.copy
 
     # in the scheduler
 
@@ -125,6 +140,9 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         match: tuple[int | None, bool]
         try:
             match = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            deadline = monotonic() + ANSWER_S
+            while match[0] is None and self._is_idle and self._is_answered(request, deadline):
+                match = super().get_num_new_matched_tokens(request, num_computed_tokens)
         except Exception as error:  # of the client to the server
             log.warning("the KV tiers cannot be asked: %s: %s", type(error).__name__, error)
             return self._bypass(request)
@@ -144,6 +162,25 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
             self._next_probe = monotonic() + PROBE_INTERVAL_S
         self._unresponsive = True
         return self._bypass(request)
+
+    def _is_answered(self, request: "Request", deadline: float) -> bool:
+        """Wait for the server's next answer about a request. Whether it came before the deadline.
+
+        vLLM asks again in a step of its own, to the workers and back and a millisecond's sleep.
+        """
+        adapter, name = self.scheduler_adapter, request.request_id
+        acknowledgement = adapter._unacked_lookups.get(name)
+        futures = [*acknowledgement.futures.values()] if acknowledgement else []
+        futures += [future for future, _ in adapter._lookup_status.get(name, {}).values()]
+        if not futures:  # it was that a store is still being read
+            sleep(STORE_PAUSE_S)
+        return monotonic() < deadline and all(
+            future.wait(max(deadline - monotonic(), 0)) for future in futures
+        )
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Any:
+        self._is_idle = not scheduler_output.total_num_scheduled_tokens
+        return super().build_connector_meta(scheduler_output)
 
     def _is_hurried(self, request: "Request", began: float) -> bool:
         """Whether a request that asked the tiers at this time waits for the short limit only."""

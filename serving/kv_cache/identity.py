@@ -21,13 +21,17 @@ from serving.sources.digests import of_model
 _OPTIONS = ("dtype", "hf_overrides", "kv_cache_dtype", "load_format", "quantization")
 
 
-def fingerprint(folder: Path, options: Mapping[str, Any], whole: bool = True) -> str:
-    """16 hex digits that differ when a model's weights do, or what vLLM makes of them.
+def fingerprint(
+    folder: Path, options: Mapping[str, Any], chunk_size: int, whole: bool = True
+) -> str:
+    """16 hex digits that differ when a model's weights do, what vLLM makes of them, or the chunks.
 
-    options: vLLM's, by its names. whole: whether all bytes are read, as far as of_model() does;
-    samples are enough where no cache outlives the server.
+    options: vLLM's, by its names. chunk_size: tokens; what was stored in chunks of another size is
+    never found again, and is to take no room on the disk. whole: whether all bytes are read, as far
+    as of_model() does; samples are enough where no cache outlives the server.
     """
     parts = {name: str(options[name]) for name in _OPTIONS if name in options}
+    parts["chunk_size"] = str(chunk_size)
     parts |= {name: metadata.version(name) for name in ("vllm", "lmcache")}
     checkpoint = Folder(folder)
     names = sorted({*weight_files(checkpoint), "config.json"} & checkpoint.sizes.keys())

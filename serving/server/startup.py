@@ -251,7 +251,9 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
         return None, folder
     try:
         outlives = bool(tiers.disk or tiers.shared)
-        fingerprint = await in_thread(identity.fingerprint, folder, plan.options, outlives)
+        fingerprint = await in_thread(
+            identity.fingerprint, folder, plan.options, tiers.chunk_size, outlives
+        )
         name = _named(folder, fingerprint)
         write_tiers(tiers, plan.settings.port)
         if tiers.disk:

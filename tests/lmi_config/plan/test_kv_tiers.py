@@ -112,9 +112,10 @@ def test_o_direct_is_used_where_it_works(direct):
 @pytest.mark.parametrize(
     ("environ", "gpus", "chunk"),
     [
-        ({}, 0, 256),
+        ({}, 0, 128),
         ({}, 1, 256),
-        ({"OPTION_BLOCK_SIZE": "96"}, 0, 288),
+        ({"OPTION_BLOCK_SIZE": "96"}, 0, 192),
+        ({"OPTION_BLOCK_SIZE": "32"}, 0, 128),
         ({"OPTION_BLOCK_SIZE": "512"}, 1, 512),
     ],
 )
@@ -177,6 +178,12 @@ def test_lmcaches_own_file_is_honoured():
     assert (found.tiers.chunk_size, found.tiers.l1) == (64, 10 * GIB)
     assert (found.tiers.disk.size, found.tiers.disk.path) == (132 * GIB, "/data")
     assert "--l2-store-policy=slipway_skip_l1" in found.cache_server
+
+
+@pytest.mark.parametrize(("gpus", "chunk"), [(0, 128), (1, 256)])
+def test_where_lmcaches_own_file_names_no_chunk_size_it_is_ours(gpus, chunk):
+    found = planned(MANUAL, machine(gpus=gpus), file={"max_local_cpu_size": 1.0})
+    assert f"--chunk-size={chunk}" in found.cache_server
 
 
 def test_lmis_manual_connector_means_lmcaches_configuration():

@@ -357,12 +357,19 @@ REFERENCE = [
             f'max_local_cpu_size: {memory}\nlocal_disk: "file:///tmp/lmcache/"\n'
             "max_local_disk_size: 500\nextra_config: {use_odirect: true}",
             dataclasses.replace(
-                PLAIN, l1_gib=float(memory), disk=dataclasses.replace(DISK, gib=500.0)
+                PLAIN,
+                chunk_size=None,
+                l1_gib=float(memory),
+                disk=dataclasses.replace(DISK, gib=500.0),
             ),
         )
         for size, memory in (("1_5b", 900), ("7b", 550))
     ),
-    ("qwen25_72b", "max_local_cpu_size: 210", dataclasses.replace(PLAIN, l1_gib=210.0)),
+    (
+        "qwen25_72b",
+        "max_local_cpu_size: 210",
+        dataclasses.replace(PLAIN, chunk_size=None, l1_gib=210.0),
+    ),
 ]
 
 
@@ -399,7 +406,7 @@ def test_what_asks_for_nothing_is_told_with_its_reason():
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
-        ({}, "chunk_size", 256),
+        ({}, "chunk_size", None),
         ({"chunk_size": "128"}, "chunk_size", 128),
         ({"local_cpu": "False"}, "skip_l1", True),
         ({"max_local_cpu_size": "0.5"}, "l1_gib", 0.5),

@@ -264,6 +264,30 @@ def test_a_prompt_is_loaded(engine):
     engine.answer(name)
 
 
+def test_an_engine_with_nothing_to_compute_waits_for_the_answer(engine, monkeypatch):
+    """It asks, hears and loads in one step: each more is a way to the workers and back."""
+    monkeypatch.setattr(kv_connector, "ANSWER_S", 30.0, raising=False)
+    engine.known(23)
+    name = engine.ask(23)
+    assert engine.step().finished_recving == {name}
+    engine.answer(name)
+
+
+def test_an_engine_that_computes_does_not_wait_for_the_answer(engine, server, monkeypatch):
+    monkeypatch.setattr(kv_connector, "ANSWER_S", 30.0, raising=False)
+    running = engine.ask(24, tokens=1000)
+    engine.until(lambda: engine.scheduler.requests[running].num_output_tokens)
+    server.pause()
+    monkeypatch.setattr(MessagingFuture, "wait", lambda *_: pytest.fail("it waits"))
+    engine.ask(25)
+    before = engine.scheduler.requests[running].num_output_tokens
+    engine.step()
+    assert engine.scheduler.requests[running].num_output_tokens == before + 1
+    monkeypatch.undo()
+    server.resume()
+    engine.leave(*engine.scheduler.requests)
+
+
 def test_a_client_leaves_while_its_load_ends(engine):
     engine.known(2)
     name = engine.loading(2)

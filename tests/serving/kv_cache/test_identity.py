@@ -4,16 +4,25 @@
 from serving.kv_cache.identity import fingerprint
 from tests.serving.sources.test_digests import SIZE, model
 
+CHUNK = 128
+
 
 def test_one_byte_of_the_weights_makes_another_model(tmp_path):
     same = [model(tmp_path / name) for name in ("a", "b")]
     others = [model(tmp_path / str(place), place) for place in (0, SIZE // 2 + 5000, SIZE - 1)]
-    found = [fingerprint(it, {}) for it in (*same, *others)]
+    found = [fingerprint(it, {}, CHUNK) for it in (*same, *others)]
     assert found[0] == found[1]
     assert len({*found}) == 4
 
 
 def test_options_that_shape_the_cache_make_another_model(tmp_path):
     folder = model(tmp_path / "a")
-    assert fingerprint(folder, {"dtype": "float16"}) != fingerprint(folder, {"dtype": "float32"})
-    assert fingerprint(folder, {"seed": 1}) == fingerprint(folder, {"seed": 2})
+    options = {"dtype": "float16"}, {"dtype": "float32"}, {"seed": 1}, {"seed": 2}
+    half, whole, *seeds = (fingerprint(folder, it, CHUNK) for it in options)
+    assert half != whole
+    assert seeds[0] == seeds[1]
+
+
+def test_chunks_of_another_size_are_another_models(tmp_path):
+    folder = model(tmp_path / "a")
+    assert fingerprint(folder, {}, 128) != fingerprint(folder, {}, 256)

@@ -67,7 +67,7 @@ def test_the_decision_can_be_given_back(home, tmp_path):
     given = {"OPTION_LMCACHE_CONFIG_FILE": str(home / "8080/lmcache.yaml")}
     file = yaml.safe_load(Path(given["OPTION_LMCACHE_CONFIG_FILE"]).read_text())
     again = tiers(kv_tiers.disk_path(read(given), given, file), given, file)
-    assert (again.l1, again.disk, again.chunk_size) == (decided.l1, decided.disk, 256)
+    assert (again.l1, again.disk, again.chunk_size) == (decided.l1, decided.disk, 128)
     assert disk.claim(again.disk, FINGERPRINT).path == first.path
 
 
