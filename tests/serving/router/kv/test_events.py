@@ -181,6 +181,18 @@ async def test_a_publisher_that_starts_anew_is_learned_anew(before, silent):
             await until_async(lambda: index.follows("a"))
 
 
+async def test_the_log_says_when_a_cache_is_known(caplog):
+    caplog.set_level(logging.INFO)
+    async with publishing() as it:
+        await it.publish(block(0), block(1))
+        chunk = BlockStored([1], None, [*range(256)], 256, "CPU")
+        await it.publish(chunk)
+        async with following(it) as index:
+            await until_async(lambda: index.follows("a"))
+            assert index.held("a") == (2, 256)
+    assert caplog.messages == ["a: its KV cache is known: engine 2 memory 256"]
+
+
 async def test_without_an_answer_it_is_not_followed(caplog):
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
@@ -227,7 +239,6 @@ MALFORMED = [
 
 
 async def test_what_is_malformed_is_left_out_and_told_once(caplog):
-    caplog.set_level(logging.INFO)
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
         await until_async(lambda: held(index) == 1)
