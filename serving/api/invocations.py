@@ -45,11 +45,11 @@ class Invocations:
         async def answer(client: ClientRequest) -> None:
             await self._run(client, await self._sessions.joined(client), pipeline)
 
-        if header(call.scope, HANDLER):
-            raise InternalFunction(
-                "the header `handler` names a function of the server's; leave it out"
-            )
         async with pipeline.received(call) as client:
+            if header(call.scope, HANDLER):
+                raise InternalFunction(
+                    "the header `handler` names a function of the server's; leave it out"
+                )
             if response := await self._sessions.answer(client):
                 await response(call.scope, call.receive, call.send)
             elif handler := pipeline.custom_handler:
