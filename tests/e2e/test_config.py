@@ -129,7 +129,7 @@ def test_the_names_of_an_s3_model(served):
 
 
 def test_it_stops_with_its_cache_server(served, folder):
-    lmcache = served.engine_processes("lmcache")
+    lmcache = served.children("lmcache")
     assert len(lmcache) == 1
     os.kill(served.process.pid, signal.SIGTERM)
     assert served.process.wait(30) == 0

@@ -4,14 +4,13 @@ up for the next.
 """
 
 import asyncio
-import contextlib
 import json
-import random
-import socket
 import time
 
 import pytest
 
+from scripts.harness import ports
+from scripts.harness.wait import until_async
 from scripts.models import tiny, tiny_lora
 from serving.router.kv import events
 from serving.router.kv.events import Follower
@@ -29,18 +28,6 @@ def anyio_backend():
     return "asyncio"
 
 
-def free_ports():
-    """Two in a row, which no outgoing connection takes before they are used."""
-    while True:
-        port = random.randrange(15_000, 30_000)
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("", port)),
-            socket.create_server(("", port + 1)),
-        ):
-            return port
-
-
 @pytest.fixture(scope="module")
 def served(tiny_options, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kv_events")
@@ -50,7 +37,7 @@ def served(tiny_options, tmp_path_factory):
         "OPTION_KV_CACHE_MEMORY_BYTES": "8M",  # some 30 blocks
         "OPTION_MAX_MODEL_LEN": "2048",
         "OPTION_KV_EVENTS": "true",
-        "OPTION_KV_EVENTS_PORT": str(free_ports()),
+        "OPTION_KV_EVENTS_PORT": str(ports.free(2)),
         "OPTION_ENABLE_LORA": "true",
         "OPTION_ADAPTER_ROOTS": str(folder),
     }
@@ -79,11 +66,8 @@ class Followed:
         self.task = asyncio.create_task(Follower(self.index, "a", sources).run())
 
     async def until(self, reached):
-        deadline = time.monotonic() + 20
-        while not reached():
-            assert time.monotonic() < deadline
-            assert not self.task.done()
-            await asyncio.sleep(0.02)
+        await until_async(lambda: self.task.done() or reached(), 20)
+        assert not self.task.done()
 
     async def ask(self, path, body, adapter=None):
         headers = {"X-Amzn-SageMaker-Adapter-Identifier": adapter} if adapter else {}

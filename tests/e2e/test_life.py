@@ -16,6 +16,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from scripts.harness.wait import until
 from tests.e2e.conftest import START_S, serving
 
 
@@ -99,10 +100,7 @@ def test_sigterm_under_load_loses_nothing(served):
     with ThreadPoolExecutor(8) as pool:
         wholes = [pool.submit(whole, number) for number in range(4)]
         streams = [pool.submit(stream, number) for number in range(4)]
-        deadline = time.monotonic() + 30
-        while served.metric("vllm:num_requests_running") < 8:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: served.metric("vllm:num_requests_running") == 8)
         began = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
         while (ping := served.client.get("/ping")).status_code == 200:
@@ -166,13 +164,13 @@ def parallel(tiny_options, tmp_path_factory, collector):
         "SOME_API_KEY": "very-secret-key",
         "OPTION_LOG_LEVEL": "debug",
     }
-    with serving(log, **tiny_options, **environ) as it:
+    with serving(log, **tiny_options, **environ, warm=False) as it:
         it.ready()
         yield it
 
 
 def test_tensor_parallel(parallel):
-    assert len(parallel.engine_processes("VLLM::Worker")) == 2
+    assert len(parallel.children("VLLM::Worker")) == 2
     body = {"inputs": "An import", "parameters": {"max_new_tokens": 8, "do_sample": False}}
     answer = parallel.invoke(body).json()
     assert answer["generated_text"]
@@ -185,10 +183,7 @@ def test_a_trace_goes_on_where_the_client_began_it(parallel):
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     headers = {"traceparent": f"00-{trace}-{parent}-01"}
     assert parallel.invoke({"inputs": "traced"}, **headers).status_code == 200
-    deadline = time.monotonic() + 30
-    while not [span for span in Traces.spans if span.trace_id.hex() == trace]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: [span for span in Traces.spans if span.trace_id.hex() == trace])
     (span,) = [span for span in Traces.spans if span.trace_id.hex() == trace]
     assert span.parent_span_id.hex() == parent
     assert span.name == "llm_request"
@@ -201,11 +196,12 @@ def test_a_requests_id_is_in_our_lines_and_the_engines(parallel):
     )
     assert answer.headers["x-request-id"] == "the-one"
     assert answer.json()["id"] == "cmpl-the-one"
-    deadline = time.monotonic() + 10  # the line is written after the answer
-    while not (found := [it for it in lines(parallel.log) if it.get("request_id") == "the-one"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (line,) = found
+
+    def told():
+        return [it for it in lines(parallel.log) if it.get("request_id") == "the-one"]
+
+    until(told)  # the line is written after the answer
+    (line,) = told()
     assert (line["path"], line["status"], line["completion_tokens"]) == ("/invocations", 200, 4)
     assert "very-secret" not in parallel.log.read_text()
     assert "An import" not in parallel.log.read_text()
@@ -224,10 +220,9 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
     asking = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
     for thread in asking:
         thread.start()
-    while parallel.metric("vllm:num_requests_running") < 2:
-        time.sleep(0.05)
+    until(lambda: parallel.metric("vllm:num_requests_running") == 2)
     began = time.monotonic()
-    (engine,) = parallel.engine_processes("VLLM::EngineCore")
+    (engine,) = parallel.children("VLLM::EngineCore")
     engine.kill()
     try:
         while (ping := parallel.client.get("/ping", timeout=2)).status_code == 200:
@@ -249,12 +244,12 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
 
 
 def test_the_death_of_a_worker_is_told(tiny_options, tmp_path):
-    with serving(tmp_path / "log", **tiny_options) as it:
+    with serving(tmp_path / "log", **tiny_options, warm=False) as it:
         it.ready()
-        (worker,) = it.engine_processes("VLLM::Worker")
+        (worker,) = it.children("VLLM::Worker")
         worker.kill()
         assert it.process.wait(30) == 1
-    assert it.left_behind() == []
+        assert it.left_behind() == []
     last = last_line(it.log)
     assert (last["message"], last["stage"]) == ("failed", "serving")
     assert "VllmWorker-0 died unexpectedly" in last["reason"]
@@ -279,26 +274,22 @@ def test_a_start_that_fails_tells_the_root_cause(tiny_options, tmp_path, options
 
 
 def test_sigterm_while_the_engine_loads_leaves_nothing_behind(tiny_options, tmp_path):
-    with serving(tmp_path / "log", **tiny_options) as it:
-        deadline = time.monotonic() + 120
-        while not it.engine_processes("VLLM::EngineCore"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    with serving(tmp_path / "log", **tiny_options, warm=False) as it:
+        until(lambda: it.children("VLLM::EngineCore"), 120)
         it.process.send_signal(signal.SIGTERM)
         assert it.process.wait(10) == 0
-    assert it.left_behind() == []
+        assert it.left_behind() == []
     last = last_line(it.log)
     assert (last["message"], last["stage"]) == ("stopped", "start")
 
 
 def test_ctrl_c_reaches_the_whole_group_and_still_loses_nothing(tiny_options, tmp_path):
-    with serving(tmp_path / "log", **tiny_options) as it:
+    with serving(tmp_path / "log", **tiny_options, warm=False) as it:
         it.ready()
         body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(it.client.post, "/v1/completions", json=body)
-            while it.metric("vllm:num_requests_running") < 1:
-                time.sleep(0.05)
+            until(lambda: it.metric("vllm:num_requests_running") == 1)
             os.killpg(it.process.pid, signal.SIGINT)
             assert asking.result().json()["usage"]["completion_tokens"] == 500
         assert it.process.wait(30) == 0

@@ -3,11 +3,11 @@
 
 import asyncio
 import json
-import time
 
 import httpx
 import pytest
 
+from scripts.harness.wait import until
 from tests.e2e.conftest import serving
 
 SEQUENCES = 8
@@ -34,13 +34,6 @@ def small(tiny_options, tmp_path_factory):
 def engine(it):
     running, waiting = "vllm:num_requests_running", "vllm:num_requests_waiting"
     return it.metric(running) + it.metric(waiting)
-
-
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_512_clients_and_a_queue_of_64(small):

@@ -102,14 +102,22 @@ DEEP: dict[str, object] = {"type": "string"}
 for _ in range(100):
     DEEP = {"type": "array", "items": DEEP}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}
-COSTLY = {f"p{n}": {"type": "string"} for n in range(1800)}
+
+
+def of_properties(count):
+    properties = {f"p{n}": {"type": "string"} for n in range(count)}
+    return PROMPT | {"structured_outputs": {"json": {"type": "object", "properties": properties}}}
+
+
 # These are answered, or refused, and nobody waits for them.
 GRAMMARS = [
     PROMPT | {"response_format": SCHEMA},
     PROMPT | {"structured_outputs": {"regex": "((a+)+)+b" * 20}},
     PROMPT | {"structured_outputs": {"regex": "((a{0,200}){0,200}){0,200}"}},
     PROMPT | {"structured_outputs": {"grammar": 'root ::= ("a"{1,1000}){1,1000}'}},
-    PROMPT | {"structured_outputs": {"json": {"type": "object", "properties": COSTLY}}},
+    of_properties(400),
+    # As many as go into the limit: the engine works on it for a minute.
+    pytest.param(of_properties(1800), marks=pytest.mark.nightly),
     PROMPT | {"structured_outputs": {"choice": [f"word {n}" for n in range(4000)]}},
 ]
 

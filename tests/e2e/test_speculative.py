@@ -72,10 +72,14 @@ def drafted(method: str) -> dict[str, str]:
     return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(train.make(kind, **more))}
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft model", "eagle", "eagle3", "speculators"])
+OF_OURS = pytest.param("eagle3", marks=pytest.mark.nightly)  # as speculators', but for the format
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft model", "eagle", OF_OURS, "speculators"])
 def speculating(request, options, tmp_path_factory):
     more = drafted(request.param)
-    with serving(tmp_path_factory.mktemp("speculating") / "log", **options, **more) as it:
+    log, warm = tmp_path_factory.mktemp("speculating") / "log", request.param != "ngram"
+    with serving(log, warm=warm, **options, **more) as it:
         it.ready()
         register(it, options)
         yield it
@@ -113,10 +117,10 @@ def test_all_together(options, tmp_path):
         "OPTION_SPECULATIVE_DRAFT_MODEL": str(train.make("eagle")),
         "OPTION_LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml"),
     }
-    with serving(tmp_path / "log", **options, **more) as it:
+    with serving(tmp_path / "log", warm=False, **options, **more) as it:
         it.ready()
         register(it, options)
-        assert len(it.engine_processes("VLLM::Worker")) == 2
+        assert len(it.children("VLLM::Worker")) == 2
         text = prompt("together")
 
         def completed(adapter):

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a warm Python imports for `serve`, and what a server forked from it does differently: its
+engine's processes are forked, too, where vLLM spawns them on CPUs.
+
+Not for servers that propose tokens by n-gram: numba's threads and a fork do not mix.
+"""
+
+# ruff: noqa: E402  # the variables first: libraries read them when they are imported
+import os
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # threads do not come along
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CONFIGURE_LOGGING": "0",  # each server does it for itself
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import contextlib
+import importlib
+import logging
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+# LMCache's first: its server exports what they count, and nothing else.
+for _name in (
+    "lmcache.cli.main",
+    "lmcache.v1.multiprocess.http_server",
+    "serving.kv_cache.lmcache.prefetch_policy",
+    "serving.kv_cache.lmcache.shared_store",
+):
+    importlib.import_module(_name)
+LMCACHES = {*REGISTRY._collector_to_names}
+
+for _name in (
+    "serving.server.prepare",
+    "serving.server.server",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+):
+    importlib.import_module(_name)
+
+from vllm.platforms.cpu import CpuPlatform
+
+from serving.engine import vllm
+from serving.observability import logs
+
+vllm._import()
+
+CACHE_SERVER = ["-m", "serving.kv_cache.lmcache"]
+PROGRAMS = [CACHE_SERVER]
+
+_configure = CpuPlatform.check_and_update_config.__func__
+_servers_own: dict[int, os.stat_result] = {}
+"""The server's open files, as they were before vLLM opened some for its processes."""
+
+
+def forked(arguments: Sequence[str]) -> None:
+    """Be as one that has imported only what these arguments need."""
+    if [*arguments[:2]] == CACHE_SERVER:
+        for collector in {*REGISTRY._collector_to_names} - LMCACHES:
+            REGISTRY.unregister(collector)
+        return
+    CpuPlatform.check_and_update_config = classmethod(_fork_instead)
+    multiprocessing.util.register_after_fork(_as_if_spawned, lambda it: it())
+
+
+def _fork_instead(platform: Any, vllm_config: Any) -> None:
+    _configure(platform, vllm_config)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    if not _servers_own:
+        _servers_own.update(_open_files())
+
+
+def _as_if_spawned() -> None:
+    """Undo in a process of the engine what a fork keeps and a program's start does not."""
+    # vLLM looks at all that modules hold, and this one's library answers vars() with a function.
+    sys.modules.pop("llvmlite.binding.ffi", None)
+    signal.set_wakeup_fd(-1)  # else the server's event loop would hear of our signals
+    for handled in signal.valid_signals():
+        if callable(signal.getsignal(handled)):
+            signal.signal(handled, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What the server listens on, its clients, its pipes: they are to end with the server.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number, status in _open_files().items():
+        before = _servers_own.get(number)
+        if (before and os.path.samestat(before, status)) or _is_of_the_network(number):
+            os.dup2(nowhere, number)
+    os.close(nowhere)
+    logs._handler = None
+    logging.getLogger().handlers = [logs.process_handler()]
+
+
+def _open_files() -> dict[int, os.stat_result]:
+    """Open sockets and pipes, without the standard streams and the resource tracker's."""
+    kept = {0, 1, 2, getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None)}
+    found = {}
+    for number in {int(it.name) for it in Path("/proc/self/fd").iterdir()} - kept:
+        with contextlib.suppress(OSError):  # the folder's own
+            status = os.fstat(number)
+            if stat.S_ISSOCK(status.st_mode) or stat.S_ISFIFO(status.st_mode):
+                found[number] = status
+    return found
+
+
+def _is_of_the_network(number: int) -> bool:
+    try:
+        it = socket.socket(fileno=number)
+    except OSError:
+        return False
+    family = it.family
+    it.detach()
+    return family in (socket.AF_INET, socket.AF_INET6)

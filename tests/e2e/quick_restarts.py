@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`serve`, whose cache server is started again at once whenever it has ended: for many restarts in
+little time.
+"""
+
+import runpy
+
+from serving.kv_cache import server
+
+server.LONGEST_PAUSE_S = server.FIRST_PAUSE_S
+runpy.run_module("serving", run_name="__main__", alter_sys=True)
