@@ -144,6 +144,7 @@ class ModelFacts:
 
     weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
     max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
+    attention_heads: which tensor parallelism divides among the ranks.
     """
 
     architectures: tuple[str, ...]
@@ -157,6 +158,7 @@ class ModelFacts:
     hidden_size: int | None
     layers: int | None
     kv: KvShape | None
+    attention_heads: int | None = None
 
 
 class Tensor(NamedTuple):
@@ -343,6 +345,7 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
         hidden_size=config.whole("hidden_size", "n_embd", "d_model", "dim"),
         layers=_layers(config),
         kv=_kv(config),
+        attention_heads=config.whole("num_attention_heads"),
     )
 
 

@@ -23,6 +23,7 @@ from lmi_config.options.parsers import (
     amount,
     boolean,
     choice,
+    counts,
     degree,
     dtype,
     entry_point,
@@ -39,6 +40,8 @@ from lmi_config.options.parsers import (
     replicas,
     size,
     some_of,
+    strictness,
+    task,
     text,
     words,
 )
@@ -64,6 +67,12 @@ LORA_DEFAULTS: Mapping[str, Any] = {"max_loras": 4, "max_lora_rank": 16}
 """What LMI gives vLLM when `enable_lora` is on and nothing else is said; vLLM's own is 1 and 16."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's choices of max_lora_rank."""
+LOAD_FORMATS = (
+    *("auto", "hf", "dummy", "fastsafetensors", "instanttensor", "ipc_cache", "mistral"),
+    *("modelexpress", "npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors"),
+    *("sharded_state", "tensorizer"),
+)
+"""vLLM's choices of load_format (vllm/model_executor/model_loader)."""
 GPU_MEMORY_UTILIZATION = 0.92
 """vLLM's default of gpu_memory_utilization."""
 KV_ON_CPU = 4 * 1024**3
@@ -155,22 +164,14 @@ class Settings:
         help="Branch, tag or commit of a hub model.",
     )
     task: str = _option(
-        choice(
-            "auto",
-            "text-generation",
-            "generate",
-            "text-embedding",
-            "embed",
-            "feature-extraction",
-            "classify",
-        ),
+        task,
         "HF_TASK",
         "OPTION_TASK",
         section=Section.MODEL,
         untrusted=True,
         default="auto",
-        help="The model's task; `auto` reads it from the model. `text-embedding` and "
-        "`feature-extraction` make embeddings with a generative model.",
+        help="The model's task, also by the hub's names; `auto` reads it from the model. "
+        "`text-embedding` and `feature-extraction` make embeddings with a generative model.",
     )
     served_model_name: tuple[str, ...] = _option(
         words,
@@ -218,7 +219,7 @@ class Settings:
         "supports.",
     )
     load_format: str = _option(
-        text,
+        choice(*LOAD_FORMATS),
         "OPTION_LOAD_FORMAT",
         section=Section.MODEL,
         untrusted=True,
@@ -304,6 +305,7 @@ class Settings:
         "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS",
         "OPTION_PREDICT_TIMEOUT",
         "PREDICT_TIMEOUT",
+        "SERVING_PREDICT_TIMEOUT",
         section=Section.SERVER,
         untrusted=True,
         default_text=f"none; on SageMaker real-time endpoints {SAGEMAKER_WHOLE_S}, and "
@@ -726,12 +728,21 @@ class Settings:
         help="Load adapters when they are registered, as LMI does, unless `preload=false` says "
         "otherwise. If false, they are loaded at their first request, unless `preload=true` does.",
     )
+    adapters: str = _option(
+        text,
+        "OPTION_ADAPTERS",
+        section=Section.LORA,
+        default="adapters",
+        help="Folder whose folders are registered as adapters at the start; relative to that of "
+        "`serving.properties`, or else to the model's.",
+    )
     adapter_roots: tuple[str, ...] = _option(
         words,
         "OPTION_ADAPTER_ROOTS",
         section=Section.LORA,
         default=("/opt/ml/models", "/opt/ml/model"),
-        help="Comma-separated folders under which adapters may be, besides the model's own.",
+        help="Comma-separated folders under which adapters may be, besides the model's and that of "
+        "`serving.properties`.",
     )
     adapter_buckets: tuple[str, ...] = _option(
         words,
@@ -859,12 +870,15 @@ class Settings:
         default=MODEL_STORE,
         help="The folder that is searched for a model, `serving.properties` and `slipway.yaml`.",
     )
-    strict: bool = _option(
-        boolean,
+    strict: bool | Literal["auto"] = _option(
+        strictness,
         "OPTION_STRICT",
         section=Section.CONFIGURATION,
-        default=True,
-        help="Refuse to start when an option's name is not known; false only warns.",
+        default="auto",
+        default_text="`auto`; `true` in secure mode",
+        help="Which unknown names stop the start. `auto`: those that are surely mistyped, and all "
+        "on the command line and in `slipway.yaml`; other unknown names do nothing, with a "
+        "warning. `true`: all. `false`: none.",
     )
 
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -962,7 +976,8 @@ def vllm_options() -> Mapping[str, Reader]:
         for name, row in listed.items()
         if name not in declared and name not in REFUSED
     }
-    return {**found, **{name: integer(low=1) for name in ("nnodes", "data_parallel_size")}}
+    positive = {name: integer(low=1) for name in ("nnodes", "data_parallel_size")}
+    return {**found, **positive, "limit_mm_per_prompt": counts}
 
 
 @functools.cache

@@ -10,6 +10,7 @@ _ENGINES: Mapping[str, str] = {
     "neuron": "Neuron",
     "deepspeed": "DeepSpeed",
     "fastertransformer": "FasterTransformer",
+    "stable-diffusion": "Stable Diffusion",
 }
 """What is in the value → whose it is."""
 _NAMES = (

@@ -26,15 +26,27 @@ UNUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
+            "OPTION_BATCH_SIZE",
+            "OPTION_USE_PASSIVE_WORKERS",
+            "OPTION_WAITING_STEPS",
+            "SAGEMAKER_MODEL_SERVER_WORKERS",
             "SAGEMAKER_NUM_MODEL_WORKERS",
             "SERVING_BATCH_SIZE",
+            "SERVING_GPU_MAX_WORKERS",
+            "SERVING_GPU_MIN_WORKERS",
+            "SERVING_GPU_REQUIRED_MEMORY_MB",
+            "SERVING_GPU_RESERVED_MEMORY_MB",
+            "SERVING_LOAD_ON_DEVICE",
             "SERVING_LOAD_ON_DEVICES",
             "SERVING_MAX_BATCH_DELAY",
             "SERVING_MAX_IDLE_TIME",
             "SERVING_MAX_WORKERS",
             "SERVING_MIN_WORKERS",
+            "SERVING_REQUIRED_MEMORY_MB",
             "SERVING_RESERVED_MEMORY_MB",
             "SERVING_RETRY_THRESHOLD",
+            "SERVING_USE_PASSIVE_WORKERS",
+            "SERVING_WORKERS",
         ),
         _BATCHING,
     ),
@@ -55,6 +67,8 @@ UNUSED: Mapping[str, str] = {
             "OPTION_ENABLE_VENV",
             "OPTION_ENV",
             "OPTION_HANDLER",
+            "OPTION_HANDLE",
+            "OPTION_IS_PEFT_MODEL",
             "OPTION_LOW_CPU_MEM_USAGE",
             "OPTION_PARALLEL_LOADING",
             "OPTION_PYTHONEXECUTABLE",
@@ -93,10 +107,13 @@ UNUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
+            "OPTION_RECORD_ACCEPTANCE_RATE",
             "OPTION_SESSIONS_S3URL",
             "SAGEMAKER_HEALTH_CHECK_OVERRIDE",
             "SERVING_ALLOW_MULTI_STATUS",
             "SERVING_CHUNKED_READ_TIMEOUT",
+            "SERVING_LOG_REQUEST_METRIC",
+            "SERVING_METRIC_DIMENSION",
             "SERVING_REQUEST_ID_HEADER_KEY",
         ),
         _LATER,
@@ -105,6 +122,12 @@ UNUSED: Mapping[str, str] = {
         ("SERVING_CORS_ALLOWED_HEADERS", "SERVING_CORS_ALLOWED_METHODS"),
         "all that the API has are allowed to SERVING_CORS_ALLOWED_ORIGIN",
     ),
+    **dict.fromkeys(
+        ("OPTION_MODEL_NAME", "OPTION_MODELNAME", "SERVING_MODEL_NAME"),
+        "OPTION_SERVED_MODEL_NAME names the model",
+    ),
+    "OPTION_DEFAULT_ACCEPT": "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT is the default of `Accept`",
+    "OPTION_MODEL_DIR": "it is where the files of the model are found to be",
     "SAGEMAKER_MULTI_MODEL": "one server serves one model",
     "SERVING_HEALTH_CHECK_OVERRIDE": "/ping always fails when the engine does",
     "SERVING_LOAD_MODELS": "one server serves one model",
@@ -123,6 +146,9 @@ _NGRAM = (
 )
 _NEURON = "it is Neuron's, which Slipway does not run; remove it"
 _TRTLLM = "it is TensorRT-LLM's, which Slipway does not run; remove it"
+_OTHERS = "it is another framework's, which Slipway does not run; remove it"
+_QUANTIZING = "nothing is quantised at the start; give a quantised model"
+_PARTITION = "models are not partitioned ahead; remove it"
 
 REMOVED: Mapping[str, str] = {
     "OPTION_CUDA_GRAPH_SIZES": "set OPTION_CUDAGRAPH_CAPTURE_SIZES",
@@ -139,7 +165,9 @@ REMOVED: Mapping[str, str] = {
         'set OPTION_STRUCTURED_OUTPUTS_CONFIG={"backend":"xgrammar"}'
     ),
     "OPTION_OVERRIDE_POOLER_CONFIG": "set OPTION_POOLER_CONFIG",
-    "OPTION_SPECULATIVE_MODEL": "set OPTION_SPECULATIVE_DRAFT_MODEL",
+    **dict.fromkeys(
+        ("OPTION_DRAFT_MODEL_ID", "OPTION_SPECULATIVE_MODEL"), "set OPTION_SPECULATIVE_DRAFT_MODEL"
+    ),
     "OPTION_SWAP_SPACE": "OPTION_LMCACHE_AUTO_CONFIG=true keeps KV caches in CPU memory",
     **dict.fromkeys(
         ("OPTION_ENGINE_USE_RAY", "OPTION_WORKER_USE_RAY"),
@@ -158,7 +186,8 @@ REMOVED: Mapping[str, str] = {
         'set OPTION_HF_OVERRIDES={"rope_parameters":{...}}',
     ),
     **dict.fromkeys(
-        ("OPTION_MAX_DRAFT_LEN", "OPTION_SPECULATIVE_LENGTH"), "set OPTION_NUM_SPECULATIVE_TOKENS"
+        ("OPTION_MAX_DRAFT_LEN", "OPTION_SPEC_LENGTH", "OPTION_SPECULATIVE_LENGTH"),
+        "set OPTION_NUM_SPECULATIVE_TOKENS",
     ),
     **dict.fromkeys(
         (
@@ -166,6 +195,8 @@ REMOVED: Mapping[str, str] = {
             "OPTION_MAX_NEW_TOKENS",
             "OPTION_MAX_TOKENS",
             "OPTION_REPETITION_PENALTY",
+            "OPTION_STOP_SEQUENCE",
+            "OPTION_STOP_SEQUENCES",
             "OPTION_TEMPERATURE",
             "OPTION_TOP_K",
             "OPTION_TOP_P",
@@ -174,10 +205,13 @@ REMOVED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
+            "OPTION_CONTEXT_LENGTH",
             "OPTION_MAX_INPUT_LEN",
             "OPTION_MAX_INPUT_LENGTH",
             "OPTION_MAX_INPUT_TOKENS",
             "OPTION_MAX_OUTPUT_LEN",
+            "OPTION_MAX_OUTPUT_SIZE",
+            "OPTION_MAX_SEQ_LEN",
             "OPTION_MAX_TOTAL_TOKENS",
             "OPTION_N_POSITIONS",
         ),
@@ -188,22 +222,44 @@ REMOVED: Mapping[str, str] = {
     "OPTION_MAX_NUM_TOKENS": "set OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS",
     **dict.fromkeys(
         (
+            "OPTION_BAICHUAN_MODEL_VERSION",
             "OPTION_BATCH_SCHEDULER_POLICY",
+            "OPTION_CHATGLM_MODEL_VERSION",
+            "OPTION_DECODING_STRATEGY",
             "OPTION_ENABLE_TRT_OVERLAP",
+            "OPTION_GPT_MODEL_VERSION",
+            "OPTION_LOGITS_DTYPE",
             "OPTION_MAX_BEAM_WIDTH",
+            "OPTION_MULTI_BLOCK_MODE",
+            "OPTION_MULTI_QUERY_MODE",
+            "OPTION_NUM_CHECKPOINT_WORKERS",
+            "OPTION_NUM_ENGINE_WORKERS",
+            "OPTION_PAGED_ATTENTION",
+            "OPTION_ROTARY_BASE",
+            "OPTION_ROTARY_DIM",
+            "OPTION_ROTARY_SCALING_FACTOR",
+            "OPTION_ROTARY_SCALING_TYPE",
             "OPTION_SMOOTHQUANT_ALPHA",
             "OPTION_SMOOTHQUANT_PER_CHANNEL",
             "OPTION_SMOOTHQUANT_PER_TOKEN",
             "OPTION_TOKENS_PER_BLOCK",
+            "OPTION_TRTLLM_CHECKPOINT_PATH",
             "OPTION_USE_CUSTOM_ALL_REDUCE",
+            "OPTION_USE_FP8_CONTEXT_FMHA",
+            "OPTION_USE_FUSED_MLP",
         ),
         _TRTLLM,
     ),
     **dict.fromkeys(
         (
             "OPTION_AMP",
+            "OPTION_ATTENTION_LAYOUT",
+            "OPTION_COLLECTIVES_LAYOUT",
             "OPTION_COMPILED_GRAPH_PATH",
             "OPTION_CONTEXT_LENGTH_ESTIMATE",
+            "OPTION_DRAFT_MODEL_COMPILED_PATH",
+            "OPTION_ENABLE_MIXED_PRECISION_ACCUMULATION",
+            "OPTION_ENABLE_SATURATE_INFINITY",
             "OPTION_FUSE_QKV",
             "OPTION_GROUP_QUERY_ATTENTION",
             "OPTION_LOAD_SPLIT_MODEL",
@@ -214,6 +270,40 @@ REMOVED: Mapping[str, str] = {
         ),
         _NEURON,
     ),
+    **dict.fromkeys(
+        (
+            "OPTION_CHECKPOINT",
+            "OPTION_ENABLE_CUDA_GRAPH",
+            "OPTION_MAX_SPARSITY",
+            "OPTION_MAX_SPLITS",
+            "OPTION_MODEL_FORMAT",
+            "OPTION_SKOPS_TRUSTED_TYPES",
+            "OPTION_TRITON_MODE",
+            "OPTION_TRUST_INSECURE_MODEL_FILES",
+            "OPTION_USE_STABLE_DIFFUSION",
+        ),
+        _OTHERS,
+    ),
+    **dict.fromkeys(
+        (
+            "OPTION_AWQ_BLOCK_SIZE",
+            "OPTION_AWQ_CALIB_SIZE",
+            "OPTION_AWQ_FORMAT",
+            "OPTION_AWQ_IGNORE_LAYERS",
+            "OPTION_AWQ_MM_VERSION",
+            "OPTION_AWQ_WEIGHT_BIT_WIDTH",
+            "OPTION_AWQ_ZERO_POINT",
+            "OPTION_CALIB_BATCH_SIZE",
+            "OPTION_CALIB_SIZE",
+            "OPTION_FP8_IGNORE",
+            "OPTION_FP8_SCHEME",
+            "OPTION_Q_FORMAT",
+        ),
+        _QUANTIZING,
+    ),
+    **dict.fromkeys(("OPTION_LOAD_BY_SHARD", "OPTION_SAVE_MP_CHECKPOINT_PATH"), _PARTITION),
+    "OPTION_HUGGINGFACE_TOKEN": "set HF_TOKEN",
+    "OPTION_S3URL": "set OPTION_MODEL_ID to it",
 }
 """Names of LMI's and of older versions of vLLM that are accepted: name → what to do instead."""
 

@@ -46,6 +46,13 @@ def boolean(value: str) -> bool:
         raise ValueError("true or false") from None
 
 
+def strictness(value: str) -> bool | Literal["auto"]:
+    try:
+        return "auto" if value.lower() == "auto" else boolean(value)
+    except ValueError:
+        raise ValueError("auto, true or false") from None
+
+
 def switch(value: str) -> bool | None:
     """Read an option of vLLM's that has no --no- form: true, or None for not set."""
     return boolean(value) or None
@@ -89,12 +96,18 @@ def fraction(value: str) -> float:
 
 
 def size(value: str) -> int:
-    """Read a number with vLLM's suffixes: k, m, g, t are powers of 1000, K, M, G, T of 1024."""
+    """Read a number with vLLM's suffixes, or with units.
+
+    k, m, g, t are powers of 1000, K, M, G, T of 1024; kB to TB and KiB to TiB are what they are, in
+    any case.
+    """
+    if unit := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt])(i?)b", value, re.IGNORECASE):
+        number, letter, binary = unit.groups()
+        return int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(letter.lower()) + 1))
     match = re.fullmatch(r"(\d+)(?:([kmgt])|([KMGT]))?|(\d+\.\d+)([kmgt])", value)
     if not match:
         raise ValueError(
-            "a whole number, or one with a suffix like 8k (8,000) or 8K (8,192); 4 GB are 4g, "
-            "4 GiB are 4G"
+            "a whole number, or one with a suffix: 8k and 8kB are 8,000, 8K and 8KiB are 8,192"
         )
     whole, decimal, binary, real, real_decimal = match.groups()
     if binary:
@@ -159,6 +172,14 @@ def json_text(value: str) -> str:
     return value
 
 
+def counts(value: str) -> str:
+    """Check a JSON object, or make one of `image=2,video=0`, as older versions of vLLM read it."""
+    if found := re.fullmatch(r"\w+=\d+(,\s*\w+=\d+)*", value):
+        pairs = (pair.partition("=") for pair in found[0].replace(" ", "").split(","))
+        return json.dumps({name: int(count) for name, _, count in pairs})
+    return json_text(value)
+
+
 def json_object(value: str) -> Mapping[str, Any]:
     found = _json(value)
     if not isinstance(found, dict):
@@ -201,6 +222,61 @@ def choice(*choices: str) -> Reader:
         return value
 
     return read
+
+
+_TASKS = (
+    "auto",
+    "text-generation",
+    "generate",
+    "text-embedding",
+    "embed",
+    "feature-extraction",
+    "classify",
+)
+_AS_TASKS = {
+    **dict.fromkeys(
+        (
+            "any-to-any",
+            "audio-text-to-text",
+            "conversational",
+            "image-text-to-text",
+            "video-text-to-text",
+            "visual-question-answering",
+        ),
+        "text-generation",
+    ),
+    "sentence-similarity": "feature-extraction",
+    "text-classification": "classify",
+}
+"""The hub's names of tasks → ours."""
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("fill-mask", "question-answering", "token-classification", "zero-shot-classification"),
+        "SageMaker's Hugging Face inference container",
+    ),
+    **dict.fromkeys(
+        ("image-to-image", "text-to-image", "text-to-video"), "a server of diffusion models"
+    ),
+    **dict.fromkeys(
+        ("summarization", "text2text-generation", "translation"),
+        "a model that generates text, with task text-generation; encoder-decoder models are run by "
+        "SageMaker's Hugging Face inference container",
+    ),
+    **dict.fromkeys(
+        ("automatic-speech-recognition", "text-to-audio", "text-to-speech"), "a server of speech"
+    ),
+}
+"""Tasks that are not done here → what does them."""
+
+
+def task(value: str) -> str:
+    name = value.lower().replace("_", "-")
+    if name in _TASKS:
+        return name
+    if name in _AS_TASKS:
+        return _AS_TASKS[name]
+    does = f"; {value} is done by {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    raise ValueError(f"one of {', '.join(_TASKS)}{does}")
 
 
 def some_of(*choices: str) -> Reader:

@@ -5,14 +5,15 @@ Which one counts: the command line, then as in LMI SAGEMAKER_* variables, files,
 and the other names.
 """
 
+import contextlib
 import dataclasses
-import difflib
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lmi_config.options import engines, files
+from lmi_config.options import engines, files, spelling
 from lmi_config.options.declared import (
     MODEL_STORE,
     OPTIONS,
@@ -20,16 +21,16 @@ from lmi_config.options.declared import (
     VLLM_PREFIX,
     Option,
     Settings,
-    flags,
+    flag,
     vllm_options,
 )
 from lmi_config.options.files import FileFault, Given
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
-from lmi_config.options.parsers import Reader
+from lmi_config.options.parsers import Reader, boolean
 from lmi_config.options.redaction import masked, secret
 
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
-_NEAR = 0.85  # a letter or two; Kubernetes' SERVING_SERVICE_HOST is not meant
+_LETTER = 0.85  # or two; Kubernetes' SERVING_SERVICE_HOST is not meant
 _PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"}
 _TRACES, _SIGNALS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
@@ -53,18 +54,18 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     argued: what the command line says (`arguments.read`). It comes before all else.
 
     Empty variables count as not set. Raises SettingsError with all faults at once: values that
-    cannot be read, names of one option that disagree, files that cannot be read, and (unless
-    OPTION_STRICT is false) unknown names. Raises ModuleNotFoundError where a file's parser is not
-    installed yet.
+    cannot be read, names of one option that disagree, files that cannot be read, and names that are
+    not known, as far as OPTION_STRICT refuses them. Raises ModuleNotFoundError where a file's
+    parser is not installed yet.
     """
-    given = _traced(from_environ(environ))
+    given = _traced(_affirmed(from_environ(environ)))
     known = {**_without(given, argued), **argued}
     named = next((Path(known[name].text) for name in _MODELS if name in known), None)
     store = known.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
     config_file = known.get("OPTION_CONFIG_FILE", Given("", ""))
     try:
         folder = files.model_folder(Path(store.text), named)
-        found = files.read(folder, config_file.text)
+        found = _placed(files.read(folder, config_file.text))
     except FileFault as fault:
         raise SettingsError([str(fault)]) from None
     except OSError as error:
@@ -98,6 +99,20 @@ def option(name: str) -> str:
 
 def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     return {name: Given(value.strip(), name) for name, value in environ.items() if value.strip()}
+
+
+def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
+    """SM_VLLM_NO_X, which AWS's vLLM container makes the flag --no-x of, as SM_VLLM_X."""
+    found = dict(given)
+    for name, it in given.items():
+        meant = name.replace(f"{VLLM_PREFIX}NO_", VLLM_PREFIX, 1)
+        option = meant.removeprefix(VLLM_PREFIX).lower()
+        if name != meant and (PREFIX + option.upper() in _NAMES or option in vllm_options()):
+            with contextlib.suppress(ValueError):
+                text = str(not boolean(it.text)).lower()
+                found[meant] = it._replace(text=text)
+                del found[name]
+    return found
 
 
 def _traced(given: dict[str, Given]) -> dict[str, Given]:
@@ -215,7 +230,7 @@ class _Resolver:
     def resolve(self) -> _Resolved:
         self._other_engines()
         values = self._declared()
-        engine = self._undeclared(values.get("strict", True))
+        engine = self._undeclared(self._strict(values))
         lmcache = {it: it for it in self.given.keys() - _NAMES if it.startswith("LMCACHE_")}
         return _Resolved(
             values=values,
@@ -249,7 +264,12 @@ class _Resolver:
                 values[field] = found
         return values
 
-    def _undeclared(self, strict: bool) -> dict[str, Any]:
+    def _strict(self, values: Mapping[str, Any]) -> bool | Literal["auto"]:
+        """Which unknown names are refused: all, none, or by default what is surely mistyped."""
+        strict: bool | Literal["auto"] = values.get("strict", "auto")
+        return True if strict == "auto" and values.get("secure_mode") else strict
+
+    def _undeclared(self, strict: bool | Literal["auto"]) -> dict[str, Any]:
         """vLLM's options that were given by their own names. Reports unknown names."""
         engine: dict[str, Any] = {}
         for name in sorted(self.given.keys() - _NAMES - UNUSED.keys()):
@@ -271,15 +291,37 @@ class _Resolver:
                 self._faults.append(f"{written}: vLLM has this option, but {REFUSED[option]}")
             elif instead := REMOVED.get(PREFIX + option.upper()):
                 self._notes.append(f"{written} does nothing here: {instead}")
-            elif strict:
-                hint = "(OPTION_STRICT=false ignores unknown options)"
-                self._faults.append(f"{self._stranger(name)} {hint}")
             else:
-                # Whether a flag that is not known has a value cannot be told: it may be the model.
-                took = written.startswith("-") and self.given[name].text != "true"
-                value = ", and its value too" if took else ""
-                self._notes.append(f"{self._stranger(name)}; ignored{value}")
+                self._unknown(name, strict)
         return engine
+
+    def _unknown(self, name: str, strict: bool | Literal["auto"]) -> None:
+        """Refuse a name that nobody knows, or note it.
+
+        Names in LMI's own places may be of a newer LMI, or for a model.py: there only a typo stops
+        the start. A command line and slipway.yaml are written for Slipway.
+        """
+        given = self.given[name]
+        ours = given.name.startswith("-") or (given.file and given.file.suffix != ".properties")
+        known = _meanings()
+        sought = _bare(name.replace(VLLM_PREFIX, PREFIX, 1).upper())
+        meant = spelling.mistyped(sought, {it: option(whole) for it, whole in known.items()})
+        near = meant or spelling.nearest(sought, known)
+        shown = known[near] if near else ""
+        hint = f"; did you mean {flag(shown) if given.name.startswith('-') else shown}?"
+        typo = meant and shown not in UNUSED.keys() | REMOVED.keys()
+        if strict is True or (strict == "auto" and (ours or typo)):
+            self._faults.append(
+                f"{given.name}: no such option{hint if near else ''} (OPTION_STRICT=false ignores "
+                "unknown options)"
+            )
+        else:
+            # Whether a flag that is not known has a value cannot be told: it may be the model.
+            took = given.name.startswith("-") and given.text != "true"
+            whole = f"{given.name} and the word after it are" if took else f"{given.name} is"
+            self._notes.append(
+                f"{whole} not known: only a model.py can use it{hint if near else ''}"
+            )
 
     def _without_effect(self) -> Iterator[str]:
         """What was given and is known to do nothing, in one sentence."""
@@ -344,22 +386,10 @@ class _Resolver:
 
     def _look_twice(self, name: str) -> None:
         """Note a variable that is none of ours, and nearly one: others have such prefixes too."""
-        if not name.startswith(_PREFIXES):
+        if not name.startswith(_PREFIXES) or len(_bare(name)) < spelling.SHORTEST:
             return
         known = {_bare(it): it for it in sorted(_NAMES | UNUSED.keys())}
         self._notes += nearly(name, _bare(name), known)
-
-    def _stranger(self, name: str) -> str:
-        written = self.given[name].name
-        if written.startswith("-"):
-            sought, known = written, sorted(flags())
-        else:
-            sought = name.replace(VLLM_PREFIX, PREFIX, 1).upper()
-            of_vllm = (f"{PREFIX}{option.upper()}" for option in vllm_options())
-            known = sorted({*_NAMES, *UNUSED, *of_vllm})
-        near = difflib.get_close_matches(sought, known, n=1, cutoff=0.75)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{written}: no such option{hint}"
 
 
 def _assigned(name: str) -> str:
@@ -372,8 +402,8 @@ def nearly(name: str, sought: str, known: Mapping[str, str]) -> Iterator[str]:
 
     sought: what of its name is compared. known: the same of the names that do something → those.
     """
-    if near := difflib.get_close_matches(sought, known, n=1, cutoff=_NEAR):
-        yield f"{name} is not known and does nothing; did you mean {known[near[0]]}?"
+    if near := spelling.nearest(sought, known, _LETTER):
+        yield f"{name} is not known and does nothing; did you mean {known[near]}?"
 
 
 def _bare(name: str) -> str:
@@ -394,3 +424,34 @@ _FIELDS = {
     )
 }
 _NAMES = frozenset(_FIELDS)
+
+
+@functools.cache
+def _meanings() -> Mapping[str, str]:
+    """Every name that is known, without its prefix → the name to show for it."""
+    of_vllm = (PREFIX + option.upper() for option in vllm_options())
+    declared = sorted(_NAMES, key=lambda name: name.startswith(PREFIX))
+    return {_bare(name): name for name in (*UNUSED, *REMOVED, *of_vllm, *declared)}
+
+
+def _known(name: str) -> bool:
+    option = name.removeprefix(PREFIX).lower()
+    other = option in vllm_options() or option in REFUSED
+    return name in _NAMES or name in UNUSED or name in REMOVED or (name != option and other)
+
+
+def _placed(found: Mapping[str, Given]) -> dict[str, Given]:
+    """What files give, where a name has the prefix of another place: LMI's users mix them up.
+
+    `normalize=false` in serving.properties is option.normalize, and option.job_queue_size is
+    job_queue_size.
+    """
+    placed = dict(found)
+    for name, given in found.items():
+        swapped = {"SERVING_": PREFIX, PREFIX: "SERVING_"}
+        for prefix, other in swapped.items():
+            meant = other + name.removeprefix(prefix)
+            if name.startswith(prefix) and not _known(name) and _known(meant):
+                del placed[name]
+                placed.setdefault(meant, given)
+    return placed

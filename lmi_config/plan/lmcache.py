@@ -9,7 +9,6 @@ Those become what the server takes, or are refused by name. The facts are those 
 import ast
 import contextlib
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from lmi_config.options import spelling
 from lmi_config.options.parsers import (
     Reader,
     amount,
@@ -391,10 +391,12 @@ def _sift(
                 faults.append(f"{name}: {known.refused[key]}")
         elif reason := known.reason(key):
             ignored.append(f"{name}: {reason}")
+        elif meant := spelling.mistyped(str(key), {it: it for it in known.names}):
+            faults.append(f"{name}: no such option; did you mean {meant}?")
         else:
-            near = difflib.get_close_matches(key, known.names, n=1, cutoff=0.75)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            faults.append(f"{name}: no such option{hint}")
+            near = spelling.nearest(str(key), known.names)
+            hint = f"; did you mean {near}?" if near else ""
+            ignored.append(f"{name}: LMCache does not know it{hint}")
     return values
 
 

@@ -4,6 +4,7 @@
 import dataclasses
 
 from lmi_config.facts.machine import Machine
+from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 
@@ -38,9 +39,13 @@ class Parallelism:
         return -(-self.workers // self.machines)
 
 
-def decide(settings: Settings, machine: Machine) -> Parallelism:
-    """Raises SettingsError where the machine has fewer devices than the settings ask for."""
-    tensor, pipeline = _tensor(settings, machine), settings.pipeline_parallel_degree
+def decide(settings: Settings, machine: Machine, model: ModelFacts) -> Parallelism:
+    """Decide.
+
+    Raises SettingsError where the machine has fewer devices than the settings ask for, or the
+    model's attention heads cannot be divided among them.
+    """
+    tensor, pipeline = _tensor(settings, machine, model), settings.pipeline_parallel_degree
     return Parallelism(
         tensor=tensor,
         pipeline=pipeline,
@@ -61,13 +66,30 @@ def copies(settings: Settings) -> int:
     return count
 
 
-def _tensor(settings: Settings, machine: Machine) -> int:
+def divides(degree: int, model: ModelFacts) -> bool:
+    """Whether every rank gets as many attention heads (vLLM's verify_with_parallel_config)."""
+    return (model.attention_heads or 0) % degree == 0
+
+
+def _tensor(settings: Settings, machine: Machine, model: ModelFacts) -> int:
     asked = settings.tensor_parallel_degree
     here = settings.engine.get("data_parallel_size_local") or copies(settings)
     stages = settings.pipeline_parallel_degree * here
     devices, kind = (len(machine.gpus), "GPU") if machine.gpus else (len(machine.cpus), "CPU")
     everywhere = len(machine.gpus) * settings.engine.get("nnodes", 1)
-    degree = max(everywhere // stages, 1) if asked == "max" else asked
+    if asked == "max":
+        most = max(everywhere // stages, 1)
+        degree = next(it for it in range(most, 0, -1) if divides(it, model))
+    else:
+        degree = asked
+        if not divides(degree, model):
+            name = settings.origins.get("tensor_parallel_degree", "OPTION_TENSOR_PARALLEL_DEGREE")
+            raise SettingsError(
+                [
+                    f"{name}={degree}: the model's {model.attention_heads} attention heads cannot "
+                    f"be divided by {degree}; use a degree that divides them, or max"
+                ]
+            )
     if degree * stages <= devices or _on_other_machines(settings):
         return degree
     if asked == "max":

@@ -99,7 +99,7 @@ def make(
     Raises SettingsError where it cannot work.
     """
     settings = memory.settled(settings, machine, environ)
-    spread = parallelism.decide(settings, machine)
+    spread = parallelism.decide(settings, machine, model)
     faults = (
         kv_tiers.faults(settings)
         + vllm.kv_events_faults(settings, spread.copies)

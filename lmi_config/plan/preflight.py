@@ -31,7 +31,7 @@ def findings(
 ) -> Iterator[str]:
     """What an operator should know."""
     yield from settings.notes
-    yield from _gpus(settings, machine, parallelism)
+    yield from _gpus(settings, machine, parallelism, model)
     yield from _memory(machine, budget)
     if gpu and gpu.kv <= 0:
         yield (
@@ -80,7 +80,9 @@ def downloads(to_fetch: int, room: int) -> Iterator[str]:
         )
 
 
-def _gpus(settings: Settings, machine: Machine, parallelism: Parallelism) -> Iterator[str]:
+def _gpus(
+    settings: Settings, machine: Machine, parallelism: Parallelism, model: ModelFacts
+) -> Iterator[str]:
     if not machine.gpus:
         return
     driver = machine.gpus[0].driver
@@ -91,10 +93,13 @@ def _gpus(settings: Settings, machine: Machine, parallelism: Parallelism) -> Ite
         )
     idle = len(machine.gpus) - parallelism.local_workers
     if idle > 0 and "data_parallel_size" not in settings.engine:
-        yield (
-            f"{idle} of {len(machine.gpus)} GPUs will do nothing; set "
-            "OPTION_TENSOR_PARALLEL_DEGREE=max to use them all"
+        fix = (
+            "set OPTION_TENSOR_PARALLEL_DEGREE=max to use them"
+            if settings.tensor_parallel_degree != "max"
+            else f"{parallelism.workers} are the most that the model's {model.attention_heads} "
+            "attention heads can be divided among"
         )
+        yield f"{idle} of {len(machine.gpus)} GPUs will do nothing; {fix}"
 
 
 def _memory(machine: Machine, budget: Budget) -> Iterator[str]:

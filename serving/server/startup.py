@@ -178,18 +178,27 @@ def _code_folders(deployment: Deployment, folder: Path) -> list[Path]:
 
     What comes from the hub is no part of a deployment, and is not run.
     """
-    own = deployment.plan.settings.model_folder
-    folders = [own] if own else []
-    return folders if isinstance(deployment.model, Hub) else [*folders, folder]
+    own = _own_folders(deployment.plan.settings, folder)
+    return [it for it in own if it != folder] if isinstance(deployment.model, Hub) else own
+
+
+def _own_folders(settings: Settings, folder: Path) -> list[Path]:
+    """Where the deployment's files may be: beside serving.properties, then with the weights."""
+    own = settings.model_folder
+    return [folder] if own in (None, folder) else [own, folder]
 
 
 async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> AdapterRegistry | None:
-    """The registry, with what is in the model's own folder `adapters`; None without adapters."""
-    if not plan.settings.enable_lora:
+    """The registry, with what is in the folder of OPTION_ADAPTERS; None without adapters."""
+    settings = plan.settings
+    if not settings.enable_lora:
         return None
     adapters = _registry(plan, folder, engine, await in_thread(tensors, Folder(folder)))
-    own = folder / "adapters"
-    for path in sorted(own.iterdir()) if own.is_dir() else ():
+    places = [place / settings.adapters for place in _own_folders(settings, folder)]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None and (option := settings.origins.get("adapters")):
+        log.warning("%s: there is no folder %s", option, " or ".join(map(str, places)))
+    for path in sorted(found.iterdir()) if found else ():
         if path.is_dir():
             try:
                 await adapters.register(path.name, str(path), plan.settings.lmi_preload)
@@ -226,7 +235,10 @@ def _adapter_files(settings: Settings, folder: Path) -> AdapterFiles:
     with contextlib.suppress(OSError):  # which an adapter that needs it will report
         folders.make(downloads)
     return AdapterFiles(
-        roots=(*(Path(root).resolve() for root in settings.adapter_roots), folder.resolve()),
+        roots=tuple(
+            root.resolve()
+            for root in (*map(Path, settings.adapter_roots), *_own_folders(settings, folder))
+        ),
         buckets=settings.adapter_buckets,
         store=downloads / f"adapters-{settings.port}",
         limit=settings.adapter_disk,

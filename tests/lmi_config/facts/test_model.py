@@ -214,6 +214,7 @@ def test_all_facts_of_a_model():
         hidden_size=4096,
         layers=32,
         kv=KvShape(heads=8, full=32 * 2 * 8 * 128),
+        attention_heads=32,
     )
 
 

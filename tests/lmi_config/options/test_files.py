@@ -171,7 +171,7 @@ BAD_PROPERTIES = "serving.properties: "
             {},
             "serving.properties: option.max_model_len = 'x': should be a number of tokens",
         ),
-        ({"serving_properties": "no_such_setting=1"}, {}, "no_such_setting: no such option"),
+        ({"slipway_yaml": "no_such_setting: 1"}, {}, "no_such_setting: no such option"),
         (
             {"serving_properties": "option.seed=1\noption.seed=2"},
             {},

@@ -39,6 +39,11 @@ TRACES, PROTOCOL = "otlp_traces_endpoint", "OTEL_EXPORTER_OTLP_PROTOCOL"
         ({"OPTION_MAX_MODEL_LEN": "8k"}, "max_model_len", 8000),
         ({"OPTION_MAX_MODEL_LEN": "8K"}, "max_model_len", 8192),
         ({"OPTION_MAX_MODEL_LEN": "1.5k"}, "max_model_len", 1500),
+        ({"OPTION_KV_DISK_SIZE": "4GB"}, "kv_disk_size", 4 * 10**9),
+        ({"OPTION_KV_DISK_SIZE": "1.5 GiB"}, "kv_disk_size", 3 * 2**29),
+        ({"OPTION_KV_DISK_SIZE": "4gb"}, "kv_disk_size", 4 * 10**9),
+        ({"HF_TASK": "Image-Text-To-Text"}, "task", "text-generation"),
+        ({"HF_TASK": "sentence-similarity"}, "task", "feature-extraction"),
         ({"OPTION_MAX_MODEL_LEN": "auto"}, "max_model_len", -1),
         ({"OPTION_DTYPE": "bf16"}, "dtype", "bfloat16"),
         ({"OPTION_ENFORCE_EAGER": "True"}, "enforce_eager", True),
@@ -184,7 +189,10 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             {"OPTION_MAX_MODLE_LEN": "5"},
             "OPTION_MAX_MODLE_LEN: no such option; did you mean OPTION_MAX_MODEL_LEN? " + UNKNOWN,
         ),
-        ({"OPTION_QQQQ": "5"}, "OPTION_QQQQ: no such option " + UNKNOWN),
+        (
+            {"OPTION_QQQQ": "5", "OPTION_STRICT": "true"},
+            "OPTION_QQQQ: no such option " + UNKNOWN,
+        ),
         (
             {"SAGEMAKER_BIND_TO_PORT": "99999"},
             "SAGEMAKER_BIND_TO_PORT='99999': should be a whole number, at least 1, at most 65535",
@@ -267,9 +275,9 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             "OPTION_NUM_SPECULATIVE_TOKENS='0': should be a whole number, at least 1",
         ),
         (
-            {"OPTION_KV_DISK_SIZE": "4GB"},
-            "OPTION_KV_DISK_SIZE='4GB': should be a whole number, or one with a suffix like "
-            "8k (8,000) or 8K (8,192); 4 GB are 4g, 4 GiB are 4G",
+            {"OPTION_KV_DISK_SIZE": "4 boxes"},
+            "OPTION_KV_DISK_SIZE='4 boxes': should be a whole number, or one with a suffix: 8k and "
+            "8kB are 8,000, 8K and 8KiB are 8,192",
         ),
     ],
 )
@@ -297,8 +305,65 @@ def test_a_secret_is_not_shown():
 def test_without_strictness_an_unknown_option_only_warns():
     settings = read({"OPTION_STRICT": "false", "OPTION_MAX_MODLE_LEN": "5"})
     assert settings.notes == (
-        "OPTION_MAX_MODLE_LEN: no such option; did you mean OPTION_MAX_MODEL_LEN?; ignored",
+        "OPTION_MAX_MODLE_LEN is not known: only a model.py can use it; did you mean "
+        "OPTION_MAX_MODEL_LEN?",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("OPTION_MAX_MODLE_LEN", "OPTION_MAX_MODEL_LEN"),
+        ("OPTION_MAXMODEL_LEN", "OPTION_MAX_MODEL_LEN"),
+        ("OPTION_GPU_MEMORY_UTILISATION", "OPTION_GPU_MEMORY_UTILIZATION"),
+        ("SM_VLLM_ENFORCE_EAGAR", "OPTION_ENFORCE_EAGER"),
+    ],
+)
+def test_what_is_surely_mistyped_stops_the_start(name, meant):
+    with pytest.raises(SettingsError, match=f"{name}: no such option; did you mean {meant}"):
+        read({name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("OPTION_OF_MY_HANDLER", "OPTION_OF_MY_HANDLER is not known: only a model.py can use it"),
+        (
+            "OPTION_MAX_NUM_SEQUENCES",  # two options are near
+            "OPTION_MAX_NUM_SEQUENCES is not known: only a model.py can use it; did you mean "
+            "OPTION_MAX_NUM_SEQS?",
+        ),
+        (
+            "OPTION_MAX_INPUT_LEN",
+            "OPTION_MAX_INPUT_LEN does nothing here: set OPTION_MAX_MODEL_LEN, for prompt and "
+            "answer together",
+        ),
+        ("OPTION_MIN_LORAS", "OPTION_MIN_LORAS is not known"),
+    ],
+)
+def test_what_nobody_knows_is_told_and_refused_only_on_demand(name, note):
+    assert read({name: "1"}).notes[0].startswith(note)
+    if "is not known" in note:
+        for stricter in ({"OPTION_STRICT": "true"}, {"SAGEMAKER_SECURE_MODE": "true"}):
+            with pytest.raises(SettingsError, match=f"{name}: no such option"):
+                read({name: "1", **stricter})
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({"SM_VLLM_NO_ENABLE_PREFIX_CACHING": "true"}, "enable_prefix_caching", False),
+        ({"SM_VLLM_NO_ENABLE_PREFIX_CACHING": "false"}, "enable_prefix_caching", True),
+        ({"OPTION_LIMIT_MM_PER_PROMPT": "image=2"}, "limit_mm_per_prompt", '{"image": 2}'),
+        (
+            {"OPTION_LIMIT_MM_PER_PROMPT": "image=4, video=0"},
+            "limit_mm_per_prompt",
+            '{"image": 4, "video": 0}',
+        ),
+    ],
+)
+def test_vllms_options_as_others_write_them(environ, field, value):
+    assert read(environ).engine[field] == value
 
 
 def test_lmis_options_that_mean_nothing_here_are_told_in_one_sentence():

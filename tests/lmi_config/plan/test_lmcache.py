@@ -527,7 +527,6 @@ def test_aws_keys_go_into_the_environment():
             "remote_serde: the server stores KV as it is; set it to naive",
         ),
         ({"chunk_sise": 1}, "chunk_sise: no such option; did you mean chunk_size?"),
-        ({7: 1}, "7: no such option"),
         ({"extra_config": "{hush"}, None),
         (
             {"extra_config": ["hush"]},
@@ -559,14 +558,20 @@ def test_an_option_that_cannot_be_translated_is_refused_by_name(config, fault):
         assert refused.value.faults == (fault,)
 
 
+def test_what_lmcache_would_ignore_is_noted():
+    config = {"some": 1, "s3_endpoint_url": "http://s3", "extra_config": {"a": 1}}
+    found = " ".join(translate(config, {}).ignored)
+    for name in ("some", "s3_endpoint_url", "extra_config.a"):
+        assert f"{name}: LMCache does not know it" in found
+
+
 def test_all_faults_are_told_at_once():
-    config = {"enable_pd": True, "chunk_sise": 1, "extra_config": {"a": 1}, "remote_url": "x://"}
+    config = {"enable_pd": True, "chunk_sise": 1, "remote_url": "x://"}
     with pytest.raises(SettingsError) as refused:
         translate(config, {})
     assert [fault.partition(":")[0] for fault in refused.value.faults] == [
         "enable_pd",
         "chunk_sise",
-        "extra_config.a",
         "remote_url",
     ]
 

@@ -139,7 +139,7 @@ def test_a_length_that_vllm_chooses_is_no_number():
 
 
 @pytest.mark.parametrize(
-    "name", ["LMCACHE_CHUNK_SZIE", "SERVING_JOB_QUEUE_SZIE", "SERVING_PREDICT_TIMEOUT"]
+    "name", ["LMCACHE_CHUNK_SZIE", "SERVING_JOB_QUEUE_SZIE", "SERVING_PREDICT_TIMEOUTS"]
 )
 def test_a_variable_that_is_nearly_one_of_ours_is_noted(name):
     findings = planned({name: "5"}).findings
@@ -250,10 +250,26 @@ def test_workers_of_other_machines_take_nothing_here():
     assert not [finding for finding in found.findings if "ranks talk" in finding]
 
 
+def test_attention_heads_are_divided_among_all_ranks():
+    nine = model(2, attention_heads=9)
+    with pytest.raises(SettingsError) as refused:
+        planned({"OPTION_TENSOR_PARALLEL_DEGREE": "8"}, machine(gpus=8), nine)
+    assert refused.value.faults == (
+        "OPTION_TENSOR_PARALLEL_DEGREE=8: the model's 9 attention heads cannot be divided by 8; "
+        "use a degree that divides them, or max",
+    )
+    found = planned({}, machine(gpus=8), nine)
+    assert found.parallelism.tensor == 3
+    assert found.findings == (
+        "5 of 8 GPUs will do nothing; 3 are the most that the model's 9 attention heads can be "
+        "divided among",
+    )
+
+
 def test_gpus_that_idle_beside_other_machines_are_noticed():
     environ = {"OPTION_TENSOR_PARALLEL_DEGREE": "4", "OPTION_NNODES": "2"}
     assert planned(environ, machine(gpus=4), model(16)).findings == (
-        "2 of 4 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max to use them all",
+        "2 of 4 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max to use them",
     )
 
 

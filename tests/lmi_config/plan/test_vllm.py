@@ -5,6 +5,7 @@ from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import parallelism
 from lmi_config.plan.vllm import arguments, environment, options
 from tests.lmi_config.examples import PARTS, machine
+from tests.lmi_config.examples import model as model_facts
 
 CPU = machine()
 GPU = machine(gpus=4)
@@ -13,7 +14,7 @@ SMALL_SHM = {"shm": 64 << 20}
 
 def command(environ, here, model="m", derived=()):
     settings = read(environ)
-    spread = parallelism.decide(settings, here)
+    spread = parallelism.decide(settings, here, model_facts())
     found = options(settings, here, spread, dict(derived), PARTS.cpu_lora)
     return arguments({**found, "model": model})
 
@@ -199,7 +200,7 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
 def test_the_engines_environment(environ, here, expected):
     always = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     on_cpu = {} if here.gpus else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
-    spread = parallelism.decide(read(environ), here)
+    spread = parallelism.decide(read(environ), here, model_facts())
     assert environment(read(environ), here, spread, environ) == always | on_cpu | expected
 
 

@@ -5,9 +5,11 @@ import ast
 import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from lmi_config.options.declared import LOAD_FORMATS
 from serving.server.prepare import PARTS
 
 
@@ -19,3 +21,9 @@ def test_every_part_is_where_the_plan_says(path):
     assert spec.origin
     statements = ast.parse(Path(spec.origin).read_text()).body
     assert name in {each.name for each in statements if isinstance(each, ast.ClassDef)}
+
+
+def test_the_load_formats_are_vllms():
+    from vllm.model_executor.model_loader import LoadFormats
+
+    assert {*LOAD_FORMATS} == {*get_args(LoadFormats)}

@@ -14,8 +14,11 @@ from lmi_config.plan import kv_tiers, plan
 from serving import folders
 from serving.engine.base import EngineError
 from serving.kv_cache import disk
-from serving.server.startup import _beside, read_ahead, write_tiers
+from serving.server.startup import _beside, _register_adapters, read_ahead, write_tiers
+from tests.fake_engine import FakeEngine
 from tests.lmi_config.examples import DISK, PARTS, machine, model
+from tests.lmi_config.facts.test_model import safetensors
+from tests.serving.lora.test_registry import write
 
 
 def cached(path):
@@ -115,3 +118,31 @@ def test_what_runs_is_what_was_planned(tmp_path):
     assert planned.engine("/folder", None) == {**planned.options, "model": "/folder"}
     without = planned.without_tiers("it did not start").engine("/folder", None)
     assert {**planned.options, "model": "/folder"}.keys() - without.keys() == {"kv_transfer_config"}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("named", ["adapters", "tuned"])
+async def test_adapters_beside_the_options_are_registered(tmp_path, caplog, named):
+    """The weights may be elsewhere, and the folder's name another."""
+    deployment, weights = tmp_path / "model", tmp_path / "weights"
+    write(deployment / named / "one")
+    write(weights / "adapters" / "two")
+    layer = {"model.layers.0.self_attn.q_proj.weight": ("BF16", [16, 8])}
+    (weights / "model.safetensors").write_bytes(safetensors(layer))
+    (weights / "config.json").write_text("{}")
+    lines = ["option.enable_lora=true", f"option.model_id={weights}"]
+    if named != "adapters":
+        lines.append(f"option.adapters={named}")
+    (deployment / "serving.properties").write_text("\n".join(lines))
+    settings = read({"SERVING_MODEL_STORE": str(deployment)})
+    made = plan.make(settings, machine(), model(2), None, {}, PARTS)
+    adapters = await _register_adapters(made, weights, FakeEngine())
+    assert [it.name for it in adapters.listed()] == ["one"]
+    assert not caplog.records
+    write(deployment / "later")  # the folder of the options is a root
+    await adapters.register("later", str(deployment / "later"))
+    without = dataclasses.replace(made, settings=dataclasses.replace(settings, adapters="gone"))
+    await _register_adapters(without, weights, FakeEngine())
+    if named != "adapters":
+        told = "serving.properties: option.adapters: there is no folder"
+        assert caplog.messages[-1].startswith(told)

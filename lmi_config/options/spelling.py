@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that nobody knows: which known one was meant, and whether that is sure."""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+
+_NEAR = 0.8  # max_num_sequences and max_num_seqs, but not max_input_len and max_log_len
+_SHORT_WORD, _LONG_WORD = 3, 8  # letters: cpu and gpu, min and max are no slips of one another
+SHORTEST = 6  # letters of a name in which a slip is sure to be one
+
+
+def nearest(name: str, known: Collection[str], near: float = _NEAR) -> str | None:
+    """The name to suggest for one that is not known, or None where nothing is near."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=near)), None)
+
+
+def mistyped(name: str, known: Mapping[str, str]) -> str | None:
+    """The known name that was surely meant: a slip of the fingers away, as nothing else is.
+
+    known: name → what it means; two names of one option are no rivals.
+    """
+    found = {meaning: other for other, meaning in known.items() if _slip(name, other)}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _slip(one: str, other: str) -> bool:
+    """Whether two names differ by underscores, or by a letter or two that were mistyped."""
+    if min(len(one), len(other)) < SHORTEST or re.sub(r"\D", "", one) != re.sub(r"\D", "", other):
+        return False
+    if one.replace("_", "") == other.replace("_", ""):
+        return True
+    pairs = list(zip(one.split("_"), other.split("_"), strict=False))
+    if one.count("_") != other.count("_"):
+        return False
+    slips = [_slips(*pair) for pair in pairs if pair[0] != pair[1]]
+    return None not in slips and sum(it or 0 for it in slips) <= 2
+
+
+def _slips(one: str, other: str) -> int | None:
+    """How many letters are wrong in a word, or None where it is another word."""
+    longest = max(len(one), len(other))
+    edits = _edits(one, other)
+    allowed = 0 if longest <= _SHORT_WORD else 1 if longest < _LONG_WORD else 2
+    return edits if edits <= allowed else None
+
+
+def _edits(one: str, other: str) -> int:
+    """Letters to insert, remove, replace or swap with the next (optimal string alignment)."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        before, last, row = row, before, [i]
+        for j, wanted in enumerate(other, 1):
+            least = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                least = min(least, last[j - 2] + 1)
+            row.append(least)
+    return row[-1]
