@@ -137,6 +137,7 @@ async def test_adapters_beside_the_options_are_registered(tmp_path, caplog, name
     settings = read({"SERVING_MODEL_STORE": str(deployment)})
     made = plan.make(settings, machine(), model(2), None, {}, PARTS)
     adapters = await _register_adapters(made, weights, FakeEngine())
+    assert adapters
     assert [it.name for it in adapters.listed()] == ["one"]
     assert not caplog.records
     write(deployment / "later")  # the folder of the options is a root
