@@ -12,7 +12,8 @@ from handlers.records import EngineCall, FormatError
 from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.engine.base import Engine
-from serving.errors import BadRequest, NotReady
+from serving.engine.none import MESSAGE as NO_ENGINE
+from serving.errors import BadRequest, NotFound, NotReady
 from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
@@ -122,6 +123,8 @@ class Pipeline:
         What the request waits for is cancelled where it ends early. The engine is not: it hears of
         it as of a client that leaves, which frees what it works on.
         """
+        if self.code and self.code.alone:
+            raise NotFound(NO_ENGINE)
         self._limit_time(request)
         async with self._adapter(request) as adapter:
             with request.cancellation.raising():

@@ -15,8 +15,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from handlers.custom import THREADS
 from handlers.djl_python import np_util
 from scripts.harness.wait import until_async
+from serving.engine.none import NoEngine
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
 
@@ -123,6 +125,21 @@ async def test_own_engine():
         answer = await it.invoke({"inputs": "abc", "stream": True})
         assert answer.text == '{"custom_handler_used": true, "generated_text": "ABC"}\n'
         assert it.engine.bodies == []
+
+
+async def test_a_server_without_an_engine_says_so():
+    async with served("own_engine") as it:
+        it.pipeline.engine = NoEngine(THREADS)
+        assert (await it.invoke({"inputs": "a"})).status_code == 200
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            missing = await it.post(path, {"prompt": "a", "messages": []})
+            assert missing.status_code == 404
+            assert "answered by the handle of its model.py alone" in missing.text
+        assert (await it.client.get("/v1/models")).status_code == 404
+        assert (await it.client.get("/ping")).status_code == 200
+        assert (await it.client.get("/models/lmi")).status_code == 200
+        parameters = (await it.client.get("/execution-parameters")).json()
+        assert parameters["MaxConcurrentTransforms"] == THREADS
 
 
 async def test_by_hand():
