@@ -50,11 +50,13 @@ class _Caches:
         self._memory, self._disk = bool(capacity.memory), bool(capacity.disk)
 
     def insert(self, chain: Sequence[int], until: float) -> None:
-        engine = self._levels[0]
+        engine, *others = self._levels
+        others = [level for level in others if level]
         for link in reversed(chain):
-            for level in self._levels:
-                level.pop(link, None)
             engine[link] = until
+            engine.move_to_end(link)
+            for level in others:
+                level.pop(link, None)
         for place, size in enumerate(self._sizes):
             level = self._levels[place]
             while len(level) > size:
