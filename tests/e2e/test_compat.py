@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Users' model.py files, embeddings and batches on the real engine."""
 
+import io
 import json
 import shutil
 
+import PIL.Image
 import psutil
 import pytest
 
@@ -13,6 +15,8 @@ from tests.e2e.test_security import Pings
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 COMPAT = ROOT / "tests" / "compat"
+PUBLIC = {"asked": "question_and_context", "seen": "picture_formatter"}
+"""Adapters whose formatters are files as others write them."""
 CHAT = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 4, "temperature": 0}
 
 
@@ -28,9 +32,11 @@ def model_with(folder, name):
 def formatted(tiny_options, tmp_path_factory):
     """The base model and two of three adapters have formatters."""
     folder = model_with(tmp_path_factory.mktemp("model") / "base-model", "processed_by")
-    for seed, name in enumerate(("one", "two", "three"), 1):
+    for seed, name in enumerate(("one", "two", "three", *PUBLIC), 1):
         adapter = tiny_lora.write(folder / "adapters" / name, seed)
-        if name != "three":
+        if name in PUBLIC:
+            shutil.copy(COMPAT / "public" / PUBLIC[name] / "model.py", adapter)
+        elif name != "three":
             text = (COMPAT / "processed_by" / "model.py").read_text()
             (adapter / "model.py").write_text(text.replace('"base"', repr(name)))
     environ = {
@@ -59,6 +65,39 @@ def test_processed_by_whom(formatted, adapter, by):
     ).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert {event["processed_by"] for event in events} == {by}
+
+
+def test_formatters_of_other_authors(formatted):
+    """compat/public: a schema that is a chat and back, and a picture that becomes a prompt."""
+    body = {"question": "import", "context": "import os", "length": 3}
+    answer = formatted.invoke(body, **{HEADER: "asked"}).json()
+    assert isinstance(answer["answer"], str)
+    assert answer["usage"]["completion_tokens"] == 3
+    with formatted.client.stream(
+        "POST", "/invocations?adapter=asked", json=body | {"stream": True}
+    ) as streamed:
+        lines = [json.loads(line) for line in streamed.iter_lines() if line]
+    assert "".join(line["delta"] for line in lines) == answer["answer"]
+    picture = io.BytesIO()
+    PIL.Image.new("RGB", (3, 2)).save(picture, "PNG")
+    headers = {HEADER: "seen", "content-type": "image/png"}
+    seen = formatted.client.post("/invocations", content=picture.getvalue(), headers=headers)
+    assert seen.status_code == 200
+    assert seen.json()["choices"] if "choices" in seen.json() else seen.json()["generated_text"]
+    headers = {"content-type": "image/png"}
+    unseen = formatted.client.post("/invocations", content=picture.getvalue(), headers=headers)
+    assert unseen.status_code == 424
+
+
+def test_lmis_management_api(formatted):
+    """As the client of LMI's own integration tests counts workers."""
+    (described,) = formatted.client.get("/models/lmi").json()
+    (group,) = described["models"][0]["workerGroups"]
+    assert len(group["workers"]) == 1
+    assert described["models"][0]["status"] == "Healthy"
+    assert formatted.client.get("/models").json()["models"][0]["status"] == "READY"
+    assert "vllm:num_requests_running" in formatted.client.get("/server/metrics").text
+    assert formatted.client.put("/models/lmi?min_worker=2").status_code == 409
 
 
 def test_others_go_on_when_one_is_deleted(formatted):
