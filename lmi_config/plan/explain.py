@@ -122,10 +122,7 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
     names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
     yield "devices", f"{len(machine.gpus)} x {names}", f"tensor parallel {degree} ({given})"
     if plan.gpu:
-        cache = preflight.engine_cache(
-            settings, machine, plan.parallelism, plan.model, plan.memory, plan.gpu
-        )
-        length = preflight.longest_request(settings, plan.model) or 1
+        tokens = _engine_tokens(plan)
         yield (
             "each GPU",
             format_size(plan.gpu.total),
@@ -137,8 +134,17 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
             format_size(plan.gpu.overhead),
             "context, activations, graphs; an estimate",
         )
-        amount = f"about {cache.tokens(length):,} tokens in all" if cache else "unknown"
+        amount = "unknown" if tokens is None else f"about {tokens:,} tokens in all"
         yield "  KV cache", format_size(max(plan.gpu.kv, 0)), amount
+
+
+def _engine_tokens(plan: Plan) -> int | None:
+    """The tokens whose KV the engine's cache holds, None where that is unknown."""
+    cache = preflight.engine_cache(
+        plan.settings, plan.machine, plan.parallelism, plan.model, plan.memory, plan.gpu
+    )
+    length = preflight.longest_request(plan.settings, plan.model) or 1
+    return cache and cache.tokens(length)
 
 
 def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
@@ -158,6 +164,8 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
     if tiers.shared:
         yield "KV tier shared", "", tiers.shared.shown
     yield "KV chunk", f"{tiers.chunk_size} tokens", tiers.reasons["chunk_size"]
+    if tokens := _engine_tokens(plan):
+        yield "KV tiers pay", "", f"from {tokens:,} tokens in use on; so many the engine holds"
 
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
@@ -221,7 +229,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "free": plan.memory.free,
         },
         "gpu": {**dataclasses.asdict(plan.gpu), "kv": plan.gpu.kv} if plan.gpu else None,
-        "tiers": _tiers_as_json(plan.tiers, each) if isinstance(plan.tiers, Tiers) else None,
+        "tiers": (
+            _tiers_as_json(plan.tiers, each, _engine_tokens(plan))
+            if isinstance(plan.tiers, Tiers)
+            else None
+        ),
         "kv_events": (
             dict(
                 zip(
@@ -243,7 +255,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _tiers_as_json(tiers: Tiers, each: int | None) -> dict[str, Any]:
+def _tiers_as_json(tiers: Tiers, each: int | None, engine: int | None) -> dict[str, Any]:
     disk, size = tiers.disk, tiers.disk.size if tiers.disk else 0
     return {
         "l1_bytes": tiers.l1,
@@ -254,5 +266,6 @@ def _tiers_as_json(tiers: Tiers, each: int | None) -> dict[str, Any]:
         "disk_direct": bool(disk and disk.direct),
         "shared": tiers.shared.shown if tiers.shared else None,
         "chunk_size": tiers.chunk_size,
+        "engine_tokens": engine,
         "reasons": dict(tiers.reasons),
     }

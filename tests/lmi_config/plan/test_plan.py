@@ -48,6 +48,7 @@ other files
                                            in /tmp/lmcache
 KV tier shared                             redis://:***@cache
 KV chunk                  256 tokens       a multiple of the engine's block of 16 tokens
+KV tiers pay                               from 1,025,638 tokens in use on; so many the engine holds
 port                      8080             default
 
 options:
@@ -78,6 +79,29 @@ def test_the_whole_text():
     assert table == TEXT
     assert "\nlmcache:\n  server --host=127.0.0.1 --port=5001 " in commands
     assert "hush" not in text + json.dumps(explain.as_json(found))
+
+
+@pytest.mark.parametrize(
+    ("gib", "layers", "heads", "gpus", "each", "tokens"),
+    [
+        (2.9, 28, 2, 1, "28 KiB", 2_600_000),
+        (14.2, 28, 4, 1, "56 KiB", 1_100_000),
+        (135.4, 80, 8, 4, "320 KiB", 480_000),
+    ],
+)
+def test_from_how_many_tokens_on_tiers_pay(gib, layers, heads, gpus, each, tokens):
+    """Qwen2.5 1.5B, 7B and 72B on GPUs of 80 GB: LMI publishes a KV of 28, 56 and 320 KB a token,
+    and that offloading pays from some 2.6 million and 480,000 tokens on for the first and the last.
+    """
+    shape = KvShape(heads=heads, full=2 * heads * 128 * layers)
+    facts = model(gib, layers=layers, kv=shape, max_length=32_768)
+    environ = {"OPTION_MODEL_ID": "m", "OPTION_LMCACHE_AUTO_CONFIG": "true"}
+    found = planned(environ, machine(gpus=gpus, memory=1_000 * GIB), facts)
+    rows = {name: (size, why) for name, size, why in explain.rows(found)}
+    assert rows["KV per token"][0] == each
+    pays = int(rows["KV tiers pay"][1].split()[1].replace(",", ""))
+    assert pays == pytest.approx(tokens, rel=0.1)
+    assert explain.as_json(found)["tiers"]["engine_tokens"] == pays
 
 
 def test_as_json_every_option_has_its_origin():
