@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis everywhere: no time limits on noisy machines, and the same examples in each run of CI,
-which is to judge a change and not to find what was there before it.
+which is to judge a change and not to find what was there before it. AWS's clients are made quickly.
 """
 
+import functools
 import os
+from typing import Any
 
+from botocore.loaders import JSONFileLoader
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -14,5 +17,16 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("same", settings.get_profile("random"), derandomize=True)
+settings.register_profile("same", settings.get_profile("random"), derandomize=True, max_examples=30)
 settings.load_profile("same" if os.environ.get("CI") else "random")
+
+_load_file = JSONFileLoader.load_file
+
+
+@functools.cache
+def _loaded(path: str) -> Any:
+    return _load_file(JSONFileLoader(), path)
+
+
+# Every session reads megabytes of descriptions of services anew.
+setattr(JSONFileLoader, "load_file", lambda self, file_path: _loaded(file_path))  # noqa: B010

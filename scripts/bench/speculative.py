@@ -19,10 +19,8 @@ from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import httpx
-from matplotlib.figure import Figure
 
 from lmi_config.facts import machine
-from scripts.eagle import train
 from scripts.harness import metrics
 from scripts.harness.process import SERVE, Program
 from scripts.models import tiny
@@ -98,6 +96,8 @@ def row(name: str, k: int | None, found: Figures, plain: Figures, on_gpu: bool) 
 
 
 def plot(path: Path, found: Mapping[str, Mapping[int, Figures]]) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name, by_k in found.items():
@@ -116,6 +116,8 @@ def methods(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         yield from (tuple(named.split("=", 1)) for named in options.draft)
     elif options.model is None:
         yield "draft model", str(tiny.make())  # the model itself: all is accepted
+        from scripts.eagle import train  # it takes seconds to import
+
         yield "EAGLE", str(train.make("eagle"))
         yield "EAGLE-3", str(train.make("eagle3"))
 

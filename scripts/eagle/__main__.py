@@ -5,8 +5,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.eagle.target import Refused
-from scripts.eagle.train import METHODS, train
+from scripts.eagle.options import METHODS, Refused
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -34,6 +33,8 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     options = vars(arguments().parse_args())
     given = {name: value for name, value in options.items() if value is not None}
+    from scripts.eagle.train import train  # it takes seconds to import
+
     try:
         train(given.pop("target"), given.pop("out"), **given)
     except (Refused, OSError) as error:

@@ -10,11 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
+from scripts.eagle.options import Refused
+
 GENERATED_AT_ONCE = 64
-
-
-class Refused(ValueError):
-    """What cannot be done as requested. The message says why, and what would do."""
 
 
 class Target:

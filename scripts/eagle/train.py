@@ -6,10 +6,9 @@ EAGLE-3's training-time test does (arXiv:2503.01840), and its distributions are 
 target's. On one machine the same arguments and files make the same weights.
 """
 
-import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -20,11 +19,11 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from scripts.eagle.draft import Draft, write
-from scripts.eagle.target import Refused, Target
+from scripts.eagle.options import Options, Refused
+from scripts.eagle.target import Target
 from scripts.models import tiny
 from scripts.models.cache import cache, kept, say
 
-METHODS = ("eagle", "eagle3")
 EARLIER_COUNTS_MORE = 0.8
 """The weight of a drafted token's loss over the one before: it counts only if that was accepted."""
 WARM_UP = 0.05
@@ -39,40 +38,6 @@ TINY: Mapping[str, Any] = {
     "lr": 1e-4,
     "loss_temperature": 0.05,
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a draft is trained. Lengths are in tokens; see the command line for what each means."""
-
-    method: str
-    text: Sequence[Path] = ()
-    steps: int = 300
-    length: int = 128
-    prompt: int = 32
-    batch: int = 8
-    lr: float = 1e-3
-    draft_vocab: int | None = None
-    speculators: bool = False
-    seed: int = 0
-    depth: int = 3
-    generated: bool = False
-    loss_temperature: float = 1.0
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise Refused(f"the method is {self.method!r}, but has to be {' or '.join(METHODS)}")
-        if self.method == "eagle" and (self.speculators or self.draft_vocab):
-            raise Refused(
-                "vLLM 0.32 knows a reduced vocabulary and the format of speculators for EAGLE-3 "
-                "drafts only; set --method eagle3"
-            )
-        if min(self.steps, self.batch, self.depth, self.prompt) < 1:
-            raise Refused("--steps, --batch, --depth and --prompt have to be 1 or more")
-        if self.length < self.prompt + self.depth + 1:
-            wanted = self.prompt + self.depth + 1
-            raise Refused(f"--length is {self.length}, but has to be {wanted} for this --prompt")
 
 
 def train(folder: Path, out: Path, **options: Any) -> Path:

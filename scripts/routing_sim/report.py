@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
 from scripts.routing_sim.engine import BUDGET
 from scripts.routing_sim.fleet import WARM_UP, Fleet
 from scripts.routing_sim.model import REPLICAS, Case
@@ -174,6 +172,8 @@ def targets(cases: dict[str, list[Case]], found: dict[str, Found]) -> Iterator[T
 
 def plot(cases: dict[str, list[Case]], found: dict[str, Found], file: Path) -> None:
     """TTFT P50 (solid) and P90 (dashed) by offered load."""
+    from matplotlib.figure import Figure  # it takes seconds to import
+
     figure = Figure(figsize=(11, 4))
     sizes = [size for size in ("8k", "64k") if size in found]
     for place, size in enumerate(sizes, start=1):

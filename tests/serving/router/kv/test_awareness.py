@@ -8,6 +8,7 @@ import json
 import re
 import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,14 +17,35 @@ from transformers import AutoTokenizer
 from scripts.harness.wait import until_async
 from scripts.models import tiny
 from serving.router.kv import awareness
+from serving.router.kv.tokenizer import fetch
 from serving.router.policy.kv_index import BlockStored
 from tests.serving.router.conftest import FakeReplica, routing, whole
 from tests.serving.router.kv.test_events import Publisher, publishing
+from tests.serving.router.kv.test_tokenizer import working
 
 pytestmark = pytest.mark.anyio
 
 LATE_S = 180.0  # for the tokenizer to be loaded, on machines that have other work
 MISSING = "kvaware knows no more than prefixaware"
+
+
+@pytest.fixture(scope="module")
+async def workers(anyio_backend, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fetch(str(tiny.make()), {}, folder)
+    async with working(folder) as it:
+        yield it.workers
+
+
+@pytest.fixture
+def loaded(workers, monkeypatch):
+    """Routers find their tokenizer's processes running: to start them takes many seconds."""
+
+    async def run(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    running = SimpleNamespace(ready=workers.ready, tokens=workers.tokens, run=run)
+    monkeypatch.setattr(awareness, "TokenWorkers", lambda: running)
 
 
 def told(caplog) -> list[str]:
@@ -41,7 +63,7 @@ async def test_without_a_tokenizer_it_is_prefixaware_and_says_so_once(caplog):
         assert "/nowhere" in told(caplog)[0]
 
 
-async def test_without_events_it_is_prefixaware_and_says_so_once(caplog):
+async def test_without_events_it_is_prefixaware_and_says_so_once(caplog, loaded):
     model = str(tiny.make())
     async with routing(2, routing_strategy="kvaware", model_id=model) as it:
         await until_async(lambda: bool(told(caplog)), LATE_S)
@@ -56,7 +78,7 @@ async def test_without_events_it_is_prefixaware_and_says_so_once(caplog):
         assert [row["kv_cache_known"] for row in rows] == [False, False]
 
 
-async def test_event_sources_that_make_no_sense_are_told(caplog):
+async def test_event_sources_that_make_no_sense_are_told(caplog, loaded):
     async def answer(replica: FakeReplica, asked, writer):
         sources = {"0": {"endpoint": "nonsense", "replay_endpoint": "nonsense"}}
         writer.write(whole(200, json.dumps(sources).encode()))
@@ -109,7 +131,7 @@ async def knowing(model):
         yield it
 
 
-async def test_a_follower_that_fails_follows_again(caplog, monkeypatch):
+async def test_a_follower_that_fails_follows_again(caplog, monkeypatch, loaded):
     monkeypatch.setattr(awareness, "FIRST_PAUSE_S", 0.05)
 
     async def nonsense(replica: FakeReplica, asked, writer):
@@ -139,7 +161,7 @@ def chat(text, **more):
     return {"messages": [{"role": "user", "content": text}], **more}
 
 
-async def test_a_template_of_a_clients_is_not_rendered():
+async def test_a_template_of_a_clients_is_not_rendered(loaded):
     async with knowing(tiny.make()) as it:
         given = {"chat_template_kwargs": {"chat_template": FOR_EVER}}
         began = time.monotonic()
