@@ -3,6 +3,7 @@
 several can do.
 """
 
+import random
 import signal
 import threading
 from contextlib import ExitStack
@@ -115,6 +116,88 @@ def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path
             late = routed.metric('slipway_router_fallbacks_total{reason="time"}')
             assert all_of_it * (1 - late / (3 * len(texts))) <= found <= all_of_it
             assert "knows no more" not in routed.log.read_text()
+
+
+DOCUMENTS = 20
+BLOCK, CHUNK = 128, 256
+TOKEN = 2048
+"""Bytes of a token's KV in the tiny model."""
+
+
+@pytest.fixture(scope="module")
+def engines_with_memory(tiny_options, tmp_path_factory):
+    """Two engines whose caches hold three documents of 1,280 tokens, and whose L1 holds thirty."""
+    folder = tmp_path_factory.mktemp("memory")
+    (folder / "lmcache.yaml").write_text("max_local_cpu_size: 0.08\n")
+    environ = {
+        **tiny_options,
+        "OPTION_MAX_MODEL_LEN": "2048",
+        "OPTION_KV_CACHE_MEMORY_BYTES": str(34 * BLOCK * TOKEN),
+        "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
+        "OPTION_KV_EVENTS": "true",
+    }
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                serving(folder / f"log-{n}", **environ, OPTION_KV_EVENTS_PORT=str(ports.free(2)))
+            )
+            for n in range(2)
+        ]
+        for it in running:
+            it.ready()
+        yield running
+
+
+@pytest.mark.parametrize("strategy", ["prefixaware", "kvaware"])
+def test_each_document_is_computed_on_one_replica(engines_with_memory, tmp_path, strategy):
+    """Twice in random order: what an engine has let go is loaded from its memory tier."""
+    engines = engines_with_memory
+    draw = random.Random(strategy)
+    homes: list[set[str]] = [set() for _ in range(DOCUMENTS)]
+    counts = []
+    with routing(engines, tmp_path / "log", strategy) as routed:
+        ready(routed)
+        until(lambda: all(row.get("kv_cache_known", True) for row in replicas(routed)))
+        for _ in range(2):
+            before = computed(engines)
+            for n in draw.sample(range(DOCUMENTS), DOCUMENTS):
+                home, tokens = ask_for(routed, strategy, n)
+                if tokens > CHUNK:  # a document's end is in no chunk
+                    homes[n].add(home)
+            counts.append(computed(engines) - before)
+        rows = replicas(routed)
+    assert [len(it) for it in homes] == [1] * DOCUMENTS
+    first, second = counts
+    assert first > DOCUMENTS * 5 * CHUNK
+    assert second < 0.1 * first
+    assert all(row["kv_tier_tokens"]["memory"] > 30 * 5 * CHUNK for row in rows)
+    if strategy == "kvaware":
+        assert sum(row["kv_tokens_reported"]["memory"] for row in rows) >= DOCUMENTS * 5 * CHUNK
+    # By the names of HyperPod's documentation.
+    for it in engines:
+        for name in ("lmcache:num_lookup_hits_total", "lmcache:num_hit_tokens_total"):
+            until(lambda it=it, name=name: it.metric(name) >= 5 * CHUNK)
+
+
+def ask_for(routed: Served, strategy: str, n: int) -> tuple[str, int]:
+    """Ask about a document. The replica that answers, and how many tokens it had to compute."""
+    text = (
+        f"{strategy}, document {n:02}: "
+        + "The import statement is one of many that bind names. " * 116
+    )
+    answer = routed.client.post(
+        "/v1/completions",
+        json={"prompt": text, "max_tokens": 1},
+        headers={"X-Slipway-Route": "1"},
+    )
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return answer.headers["x-slipway-route"].split()[1], usage["prompt_tokens"] - cached
+
+
+def computed(engines: list[Served]) -> float:
+    return sum(it.metric("vllm:request_prefill_kv_computed_tokens_sum") for it in engines)
 
 
 def test_adapters_are_registered_everywhere(engines, routed):
