@@ -12,8 +12,10 @@ not ended 60 s after the last one came, which count as the slowest.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
+from scripts.routing_sim import combined
 from scripts.routing_sim.model import REPLICAS
 from scripts.routing_sim.report import Found, plot, run, targets
 from scripts.routing_sim.rivals import ARMS, BASE, OURS
@@ -34,7 +36,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="runs of each (default: 3)")
     parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")
     parser.add_argument("--plot", type=Path, help="a file for TTFT by load, like routing.png")
+    tiers = parser.add_argument_group("KV cache tiers and routing together")
+    tiers.add_argument("--combined", action="store_true", help="that alone, beside HyperPod's")
+    tiers.add_argument("--size", nargs="+", choices=combined.SIZES, default=[*combined.SIZES])
+    tiers.add_argument("--users", type=int, help="at a time (default: by size)")
+    price = "of one replica's machine, in $ (default: %(default)s)"
+    tiers.add_argument("--price-per-hour", type=float, default=40.0, help=price)
     options = parser.parse_args()
+    if options.combined:
+        run_combined(options)
+        return
     cases = workloads(options.quick)
     seeds = options.seeds or (1 if options.quick else 3)
     print(f"{REPLICAS} replicas, {seeds} seeds; times in s")
@@ -52,6 +63,17 @@ def main() -> None:
     missed = sum(not target.met for target in reached)
     if missed and not options.quick:  # which is too short for such figures
         sys.exit(f"{missed} of {len(reached)} targets not met")
+
+
+def run_combined(options: argparse.Namespace) -> None:
+    seconds = combined.SECONDS / (2 if options.quick else 1)
+    seeds = options.seeds or 1
+    print(f"{REPLICAS} replicas of ${options.price_per_hour:g} an hour, {seeds} seeds; times in s")
+    print("changes: against the baseline, with the same users")
+    combined.run(
+        *(options.size, options.users, seconds, seeds, options.price_per_hour),
+        say=partial(print, flush=True),
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from scripts.routing_sim.model import BLOCK, Profile, Request, block_tokens
+from scripts.routing_sim.tiers import Tiers
 from serving.router.policy.kv_index import BlockRemoved, BlockStored
 from serving.router.policy.policies import Load, Work
 
@@ -121,12 +122,19 @@ class Listener(Protocol):
 
 
 class Engine:
-    """One replica. slow: how many times as long everything takes."""
+    """One replica. slow: how many times as long computing takes. tiers: behind its cache."""
 
     def __init__(
-        self, name: str, profile: Profile, clock: Clock, fleet: Listener, slow: float = 1.0
+        self,
+        name: str,
+        profile: Profile,
+        clock: Clock,
+        fleet: Listener,
+        slow: float = 1.0,
+        tiers: Tiers | None = None,
     ) -> None:
         self.name, self.profile, self.slow = name, profile, slow
+        self._tiers = tiers
         self._clock, self._fleet = clock, fleet
         self._version = 0
         self.restart()
@@ -149,6 +157,9 @@ class Engine:
         if run.lost:
             return
         self._waiting.append(run)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._leap:
             self._begin()
         elif self._leap > 1:
@@ -197,9 +208,32 @@ class Engine:
             run = self._waiting.popleft()
             run.request.cached = run.done
             self._load_adapter(run.request.adapter)
+            if self._load(run):
+                continue
             self._prefilling.append(run)
             left -= self._compute(run, left)
         return budget - left
+
+    def _load(self, run: Run) -> bool:
+        """Whether tiers have some of it, which is then on its way; the others go on meanwhile."""
+        request = run.request
+        request.of_l1 = request.of_l2 = 0
+        if self._tiers is None:
+            return False
+        loaded = self._tiers.load(run.links, run.done, run.tokens, self._clock.now)
+        if loaded is None:
+            return False
+        request.of_l1, request.of_l2 = loaded.l1, loaded.l2
+        self._clock.at(loaded.at, partial(self._loaded, run))
+        return True
+
+    def _loaded(self, run: Run) -> None:
+        if run.lost:
+            return
+        start, run.done = run.done, run.done + run.request.of_l1 + run.request.of_l2
+        self._blocks.store(run, start, run.done)
+        self._prefilling.append(run)
+        self._wake()
 
     def _compute(self, run: Run, most: int) -> int:
         start, run.done = run.done, min(run.tokens, run.done + most)
@@ -231,6 +265,8 @@ class Engine:
                 self._prefilling.append(run)
                 continue
             self._fleet.first(run)
+            if self._tiers:
+                self._tiers.store(run.links, run.tokens, self._clock.now)
             self._context += run.tokens + 1
             last = self._steps + run.request.output - 1
             heapq.heappush(self._decoding, (last, next(self._order), run))

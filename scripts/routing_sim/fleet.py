@@ -7,10 +7,11 @@ from functools import partial
 from scripts.routing_sim.engine import Clock, Engine, Run
 from scripts.routing_sim.model import BLOCK, REPLICAS, Case, Prompt, Request, chain
 from scripts.routing_sim.rivals import ARMS, WITH_EVENTS
+from scripts.routing_sim.tiers import Shared, Tiers
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
 from serving.router.policy.policies import Load
 from serving.router.policy.prefix_index import PrefixIndex
-from serving.router.policy.tiers import Capacity
+from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
 EVENTS_S = 0.005
 """How old KV events are when they arrive."""
@@ -22,9 +23,9 @@ seconds that a lost replica is away."""
 class Fleet:
     """The router, its replicas, and a run of one workload through them."""
 
-    def __init__(self, case: Case, arm: str, seed: int) -> None:
+    def __init__(self, case: Case, arm: str, seed: int, prices: Prices = DEFAULT_PRICES) -> None:
         random.seed(seed)  # the strategies'
-        self.case = case
+        self.case, self._prices = case, prices
         self.clock = Clock()
         self.requests: list[Request] = []
         self._coming = case.requests(random.Random(seed), case.load)
@@ -34,6 +35,7 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._up: list[Load] = []
         self._runs: dict[Run, None] = {}
+        self._l2 = Shared(case.l2) if case.l2 else None
         for number in range(REPLICAS):
             self._add(f"replica{number}", 1 if number else case.slow)
         if case.restart:
@@ -44,9 +46,17 @@ class Fleet:
         self.clock.run(self.case.seconds + DRAIN_S)
 
     def _add(self, name: str, slow: float = 1.0) -> None:
-        self._engines[name] = Engine(name, self.case.profile, self.clock, self, slow)
-        self._up.append(Load(name))
-        self._index.resize(name, Capacity(engine=self.case.profile.kv_tokens))
+        it, l1, l2 = self.case.profile, self.case.l1, self.case.l2
+        tiers = Tiers(l1, self._l2, it) if l1 else None
+        self._engines[name] = Engine(name, it, self.clock, self, slow, tiers)
+        self._up.append(Load(name, prices=self._prices))
+        capacity = Capacity(
+            engine=it.kv_tokens,
+            memory=l1.tokens if l1 else 0,
+            shared=l2.tokens if l2 else None,
+            store="l2" if l2 else "",
+        )
+        self._index.resize(name, capacity)
         self._blocks.followed.add(name)
 
     def _come(self) -> None:

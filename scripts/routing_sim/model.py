@@ -25,7 +25,7 @@ def block_tokens(links: Sequence[int]) -> list[int]:
 @dataclass(frozen=True)
 class Profile:
     """Of an engine: tokens/s of prompts, seconds of a step, seconds for each token of context that
-    a step reads, seconds for each request, tokens that its KV cache holds.
+    a step reads, seconds for each request, tokens that its KV cache holds, bytes of a token's KV.
     """
 
     rate: float
@@ -33,10 +33,24 @@ class Profile:
     context_s: float
     overhead_s: float
     kv_tokens: int
+    kv_bytes: int
 
 
-B32 = Profile(15_926, 0.010, 0.28e-3 / 7000, 0.045, 307_000)
-B70 = Profile(25_000, 0.010, 0.12e-3 / 7000, 0.045, 500_000)
+B32 = Profile(15_926, 0.010, 0.28e-3 / 7000, 0.045, 307_000, 256 * 1024)
+B70 = Profile(25_000, 0.010, 0.12e-3 / 7000, 0.045, 500_000, 320 * 1024)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """tokens: that it keeps. rate: bytes/s of a link, each way. latency_s: of a load. one_link:
+    whether all replicas share one link, or each has its own.
+    """
+
+    tokens: int
+    rate: float
+    latency_s: float
+    one_link: bool = False
+
 
 Parts = tuple[tuple[int, int], ...]
 
@@ -63,7 +77,9 @@ def chain(parts: Parts, size: int, seed: int = 0) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a client wants, and what it got. after: the request that follows its end, and when."""
+    """What a client wants, and what it got. after: the request that follows its end, and when.
+    cached, of_l1, of_l2: prompt tokens from the engine's cache and from each tier.
+    """
 
     at: float
     parts: Parts
@@ -74,6 +90,8 @@ class Request:
     first: float = math.inf
     end: float = math.inf
     cached: int = 0
+    of_l1: int = 0
+    of_l2: int = 0
     replica: str = ""
 
     @property
@@ -111,7 +129,8 @@ class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
 @dataclass(frozen=True)
 class Case:
     """A workload at a load, which is requests/s or users. slow: how many times as long the first
-    replica takes. restart: whether one is lost in the middle of what is measured.
+    replica takes. restart: whether one is lost in the middle of what is measured. l1: memory behind
+    each engine's cache; l2: the store behind all of them.
     """
 
     name: str
@@ -121,3 +140,5 @@ class Case:
     seconds: float
     slow: float = 1.0
     restart: bool = False
+    l1: Tier | None = None
+    l2: Tier | None = None

@@ -20,7 +20,8 @@ from scripts.routing_sim.workloads import chat
 @dataclass
 class Outcome:
     """ttfts, gaps: seconds to the first token, and between tokens, of each request, in order;
-    math.inf: failed. rate: output tokens/s.
+    math.inf: failed. rate: output tokens/s. hit, of_l1, of_l2: prompt tokens that came from the
+    engine's cache and from each tier / prompt tokens.
     """
 
     ttfts: list[float]
@@ -28,6 +29,8 @@ class Outcome:
     rate: float
     hit: float
     hot: float
+    of_l1: float = 0.0
+    of_l2: float = 0.0
 
     @property
     def failed(self) -> float:
@@ -45,7 +48,7 @@ def percentile(values: list[float], share: float) -> float:
 def simulate(case: Case, arm: str, seeds: Iterable[int]) -> Outcome:
     """Percentiles are of all seeds' requests, the other figures means."""
     ttfts, gaps, rates, hots = [], [], [], []
-    cached = prompt = 0
+    cached = of_l1 = of_l2 = prompt = 0
     began = case.seconds * WARM_UP
     for seed in seeds:
         fleet = Fleet(case, arm, seed)
@@ -53,6 +56,8 @@ def simulate(case: Case, arm: str, seeds: Iterable[int]) -> Outcome:
         counted = [it for it in fleet.requests if it.at >= began]
         for it in counted:
             cached += it.cached
+            of_l1 += it.of_l1
+            of_l2 += it.of_l2
             prompt += it.tokens
             failed = math.isinf(it.end)
             ttfts.append(math.inf if failed else it.first - it.at)
@@ -62,7 +67,10 @@ def simulate(case: Case, arm: str, seeds: Iterable[int]) -> Outcome:
         most = max(Counter(it.replica for it in counted).values())
         hots.append(REPLICAS * most / len(counted))
     rate, hot = statistics.mean(rates), statistics.mean(hots)
-    return Outcome(sorted(ttfts), sorted(gaps), rate, cached / prompt, hot)
+    return Outcome(
+        *(sorted(ttfts), sorted(gaps), rate, cached / prompt, hot),
+        *(of_l1 / prompt, of_l2 / prompt),
+    )
 
 
 COLUMNS = ("", "TTFT P50", "P90", "P99", "gap P90", "tokens/s", "hit", "hot", "failed")

@@ -31,6 +31,20 @@ def documents(
         yield Request(now, ((document, length), (name, 200)), 200, session=str(name))
 
 
+def readers(rng: random.Random, load: float, *, length: int, number: int) -> Iterator[Request]:
+    """Users who ask one question after the other about documents, Zipf(1)."""
+    weights = list(itertools.accumulate(1 / rank for rank in range(1, number + 1)))
+
+    def ask(drawn: random.Random, now: float) -> Request:
+        (document,) = drawn.choices(range(1, number + 1), cum_weights=weights)
+        name = _name(drawn)
+        parts = ((document, length), (name, 200))
+        return Request(now, parts, 200, session=str(name), after=partial(ask, drawn))
+
+    for at in sorted(rng.uniform(0, 5) for _ in range(round(load))):
+        yield ask(random.Random(rng.random()), at)
+
+
 def chat(rng: random.Random, load: float) -> Iterator[Request]:
     """Users of one application: 8 turns, then anew."""
     for at in sorted(rng.uniform(0, 80) for _ in range(round(load))):

@@ -8,9 +8,10 @@ from functools import partial
 
 import pytest
 
+from scripts.routing_sim import combined
 from scripts.routing_sim import fleet as fleet_module
 from scripts.routing_sim.fleet import Fleet
-from scripts.routing_sim.model import B32, B70, Case, Request
+from scripts.routing_sim.model import B32, B70, Case, Request, Tier
 from scripts.routing_sim.report import simulate
 from scripts.routing_sim.rivals import ARMS
 from scripts.routing_sim.workloads import chat, document_case, unshared_case
@@ -126,3 +127,110 @@ def test_chat():
     assert simulate(case, "kvaware", [0]).hit > 0.8
     users = partial(chat, random.Random(0), 20)
     assert len(list(users())) == 20
+
+
+DOCUMENT, OTHER = (5000, 10_240), (6000, 10_240)
+SMALL = replace(B32, kv_tokens=81 * 128)  # one of them and its answer
+NEAR = Tier(100_000, 20e9, 0.001)
+
+
+def loading(tier, tokens):
+    return tier.latency_s + tokens * B32.kv_bytes / tier.rate
+
+
+def test_l1(one):
+    """What the engine has evicted comes from memory, all but the last chunk."""
+    again = Request(10.0, (DOCUMENT,), 2)
+    one(Request(0.0, (DOCUMENT,), 2), Request(5.0, (OTHER,), 2), again, profile=SMALL, l1=NEAR)
+    assert (again.cached, again.of_l1, again.of_l2) == (0, 10_240 - 256, 0)
+    first = B32.overhead_s + loading(NEAR, 10_240 - 256) + B32.step_s + 256 / B32.rate
+    assert again.first - again.at == pytest.approx(first)
+
+
+def test_l1_is_full(one):
+    again = Request(10.0, (DOCUMENT,), 2)
+    requests = (Request(0.0, (DOCUMENT,), 2), Request(5.0, (OTHER,), 2), again)
+    one(*requests, profile=SMALL, l1=replace(NEAR, tokens=12_000))
+    # What is left of it is its beginning.
+    assert again.of_l1 == (12_000 - 10_240) // 256 * 256
+
+
+def second_replica(monkeypatch, store):
+    """A request that another replica has answered before."""
+    monkeypatch.setattr(fleet_module, "REPLICAS", 2)
+    again = Request(10.0, (DOCUMENT,), 2)
+    requests = Request(0.0, (DOCUMENT,), 2), again
+    case = Case("", B32, lambda rng, load: iter(requests), 1.0, 1000, l1=NEAR, l2=store)
+    Fleet(case, "roundrobin", 0).run()
+    return again
+
+
+def test_l2(monkeypatch):
+    store = Tier(100_000, 10e9, 0.002)
+    again = second_replica(monkeypatch, store)
+    assert (again.cached, again.of_l1, again.of_l2) == (0, 0, 10_240 - 256)
+    first = B32.overhead_s + loading(store, 10_240 - 256) + B32.step_s + 256 / B32.rate
+    assert again.first - again.at == pytest.approx(first)
+
+
+def test_a_store_that_is_slower_than_computing_is_not_read(monkeypatch):
+    again = second_replica(monkeypatch, Tier(100_000, 1e9, 0.002))
+    assert (again.of_l1, again.of_l2) == (0, 0)
+
+
+def test_readers_of_one_link_wait_for_each_other(monkeypatch):
+    monkeypatch.setattr(fleet_module, "REPLICAS", 3)
+    both = Request(10.0, (DOCUMENT,), 2), Request(10.0, (DOCUMENT,), 2)
+
+    def seconds(one_link):
+        requests = (Request(0.0, (DOCUMENT,), 2), *both)
+        store = Tier(100_000, 10e9, 0.002, one_link=one_link)
+        case = Case("", B32, lambda rng, load: iter(requests), 1.0, 1000, l1=NEAR, l2=store)
+        Fleet(case, "roundrobin", 0).run()
+        return sorted(it.first - it.at for it in both)
+
+    apart, shared = seconds(one_link=False), seconds(one_link=True)
+    assert apart[0] == pytest.approx(apart[1]) == pytest.approx(shared[0])
+    assert shared[1] > shared[0]
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Name of the arm -> its cells, of a short run with small caches."""
+    rows: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combined, "B70", replace(B70, kv_tokens=150_000))
+        patch.setattr(combined, "L1", replace(combined.L1, tokens=300_000))
+        combined.run(["8k"], 40, 24.0, 1, 10.0, rows.append)
+    return {row[:18].strip(): row[18:].split() for row in rows if row[:18].strip()}
+
+
+def test_all_together_is_better_than_each(table):
+    p50, p90, rate, dollars, engine, l1, l2 = range(7)
+    names = [arm.name for arm in combined.arms()]
+    figure = {
+        name: [float(it.strip("%+").replace(",", "")) for it in table[name]] for name in names
+    }
+    base, everything = figure["baseline"], figure["all, daemon"]
+    assert everything[p50] < base[p50]
+    assert everything[p90] < base[p90]
+    for name, it in figure.items():
+        assert it[rate] >= base[rate]
+        assert it[dollars] == pytest.approx(7 * 10 / 3600 / it[rate] * 1000, rel=0.01)
+        assert "L1" not in name or it[l1] > 0
+    assert figure["routing"][l1] == figure["L1 + L2 Redis"][l2] == 0
+    assert figure["L1 + L2 daemon"][l2] > 0
+    assert figure["routing"][engine] > base[engine]
+
+
+def test_changes_are_beside_the_published_ones(table):
+    assert table["baseline"][7:] == ["+0%"] * 4
+    assert table["HyperPod's figures"] == ["-72%", "-40%", "+24%", "-21%"]
+
+
+def test_prices():
+    case = document_case(8000, 3, 20, 50)
+    found = simulate(case, "roundrobin", [0])
+    assert combined.cost(found, 0.0) == 0
+    assert combined.cost(replace(found, rate=1000.0), 36.0) == pytest.approx(0.07)
+    assert combined.cost(replace(found, rate=0.0), 36.0) == 0
