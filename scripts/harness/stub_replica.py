@@ -4,8 +4,8 @@
 For measuring and testing what stands in front of servers. GET /ping, /health, /v1/models and
 /metrics are answered as vLLM does; POST /v1/chat/completions, /v1/completions and /invocations get
 0.6 KB at once or, with `"stream": true`, as many events of about 250 bytes as `max_tokens` says,
---rate of them a second. All streams step together, like a batch in an engine. Every answer names
-its replica in the header x-replica.
+--rate of them a second and the first no earlier than --first seconds. All streams step together,
+like a batch in an engine. Every answer names its replica in the header x-replica.
 """
 
 import argparse
@@ -57,8 +57,8 @@ MODELS = {"id": MODEL, "object": "model", "owned_by": "stub", "max_model_len": 1
 class Replica:
     """What the connections share. left: events that each stream is still owed."""
 
-    def __init__(self, port: int, rate: float) -> None:
-        self.port, self.step = port, 1 / rate
+    def __init__(self, port: int, rate: float, first: float = 0.0) -> None:
+        self.port, self.step, self.first = port, 1 / rate, first
         self.began, self.requests, self.next = time.time(), 0, 0.0
         self.left: dict[Connection, int] = {}
         self.loop = asyncio.get_running_loop()
@@ -95,6 +95,8 @@ class Replica:
         )
 
     def begin(self, connection: "Connection", events: int) -> None:
+        if connection.transport.is_closing():
+            return
         if not self.left:
             self.next = self.loop.time() + self.step
             self.loop.call_at(self.next, self.tick)
@@ -154,7 +156,11 @@ class Connection(asyncio.Protocol):
         if fields.get(b"stream") == b"true":
             self.chunk = chunk(EVENT[self.path])
             self.transport.write(replica.stream)
-            replica.begin(self, int(fields.get(b"max_tokens", TOKENS)))
+            events = int(fields.get(b"max_tokens", TOKENS))
+            if replica.first:
+                replica.loop.call_later(replica.first, replica.begin, self, events)
+            else:
+                replica.begin(self, events)
         else:
             self.transport.write(replica.answers[self.path])
 
@@ -163,8 +169,8 @@ class Connection(asyncio.Protocol):
         self.transport.write(self.chunk + end)
 
 
-async def serve(port: int, rate: float) -> None:
-    replica = Replica(port, rate)
+async def serve(port: int, rate: float, first: float) -> None:
+    replica = Replica(port, rate, first)
     server = await replica.loop.create_server(
         lambda: Connection(replica), "127.0.0.1", port, backlog=4096
     )
@@ -175,8 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("port", type=int)
     parser.add_argument("--rate", type=float, default=50, help="events a second of each stream")
+    parser.add_argument("--first", type=float, default=0.0, help="seconds before a stream's first")
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.rate))
+    uvloop.run(serve(options.port, options.rate, options.first))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steady load on any OpenAI-compatible endpoint: time to the first token, tokens/s and price.
+
+Users of several client processes ask for streamed chat completions, one after the other
+(--concurrency), or requests come at random times at a rate (--rate), which are then timed from when
+they should have begun. A request is a document and a question about it. So many of them (--shared)
+are about one of --documents documents, the others about one that never comes again. A document is
+its name and "hi" as often as it is long, which is about one token each.
+
+With a second URL that gets as many requests of the same sizes, after the first, and its figures are
+also printed as multiples of the first's. Each URL has documents of its own.
+
+TTFT, ITL and tokens/s are of what begins after --warm-up seconds. TTFT: seconds until the first
+text. ITL: ms between two events of a stream. tokens/s: of answers, by the endpoint's own count
+where it reports one. cached: prompt tokens that the endpoint reports as cached. $/1,000: $ for
+1,000 tokens of answers, from all machines' price per hour. The exit code is 1 when a request
+failed.
+
+A key in the environment variable OPENAI_API_KEY is sent. Machines of clients are to be others than
+those of servers; a client process carries some thousand tokens/s.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+
+import aiohttp
+
+STARTED_S = 120.0
+"""Within which all client processes have started."""
+AFTER_FAULT_S = 0.2
+"""Users wait so long after a failed request, which may have failed at once."""
+TOLD = 200
+"""Characters of an endpoint's error."""
+TEXT = ("content", "reasoning", "reasoning_content")
+
+
+class Failed(Exception):
+    """A request without a whole answer."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one URL gets. rate: requests/s; None for users who wait for answers, as many as
+    concurrency. shared: of requests. run: what sets documents apart from another run's.
+    """
+
+    url: str
+    model: str
+    context: int
+    documents: int
+    shared: float
+    output: int
+    concurrency: int
+    rate: float | None
+    warm_up: float
+    duration: float
+    processes: int
+    timeout: float
+    ignore_eos: bool
+    seed: int
+    run: str
+
+    def body(self, rng: random.Random) -> bytes:
+        name = f"{rng.getrandbits(64):x}"
+        document = rng.randrange(self.documents) if rng.random() < self.shared else name
+        text = f"{self.run} {document}" + " hi" * self.context + f"\nWhat is {name}?"
+        asked = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self.output,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(asked | ({"ignore_eos": True} if self.ignore_eos else {})).encode()
+
+
+@dataclass
+class Found:
+    """What one process, or all, have measured. requests: all; faults: of these, by what was told.
+    ttfts, gaps: seconds, of requests after the warm-up. tokens: of answers, that came between the
+    warm-up and the end. prompt, cached: tokens; cached is None where the endpoint does not say.
+    """
+
+    requests: int = 0
+    ttfts: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+    prompt: int = 0
+    cached: int | None = None
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Found") -> None:
+        self.requests += other.requests
+        self.ttfts += other.ttfts
+        self.gaps += other.gaps
+        self.tokens += other.tokens
+        self.prompt += other.prompt
+        if other.cached is not None:
+            self.cached = (self.cached or 0) + other.cached
+        self.faults += other.faults
+
+
+@dataclass
+class Answer:
+    """times: of each event with text. usage: the endpoint's, {} where it reports none."""
+
+    times: list[float]
+    usage: dict[str, object]
+
+
+class Client:
+    """One process's part of a load."""
+
+    def __init__(self, load: Load, number: int) -> None:
+        self._load, self._number = load, number
+        self.found = Found()
+
+    async def run(self) -> None:
+        load, timeout = self._load, aiohttp.ClientTimeout(total=None, sock_read=self._load.timeout)
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        connector = aiohttp.TCPConnector(limit=0)
+        self._began = time.monotonic()
+        async with (
+            aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            if load.rate is not None:
+                await self._arrivals(session, group, load.rate / load.processes)
+            for user in range(self._number, load.concurrency, load.processes):
+                group.create_task(self._user(session, random.Random(f"{load.seed} {user}")))
+
+    async def _user(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
+        while (now := time.monotonic()) < self._began + self._load.duration:
+            if not await self._request(session, self._load.body(rng), now):
+                await asyncio.sleep(AFTER_FAULT_S)
+
+    async def _arrivals(
+        self, session: aiohttp.ClientSession, group: asyncio.TaskGroup, rate: float
+    ) -> None:
+        rng = random.Random(f"{self._load.seed} {self._number}")
+        at = self._began + rng.expovariate(rate)
+        while at < self._began + self._load.duration:
+            body = self._load.body(rng)
+            await asyncio.sleep(max(0.0, at - time.monotonic()))
+            group.create_task(self._request(session, body, at))
+            at += rng.expovariate(rate)
+
+    async def _request(self, session: aiohttp.ClientSession, body: bytes, at: float) -> bool:
+        """One request, which should begin at that time. Whether it was answered."""
+        found = self.found
+        since, until = self._began + self._load.warm_up, self._began + self._load.duration
+        found.requests += 1
+        try:
+            answer = await ask(session, self._load.url, body)
+        except (Failed, aiohttp.ClientError, TimeoutError, OSError) as error:
+            found.faults[str(error) or type(error).__name__] += 1
+            return False
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            found.faults[f"events that are none of a chat completion: {error!r}"] += 1
+            return False
+        times, usage = answer.times, answer.usage
+        tokens = usage.get("completion_tokens")
+        each = tokens / len(times) if isinstance(tokens, int) else 1
+        found.tokens += each * sum(since <= it < until for it in times)
+        if at >= since:
+            found.ttfts.append(times[0] - at)
+            found.gaps += [later - early for early, later in itertools.pairwise(times)]
+            self._count_prompt(usage)
+        return True
+
+    def _count_prompt(self, usage: dict[str, object]) -> None:
+        prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
+        if isinstance(prompt, int) and isinstance(details, dict):
+            self.found.prompt += prompt
+            cached = details.get("cached_tokens") or 0
+            self.found.cached = (self.found.cached or 0) + int(cached)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
+    """Raises Failed, and what aiohttp raises."""
+    times: list[float] = []
+    usage: dict[str, object] = {}
+    async with session.post(f"{url}/v1/chat/completions", data=body) as response:
+        if response.status != 200:
+            text = (await response.content.read(TOLD)).decode(errors="replace")
+            raise Failed(f"HTTP {response.status}: {' '.join(text.split())}")
+        async for line in response.content:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                if not times:
+                    raise Failed("an answer without any text")
+                return Answer(times, usage)
+            event = json.loads(data)
+            if not isinstance(event, dict) or "choices" not in event:
+                raise Failed(f"in a stream: {data[:TOLD].decode(errors='replace')}")
+            usage = event.get("usage") or usage
+            deltas = [choice["delta"] for choice in event["choices"]]
+            if any(delta.get(name) for delta in deltas for name in TEXT):
+                times.append(time.monotonic())
+    raise Failed("a stream that ended before [DONE]")
+
+
+def work(load: Load, number: int, start: Barrier, result: Connection) -> None:
+    """One client process."""
+    client = Client(load, number)
+    start.wait(STARTED_S)
+    asyncio.run(client.run())
+    result.send(client.found)
+
+
+def measure(load: Load) -> Found:
+    """Put the load on its URL, from its processes."""
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(load.processes)
+    ends, processes = [], []
+    for number in range(load.processes):
+        end, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(load, number, start, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        ends.append(end)
+        processes.append(process)
+    found = Found()
+    for end in ends:
+        found.add(end.recv())
+    for process in processes:
+        process.join()
+    return found
+
+
+async def first_model(url: str) -> str:
+    """What the endpoint serves. Exits where it does not say."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    why = "it lists none"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+            session.get(f"{url}/v1/models", headers=headers) as response,
+        ):
+            if response.status == 200:
+                for it in (await response.json(content_type=None)).get("data", ()):
+                    return str(it["id"])
+            else:
+                why = f"HTTP {response.status}"
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
+        why = str(error) or type(error).__name__
+    sys.exit(f"{url}/v1/models: {why}; name the model with --model")
+
+
+Figures = dict[str, float | None]
+COLUMNS = {
+    "TTFT P50 s": ".3f",
+    "P90 s": ".3f",
+    "ITL P50 ms": ".1f",
+    "P90 ms": ".1f",
+    "tokens/s": ",.1f",
+    "$/1,000": ".5f",
+    "cached": ".0%",
+}
+
+
+def figures(found: Found, seconds: float, price_per_hour: float | None) -> Figures:
+    """By column; None for what is not known."""
+    rate = found.tokens / seconds
+    costs = price_per_hour is not None and rate > 0
+    known = found.cached is not None and found.prompt
+    return {
+        "TTFT P50 s": _percentile(found.ttfts, 50),
+        "P90 s": _percentile(found.ttfts, 90),
+        "ITL P50 ms": _percentile([gap * 1e3 for gap in found.gaps], 50),
+        "P90 ms": _percentile([gap * 1e3 for gap in found.gaps], 90),
+        "tokens/s": rate,
+        "$/1,000": (price_per_hour or 0.0) / 3600 / rate * 1000 if costs else None,
+        "cached": (found.cached or 0) / found.prompt if known else None,
+    }
+
+
+def _percentile(values: Sequence[float], share: int) -> float | None:
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=100, method="inclusive")[share - 1]
+
+
+def row(name: str, cells: Sequence[str]) -> str:
+    return f"{name:34}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def ratios(one: Figures, base: Figures) -> list[str]:
+    """Of each figure of the one ÷ the base's."""
+    pairs = [(one[name], base[name]) for name in COLUMNS]
+    return [f"{it / of:.2f}" if it is not None and of else "-" for it, of in pairs]
+
+
+def count(text: str) -> int:
+    """8000, or 8k for the same. Raises ValueError."""
+    number = int(text.removesuffix("k")) * (1000 if text.endswith("k") else 1)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def positive(text: str) -> float:
+    """Raises ValueError."""
+    if not 0 < float(text) < float("inf"):
+        raise ValueError
+    return float(text)
+
+
+def price(text: str) -> float:
+    """Raises ValueError."""
+    if not 0 <= float(text) < float("inf"):
+        raise ValueError
+    return float(text)
+
+
+def share(text: str) -> float:
+    """Raises ValueError."""
+    if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url", nargs="+", help="one or two, like http://host:8080")
+    parser.add_argument("--model", help="its name (default: the first that the URL lists)")
+    parser.add_argument("--context", type=count, default=8000, help="tokens of a document: 8k")
+    parser.add_argument("--documents", type=count, default=50, help="that are shared")
+    parser.add_argument("--shared", type=share, default=0.9, help="of requests: 0 to 1")
+    parser.add_argument("--output", type=count, default=100, help="tokens of an answer")
+    parser.add_argument("--ignore-eos", action="store_true", help="vLLM's: no shorter answers")
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument("--concurrency", type=count, default=16, help="users (default: 16)")
+    pace.add_argument("--rate", type=positive, help="requests/s, whatever the answers take")
+    parser.add_argument("--duration", type=positive, default=60.0, help="s, with the warm-up")
+    parser.add_argument("--warm-up", type=price, help="s (default: a fifth of the duration)")
+    parser.add_argument("--processes", type=count, default=4, help="of clients")
+    parser.add_argument("--timeout", type=positive, default=600.0, help="s without a byte")
+    prices = "$ of all machines behind a URL; two for two URLs"
+    parser.add_argument("--price-per-hour", type=price, nargs="+", help=prices)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of documents")
+    options = parser.parse_args()
+    if len(options.url) > 2:
+        parser.error("one or two URLs")
+    for url in options.url:
+        if not url.startswith(("http://", "https://")):
+            parser.error(f"{url}: a URL begins with http:// or https://")
+    if options.warm_up is None:
+        options.warm_up = options.duration / 5
+    if options.warm_up >= options.duration:
+        parser.error(f"--warm-up {options.warm_up:g}: takes less than --duration")
+    if options.price_per_hour and len(options.price_per_hour) not in (1, len(options.url)):
+        parser.error("--price-per-hour: one price, or one for each URL")
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    pace = f"{options.concurrency} users"
+    if options.rate is not None:
+        pace, options.concurrency = f"{options.rate:g} requests/s", 0
+    print(
+        f"documents of about {options.context:,} tokens, {options.shared:.0%} of requests about "
+        f"{options.documents}; {options.output} out; {pace}, {options.processes} processes; "
+        f"{options.duration:g} s, of which {options.warm_up:g} s warm-up"
+    )
+    print(row("", ["requests", "failed", *COLUMNS]), flush=True)
+    prices: list[float | None] = options.price_per_hour or [None]
+    taken = (
+        *("context", "documents", "shared", "output", "concurrency", "rate", "warm_up"),
+        *("duration", "processes", "timeout", "ignore_eos", "seed"),
+    )
+    measured: list[Figures] = []
+    faults = []
+    for place, url in enumerate(it.rstrip("/").removesuffix("/v1") for it in options.url):
+        model = options.model or asyncio.run(first_model(url))
+        run = f"{time.time_ns():x}{place}"
+        load = Load(url, model, run=run, **{name: getattr(options, name) for name in taken})
+        found = measure(load)
+        it = figures(found, load.duration - load.warm_up, prices[min(place, len(prices) - 1)])
+        measured.append(it)
+        cells = [f"{found.requests:,}", f"{found.faults.total():,}"]
+        for name, form in COLUMNS.items():
+            value = it[name]
+            cells.append("-" if value is None else f"{value:{form}}")
+        print(row(url, cells), flush=True)
+        faults += [f"{url}: {times} x {what}" for what, times in found.faults.most_common(5)]
+        if not found.ttfts:
+            faults.append(f"{url}: none was answered that began after the warm-up")
+    if len(measured) == 2:
+        print(row("second ÷ first", ["", "", *ratios(measured[1], measured[0])]))
+    if faults:
+        sys.exit("\n".join(["not all requests were answered:", *faults]))
+
+
+if __name__ == "__main__":
+    main()
