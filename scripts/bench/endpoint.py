@@ -7,8 +7,8 @@ they should have begun. A request is a document and a question about it. So many
 are about one of --documents documents, the others about one that never comes again. A document is
 its name and "hi" as often as it is long, which is about one token each.
 
-With a second URL that gets as many requests of the same sizes, after the first, and its figures are
-also printed as multiples of the first's. Each URL has documents of its own.
+A second URL gets the same load after the first, and its figures are also printed as multiples of
+the first's. Each URL has documents of its own.
 
 TTFT, ITL and tokens/s are of what begins after --warm-up seconds. TTFT: seconds until the first
 text. ITL: ms between two events of a stream. tokens/s: of answers, by the endpoint's own count
