@@ -43,6 +43,10 @@ def main() -> None:
     price = "of one replica's machine, in $ (default: %(default)s)"
     tiers.add_argument("--price-per-hour", type=float, default=40.0, help=price)
     options = parser.parse_args()
+    if options.price_per_hour < 0:
+        parser.error(f"--price-per-hour {options.price_per_hour:g}: is 0 or more")
+    if options.users is not None and options.users < 1:
+        parser.error(f"--users {options.users}: is 1 or more")
     if options.combined:
         run_combined(options)
         return

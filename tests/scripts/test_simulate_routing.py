@@ -3,11 +3,13 @@
 
 import math
 import random
+import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from scripts.routing_sim import __main__ as routing_sim
 from scripts.routing_sim import combined
 from scripts.routing_sim import fleet as fleet_module
 from scripts.routing_sim.fleet import Fleet
@@ -234,3 +236,11 @@ def test_prices():
     assert combined.cost(found, 0.0) == 0
     assert combined.cost(replace(found, rate=1000.0), 36.0) == pytest.approx(0.07)
     assert combined.cost(replace(found, rate=0.0), 36.0) == 0
+
+
+@pytest.mark.parametrize("words", ["--price-per-hour=-1", "--users=0"])
+def test_bad_options(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["simulate", "--combined", words])
+    with pytest.raises(SystemExit):
+        routing_sim.main()
+    assert f"{words.replace('=', ' ')}: is" in capsys.readouterr().err
