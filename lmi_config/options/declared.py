@@ -306,6 +306,7 @@ class Settings:
         "OPTION_PREDICT_TIMEOUT",
         "PREDICT_TIMEOUT",
         "SERVING_PREDICT_TIMEOUT",
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT",
         section=Section.SERVER,
         untrusted=True,
         default_text=f"none; on SageMaker real-time endpoints {SAGEMAKER_WHOLE_S}, and "
@@ -621,6 +622,14 @@ class Settings:
         section=Section.KV_TIERS,
         default="/tmp/lmcache",
         help="The folder of the disk tier, on this machine's own disk.",
+    )
+    kv_l1_size: int | None = _option(
+        size,
+        "OPTION_KV_L1_SIZE",
+        section=Section.KV_TIERS,
+        default_text="what the engine leaves",
+        help="CPU memory for KV caches, in bytes, like 20g. 0: none is kept there, and the little "
+        "that is taken only holds what is on its way to the disk or the shared store.",
     )
     kv_disk_size: int | None = _option(
         size,

@@ -126,6 +126,7 @@ UNUSED: Mapping[str, str] = {
         ("OPTION_MODEL_NAME", "OPTION_MODELNAME", "SERVING_MODEL_NAME"),
         "OPTION_SERVED_MODEL_NAME names the model",
     ),
+    "OPTION_ENTRY_POINT": "OPTION_ENTRYPOINT names it",
     "OPTION_DEFAULT_ACCEPT": "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT is the default of `Accept`",
     "OPTION_MODEL_DIR": "it is where the files of the model are found to be",
     "SAGEMAKER_MULTI_MODEL": "one server serves one model",

@@ -205,15 +205,17 @@ def _automatic(
     to_fetch: int,
 ) -> Tiers | NoTiers:
     chunk, of_chunk = _chunk_size(settings, machine)
-    l1 = budget.free // _STEP * _STEP
     least = max(SMALLEST_L1, _document(settings, model))
-    if l1 < least:
+    if budget.free // _STEP * _STEP < least:
         return NoTiers(
             f"left out: {format_size(budget.free)} are left of "
             f"{format_size(machine.memory_free)} free memory, and less than {format_size(least)} "
             "would not help"
         )
     disk, reason = _disk(machine, to_fetch, settings.kv_disk_size)
+    if settings.kv_l1_size == 0 and not (disk or shared):
+        return NoTiers(f"OPTION_KV_L1_SIZE=0, and there is no shared store; the disk: {reason}")
+    l1, of_l1 = _l1(budget.free, least, settings.kv_l1_size)
     notes = [shared.note] if shared and shared.note else []
     if disk and machine.disk.kind == "overlay":
         notes.append(
@@ -231,9 +233,10 @@ def _automatic(
         chunk_size=chunk,
         reasons={
             "chunk_size": of_chunk,
-            "l1": "what the engine leaves, all of it taken at the start",
+            "l1": of_l1,
             "disk": reason,
         },
+        skip_l1=settings.kv_l1_size == 0,
         notes=tuple(notes),
     )
 
@@ -246,6 +249,22 @@ def _chunk_size(settings: Settings, machine: Machine) -> tuple[int, str]:
     block = settings.engine.get("block_size") or block
     multiple = f"a multiple of the engine's block of {block} tokens"
     return math.ceil(usual / block) * block, multiple
+
+
+def _l1(free: int, least: int, asked: int | None) -> tuple[int, str]:
+    """Bytes of memory for the cache server, of those that are free, and why."""
+    if asked is None:
+        return free // _STEP * _STEP, "what the engine leaves, all of it taken at the start"
+    if asked == 0:
+        return least, "OPTION_KV_L1_SIZE=0: what is on its way to the disk or the shared store"
+    if not least <= asked <= free:
+        raise SettingsError(
+            [
+                f"OPTION_KV_L1_SIZE: is {format_size(asked)}; the engine leaves "
+                f"{format_size(free)}, and less than {format_size(least)} would not help"
+            ]
+        )
+    return asked, "OPTION_KV_L1_SIZE, all of it taken at the start"
 
 
 def _document(settings: Settings, model: ModelFacts) -> int:

@@ -180,6 +180,29 @@ def test_lmcaches_own_file_is_honoured():
     assert "--l2-store-policy=slipway_skip_l1" in found.cache_server
 
 
+def test_memory_for_kv_caches_of_a_size_that_is_asked_for():
+    found = planned({**AUTO, "OPTION_KV_L1_SIZE": "5G"}).tiers
+    assert (found.l1, found.skip_l1) == (5 * GIB, False)
+    assert found.reasons["l1"] == "OPTION_KV_L1_SIZE, all of it taken at the start"
+    with pytest.raises(SettingsError, match=r"OPTION_KV_L1_SIZE: is 99\.0 GiB; the engine leaves"):
+        planned({**AUTO, "OPTION_KV_L1_SIZE": "99G"})
+    with pytest.raises(SettingsError, match=r"less than 1\.2 GiB would not help"):
+        planned({**AUTO, "OPTION_KV_L1_SIZE": "1M"})
+
+
+def test_without_memory_for_kv_caches_the_disk_alone_keeps_them():
+    found = planned({**AUTO, "OPTION_KV_L1_SIZE": "0"})
+    assert found.tiers.disk
+    assert found.tiers.skip_l1
+    assert found.tiers.l1 < 2 * GIB  # what is on its way
+    assert "--l2-store-policy=slipway_skip_l1" in found.cache_server
+    found = planned({**AUTO, "OPTION_KV_L1_SIZE": "0", "OPTION_KV_DISK_SIZE": "0"})
+    assert found.tiers.reason == (
+        "OPTION_KV_L1_SIZE=0, and there is no shared store; the disk: left out: "
+        "OPTION_KV_DISK_SIZE=0"
+    )
+
+
 @pytest.mark.parametrize(("gpus", "chunk"), [(0, 128), (1, 256)])
 def test_where_lmcaches_own_file_names_no_chunk_size_it_is_ours(gpus, chunk):
     found = planned(MANUAL, machine(gpus=gpus), file={"max_local_cpu_size": 1.0})
