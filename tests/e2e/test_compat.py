@@ -69,7 +69,7 @@ def test_processed_by_whom(formatted, adapter, by):
 
 def test_formatters_of_other_authors(formatted):
     """compat/public: a schema that is a chat and back, and a picture that becomes a prompt."""
-    body = {"question": "import", "context": "import os", "length": 3}
+    body = {"question": "import", "context": "import os", "length": 3, "temperature": 0}
     answer = formatted.invoke(body, **{HEADER: "asked"}).json()
     assert isinstance(answer["answer"], str)
     assert answer["usage"]["completion_tokens"] == 3
@@ -176,7 +176,7 @@ def test_a_handler_with_an_engine_of_its_own_gets_the_machine(tiny_options, tmp_
         ("syntax_error", "model.py, line 1: expected ':': 'def helper()'"),
         ("import_error", "No module named 'no_such_module' (model.py, line 1)"),
         ("handler_not_initialised", "no_such_weights' (model.py, line 9) in the initialising call"),
-        ("handler_missing", "model.py has no function that is called: `async def handle(inputs)`"),
+        ("handler_missing", "model.py has no function that is called: `handle(inputs)`"),
     ],
 )
 def test_a_file_that_cannot_be_used_stops_the_start(tiny_options, tmp_path, name, told):

@@ -246,7 +246,7 @@ def stored(first, second, options_of_first):
 @pytest.fixture(scope="module")
 def restarted(stored, second, valkey, options_of_first, tmp_path_factory):
     """The first instance again, its shared store now behind a slow link."""
-    with slow_link(valkey.port, 5e5) as port:
+    with slow_link(valkey.port, 8e5) as port:
         options = {**options_of_first, "OPTION_KV_L2_URL": f"redis://127.0.0.1:{port}"}
         with serving(tmp_path_factory.mktemp("restarted") / "log", **options) as served:
             served.ready()

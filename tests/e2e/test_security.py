@@ -42,7 +42,7 @@ print("ROUTES" + json.dumps(sorted(set(routes(app)))))
 OURS = {
     *(("POST", f"/v1/{name}") for name in ("chat/completions", "completions", "embeddings")),
     *(("GET", "/v1/models"), ("GET", "/kv_event_sources"), ("GET", "/metrics")),
-    *(("HEAD", "/metrics"), ("POST", "/invocations")),
+    *(("HEAD", "/metrics"), ("POST", "/invocations"), ("GET", "/health"), ("HEAD", "/health")),
     *((method, "/ping") for method in ("GET", "POST", "HEAD")),
 }
 BY_METHOD = {"/adapters", "/adapters/{adapter_name}"}  # which are Slipway's own

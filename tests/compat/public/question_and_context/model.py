@@ -12,7 +12,7 @@ def to_chat(payload, **kwargs):
         {"role": "system", "content": f"Answer from: {payload['context']}"},
         {"role": "user", "content": payload["question"]},
     ]
-    return {"messages": messages, "max_tokens": payload.get("length", 16), "stream": payload.get("stream", False)}
+    return {"messages": messages, "max_tokens": payload.get("length", 16), "temperature": payload.get("temperature", 1), "stream": payload.get("stream", False)}
 
 
 @output_formatter
