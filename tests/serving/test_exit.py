@@ -50,7 +50,12 @@ def model(tmp_path):
         ("serve", {"OPTION_PORT": "x", "OPTION_DTYPE": "y"}, "OPTION_PORT='x'", "correct"),
         ("serve", {"OPTION_MODEL_ID": "/nowhere"}, "no such folder", "the name is right"),
         ("serve", {"OPTION_MODEL_ID": str(ROOT / "docs")}, "config.json", "complete"),
-        ("serve", {"OPTION_X": "y" * 5000, "OPTION_Y": ""}, "OPTION_X: no such", "correct"),
+        (
+            "serve",
+            {"OPTION_MAX_MODLE_LEN": "y" * 5000, "OPTION_Y": ""},
+            "OPTION_MAX_MODLE_LEN: no such",
+            "correct",
+        ),
         ("serve", {"OPTION_PORT": "z" * 5000}, "OPTION_PORT='zzz", "correct"),
         ("route", {}, "OPTION_ROUTER_REPLICAS is not set", "correct"),
     ],
