@@ -81,7 +81,7 @@ class Operator:
 
     model: a folder or hub id, in the place of the model's source. more: arguments that every
     container gets behind its own. port: of the endpoint. l1_gib: of CPU memory for each replica.
-    image: the program that is a replica.
+    image: the program that is a replica. start: makes a process of it.
     """
 
     def __init__(
@@ -94,10 +94,12 @@ class Operator:
         more: Sequence[str] = (),
         l1_gib: float = 1,
         image: Sequence[str] = ("./entrypoint.sh",),
+        start: type[Program] = Program,
     ) -> None:
         self.endpoint = endpoint
         self.store: Program | None = None
         self._folder = folder
+        self._start = start
         self._began = time.monotonic()
         self._file = cache() / "hyperpod" / f"{endpoint.namespace}.{endpoint.name}.json"
         url, extra = self._shared_store()
@@ -147,7 +149,7 @@ class Operator:
         self, name: str, command: Sequence[str], environ: Mapping[str, str], port: int | None = None
     ) -> Program:
         unset = {it: "" for it in os.environ if it.startswith(CONFIGURING)}
-        return Program(
+        return self._start(
             *command, environ={**unset, **environ}, log=self._folder / f"{name}.log", port=port
         )
 

@@ -23,7 +23,8 @@ from scripts.harness.process import ROOT, SERVE, START_S, Program
 from scripts.harness.warm import NotWarm, WarmPython
 from scripts.models import tiny
 
-PYTHON_SERVES = (sys.executable, "-m", "serving", "serve")
+PYTHON = (sys.executable, "-m", "serving")
+PYTHON_SERVES = (*PYTHON, "serve")
 AS_ENTRYPOINT_SH = {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT)}
 __all__ = ["ROOT", "START_S", "Served", "serving"]
 
@@ -42,15 +43,10 @@ def _close_what_the_session_has() -> Iterator[None]:
         yield
 
 
-class Served(Program):
-    """A server process and clients of it."""
+class Warm(Program):
+    """A program that is forked where our own Python runs it: from one that is warm."""
 
     log: Path
-
-    def __init__(self, log: Path, *command: str, **environ: str) -> None:
-        super().__init__(*command, log=log, environ=environ)
-        self.client = httpx.Client(base_url=self.url, timeout=120)
-        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def start(self) -> None:
         program, *arguments = self._command
@@ -62,6 +58,15 @@ class Served(Program):
             except NotWarm as error:
                 sys.stderr.write(f"the server starts in the ordinary way: {error}\n")
         super().start()
+
+
+class Served(Warm):
+    """A server process and clients of it."""
+
+    def __init__(self, log: Path, *command: str, **environ: str) -> None:
+        super().__init__(*command, log=log, environ=environ)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def invoke(self, body: object, **headers: str) -> httpx.Response:
         return self.client.post("/invocations", json=body, headers=headers)

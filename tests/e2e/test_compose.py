@@ -20,12 +20,10 @@ from scripts.harness.wait import until
 from scripts.models import tiny_lora
 from tests import composed
 from tests.composed import SERIES
-from tests.e2e.conftest import Served, serving
+from tests.e2e.conftest import PYTHON, Served, serving
 from tests.e2e.test_kv_tiers import CHUNK, LMCACHE, ask, prompt
 
 SERVERS = ("server-1", "server-2")
-SPECULATION = '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4}'
-
 
 SERVICES = composed.services("cpu")
 
@@ -85,10 +83,10 @@ def servers(here, valkey, tiny_options, tmp_path_factory):
             more = {
                 "OPTION_ENABLE_LORA": "true",
                 "OPTION_ADAPTER_ROOTS": str(folder / "adapters"),
-                "OPTION_SPECULATIVE_CONFIG": SPECULATION,
+                "OPTION_SPECULATIVE_DRAFT_MODEL": tiny_options["OPTION_MODEL_ID"],
             }
             environ = {**here.environ(name), **small, **more}
-            command = ("./entrypoint.sh", *SERVICES[name]["command"])
+            command = (*PYTHON, *SERVICES[name]["command"])
             found[name] = stack.enter_context(serving(own / "log", *command, **environ))
             here.ports[f"{name}:8080"] = found[name].port
         for it in found.values():

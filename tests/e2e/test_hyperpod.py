@@ -17,7 +17,7 @@ from scripts.harness.wait import until
 from scripts.hyperpod_local import manifest
 from scripts.hyperpod_local.operator import Operator, running
 from scripts.models import tiny
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import PYTHON, ROOT, Warm
 
 PROMPT = "The import statement is one of many that bind names. " * 100
 MORE = (
@@ -33,9 +33,15 @@ def applied(tmp_path_factory):
     endpoint = manifest.read(ROOT / "examples/hyperpod/endpoint.yaml")
     two = dataclasses.replace(endpoint, replicas=2)
     operator = Operator(
-        two, model=str(tiny.make()), port=0, folder=tmp_path_factory.mktemp("pods"), more=MORE,
+        two,
+        model=str(tiny.make()),
+        port=0,
+        folder=tmp_path_factory.mktemp("pods"),
+        more=MORE,
         l1_gib=0.25,
-    )  # fmt: skip
+        image=PYTHON,
+        start=Warm,
+    )
     said: list[str] = []
     ending = threading.Event()
     with operator:
