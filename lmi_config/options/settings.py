@@ -434,10 +434,11 @@ def _meanings() -> Mapping[str, str]:
     return {_bare(name): name for name in (*UNUSED, *REMOVED, *of_vllm, *declared)}
 
 
-def _known(name: str) -> bool:
-    option = name.removeprefix(PREFIX).lower()
-    other = option in vllm_options() or option in REFUSED
-    return name in _NAMES or name in UNUSED or name in REMOVED or (name != option and other)
+@functools.cache
+def _known() -> frozenset[str]:
+    """Every name that is known, those that are refused among them."""
+    of_vllm = (PREFIX + option.upper() for option in (*vllm_options(), *REFUSED))
+    return frozenset((*UNUSED, *REMOVED, *of_vllm, *_NAMES))
 
 
 def _placed(found: Mapping[str, Given]) -> dict[str, Given]:
@@ -448,10 +449,9 @@ def _placed(found: Mapping[str, Given]) -> dict[str, Given]:
     """
     placed = dict(found)
     for name, given in found.items():
-        swapped = {"SERVING_": PREFIX, PREFIX: "SERVING_"}
-        for prefix, other in swapped.items():
+        for prefix, other in (("SERVING_", PREFIX), (PREFIX, "SERVING_")):
             meant = other + name.removeprefix(prefix)
-            if name.startswith(prefix) and not _known(name) and _known(meant):
+            if name.startswith(prefix) and name not in _known() and meant in _known():
                 del placed[name]
                 placed.setdefault(meant, given)
     return placed

@@ -66,7 +66,7 @@ def copies(settings: Settings) -> int:
     return count
 
 
-def divides(degree: int, model: ModelFacts) -> bool:
+def _divides(degree: int, model: ModelFacts) -> bool:
     """Whether every rank gets as many attention heads (vLLM's verify_with_parallel_config)."""
     return (model.attention_heads or 0) % degree == 0
 
@@ -79,10 +79,10 @@ def _tensor(settings: Settings, machine: Machine, model: ModelFacts) -> int:
     everywhere = len(machine.gpus) * settings.engine.get("nnodes", 1)
     if asked == "max":
         most = max(everywhere // stages, 1)
-        degree = next(it for it in range(most, 0, -1) if divides(it, model))
+        degree = next(it for it in range(most, 0, -1) if _divides(it, model))
     else:
         degree = asked
-        if not divides(degree, model):
+        if not _divides(degree, model):
             name = settings.origins.get("tensor_parallel_degree", "OPTION_TENSOR_PARALLEL_DEGREE")
             raise SettingsError(
                 [

@@ -38,6 +38,8 @@ from multiprocessing.synchronize import Barrier
 
 import aiohttp
 
+from lmi_config.options.parsers import amount, positive
+
 STARTED_S = 120.0
 """Within which all client processes have started."""
 AFTER_FAULT_S = 0.2
@@ -318,18 +320,9 @@ def count(text: str) -> int:
     return number
 
 
-def positive(text: str) -> float:
-    """Raises ValueError."""
-    if not 0 < float(text) < float("inf"):
-        raise ValueError
-    return float(text)
-
-
 def price(text: str) -> float:
     """Raises ValueError."""
-    if not 0 <= float(text) < float("inf"):
-        raise ValueError
-    return float(text)
+    return amount(text)
 
 
 def share(text: str) -> float:

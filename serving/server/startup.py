@@ -201,7 +201,7 @@ async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> Adapte
     for path in sorted(found.iterdir()) if found else ():
         if path.is_dir():
             try:
-                await adapters.register(path.name, str(path), plan.settings.lmi_preload)
+                await adapters.register(path.name, str(path), settings.lmi_preload)
             except ServingError as error:
                 raise EngineError(str(error)) from None
     return adapters

@@ -5,7 +5,6 @@ of the tiny model, the router, and the stand-in for tiered storage.
 
 import dataclasses
 import signal
-import threading
 import time
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from scripts.harness.wait import until
 from scripts.hyperpod_local import manifest
 from scripts.hyperpod_local.operator import Operator, running
 from scripts.models import tiny
+from tests.applied import kept
 from tests.e2e.conftest import PYTHON, ROOT, Warm
 
 PROMPT = "The import statement is one of many that bind names. " * 100
@@ -42,17 +42,8 @@ def applied(tmp_path_factory):
         image=PYTHON,
         start=Warm,
     )
-    said: list[str] = []
-    ending = threading.Event()
-    with operator:
-        keeping = threading.Thread(target=operator.keep, args=(said.append, ending.wait))
-        keeping.start()
-        try:
-            until(lambda: operator.complete, PATIENCE_S)
-            yield SimpleNamespace(operator=operator, said=said)
-        finally:
-            ending.set()
-            keeping.join()
+    with kept(operator, PATIENCE_S) as said:
+        yield SimpleNamespace(operator=operator, said=said)
 
 
 def ask(url: str, name: str) -> tuple[str, int]:

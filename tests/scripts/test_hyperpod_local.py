@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import httpx
@@ -18,6 +17,7 @@ from scripts.harness.wait import until
 from scripts.hyperpod_local import manifest
 from scripts.hyperpod_local.manifest import CONNECTOR, ManifestError
 from scripts.hyperpod_local.operator import Operator, running, table
+from tests.applied import kept
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = yaml.safe_load((ROOT / "examples/hyperpod/endpoint.yaml").read_text())
@@ -219,17 +219,8 @@ def applied(tmp_path, monkeypatch):
     stub.chmod(0o755)
     found = dataclasses.replace(manifest.endpoint(EXAMPLE), replicas=2)
     operator = Operator(found, model=str(tmp_path), port=0, folder=tmp_path, image=[str(stub)])
-    said: list[str] = []
-    ending = threading.Event()
-    with operator:
-        keeping = threading.Thread(target=operator.keep, args=(said.append, ending.wait))
-        keeping.start()
-        try:
-            until(lambda: operator.complete)
-            yield operator, said
-        finally:
-            ending.set()
-            keeping.join()
+    with kept(operator) as said:
+        yield operator, said
     assert running() == []
     assert not [*Path("/dev/shm").glob(f"ai_toolkit_cache-{os.getpid()}*")]
     assert operator.store

@@ -23,7 +23,7 @@ from serving.router.http.request import Request
 from serving.router.kv.events import Follower, sources
 from serving.router.kv.tokenizer import fetch
 from serving.router.kv.tokenizer_workers import TokenWorkers
-from serving.router.policy.kv_index import KvIndex, chain, request_seed
+from serving.router.policy.kv_index import PLAIN, KvIndex, chain, request_seed
 from serving.router.policy.request import RoutingRequest
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class KvAwareness:
         inner = self._index.inner(adapter) if adapter else None
         start = request_seed(inner, tenant, routing_request.salt)
         blocks = {size: chain(tokens, size, start) for size in sizes}
-        plain = start == request_seed(None, None, None)
+        plain = start == PLAIN
         return replace(routing_request, tokens=len(tokens), blocks=blocks, plain=plain)
 
     def on_ready(self, replica: Replica) -> None:

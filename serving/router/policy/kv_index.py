@@ -85,7 +85,8 @@ def seed(*extra_keys: str) -> int:
     return hash(("seed", *extra_keys))
 
 
-_PLAIN = seed()
+PLAIN = seed()
+"""Where the chain of a request without adapter, tenant and salt begins."""
 
 
 def request_seed(inner: str | None, tenant: str | None, salt: str | None) -> int:
@@ -180,7 +181,7 @@ class _Memory:
         """Add the event's chunks. LMCache may report one again that is there."""
         if event.lora_name or event.extra_keys or not _is_sound(event, self.size):
             return
-        start: int | None = _PLAIN
+        start: int | None = PLAIN
         if (parent := event.parent_block_hash) is not None:
             start = self._keys.get(parent, self._removed.get(parent))
         if start is None:
