@@ -1,14 +1,23 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The container's entry point: our verbs start Slipway, and so do a flag or a model's folder without
-# one, as vLLM's image takes them. Anything else runs as given. Either takes this shell's place, as
-# PID 1 in a container, and hears SIGTERM itself.
+# The container's entry point: our verbs start Slipway, and so does what starts vLLM's server: a flag
+# or a model without a verb, as vLLM's image takes them, `vllm serve`, and its server as a module
+# (`of_vllm` in lmi_config/options/arguments.py). Anything else runs as given. Either takes this
+# shell's place, as PID 1 in a container, and hears SIGTERM itself.
 set -euo pipefail
 
 [ $# -gt 0 ] || set -- serve
+id='^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$'
 case $1 in
-    serve | plan | route | -*) ;;
-    *) [ -d "$1" ] || exec "$@" ;;
+    serve | plan | route | -* | s3://*) ;;
+    *)
+        case "${1##*/} ${2-} ${3-} " in
+            "vllm serve "* | python*" -m vllm.entrypoints.openai.api_server ")
+                [[ " $* " != *" --headless "* ]] || exec "$@" # the engine alone, for another node
+                ;;
+            *) [ -d "$1" ] || [[ $1 =~ $id && ! -e $1 ]] || exec "$@" ;;
+        esac
+        ;;
 esac
 
 # A driver older than the image's CUDA serves with the newer libraries of CUDA's forward

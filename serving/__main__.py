@@ -36,7 +36,7 @@ from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
 
 USAGE = """usage: python -m serving [serve | plan | route] [ARGUMENT ...]
-       python -m serving ARGUMENT ...
+       python -m serving [vllm serve] ARGUMENT ...
 
   serve   serve a model (the default)
   plan    print what serve would do here, and why; starts nothing
@@ -49,8 +49,8 @@ Arguments without a verb mean serve, as vLLM's image takes them, and its port 80
 
 def main(argv: list[str], environ: Mapping[str, str]) -> int:
     verb, rest = (argv[0], argv[1:]) if argv else ("serve", [])
-    if verb not in _VERBS and arguments.begin(argv):
-        verb, rest, environ = "serve", argv, arguments.as_vllms_image(argv, environ)
+    if verb not in _VERBS and (words := arguments.of_vllm(argv)) is not None:
+        verb, rest, environ = "serve", words, arguments.with_vllms_port(words, environ)
     if verb not in _VERBS:
         print(USAGE, file=sys.stderr)
         return USAGE_ERROR

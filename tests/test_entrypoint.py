@@ -16,11 +16,11 @@ from tests.lmi_config.facts.test_model import safetensors
 ROOT = Path(__file__).parent.parent
 
 
-def run(*arguments, **environ):
+def run(*arguments, cwd="/", **environ):
     return subprocess.run(
         [str(ROOT / "entrypoint.sh"), *arguments],
         env={"PATH": os.environ["PATH"], "SLIPWAY_PYTHON": sys.executable, **environ},
-        cwd="/",
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=60,
@@ -53,6 +53,45 @@ def test_a_router_wants_to_know_its_replicas(replicas, fault):
 def test_anything_else_runs_as_given():
     ended = run("echo", "a b", "c")
     assert (ended.returncode, ended.stdout) == (0, "a b c\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("vllm", "bench", "serve"),
+        ("vllm", "serve", "org/model", "--headless"),
+        ("python3", "-m", "vllm.entrypoints.cli.main", "serve"),
+        ("python3", "x.py", "python3", "-m", "vllm.entrypoints.openai.api_server"),
+        ("python3", "-m", "vllm.entrypoints.openai.api_server", "--headless"),
+        ("bin/echo",),
+    ],
+)
+def test_what_does_not_start_vllms_server_runs_as_given(tmp_path, words):
+    for name in ("vllm", "python3", "bin/echo"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        program(tmp_path / name, f'echo {name} "$@"')
+    ended = run(*words, cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (ended.returncode, ended.stdout) == (0, " ".join(words) + "\n")
+    if words != ("bin/echo",):
+        assert arguments.of_vllm(words) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("org/model",),
+        ("s3://bucket/model",),
+        ("vllm", "serve"),
+        ("/opt/venv/bin/vllm", "serve", "org/model"),
+        ("python3", "-m", "vllm.entrypoints.openai.api_server"),
+        ("/usr/bin/python3.12", "-m", "vllm.entrypoints.openai.api_server"),
+    ],
+)
+def test_vllms_command_lines_have_slipways_faults(words):
+    ended = run(*words, "--max-modle-len", "5", "--port=abc")
+    assert ended.returncode == 2
+    assert "--max-modle-len: no such option; did you mean --max-model-len?" in ended.stderr
+    assert "--port='abc': should be a whole number" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -102,7 +141,24 @@ def test_a_plan_takes_flags_and_says_where_each_value_came_from(model):
     assert shown["model_id"] == (str(model), "MODEL")
 
 
-@pytest.mark.parametrize("as_in_vllm", [("--model", "{model}"), ("{model}",), ("-q", "fp8")])
+SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+
+
+@pytest.mark.parametrize(
+    "as_in_vllm",
+    [
+        ("--model", "{model}"),
+        ("{model}",),
+        ("-q", "fp8"),
+        ("org/model",),
+        ("s3://bucket/model",),
+        ("vllm", "serve"),
+        ("vllm", "serve", "{model}"),
+        ("/opt/venv/bin/vllm", "serve", "org/model"),
+        ("python3", *SERVER, "--model", "{model}"),
+        ("/usr/bin/python3.12", *SERVER),
+    ],
+)
 @pytest.mark.parametrize(
     ("words", "environ", "port"),
     [
@@ -116,9 +172,10 @@ def test_a_plan_takes_flags_and_says_where_each_value_came_from(model):
 )
 def test_without_a_verb_it_is_called_as_vllms_image(model, as_in_vllm, words, environ, port):
     words = [word.format(model=model) for word in (*as_in_vllm, *words)]
-    assert arguments.begin(words)
-    environ = arguments.as_vllms_image(words, {"OPTION_MODEL_ID": str(model), **environ})
-    assert settings.read(environ, arguments.read("serve", words)).port == port
+    of_vllm = arguments.of_vllm(words)
+    assert of_vllm is not None
+    environ = arguments.with_vllms_port(of_vllm, {"OPTION_MODEL_ID": str(model), **environ})
+    assert settings.read(environ, arguments.read("serve", of_vllm)).port == port
 
 
 def test_vllms_port_is_for_command_lines_without_a_verb(model):

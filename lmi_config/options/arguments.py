@@ -5,11 +5,13 @@ Every option is a flag by its name: OPTION_MAX_MODEL_LEN is --max-model-len, as 
 SERVING_JOB_QUEUE_SIZE, which has no OPTION_ name, is --job-queue-size.
 """
 
+import contextlib
 import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lmi_config.options import settings
 from lmi_config.options.declared import PREFIX, Option, flag, flags, sections
@@ -21,13 +23,6 @@ AS_JSON = "--json"
 """The one argument of `plan` that is no option."""
 _BOOLEANS = (boolean, switch)
 _HELP = ("-h", "--help")
-_SHORT = {
-    "tp": "tensor-parallel-size",
-    "pp": "pipeline-parallel-size",
-    "dp": "data-parallel-size",
-    "q": "quantization",
-}
-"""vLLM's own short forms of those that are often given."""
 _ABOUT = {
     "serve": "Serve a model. MODEL is a local folder, an s3:// prefix or a Hugging Face hub id.",
     "plan": "Print what `serve` would do here, and why; starts nothing. --json is for programs.",
@@ -42,17 +37,28 @@ command line says comes before all else. Flags that are on or off need no value:
 
 VLLM_PORT = 8000
 """Where vLLM's image listens."""
+_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
-def begin(words: Sequence[str]) -> bool:
-    """Whether a command line without a verb begins as that of vLLM's image does: with a flag, or
-    with the folder of the model.
+def of_vllm(words: Sequence[str]) -> list[str] | None:
+    """What a command line without a verb says to vLLM's server: one that begins with a flag or with
+    a model, as vLLM's image takes it, or that starts the server by vLLM's own names. None for any
+    other, and for `--headless`: that node runs vLLM's engine only, for another's server.
+    entrypoint.sh passes the same on.
     """
-    return words[0].startswith("-") or Path(words[0]).is_dir()
+    first = words[0]
+    program = Path(first).name
+    if program == "vllm" and words[1:2] == ["serve"]:
+        return [*words[2:]] if "--headless" not in words else None
+    if program.startswith("python") and (*words[1:3],) == _SERVER:
+        return [*words[3:]] if "--headless" not in words else None
+    is_model = Path(first).is_dir() or (_HUB_ID.fullmatch(first) and not Path(first).exists())
+    return [*words] if first.startswith(("-", "s3://")) or is_model else None
 
 
-def as_vllms_image(words: Sequence[str], environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment of a command line without a verb: with vLLM's port where none is named."""
+def with_vllms_port(words: Sequence[str], environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of a command line of vLLM's: with vLLM's port where none is named."""
     named = [name for name in environ if environ[name].strip() and settings.option(name) == "port"]
     named += [word for word in words if word.partition("=")[0] == "--port"]
     return environ if named else {**environ, "OPTION_PORT": str(VLLM_PORT)}
@@ -76,8 +82,13 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
         if not word.startswith("-") or word == "-":
             others.append(word)
             continue
+        word = re.sub(r"^-O(?=\d)", "-O=", word)
         typed, assigned, value = word.partition("=")
-        name, read = _option(typed)
+        name, read = _option(typed.partition(".")[0])
+        if read and "." in typed:
+            text = value if assigned else _value(typed, read, left)
+            found[name] = Given(_with_key(found.get(name), typed, text), typed)
+            continue
         denied, denied_read = _option(typed.removeprefix("--no"))
         if assigned:
             found[name] = Given(value, typed)
@@ -100,9 +111,28 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
 def _option(typed: str) -> tuple[str, Reader | None]:
     """The variable that means the same, and its reader; of a flag that is not known None."""
     bare = typed.lstrip("-").replace("_", "-")
-    if not typed.startswith("--"):
-        bare = _SHORT.get(bare, bare)
-    return flags().get(f"--{bare}", (PREFIX + bare.replace("-", "_").upper(), None))
+    unknown = (PREFIX + bare.replace("-", "_").upper(), None)
+    return flags().get(typed) or flags().get(f"--{bare}", unknown)
+
+
+def _with_key(before: Given | None, typed: str, text: str) -> str:
+    """The JSON of a flag with a key of it set, as `--x.key.inner 5` and `--x.list+ a,b` do."""
+    _, *keys = typed.removesuffix("+").split(".")
+    value: Any = text.split(",") if typed.endswith("+") else text
+    whole: Any = {}
+    with contextlib.suppress(ValueError):
+        value = json.loads(text) if value == text else value
+    with contextlib.suppress(ValueError):
+        whole = json.loads(before.text if before else "{}")
+    if not isinstance(whole, dict):
+        whole = {}
+    inner = whole
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise SettingsError([f"{typed}: {key} has a value already; keep one"])
+    inner[keys[-1]] = value
+    return json.dumps(whole)
 
 
 def _value(typed: str, read: Reader | None, left: list[str]) -> str:

@@ -976,13 +976,18 @@ VLLM_UNTRUSTED = frozenset(
 
 
 @functools.cache
+def _listed() -> Mapping[str, Any]:
+    rows: Mapping[str, Any] = json.loads(Path(__file__).with_name("vllm_options.json").read_text())
+    return rows
+
+
+@functools.cache
 def vllm_options() -> Mapping[str, Reader]:
     """vLLM's own options that are passed on: name → reader."""
     declared = {option.vllm for option in OPTIONS.values()}
-    listed = json.loads(Path(__file__).with_name("vllm_options.json").read_text())
     found = {
         name: kind(row["kind"], tuple(row.get("choices", ())))
-        for name, row in listed.items()
+        for name, row in _listed().items()
         if name not in declared and name not in REFUSED
     }
     positive = {name: integer(low=1) for name in ("nnodes", "data_parallel_size")}
@@ -1003,7 +1008,10 @@ def flags() -> Mapping[str, tuple[str, Reader | None]]:
             ours.append(PREFIX + option.vllm.upper())
         for name in ours or option.names[:1]:
             found[flag(name)] = (name, option.read)
-    return found
+    for name, row in _listed().items():
+        if short := row.get("short"):
+            found[short] = found.get(flag(name), (PREFIX + name.upper(), None))
+    return {**found, "-O": found["--optimization-level"]}
 
 
 def flag(name: str) -> str:

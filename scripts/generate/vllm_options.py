@@ -52,6 +52,8 @@ def options() -> dict[str, dict[str, object]]:
         if found[action.dest]["kind"] == "choice":
             choices = [str(choice) for choice in action.choices or () if choice is not None]
             found[action.dest]["choices"] = sorted(choices)
+        if short := [it for it in action.option_strings if not it.startswith("--")]:
+            found[action.dest]["short"] = short[0]
     return dict(sorted(found.items()))
 
 

@@ -200,12 +200,12 @@ def container(
 
 def listens(args: Sequence[str], environ: Mapping[str, str]) -> int:
     """The port on which Slipway's container would listen. Raises ManifestError."""
-    words = list(args) or ["serve"]
+    words = arguments.of_vllm(args or ["serve"])
+    if words is None:
+        words = [*args[1:]]
+    else:
+        environ = arguments.with_vllms_port(words, environ)
     try:
-        if words[0] == "serve":
-            words = words[1:]
-        else:
-            environ = arguments.as_vllms_image(words, environ)
         return settings.read(environ, arguments.read("serve", words)).port
     except SettingsError as error:
         raise ManifestError([f"spec.worker: {error}"]) from None

@@ -39,6 +39,20 @@ def settings(*words, verb="serve", **environ):
         (("--rolling-batch", "auto", "org/m"), "model_id", "org/m"),
         (("--speculative-config", '{"method":"ngram"}'), "speculative_config", {"method": "ngram"}),
         (("--log-format", "text"), "log_format", "text"),
+        (("-O3",), "engine", {"optimization_level": "3"}),
+        (("-O=2", "org/m"), "engine", {"optimization_level": "2"}),
+        (("-O", "1", "org/m"), "model_id", "org/m"),
+        (("-sc", '{"method":"ngram"}'), "speculative_config", {"method": "ngram"}),
+        (
+            ("--limit-mm-per-prompt.image", "2", "--limit_mm_per_prompt.video=0"),
+            "engine",
+            {"limit_mm_per_prompt": '{"image": 2, "video": 0}'},
+        ),
+        (
+            ("-cc.mode", "3", "org/m", "-cc.pass.fuse=true", "-cc.sizes+", "a,b"),
+            "engine",
+            {"compilation_config": '{"mode": 3, "pass": {"fuse": true}, "sizes": ["a", "b"]}'},
+        ),
     ],
 )
 def test_words_become_options(words, field, value):
@@ -59,6 +73,11 @@ def test_words_become_options(words, field, value):
         ),
         (("--api-key", "x"), "--api-key: vLLM has this option, but its own HTTP server is not"),
         (("--port",), "--port: needs a value"),
+        (("-cc.mode",), "-cc.mode: needs a value"),
+        (("-cc.a", "1", "-cc.a.b", "2"), "-cc.a.b: a has a value already; keep one"),
+        (("-asc", "2"), "-asc: vLLM has this option, but its own HTTP server is not used"),
+        (("--made-up.key", "1"), "--made-up.key: no such option"),
+        (("--port.x", "1"), """--port.x='{"x": 1}': should be a whole number"""),
         (("--port", "--host", "::"), "--port: needs a value"),
         (("a", "b"), "a b: one server serves one model; options are flags, like --max-model-len"),
         (("a", "--model-id", "b"), "a b: one server serves one model"),
