@@ -179,7 +179,7 @@ class Settings:
         section=Section.MODEL,
         untrusted=True,
         default=(),
-        default_text="the hub id or the folder's name, and `lmi`",
+        default_text="the hub id or the folder's name, `lmi`, and the folder or prefix itself",
         vllm="served_model_name",
         help="Names that requests may give as `model`. The first stands in answers and metrics.",
     )
@@ -939,11 +939,14 @@ class Settings:
         endpoint = (self.endpoint_name,) if self.endpoint_name else ()
         if self.served_model_name:
             return (*self.served_model_name, *endpoint)
-        if self.model_id.startswith("s3://"):
-            return (self.model_id.rstrip("/").rsplit("/", 1)[1], "lmi", *endpoint)
-        local = self.model_id.startswith((".", "/", "~")) or Path(self.model_id).is_dir()
-        name = Path(self.model_id).absolute().name if local else self.model_id
-        return (name, "lmi", *endpoint)
+        path = self.model_id.rstrip("/") or "/"
+        name = path
+        if path.startswith("s3://"):
+            name = path.rpartition("/")[2]
+        elif path.startswith((".", "/", "~")) or Path(path).is_dir():
+            name = Path(path).absolute().name
+        # vLLM alone answers to the path that it was given, and so clients ask for it.
+        return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 
 
 OPTIONS: Mapping[str, Option] = {

@@ -77,8 +77,10 @@ def test_characters_of_several_tokens_survive_a_stream(server):
 
 
 @pytest.mark.parametrize("key", ["chat", "completion"])
-@pytest.mark.parametrize("model", ["tiny-llama-1", "lmi", ""])
-def test_openais_own_client(server, key, model):
+@pytest.mark.parametrize("model", ["tiny-llama-1", "lmi", "", "its folder"])
+def test_openais_own_client(server, tiny_options, key, model):
+    if model == "its folder":
+        model = tiny_options["OPTION_MODEL_ID"]
     create: Any
     if key == "chat":
         create = server.openai.chat.completions.create
@@ -103,8 +105,9 @@ def test_openai_bodies_on_invocations_answer_as_on_their_own_paths(server):
     assert "".join(line["choices"][0]["text"] for line in lines) == here[0]["text"]
 
 
-def test_models_and_metrics(server):
-    assert [model.id for model in server.openai.models.list()] == ["tiny-llama-1", "lmi"]
+def test_models_and_metrics(server, tiny_options):
+    names = [model.id for model in server.openai.models.list()]
+    assert names == ["tiny-llama-1", "lmi", tiny_options["OPTION_MODEL_ID"]]
     assert server.metric("vllm:request_success_total") >= 0
     assert server.metric("vllm:kv_cache_usage_perc") < 1
 

@@ -125,7 +125,7 @@ def test_it_answers_and_fills_its_tiers_without_an_oom_kill(served, folder, grou
 
 def test_the_names_of_an_s3_model(served):
     names = [model.id for model in served.openai.models.list()]
-    assert names == ["tiny-llama", "lmi"]
+    assert names == ["tiny-llama", "lmi", "s3://models/tiny-llama"]
 
 
 def test_it_stops_with_its_cache_server(served, folder):

@@ -73,7 +73,7 @@ def hits(engines: list[Served]) -> list[float]:
 
 
 @pytest.mark.parametrize("routed", ["prefixaware", "session", "roundrobin"], indirect=True)
-def test_the_apis_are_those_of_one_server(routed):
+def test_the_apis_are_those_of_one_server(routed, tiny_options):
     ready(routed)
     assert routed.invoke({"inputs": "Hi", "parameters": {"max_new_tokens": 3}}).json()
     lines = routed.lines({"inputs": "Hi", "parameters": {"max_new_tokens": 3}, "stream": True})
@@ -81,10 +81,11 @@ def test_the_apis_are_those_of_one_server(routed):
     models = [it.id for it in routed.openai.models.list()]
     assert models[0] == "tiny-llama-1"
     message = {"role": "user", "content": "Hi"}
-    chunks = routed.openai.chat.completions.create(
-        model="lmi", messages=[message], max_tokens=4, stream=True
-    )
-    assert list(chunks)[-1].choices[0].finish_reason == "length"
+    for name in ("lmi", tiny_options["OPTION_MODEL_ID"]):
+        chunks = routed.openai.chat.completions.create(
+            model=name, messages=[message], max_tokens=4, stream=True
+        )
+        assert list(chunks)[-1].choices[0].finish_reason == "length"
     assert routed.invoke({"inputs": 5}).status_code == 424
 
 
