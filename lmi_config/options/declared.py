@@ -23,6 +23,7 @@ from lmi_config.options.parsers import (
     amount,
     boolean,
     choice,
+    compilation,
     counts,
     degree,
     dtype,
@@ -994,7 +995,8 @@ def vllm_options() -> Mapping[str, Reader]:
         if name not in declared and name not in REFUSED
     }
     positive = {name: integer(low=1) for name in ("nnodes", "data_parallel_size")}
-    return {**found, **positive, "limit_mm_per_prompt": counts}
+    written = {"compilation_config": compilation, "limit_mm_per_prompt": counts}
+    return {**found, **positive, **written}
 
 
 @functools.cache

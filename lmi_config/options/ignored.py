@@ -319,7 +319,6 @@ REFUSED: Mapping[str, str] = {
             "allowed_origins",
             "api_key",
             "api_server_count",
-            "config",
             "data_parallel_supervisor_port",
             "disable_access_log_for_endpoints",
             "disable_fastapi_docs",
@@ -347,6 +346,7 @@ REFUSED: Mapping[str, str] = {
         ),
         _HTTP,
     ),
+    "config": "OPTION_CONFIG_FILE names a file of options",
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",
     "shutdown_timeout": "Slipway drains requests itself, within 23 seconds of SIGTERM",
 }

@@ -5,7 +5,7 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,12 +20,14 @@ def text(value: str) -> str:
 
 
 def words(value: str) -> tuple[str, ...]:
-    """Read a JSON list, or words between commas."""
+    """Read a JSON list, JSON objects one after the other, or words between commas.
+
+    What is no string in JSON stays JSON. (As AWS's vLLM container reads them.)
+    """
     if value.startswith("["):
-        found = _json(value)
-        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-            raise ValueError('a JSON list of strings, like ["a", "b"], or words between commas')
-        return tuple(found)
+        return tuple(it if isinstance(it, str) else json.dumps(it) for it in _json(value))
+    if value.startswith("{"):
+        return tuple(map(json.dumps, _objects(value)))
     if not (found := tuple(word.strip() for word in value.split(",") if word.strip())):
         raise ValueError("at least one word")
     return found
@@ -166,6 +168,18 @@ def _json(value: str) -> Any:
         raise ValueError(f"JSON ({error})") from None
 
 
+def _objects(value: str) -> Iterator[Any]:
+    """JSON values with space or nothing between them."""
+    decoder = json.JSONDecoder()
+    while value := value.lstrip():
+        try:
+            found, end = decoder.raw_decode(value)
+        except ValueError as error:
+            raise ValueError(f"JSON ({error})") from None
+        yield found
+        value = value[end:]
+
+
 def json_text(value: str) -> str:
     """Check that it is JSON; vLLM reads it itself."""
     _json(value)
@@ -178,6 +192,14 @@ def counts(value: str) -> str:
         pairs = (pair.partition("=") for pair in found[0].replace(" ", "").split(","))
         return json.dumps({name: int(count) for name, _, count in pairs})
     return json_text(value)
+
+
+def compilation(value: str) -> str:
+    """Check JSON, and call `level` what vLLM calls `mode` by now."""
+    found = _json(value)
+    if isinstance(found, dict) and "level" in found and "mode" not in found:
+        return json.dumps({"mode" if it == "level" else it: found[it] for it in found})
+    return value
 
 
 def json_object(value: str) -> Mapping[str, Any]:
@@ -247,15 +269,41 @@ _AS_TASKS = {
     ),
     "sentence-similarity": "feature-extraction",
     "text-classification": "classify",
+    "text-ranking": "classify",
 }
 """The hub's names of tasks → ours."""
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("fill-mask", "question-answering", "token-classification", "zero-shot-classification"),
+        (
+            "audio-classification",
+            "depth-estimation",
+            "document-question-answering",
+            "fill-mask",
+            "image-classification",
+            "image-feature-extraction",
+            "image-segmentation",
+            "image-to-text",
+            "mask-generation",
+            "object-detection",
+            "question-answering",
+            "table-question-answering",
+            "token-classification",
+            "video-classification",
+            "zero-shot-classification",
+            "zero-shot-image-classification",
+            "zero-shot-object-detection",
+        ),
         "SageMaker's Hugging Face inference container",
     ),
     **dict.fromkeys(
-        ("image-to-image", "text-to-image", "text-to-video"), "a server of diffusion models"
+        (
+            "image-text-to-image",
+            "image-to-image",
+            "image-to-video",
+            "text-to-image",
+            "text-to-video",
+        ),
+        "a server of diffusion models",
     ),
     **dict.fromkeys(
         ("summarization", "text2text-generation", "translation"),
@@ -277,6 +325,14 @@ def task(value: str) -> str:
         return _AS_TASKS[name]
     does = f"; {value} is done by {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     raise ValueError(f"one of {', '.join(_TASKS)}{does}")
+
+
+def any_task(value: str) -> str:
+    """Read a task where a model.py may do others than vLLM: those stay as they are."""
+    try:
+        return task(value)
+    except ValueError:
+        return value
 
 
 def some_of(*choices: str) -> Reader:
@@ -334,7 +390,8 @@ def mebibytes(value: str) -> int:
 def entry_point(value: str) -> str:
     if value != "model.py" and not value.startswith("djl_python."):
         raise ValueError(
-            "model.py, or one of LMI's own handlers, like djl_python.lmi_vllm.vllm_async_service"
+            "model.py, as which to name a file of your own, or one of LMI's own handlers, like "
+            "djl_python.lmi_vllm.vllm_async_service"
         )
     return value
 

@@ -26,7 +26,7 @@ from lmi_config.options.declared import (
 )
 from lmi_config.options.files import FileFault, Given
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
-from lmi_config.options.parsers import Reader, boolean
+from lmi_config.options.parsers import Reader, any_task, boolean
 from lmi_config.options.redaction import masked, secret
 
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
@@ -257,12 +257,18 @@ class _Resolver:
         values: dict[str, Any] = {}
         for field, option in OPTIONS.items():
             readers = {**dict.fromkeys(option.names, option.read), **option.converted}
+            if field == "task" and self._own_handler():
+                readers = dict.fromkeys(readers, any_task)
             found = self._first(field, sorted(readers, key=self._rank), readers)
             if option.vllm:
                 found = self._agreed(field, option, found)
             if found is not None:
                 values[field] = found
         return values
+
+    def _own_handler(self) -> bool:
+        """Whether a model.py is named that answers requests, with an engine of its own or ours."""
+        return any(it in self.given and self.given[it].text == "model.py" for it in _ENTRY_POINT)
 
     def _strict(self, values: Mapping[str, Any]) -> bool | Literal["auto"]:
         """Which unknown names are refused: all, none, or by default what is surely mistyped."""
@@ -415,6 +421,7 @@ def _vllm_names(option: str) -> tuple[str, str]:
     return PREFIX + option.upper(), VLLM_PREFIX + option.upper()
 
 
+_ENTRY_POINT = OPTIONS["entry_point"].names
 _FIELDS = {
     name: field
     for field, option in OPTIONS.items()

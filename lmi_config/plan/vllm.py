@@ -28,6 +28,12 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
     "classify": {"runner": "pooling", "convert": "classify"},
 }
 
+_NEEDED: Mapping[str, str] = {
+    "enable_auto_tool_choice": "tool_call_parser",
+    "enable_log_outputs": "enable_log_requests",
+}
+"""vLLM's options → those without which it refuses them (its validate_parsed_serve_args)."""
+
 
 def options(
     settings: Settings,
@@ -42,7 +48,8 @@ def options(
     operator's. cpu_lora: the path of the class that a worker is extended with where adapters run
     without a GPU.
 
-    Raises SettingsError for a word of a list that vLLM would take for another option.
+    Raises SettingsError for a word of a list that vLLM would take for another option, and for an
+    option without the one that it needs.
     """
     found: dict[str, Any] = {
         "model": settings.model_id,
@@ -64,7 +71,7 @@ def options(
     if parallelism.workerless:
         found["distributed_executor_backend"] = "uni"
     found |= {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
-    if faults := list(_flags(settings, found)):
+    if faults := [*_flags(settings, found), *_incomplete(settings, found)]:
         raise SettingsError(faults)
     return found
 
@@ -81,6 +88,14 @@ def _flags(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
             if word.startswith("-"):
                 origin = settings.origins.get(fields.get(name, name), f"OPTION_{name.upper()}")
                 yield f"{origin}: {word!r} begins with a dash; choose a name that does not"
+
+
+def _incomplete(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
+    """Options that vLLM refuses without another: a sentence each."""
+    for name, needed in _NEEDED.items():
+        if options.get(name) and not options.get(needed):
+            origin = settings.origins.get(name, f"OPTION_{name.upper()}")
+            yield f"{origin}: vLLM refuses it without OPTION_{needed.upper()}; set both or neither"
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
@@ -170,7 +185,7 @@ def _rendered(name: str, value: Any) -> list[str]:
     if value is False:
         return ["--no-" + name.replace("_", "-")]
     if isinstance(value, tuple):
-        return [flag, *value]
+        return [flag, *value] if value else []
     if isinstance(value, Mapping):
         value = json.dumps(value, separators=(",", ":"))
     return [f"{flag}={value}"]  # in one word, so that a value may begin with a dash

@@ -2,6 +2,7 @@
 """vLLM inside our process: started, warmed up, stopped (vLLM 0.32, by its Python interface)."""
 
 import contextlib
+import functools
 import random
 import signal
 from argparse import Namespace
@@ -162,17 +163,12 @@ def _import() -> None:
 
 def _parse(arguments: list[str]) -> Namespace:
     from vllm.entrypoints.launchers import launcher
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not type-checked
-        def error(self, message: str) -> Any:  # argparse would print its usage and exit
-            raise ValueError(message)
-
-    args: Namespace = make_arg_parser(Parser()).parse_args(arguments)
+    args: Namespace = _parser().parse_args(arguments)
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     if args.tool_parser_plugin:
@@ -181,6 +177,18 @@ def _parse(arguments: list[str]) -> Namespace:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     launcher.validate_api_server_args(args)
     return args
+
+
+@functools.cache
+def _parser() -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not type-checked
+        def error(self, message: str) -> Any:  # argparse would print its usage and exit
+            raise ValueError(message)
+
+    return make_arg_parser(Parser())
 
 
 def _build(args: Namespace) -> Any:

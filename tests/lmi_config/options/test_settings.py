@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import contextlib
 import dataclasses
+import json
 import re
 
 import pytest
@@ -44,6 +45,9 @@ TRACES, PROTOCOL = "otlp_traces_endpoint", "OTEL_EXPORTER_OTLP_PROTOCOL"
         ({"OPTION_KV_DISK_SIZE": "4gb"}, "kv_disk_size", 4 * 10**9),
         ({"HF_TASK": "Image-Text-To-Text"}, "task", "text-generation"),
         ({"HF_TASK": "sentence-similarity"}, "task", "feature-extraction"),
+        ({"HF_TASK": "text-ranking"}, "task", "classify"),
+        ({"HF_TASK": "text-to-image", "DJL_ENTRY_POINT": "model.py"}, "task", "text-to-image"),
+        ({"HF_TASK": "conversational", "OPTION_ENTRYPOINT": "model.py"}, "task", "text-generation"),
         ({"OPTION_MAX_MODEL_LEN": "auto"}, "max_model_len", -1),
         ({"OPTION_DTYPE": "bf16"}, "dtype", "bfloat16"),
         ({"OPTION_ENFORCE_EAGER": "True"}, "enforce_eager", True),
@@ -243,7 +247,7 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             {"OPTION_MAX_LORA_RANK": "24"},
             "OPTION_MAX_LORA_RANK='24': should be one of 1, 8, 16, 32, 64, 128, 256, 320, 512",
         ),
-        ({"OPTION_SERVED_MODEL_NAME": "[1]"}, None),
+        ({"OPTION_SERVED_MODEL_NAME": "[1"}, None),
         ({"OPTION_SPECULATIVE_CONFIG": "[" * 100_000}, None),
         (
             {"OPTION_SPECULATIVE_CONFIG": "[1]"},
@@ -264,8 +268,8 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
         ),
         (
             {"OPTION_ENTRYPOINT": "mine.py"},
-            "OPTION_ENTRYPOINT='mine.py': should be model.py, or one of LMI's own handlers, like "
-            "djl_python.lmi_vllm.vllm_async_service",
+            "OPTION_ENTRYPOINT='mine.py': should be model.py, as which to name a file of your own, "
+            "or one of LMI's own handlers, like djl_python.lmi_vllm.vllm_async_service",
         ),
         (
             {"OPTION_CPU_OFFLOAD_GB_PER_GPU": "-5"},
@@ -427,9 +431,6 @@ def test_a_removed_option_is_accepted_and_says_what_to_do_instead(name, instead)
     ("environ", "engine"),
     [
         ({"OPTION_ROLLING_BATCH": "trtllm"}, "TensorRT-LLM"),
-        ({"OPTION_ENGINE": "MPI"}, "TensorRT-LLM"),
-        ({"OPTION_ENGINE": "MPI", "OPTION_ROLLING_BATCH": "auto"}, "TensorRT-LLM"),
-        ({"OPTION_MPI_MODE": "true"}, "TensorRT-LLM"),
         ({"OPTION_ENTRYPOINT": "djl_python.tensorrt_llm"}, "TensorRT-LLM"),
         ({"OPTION_ROLLING_BATCH": "neuron"}, "Neuron"),
         ({"DJL_ENTRY_POINT": "djl_python.transformers_neuronx"}, "Neuron"),
@@ -447,18 +448,38 @@ def test_an_option_that_chooses_another_engine_stops_the_start(environ, engine, 
 
 
 def test_another_engine_is_refused_from_a_file_too(tmp_path):
-    (tmp_path / "serving.properties").write_text("engine=MPI\noption.rolling_batch=trtllm\n")
+    written = "engine=DeepSpeed\noption.rolling_batch=deepspeed\n"
+    (tmp_path / "serving.properties").write_text(written)
     with pytest.raises(SettingsError) as refused:
         read({"SERVING_MODEL_STORE": str(tmp_path)})
     assert [fault.partition(":")[0] for fault in refused.value.faults] == ["serving.properties"] * 2
-    assert "engine = 'MPI': chooses TensorRT-LLM" in str(refused.value)
+    assert "engine = 'DeepSpeed': chooses DeepSpeed" in str(refused.value)
 
 
-@pytest.mark.parametrize("batching", ["vllm", "lmi-dist"])
+@pytest.mark.parametrize("batching", ["vllm", "lmi-dist", "auto", "disable"])
 def test_ways_to_choose_vllm_are_accepted(batching):
     environ = {"OPTION_ENGINE": "MPI", "OPTION_MPI_MODE": "true", "OPTION_ROLLING_BATCH": batching}
     assert "vLLM is the only engine" in read(environ).notes[-1]
     assert read({"OPTION_ENGINE": "Python", "OPTION_ROLLING_BATCH": "auto"}).notes
+
+
+def test_the_level_of_compilation_is_its_mode_by_now():
+    found = read({"OPTION_COMPILATION_CONFIG": '{"level": 3, "cache_dir": "/tmp"}'}).engine
+    assert json.loads(found["compilation_config"]) == {"mode": 3, "cache_dir": "/tmp"}
+    same = read({"OPTION_COMPILATION_CONFIG": '{"mode": 0}'}).engine
+    assert same["compilation_config"] == '{"mode": 0}'
+
+
+def test_a_list_is_read_as_awss_container_reads_it():
+    # deep-learning-containers, scripts/docker/vllm/sagemaker_args.py (Apache-2.0)
+    one, two = '{"name": "a", "path": "/a"}', '{"name": "b", "path": "/b"}'
+    for written in (f"[{one}, {two}]", f"{one} {two}", f"{one}{two}"):
+        assert read({"SM_VLLM_LORA_MODULES": written}).engine["lora_modules"] == (one, two)
+    assert read({"SM_VLLM_LORA_MODULES": one}).engine["lora_modules"] == (one,)
+    sizes = read({"SM_VLLM_CUDAGRAPH_CAPTURE_SIZES": "[1, 2, 4]"})
+    assert sizes.engine["cudagraph_capture_sizes"] == ("1", "2", "4")
+    with pytest.raises(SettingsError, match="should be JSON"):
+        read({"SM_VLLM_LORA_MODULES": f"{one} b=/b"})
 
 
 def test_every_declared_vllm_option_exists():

@@ -218,3 +218,22 @@ def test_the_engines_environment(environ, here, expected):
 def test_no_value_becomes_an_option(environ, origin):
     with pytest.raises(SettingsError, match=rf"{origin}: '-.*' begins with a dash"):
         command(environ, machine())
+
+
+@pytest.mark.parametrize(
+    ("environ", "needed"),
+    [
+        ({"OPTION_ENABLE_AUTO_TOOL_CHOICE": "true"}, "OPTION_TOOL_CALL_PARSER"),
+        ({"OPTION_ENABLE_LOG_OUTPUTS": "true"}, "OPTION_ENABLE_LOG_REQUESTS"),
+    ],
+)
+def test_what_vllm_refuses_without_another_option_is_refused_by_the_plan(environ, needed):
+    name = next(iter(environ))
+    with pytest.raises(SettingsError, match=f"{name}: vLLM refuses it without {needed}"):
+        command(environ, machine())
+
+
+def test_an_empty_list_is_no_argument():
+    assert not any(
+        "domains" in it for it in command({"SM_VLLM_ALLOWED_MEDIA_DOMAINS": "[]"}, machine())
+    )
