@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="round-robin and ours come too")
     parser.add_argument("--seeds", type=int, help="runs of each (default: 3)")
     parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")
-    parser.add_argument("--plot", type=Path, help="a file for TTFT by load, like routing.png")
+    parser.add_argument("--plot", type=Path, help="a file for a figure, like routing.png")
     tiers = parser.add_argument_group("KV cache tiers and routing together")
     tiers.add_argument("--combined", action="store_true", help="that alone, beside HyperPod's")
     tiers.add_argument("--size", nargs="+", choices=combined.SIZES, default=[*combined.SIZES])
@@ -74,10 +74,12 @@ def run_combined(options: argparse.Namespace) -> None:
     seeds = options.seeds or 1
     print(f"{REPLICAS} replicas of ${options.price_per_hour:g} an hour, {seeds} seeds; times in s")
     print("changes: against the baseline, with the same users")
-    combined.run(
+    found = combined.run(
         *(options.size, options.users, seconds, seeds, options.price_per_hour),
         say=partial(print, flush=True),
     )
+    if options.plot:
+        combined.plot(found, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache tiers and routing together: the same users before every arm, and what tokens cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from scripts.routing_sim.model import B70, REPLICAS, Case, Tier
 from scripts.routing_sim.report import Outcome, simulate
@@ -65,6 +66,7 @@ SIZES = {
 }
 COLUMNS = ("", "TTFT P50", "P90", "tokens/s", "$/1,000", "engine's", "L1's", "L2's")
 CHANGES = ("P50", "P90", "tokens/s", "cost")
+PUBLISHED = "HyperPod's figures"
 
 
 def case(size: Size, users: int, seconds: float) -> Case:
@@ -82,7 +84,10 @@ def cost(outcome: Outcome, price_per_hour: float) -> float:
     return REPLICAS * price_per_hour / 3600 / outcome.rate * 1000 if outcome.rate else 0.0
 
 
-def changes(it: Outcome, base: Outcome) -> tuple[float, float, float, float]:
+Changes = tuple[float, float, float, float]
+
+
+def changes(it: Outcome, base: Outcome) -> Changes:
     """Of TTFT P50, P90, tokens/s and cost. The cost's does not depend on the price."""
     rate = it.rate / base.rate
     return (
@@ -104,8 +109,9 @@ def run(
     seeds: int,
     price_per_hour: float,
     say: Callable[[str], None],
-) -> None:
-    """Every arm, each size; printed as it comes."""
+) -> dict[str, dict[str, Changes]]:
+    """Every arm's changes, by size; printed as it comes."""
+    found: dict[str, dict[str, Changes]] = {}
     for name in sizes:
         size = SIZES[name]
         plain = case(size, users or size.users, seconds)
@@ -118,6 +124,31 @@ def run(
             row = [arm.name, f"{it.ttft(0.5):.3f}", f"{it.ttft(0.9):.3f}", f"{it.rate:,.0f}"]
             row.append(f"{cost(it, price_per_hour):.4f}")
             row += [f"{share:.0%}" for share in (it.hit, it.of_l1, it.of_l2)]
-            say(line([*row, *(f"{change:+.0%}" for change in changes(it, base))]))
+            changed = found.setdefault(name, {})[arm.name] = changes(it, base)
+            say(line([*row, *(f"{change:+.0%}" for change in changed)]))
         published = [f"{change:+.0%}" for change in size.published]
-        say(line(["HyperPod's figures", *[""] * 7, *published]))
+        say(line([PUBLISHED, *[""] * 7, *published]))
+    return found
+
+
+def plot(found: Mapping[str, Mapping[str, Changes]], file: Path) -> None:
+    """The changes of each arm but the first beside the published ones, by size."""
+    from matplotlib.figure import Figure  # it takes seconds to import
+
+    figure = Figure(figsize=(11, 4.5))
+    for place, (name, arms_) in enumerate(found.items(), start=1):
+        size, axes = SIZES[name], figure.add_subplot(1, len(found), place)
+        bars = {**dict([*arms_.items()][1:]), PUBLISHED: size.published}
+        width = 0.8 / len(bars)
+        for n, (arm, changed) in enumerate(bars.items()):
+            at = [group + (n + 0.5) * width - 0.4 for group in range(len(CHANGES))]
+            colour = "black" if arm == PUBLISHED else f"C{n}"
+            axes.bar(at, [100 * it for it in changed], 0.9 * width, color=colour, label=arm)
+        axes.axhline(0, color="grey", linewidth=0.8)
+        axes.set_xticks(range(len(CHANGES)), CHANGES)
+        axes.set_title(f"{name}: change against the baseline (%)")
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.savefig(file)

@@ -230,6 +230,17 @@ def test_changes_are_beside_the_published_ones(table):
     assert table["HyperPod's figures"] == ["-72%", "-40%", "+24%", "-21%"]
 
 
+def test_the_figure_has_every_arm_beside_the_published_ones(monkeypatch, tmp_path):
+    from matplotlib.axes import Axes  # it takes seconds to import
+
+    found = {arm.name: (-0.5, -0.4, 0.3, -0.2) for arm in combined.arms()}
+    drawn: list[str] = []
+    monkeypatch.setattr(Axes, "bar", lambda *_, label, **__: drawn.append(label))
+    combined.plot({"8k": found, "64k": found}, tmp_path / "it.png")
+    assert drawn == [*[*found][1:], combined.PUBLISHED] * 2
+    assert (tmp_path / "it.png").stat().st_size
+
+
 def test_prices():
     case = document_case(8000, 3, 20, 50)
     found = simulate(case, "roundrobin", [0])
