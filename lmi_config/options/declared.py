@@ -614,8 +614,8 @@ class Settings:
         "OPTION_KV_L2_URL",
         section=Section.KV_TIERS,
         secret=True,
-        help="A store that instances share: `redis://`, `rediss://`, `valkey://`, `valkeys://`, "
-        "`s3://bucket`, `file:///folder`, `tieredstorage://`.",
+        help="A store that instances share: `redis://` or `host:6379`, `rediss://`, `valkey://`, "
+        "`valkeys://`, `s3://bucket`, `file:///folder`, `tieredstorage://`.",
     )
     kv_disk_path: str = _option(
         text,

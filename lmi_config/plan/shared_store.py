@@ -49,6 +49,9 @@ class L2Store:
         return round(gib * (1 << 30)) if isinstance(gib, int | float) else None
 
 
+_HOSTS = re.compile(r"[\w.-]+:\d{1,5}(,[\w.-]+:\d{1,5})*", re.ASCII)
+
+
 def read(url: str, environ: Mapping[str, str]) -> L2Store:
     """Read the URL of an L2 store. What it leaves out is taken from the environment: an S3 URL's
     region from AWS_REGION or AWS_DEFAULT_REGION, the node's address from NODE_IP.
@@ -56,6 +59,7 @@ def read(url: str, environ: Mapping[str, str]) -> L2Store:
     `redis://[user:password@]host[:6379][/database]`, `valkey://…`: Redis or Valkey, through
         Valkey's client: LMCache's own for `resp` hangs on a key that was evicted, and does not
         connect again. Characters that mean something in a URL are percent-encoded in a password.
+        `host:6379` alone means `redis://host:6379`, as in AWS's HyperPod notebooks.
     `rediss://…`, `valkeys://…`: the same with TLS.
     `redis://host,host`, or one host and `?cluster=true`, in each of the four: a cluster.
     `s3://bucket?region=…`: S3, with the credentials that boto3 finds. `endpoint` is the host of a
@@ -70,6 +74,8 @@ def read(url: str, environ: Mapping[str, str]) -> L2Store:
     Raises ValueError in one sentence. It never repeats what may be part of a password.
     """
     url = url.strip()
+    if _HOSTS.fullmatch(url):
+        url = f"redis://{url}"
     scheme, found, _ = url.partition("://")
     reader = _STORES.get(scheme.lower())
     if not found or reader is None:

@@ -253,6 +253,28 @@ def test_the_store_that_hyperpods_operator_names_is_the_shared_one(switch):
     ) == bool(switch)
 
 
+@pytest.mark.parametrize(
+    ("url", "kind", "shown"),
+    [
+        ("cache.kv.svc.cluster.local:6379", "valkey", "redis://cache.kv.svc.cluster.local:6379"),
+        ("redis://cache:6379", "valkey", "redis://cache:6379"),
+        ("rediss://:hush@cache:6379", "valkey", "rediss://:***@cache:6379"),
+        ("valkey://a:6379,b:6379", "valkey", "valkey://a:6379,b:6379"),
+        ("tieredstorage://10.0.0.8", "tieredstorage", "tieredstorage://10.0.0.8"),
+        (
+            "sagemaker-hyperpod://10.0.0.8:9200",
+            "tieredstorage",
+            "sagemaker-hyperpod://10.0.0.8:9200",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["LMCACHE_REMOTE_URL", "OPTION_KV_L2_URL"])
+def test_a_shared_store_is_named_in_every_form(name, url, kind, shown):
+    found = planned({**AUTO, name: url, "NODE_IP": "10.0.0.7"}).tiers
+    assert (found.shared.kind, found.shared.shown) == (kind, shown)
+    assert found.notes == ()
+
+
 def test_our_own_option_comes_before_the_operators_variable():
     named = {"LMCACHE_REMOTE_URL": "redis://cache", "OPTION_KV_L2_URL": "file:///shared"}
     found = planned({**AUTO, **named}).tiers

@@ -91,6 +91,11 @@ def test_a_url_becomes_a_store(url, kind, adapter, note):
     assert store(url, {}) == L2Store(kind=kind, adapter=adapter, shown=shown, note=note)
 
 
+@pytest.mark.parametrize("hosts", ["cache.ns.svc:6380", "a:6379,b:6379"])
+def test_hosts_with_ports_alone_are_redis(hosts):
+    assert store(hosts, {}) == store(f"redis://{hosts}", {})
+
+
 @pytest.mark.parametrize(("url", "adapter"), DAEMONS)
 def test_a_url_names_a_tiered_storage_daemon(url, adapter):
     adapter = {"type": "tieredstorage"} | adapter
@@ -182,7 +187,10 @@ ENDPOINT = (
     ("url", "fault"),
     [
         ("", KNOWN),
-        ("cache:6379", KNOWN),
+        ("cache", KNOWN),
+        ("me:hush@cache:6379", KNOWN),
+        ("cache:63790000", KNOWN),
+        ("cache:65536", "the port after cache should be a number from 1 to 65535"),
         ("memcached://cache", KNOWN),
         ("redis:cache", KNOWN),
         ("redis://", "redis:// needs a host, like redis://cache.example:6379"),
