@@ -16,13 +16,16 @@ from typing import Any
 from lmi_config.options import settings
 from lmi_config.options.declared import PREFIX, Option, flag, flags, sections
 from lmi_config.options.files import Given
-from lmi_config.options.parsers import Reader, boolean, switch, words
+from lmi_config.options.parsers import Reader, boolean, switch, text, words
 from lmi_config.options.settings import SettingsError
 
 AS_JSON = "--json"
 """The one argument of `plan` that is no option."""
 _BOOLEANS = (boolean, switch)
 _HELP = ("-h", "--help")
+_MODELS = ("-m", "--models")
+_PYTHON = ("", "python", "mpi", "vllm")
+"""LMI's engines that run vLLM."""
 _ABOUT = {
     "serve": "Serve a model. MODEL is a local folder, an s3:// prefix or a Hugging Face hub id.",
     "plan": "Print what `serve` would do here, and why; starts nothing. --json is for programs.",
@@ -32,7 +35,8 @@ _POSITIONAL = {"serve": "[MODEL]", "plan": "[MODEL] [--json]", "route": "[REPLIC
 _NOTE = """\
 Each flag is also an environment variable: --max-model-len 8k is OPTION_MAX_MODEL_LEN=8k. What the
 command line says comes before all else. Flags that are on or off need no value: --enable-lora,
---no-enable-prefix-caching. Every other option of vLLM's is a flag by its own name."""
+--no-enable-prefix-caching. Every other option of vLLM's is a flag by its own name. LMI's
+-m NAME=file:/FOLDER names the model and the folder that has it, or its serving.properties."""
 
 
 VLLM_PORT = 8000
@@ -76,6 +80,7 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
     """
     found: dict[str, Given] = {}
     others: list[str] = []
+    models: list[str] = []
     left = [word for word in arguments if verb != "plan" or word != AS_JSON]
     while left:
         word = left.pop(0)
@@ -84,10 +89,13 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
             continue
         word = re.sub(r"^-O(?=\d)", "-O=", word)
         typed, assigned, value = word.partition("=")
+        if typed in _MODELS:
+            models.append(value if assigned else _value(typed, text, left))
+            continue
         name, read = _option(typed.partition(".")[0])
         if read and "." in typed:
-            text = value if assigned else _value(typed, read, left)
-            found[name] = Given(_with_key(found.get(name), typed, text), typed)
+            it = value if assigned else _value(typed, read, left)
+            found[name] = Given(_with_key(found.get(name), typed, it), typed)
             continue
         denied, denied_read = _option(typed.removeprefix("--no"))
         if assigned:
@@ -96,6 +104,8 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
             found[denied] = Given("false", typed)
         else:
             found[name] = Given(_value(typed, read, left), typed)
+    if models:
+        found |= _model(",".join(models))
     if others and verb == "route":
         found["OPTION_ROUTER_REPLICAS"] = Given(",".join(others), "REPLICA")
     elif others:
@@ -106,6 +116,33 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
             raise SettingsError([f"{' '.join(others)}: {fault}"])
         found["OPTION_MODEL_ID"] = Given(others[0], "MODEL")
     return found
+
+
+def _model(models: str) -> dict[str, Given]:
+    """LMI's `-m NAME=URL`, with a folder that stands in the model store's place, or an S3 prefix.
+
+    LMI's name may be followed by a version, an engine and a device: `NAME::Python:gpu0`.
+    """
+
+    def fault(why: str) -> SettingsError:
+        return SettingsError([f"-m {models!r}: {why}"])
+
+    if "," in models:
+        raise fault("one server serves one model; start a server for each")
+    named, _, url = models.rpartition("=")
+    name, _, rest = named.partition(":")
+    engine = rest.partition(":")[2].partition(":")[0]
+    if engine.lower() not in _PYTHON:
+        raise fault(f"chooses the engine {engine}, and Slipway runs vLLM only")
+    names = {"OPTION_SERVED_MODEL_NAME": Given(f"{name},lmi", "-m")} if name else {}
+    if url.startswith("s3://"):
+        return {**names, "OPTION_MODEL_ID": Given(url, "-m")}
+    folder = re.sub(r"^file:(//(localhost)?(?=/))?", "", url)
+    if re.match(r"[a-z][a-z0-9+.-]*:", folder):
+        raise fault("should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX; download others first")
+    if not Path(folder).is_dir():
+        raise fault("there is no such folder")
+    return {**names, "SERVING_MODEL_STORE": Given(folder, "-m")}
 
 
 def _option(typed: str) -> tuple[str, Reader | None]:

@@ -946,6 +946,10 @@ class Settings:
             name = path.rpartition("/")[2]
         elif path.startswith((".", "/", "~")) or Path(path).is_dir():
             name = Path(path).absolute().name
+        folder = self.model_folder
+        if folder and folder.is_relative_to(self.model_store):
+            # As in LMI: the only folder in a store names the model.
+            name = next(iter(folder.relative_to(self.model_store).parts), name)
         # vLLM alone answers to the path that it was given, and so clients ask for it.
         return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 

@@ -139,3 +139,44 @@ def test_an_unknown_flag_that_is_ignored_says_that_it_took_the_word_after_it():
     notes = settings("--made-up", "org/m", "--new-switch", OPTION_STRICT="false").notes
     assert notes[-2].startswith("--made-up and the word after it are not known")
     assert notes[-1].startswith("--new-switch is not known")
+
+
+@pytest.mark.parametrize(
+    "given", ["test=file:{f}", "test=file://{f}/", "test={f}", "test::Python=file:{f}"]
+)
+@pytest.mark.parametrize("flag", ["-m", "--models"])
+def test_lmis_flag_names_the_models_folder(tmp_path, flag, given):
+    folder = tmp_path / "store" / "test"
+    folder.mkdir(parents=True)
+    (folder / "serving.properties").write_text("option.model_id=org/m\noption.max_model_len=5\n")
+    (tmp_path / "store" / "another").mkdir()
+    read = settings(
+        flag, given.format(f=folder), SERVING_MODEL_STORE=str(tmp_path / "store"), HF_TOKEN="x"
+    )
+    assert (read.model_folder, read.model_id, read.max_model_len) == (folder, "org/m", 5)
+    assert read.model_names == ("test", "lmi")
+
+
+def test_lmis_flag_takes_weights_where_there_is_nothing_else(tmp_path):
+    (tmp_path / "config.json").touch()
+    read = settings("-m", f"file:{tmp_path}")
+    assert (read.model_id, read.model_names[0]) == (str(tmp_path), tmp_path.name)
+    assert settings("-m", "a:1=s3://b/c").model_id == "s3://b/c"
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("-m",), "-m: needs a value"),
+        (("-m", "a=file:/nowhere"), "-m 'a=file:/nowhere': there is no such folder"),
+        (("-m", "a=djl://ai.djl/m"), "should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX"),
+        (("-m", "a=https://h/m.tar.gz"), "should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX"),
+        (("-m", "a=file:/,b=file:/"), "one server serves one model; start a server for each"),
+        (("-m", "a=file:/", "-m", "b=file:/"), "one server serves one model"),
+        (("-m", "a::PyTorch=file:/"), "chooses the engine PyTorch, and Slipway runs vLLM only"),
+    ],
+)
+def test_what_lmis_flag_cannot_mean_here(words, fault):
+    with pytest.raises(SettingsError) as raised:
+        settings(*words)
+    assert fault in str(raised.value)

@@ -147,6 +147,24 @@ def test_the_store_is_a_model_or_holds_one(tmp_path, files, model):
     assert read(environ).model_id == str(tmp_path / model)
 
 
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ({"mine__serving.properties": "option.model_id=org/x"}, ("mine", "lmi", "org/x")),
+        ({"mine__config.json": ""}, ("mine", "lmi", "{store}/mine")),
+        ({"mine__deeper__config.json": ""}, ("mine", "lmi", "{store}/mine/deeper")),
+        ({"serving.properties": "option.model_id=org/x"}, ("org/x", "lmi")),
+        (
+            {"mine__serving.properties": "option.served_model_name=other"},
+            ("other",),
+        ),
+    ],
+)
+def test_the_only_folder_in_a_store_names_the_model(tmp_path, files, names):
+    expected = tuple(name.format(store=tmp_path) for name in names)
+    assert read(store(tmp_path, **files)).model_names == expected
+
+
 def test_an_empty_store_is_no_model(tmp_path):
     found = read({"SERVING_MODEL_STORE": str(tmp_path)})
     assert (found.model_id, found.model_folder) == ("/opt/ml/model", None)
