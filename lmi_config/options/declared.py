@@ -437,8 +437,8 @@ class Settings:
         section=Section.SERVER,
         default=(),
         vllm="allowed_media_domains",
-        help="Comma-separated hosts from which images and other media of chats may be fetched. "
-        "`data:` URLs are always allowed.",
+        help="Comma-separated hosts from which images and other media of chats may be fetched; `*` "
+        "is every host with public addresses. `data:` URLs are always allowed.",
     )
     trust_request_internals: bool = _option(
         boolean,

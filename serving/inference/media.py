@@ -33,6 +33,7 @@ PICTURES = 512  # that one request may have
 PIXELS = 1 << 28  # of all its pictures: 0.8 GB as vLLM holds them. vLLM limits each to 179 million.
 FETCH_S = 10.0  # for one of them, from its host's name to its last byte; they are fetched at once
 CONNECT_S = 3.0  # for each of a host's addresses
+ANY = "*"  # among the hosts that media may come from: every host whose addresses are public
 
 
 async def prepared(
@@ -40,11 +41,11 @@ async def prepared(
 ) -> bytes:
     """The JSON body of a chat or embeddings request as the engine may have its media.
 
-    allowed: hosts that media may come from, by their names in DNS, in any case. limit: bytes that
-    all fetched media of the request may have. sharers: what the clients have in common that share
-    KV caches, or None where all do. A body without media is returned as it came, and so is one that
-    is not JSON. Raises BadRequest for media that may not or cannot be fetched, or are too many or
-    too large.
+    allowed: hosts that media may come from, by their names in DNS, in any case, or ANY. limit:
+    bytes that all fetched media of the request may have. sharers: what the clients have in common
+    that share KV caches, or None where all do. A body without media is returned as it came, and so
+    is one that is not JSON. Raises BadRequest for media that may not or cannot be fetched, or are
+    too many or too large.
     """
     if not _may_have_media(body):
         return body
@@ -303,10 +304,10 @@ def _checked(text: str, allowed: Collection[str]) -> httpx.URL:
     if url.scheme not in ("http", "https"):
         raise BadRequest("media come from data:, https: and http: URLs only", "messages")
     host = url.raw_host.decode("ascii")
-    if host not in allowed:
+    if host not in allowed and ANY not in allowed:
         raise BadRequest(
             f"media may not come from {host!r:.140}; OPTION_ALLOWED_MEDIA_DOMAINS names the hosts "
-            "they may come from",
+            "they may come from, or is * for every public one",
             "messages",
         )
     if url.userinfo:

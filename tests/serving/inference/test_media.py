@@ -453,9 +453,18 @@ async def test_a_client_that_leaves_ends_the_fetching(web, reachable):
     ],
 )
 async def test_hosts_that_lead_inside_are_refused_although_they_are_named(web, host, url):
-    message = await refused(chat(url.format(web.server_port)), [host])
-    assert "not public" in message or "not known" in message
+    for allowed in (host, "*"):
+        message = await refused(chat(url.format(web.server_port)), [allowed])
+        assert "not public" in message or "not known" in message
     assert not web.asked
+
+
+async def test_every_public_host_may_be_allowed(web, reachable):
+    assert urls_in(await inline(chat(web.url()), ["other.test", "*"])) == [inside()]
+    assert "data:, https: and http: URLs only" in await refused(chat("file:///etc/secret"), ["*"])
+    assert "a user or a password" in await refused(chat("http://me:secret@media.test/"), ["*"])
+    redirect = "answers with a redirect (302), and redirects are not followed"
+    assert redirect in await refused(chat(web.url("redirect")), ["*"])
 
 
 @pytest.mark.parametrize(
@@ -476,7 +485,9 @@ async def test_names_that_lead_inside_are_refused(monkeypatch, addresses):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, 0)) for it in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    assert "media.test: its address is not public" in await refused(chat("http://media.test/"))
+    for allowed in ("media.test", "*"):
+        message = await refused(chat("http://media.test/"), [allowed])
+        assert "media.test: its address is not public" in message
 
 
 async def test_names_that_are_not_known(monkeypatch):
