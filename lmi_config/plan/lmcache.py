@@ -31,6 +31,9 @@ from lmi_config.options.settings import SettingsError, nearly
 from lmi_config.plan import shared_store
 from lmi_config.plan.shared_store import L2Store
 
+_POLICIES = ("LRU", "ARC")
+"""The eviction policies of LMCache's server. In process it has LFU, FIFO and MRU instead of ARC."""
+
 
 def _milliseconds(value: str) -> int:
     return round(positive(value) * 1000)
@@ -38,7 +41,7 @@ def _milliseconds(value: str) -> int:
 
 def _policy(value: str) -> str:
     policy = value.upper()
-    if policy not in ("LRU", "ARC"):
+    if policy not in (*_POLICIES, "LFU", "FIFO", "MRU"):
         raise ValueError("LRU or ARC, the policies of LMCache's server")
     return policy
 
@@ -49,9 +52,10 @@ def _folder(value: str) -> str:
         raise ValueError("one folder; the server cannot spread a tier over several")
     if value.startswith("file:"):
         value = "/" + value.removeprefix("file:")
-    if not value.startswith("/"):
+    folder = "/" + value.lstrip("/")
+    if not value.startswith("/") or folder.startswith("/~"):
         raise ValueError("an absolute path, like /tmp/lmcache")
-    return str(PurePosixPath("/" + value.lstrip("/")))
+    return str(PurePosixPath(folder))
 
 
 def _written(value: object) -> str:
@@ -92,6 +96,8 @@ class _Vocabulary:
         return sorted((*self.readers, *self.refused, *needless))
 
 
+_CONTROLLER = "there is no controller: engines share KV through OPTION_KV_L2_URL"
+_STATISTICS = "chunks are not counted; /metrics has the hits of each tier"
 _LAZY = "the server takes its memory bit by bit where it can"
 _LIMITS = "the server has its own time limits"
 _PLUGINS = "plugins are not loaded; use local_disk or remote_url"
@@ -111,6 +117,13 @@ _TOP = _Vocabulary(
     },
     needless={
         "blocking_timeout_secs": _LIMITS,
+        "enable_chunk_statistics": _STATISTICS,
+        "enable_controller": _CONTROLLER,
+        "local_cpu_use_hugepages": "the server's memory is in pages of the usual size",
+        "min_retrieve_tokens": "what is worth loading is decided by how long it takes",
+        "numa_mode": "the server does not place its memory by NUMA node",
+        "remote_serde": "the server stores KV as it is",
+        "use_layerwise": "the server loads all layers at once, beside the engine's work",
         "enable_async_loading": "the server always loads without holding up the engine",
         "enable_kv_events": "OPTION_KV_EVENTS_CONFIG decides on events",
         "enable_lazy_memory_allocator": _LAZY,
@@ -128,12 +141,12 @@ _TOP = _Vocabulary(
         "use_gpu_connector_v3": "it chooses among connectors that are not used here",
         "app_id": "nothing uses it without remote_config_url",
         "blend_*": "nothing uses it without enable_blending",
-        "chunk_statistics_*": "nothing uses it without enable_chunk_statistics",
-        "controller_*": "nothing uses it without enable_controller",
+        "chunk_statistics_*": _STATISTICS,
+        "controller_*": _CONTROLLER,
         "gds_*": "nothing uses it without gds_path",
         "hidden_state*": "nothing uses it without enable_hidden_state_cache",
-        "internal_api_server_*": "nothing uses it without internal_api_server_enabled",
-        "lmcache_*": "nothing uses it without enable_controller",
+        "internal_api_server_*": "LMCache's HTTP interface is not offered; see /metrics",
+        "lmcache_*": _CONTROLLER,
         "maru_*": "nothing uses it without maru_path",
         "max_hidden_state_cpu_size": "nothing uses it without enable_hidden_state_cache",
         "nixl_*": "nothing uses it without extra_config.enable_nixl_storage",
@@ -146,8 +159,6 @@ _TOP = _Vocabulary(
     refused={
         "audit_actual_remote_url": "remote stores are not audited; name the store as remote_url",
         "enable_blending": "KV is reused for equal beginnings only; switch it off",
-        "enable_chunk_statistics": "chunks are not counted; switch it off, and see /metrics",
-        "enable_controller": _SHARING,
         "enable_hidden_state_cache": "hidden states are not cached; switch it off",
         "enable_p2p": _SHARING,
         "enable_pd": "prefill and decoding are not split; switch it off",
@@ -155,27 +166,21 @@ _TOP = _Vocabulary(
         "external_lookup_client": "only the server is asked what is cached; remove it",
         "gds_path": "GPUDirect Storage is not used; give the folder as local_disk",
         "hit_miss_ratio": "hits are never turned into misses; remove it",
-        "internal_api_server_enabled": "LMCache's HTTP interface is not offered; see /metrics",
-        "local_cpu_use_hugepages": "huge pages are not used; switch it off",
         "local_disk_path_sharding": "there is one folder for all GPUs; remove it",
         "maru_path": "CXL memory is not used; give a folder as local_disk",
-        "min_retrieve_tokens": "every hit is used, however short; remove it",
-        "numa_mode": "the server does not place its memory by NUMA node; remove it",
         "plugin_locations": _PLUGINS,
         "priority_limit": "requests of every priority are cached; remove it",
         "remote_config_url": "options are not fetched from elsewhere; write them here",
-        "remote_serde": "the server stores KV as it is; set it to naive",
         "remote_storage_plugins": _PLUGINS,
         "retrieve_locations": "every tier is read; remove it",
         "run_script_api_enabled": "the cache runs no scripts; switch it off",
         "runtime_plugin_locations": _PLUGINS,
         "storage_plugins": _PLUGINS,
         "store_location": "every tier is written; remove it",
-        "use_layerwise": "layers are not loaded one by one; switch it off",
     },
 )
 # Values other than false and zero that leave a refused option off.
-_HARMLESS = {"remote_serde": "naive", "local_disk_path_sharding": "by_gpu"}
+_HARMLESS = {"local_disk_path_sharding": "by_gpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +320,12 @@ def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Trans
     ignored: list[str] = []
     faults: list[str] = []
     config = {str(key): value for key, value in config.items()}  # YAML's keys may be numbers
+    config = _without_plugin(config)
     given = _sift(config, _TOP, "", ignored, faults)
+    policy = given.get("cache_policy", "LRU")
+    if policy not in _POLICIES:
+        ignored.append(f"cache_policy={policy}: the server has LRU and ARC, and LRU is used")
+        policy = "LRU"
     folder = given.get("local_disk")
     gib = given.get("max_local_disk_size", 0.0)
     url = given.get("remote_url")
@@ -345,10 +355,24 @@ def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Trans
         disk=disk,
         remote=remote,
         skip_l1=not given.get("local_cpu", True),
-        eviction=given.get("cache_policy", "LRU"),
+        eviction=policy,
         connector={"lmcache.mp.save_decode_cache": True} if given.get("save_decode_cache") else {},
         ignored=tuple(ignored),
     )
+
+
+def _without_plugin(config: Mapping[str, object]) -> dict[str, object]:
+    """Options with a single folder as LMCache's storage plugin "fs", as the remote_url it is."""
+    found = dict(config)
+    extra = found.get("extra_config")
+    key = "remote_storage_plugin.fs.base_path"
+    if found.get("remote_storage_plugins") in ("fs", ["fs"]) and isinstance(extra, Mapping):
+        folder = extra.get(key)
+        if isinstance(folder, str) and "," not in folder and not found.get("remote_url"):
+            del found["remote_storage_plugins"]
+            found["remote_url"] = f"fs://localhost/{folder.lstrip('/')}"
+            found["extra_config"] = {name: extra[name] for name in extra if name != key}
+    return found
 
 
 def _extra_vocabulary(users: set[str]) -> _Vocabulary:
@@ -432,7 +456,8 @@ def _remote(url: str, extra: Mapping[str, Any], environ: Mapping[str, str]) -> L
             url = f"redis://{_with_login(rest, extra, 'username', 'password')}"
         case "valkey":
             tls = "valkeys" if extra.get("tls_enable") else "valkey"
-            hosts = _with_login(rest.rstrip("/"), extra, "valkey_username", "valkey_password")
+            rest = rest.replace(" ", "").rstrip("/")  # LMCache's documents write "a:1, b:2"
+            hosts = _with_login(rest, extra, "valkey_username", "valkey_password")
             database = f"/{extra['valkey_database']}" if "valkey_database" in extra else ""
             cluster = "?cluster=true" if extra.get("valkey_mode") == "cluster" else ""
             url = f"{tls}://{hosts}{database}{cluster}"

@@ -161,7 +161,7 @@ def test_awss_file_for_hyperpod_loads_and_the_operators_variable_comes_first():
     assert (found.chunk_size, found.l1_gib) == (256, 4)
     assert found.ignored == (
         "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
-        "remote_serde: so it is here in any case",
+        "remote_serde: the server stores KV as it is",
     )
 
 
@@ -401,7 +401,7 @@ def test_what_asks_for_nothing_is_told_with_its_reason():
     }
     assert translate(config, {}).ignored == (
         "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
-        "remote_serde: so it is here in any case",
+        "remote_serde: the server stores KV as it is",
         "blocking_timeout_secs: the server has its own time limits",
         "enable_lazy_memory_allocator: the server takes its memory bit by bit where it can",
         "pre_caching_hash_algorithm: the server's hash is the same in every process",
@@ -522,18 +522,18 @@ def test_aws_keys_go_into_the_environment():
             "several",
         ),
         (
-            {"cache_policy": "LFU"},
-            "cache_policy='LFU': should be LRU or ARC, the policies of LMCache's server",
+            {"cache_policy": "RANDOM"},
+            "cache_policy='RANDOM': should be LRU or ARC, the policies of LMCache's server",
+        ),
+        (
+            {"local_disk": "file://~/kv"},
+            "local_disk='file://~/kv': should be an absolute path, like /tmp/lmcache",
         ),
         (
             {"enable_p2p": True},
             "enable_p2p: engines share KV through OPTION_KV_L2_URL, not with one another",
         ),
         ({"enable_pd": "true"}, "enable_pd: prefill and decoding are not split; switch it off"),
-        (
-            {"remote_serde": "cachegen"},
-            "remote_serde: the server stores KV as it is; set it to naive",
-        ),
         ({"chunk_sise": 1}, "chunk_sise: no such option; did you mean chunk_size?"),
         ({"extra_config": "{hush"}, None),
         (
