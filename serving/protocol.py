@@ -12,6 +12,7 @@ from collections.abc import Iterable
 REQUEST_ID = b"x-request-id"
 INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
 ADAPTER_ID = b"x-amzn-sagemaker-adapter-identifier"
+ADAPTER_IN_QUERY = "adapter"
 ADAPTER_ALIAS = b"x-amzn-sagemaker-adapter-alias"
 SESSION_ID = b"x-amzn-sagemaker-session-id"
 NEW_SESSION_ID = b"x-amzn-sagemaker-new-session-id"

@@ -21,7 +21,7 @@ from serving.inference.admission import Admitted
 from serving.inference.fields import Parse, RequestFields, fields, fields_of_json
 from serving.lora.registry import AdapterRegistry
 from serving.observability.access_log import AccessRecord
-from serving.protocol import ADAPTER_ID
+from serving.protocol import ADAPTER_ID, ADAPTER_IN_QUERY
 
 
 class Framing(NamedTuple):
@@ -126,9 +126,8 @@ def adapters_named(
     each input; "" is the base model by name.
 
     The header comes before the body's `adapters`, that before the query's `adapter`, and that
-    before `model`. Raises BadRequest for an
-    adapter that is not here, and NotFound for an adapter's inner name: the model is never taken in
-    an adapter's place, and no version for another.
+    before `model`. Raises BadRequest for an adapter that is not here, and NotFound for an adapter's
+    inner name: the model is never taken in an adapter's place, and no version for another.
     """
     in_query = _in_query(scope)
     named: str | list[str] | None = header(scope, ADAPTER_ID).decode("latin-1") or None
@@ -148,10 +147,10 @@ def adapters_named(
 
 def _in_query(scope: Scope) -> str | None:
     """The `adapter` in the query. Raises BadRequest for more than one."""
-    if b"adapter" not in scope["query_string"]:
+    if ADAPTER_IN_QUERY.encode() not in scope["query_string"]:
         return None
     names = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    named = names.get("adapter", [])
+    named = names.get(ADAPTER_IN_QUERY, [])
     if len(named) > 1:
         raise BadRequest(
             f"the query has adapter={len(named)} times; name one, or a list in the body's adapters",

@@ -125,7 +125,7 @@ class ProxiedRequest:
             self._choose()
             return
         body = bytes(request.body)
-        self._features = routing.read(request.named, body)
+        self._features = routing.read(request.named, body, request.target)
         if routing.tokenise:
             self._spawn(self._tokenise, routing.tokenise, body)
         else:

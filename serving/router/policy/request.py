@@ -8,10 +8,11 @@ they are. Bodies are judged by the replicas: what cannot be read here goes its w
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
+from urllib.parse import parse_qs
 
 import msgspec
 
-from serving.protocol import ADAPTER_ID, SESSION_ID, VLLM_SESSION_ID
+from serving.protocol import ADAPTER_ID, ADAPTER_IN_QUERY, SESSION_ID, VLLM_SESSION_ID
 from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 
 NEW_SESSION = "NEW_SESSION"
@@ -50,8 +51,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its answer is."""
 
 
-Reader = Callable[[Mapping[bytes, bytes], bytes], RoutingRequest]
-"""Reads a request's headers, by their names in lower case, and its body."""
+Reader = Callable[[Mapping[bytes, bytes], bytes, bytes], RoutingRequest]
+"""Reads a request's headers, by their names in lower case, its body and its target."""
 
 
 class _Keys(msgspec.Struct):
@@ -104,14 +105,16 @@ class RequestReader:
         self._chained = strategy in ("prefixaware", "kvaware")
         self._adapters = adapters
 
-    def read(self, headers: Mapping[bytes, bytes], body: bytes) -> RoutingRequest:
+    def read(
+        self, headers: Mapping[bytes, bytes], body: bytes, target: bytes = b""
+    ) -> RoutingRequest:
         """What is to be known of a request."""
         try:
             keys = self._decode(body)
         except _UNREADABLE:
             keys = self._unreadable
         prompt = bytes(keys.prompt) or bytes(keys.inputs) or bytes(keys.messages) or body
-        adapter = self._adapter(headers, keys)
+        adapter = self._adapter(headers, keys, target)
         # What else decides whether KV caches of equal prompts are one.
         tools = bytes(keys.tools)
         seed = (adapter, headers.get(self._tenant), bytes(keys.cache_salt), tools)
@@ -126,11 +129,16 @@ class RequestReader:
             streamed=bytes(keys.stream) == b"true",
         )
 
-    def _adapter(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
-        adapter = headers.get(ADAPTER_ID, b"").decode("latin-1") or _text(keys.adapters)
-        if not adapter and self._adapters and (model := _text(keys.model)) in self._adapters:
+    def _adapter(self, headers: Mapping[bytes, bytes], keys: _Keys, target: bytes) -> str:
+        if adapter := headers.get(ADAPTER_ID, b"").decode("latin-1"):
+            return adapter
+        if (adapter := _text(keys.adapters)) or bytes(keys.adapters) == b'""':  # the base model
+            return adapter
+        if (queried := _queried(target)) is not None:
+            return queried
+        if self._adapters and (model := _text(keys.model)) in self._adapters:
             return model
-        return adapter
+        return ""
 
     def _session(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
         for name in self._session_headers:
@@ -140,6 +148,14 @@ class RequestReader:
             if session := _text(getattr(keys, field)):
                 return session
         return ""
+
+
+def _queried(target: bytes) -> str | None:
+    """The adapter that a target's query names."""
+    if ADAPTER_IN_QUERY.encode() not in target:
+        return None
+    query = target.partition(b"?")[2].decode("latin-1")
+    return next(iter(parse_qs(query, keep_blank_values=True).get(ADAPTER_IN_QUERY, ())), None)
 
 
 def _text(raw: msgspec.Raw) -> str:

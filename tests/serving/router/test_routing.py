@@ -735,8 +735,10 @@ async def test_adapters_go_where_they_are():
                 answer = await it.post({"prompt": "Hi", **body})
                 assert answer.json()["replica"] == it.fleet[2].url
         header = {"X-Amzn-SageMaker-Adapter-Identifier": "poet"}
-        answer = await it.post({"inputs": "Hi"}, "/invocations", headers=header)
-        assert answer.json()["replica"] == it.fleet[2].url
+        for path, headers in (("/invocations", header), ("/invocations?adapter=poet", {})):
+            for _ in range(5):
+                answer = await it.post({"inputs": "Hi"}, path, headers=headers)
+                assert answer.json()["replica"] == it.fleet[2].url
 
 
 async def test_sagemaker_sessions_go_to_the_replica_that_has_them():

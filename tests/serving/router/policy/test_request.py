@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from serving.protocol import ADAPTER_ID
 from serving.router.policy.prefix_index import CHUNK
 from serving.router.policy.request import RequestReader
 
@@ -55,6 +56,29 @@ def test_a_conversation_goes_on_with_the_same_chain():
 def test_what_parts_kv_caches_parts_chains(other):
     body = {"prompt": LONG, "model": "base"}
     assert not set(asked(body).chain) & set(asked({**body, **other}).chain)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "target", "adapter"),
+    [
+        ({}, {}, b"/invocations?adapter=poet", "poet"),
+        ({}, {}, b"/invocations?x=1&adapter=a%20b", "a b"),
+        ({"model": "poet"}, {}, b"/v1/completions?adapter=other", "other"),
+        ({"model": "poet"}, {}, b"/v1/completions?adapter=", ""),
+        ({"adapters": "body"}, {}, b"/invocations?adapter=poet", "body"),
+        ({"adapters": ""}, {}, b"/invocations?adapter=poet", ""),
+        ({"adapters": None}, {}, b"/invocations?adapter=poet", "poet"),
+        ({}, {ADAPTER_ID: b"header"}, b"/invocations?adapter=poet", "header"),
+        ({}, {}, b"/invocations?adapter=poet&adapter=other", "poet"),  # the replica refuses it
+        ({}, {}, b"/invocations?adapters=poet", ""),
+        ({}, {}, b"/adapter", ""),
+    ],
+)
+def test_the_adapter_is_the_one_that_serve_takes(body, headers, target, adapter):
+    given = {"prompt": LONG, **body}
+    found = read({**JSON, **headers}, json.dumps(given).encode(), target)
+    assert found.adapter == adapter
+    assert bool(set(found.chain) & set(asked({"prompt": LONG}).chain)) is (adapter == "")
 
 
 def test_tenants_have_chains_of_their_own():
