@@ -133,6 +133,16 @@ def test_a_hit_answers_as_a_miss_does(first):
     assert again == text
 
 
+def test_only_equal_beginnings_are_reused(first):
+    """docs/guides/kv_cache.md, "What is reused"."""
+    document = prompt("document")
+    _, cached = ask(first, document)
+    assert cached == 0
+    for behind in ("", "Which statements are there?"):
+        assert ask(first, document + behind)[1] == HIT
+    assert ask(first, "Answer in one sentence.\n" + document)[1] == 0
+
+
 SALTS: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"headers": {"x-tenant": "a"}}]
 SALTS += [{"cache_salt": "../b"}, {"headers": {"X-Tenant": "b"}, "cache_salt": "a"}]
 
