@@ -137,6 +137,27 @@ async def test_a_gap_is_filled_from_the_log(monkeypatch, idle):
         assert it.asked[-1] == 0  # from the last batch that is known
 
 
+async def test_batches_that_come_twice_late_or_in_another_order_change_nothing():
+    async with publishing() as it, following(it) as index:
+
+        async def send(number):
+            await it.pub.send_multipart([b"", number.to_bytes(8, "big"), it.batches[number]])
+
+        for event in (block(0), block(1), block(2), BlockRemoved([2])):
+            await it.publish(event)
+        await until_async(lambda: held(index) == 2)
+        await send(2)  # from before the removal
+        await it.publish(BlockRemoved([99]))
+        await until_async(lambda: index.positions["a", 0].number == 4)
+        assert held(index) == 2
+        await it.publish(block(2), send=False)
+        await it.publish(block(3), send=False)
+        await send(6)
+        await send(5)
+        await until_async(lambda: held(index) == 4)
+        await until_async(lambda: index.follows("a"))
+
+
 async def test_after_a_cut_log_the_rank_is_learned_anew():
     async with publishing() as it, following(it) as index:
         await it.publish(block(0), block(1))
