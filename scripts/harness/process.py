@@ -8,20 +8,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import psutil
 
 from scripts.harness import ports
-from scripts.harness.warm import Forked
+from scripts.harness.warm import Forked, NotWarm, WarmPython
 
 ROOT = Path(__file__).parent.parent.parent
 SERVE = ("./entrypoint.sh", "serve")
 ROUTE = ("./entrypoint.sh", "route")
+PYTHON_SERVES = (sys.executable, "-m", "serving", "serve")
+"""What entrypoint.sh runs, for a Forkable."""
+AS_ENTRYPOINT_SH = MappingProxyType({"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT)})
 START_S = 300.0  # far above what a start takes, for machines that do much else
 STOP_S = 40.0  # above the 30 s after which platforms kill
 
@@ -150,6 +153,30 @@ class Program:
         for child in self._seen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+
+
+class Forkable(Program):
+    """A program that is forked where our own Python runs it: from one that is warm.
+
+    python: where that is, called when it is needed. Without it the program starts as any other.
+    """
+
+    log: Path
+
+    def __init__(self, *command: str, python: Callable[[], WarmPython], **more: Any) -> None:
+        super().__init__(*command, **more)
+        self._python = python
+
+    def start(self) -> None:
+        program, *arguments = self._command
+        if program == sys.executable:
+            try:
+                with self.log.open("ab") as output:
+                    self.process = self._python().start(arguments, self._environ, output=output)
+                return
+            except NotWarm as error:
+                sys.stderr.write(f"the server starts in the ordinary way: {error}\n")
+        super().start()
 
 
 def running(process: psutil.Process) -> bool:

@@ -140,15 +140,23 @@ class WarmPython:
         output: IO[bytes] | None = None,
     ) -> Forked:
         """Fork a process that runs a program; arguments are those of `python`. Raises NotWarm."""
+        self._imported()
+        with Path(os.devnull).open("rb") as nothing:
+            outputs = [output.fileno()] * 2 if output else [1, 2]
+            files = [nothing.fileno(), *outputs]
+            return Forked(str(self._address), arguments, environ, str(folder), files)
+
+    def executable(self, *programs: Sequence[str]) -> str:
+        """A `python` for others to run. programs: as in PROGRAMS. Raises NotWarm."""
+        self._imported()
+        return _executable(str(self._address), programs)
+
+    def _imported(self) -> None:
         deadline = time.monotonic() + IMPORT_S
         while not self._address.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise NotWarm(self._log.read_text(errors="replace")[-2000:])
             time.sleep(0.05)
-        with Path(os.devnull).open("rb") as nothing:
-            outputs = [output.fileno()] * 2 if output else [1, 2]
-            files = [nothing.fileno(), *outputs]
-            return Forked(str(self._address), arguments, environ, str(folder), files)
 
     def __enter__(self) -> Self:
         return self

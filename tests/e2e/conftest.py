@@ -19,13 +19,18 @@ import httpx
 import openai
 import pytest
 
-from scripts.harness.process import ROOT, SERVE, START_S, Program
-from scripts.harness.warm import NotWarm, WarmPython
+from scripts.harness.process import (
+    AS_ENTRYPOINT_SH,
+    PYTHON_SERVES,
+    ROOT,
+    SERVE,
+    START_S,
+    Forkable,
+)
+from scripts.harness.warm import WarmPython
 from scripts.models import tiny
 
-PYTHON = (sys.executable, "-m", "serving")
-PYTHON_SERVES = (*PYTHON, "serve")
-AS_ENTRYPOINT_SH = {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT)}
+PYTHON = PYTHON_SERVES[:-1]
 __all__ = ["ROOT", "START_S", "Served", "serving"]
 
 _session = contextlib.ExitStack()
@@ -43,21 +48,9 @@ def _close_what_the_session_has() -> Iterator[None]:
         yield
 
 
-class Warm(Program):
-    """A program that is forked where our own Python runs it: from one that is warm."""
-
-    log: Path
-
-    def start(self) -> None:
-        program, *arguments = self._command
-        if program == sys.executable:
-            try:
-                with self.log.open("ab") as output:
-                    self.process = warm_python().start(arguments, self._environ, output=output)
-                return
-            except NotWarm as error:
-                sys.stderr.write(f"the server starts in the ordinary way: {error}\n")
-        super().start()
+class Warm(Forkable):
+    def __init__(self, *command: str, **more: Any) -> None:
+        super().__init__(*command, python=warm_python, **more)
 
 
 class Served(Warm):
@@ -91,7 +84,7 @@ def serving(log: Path, *command: str, warm: Any = True, **environ: str) -> Serve
     if not command:
         command = PYTHON_SERVES if warm else SERVE
     if command[0] == sys.executable:
-        environ = AS_ENTRYPOINT_SH | environ
+        environ = {**AS_ENTRYPOINT_SH, **environ}
     return Served(log, *command, **environ)
 
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """SageMaker's life of an endpoint on the real engine, and SageMaker's contract, rule by rule."""
 
+import itertools
 import json
 import subprocess
 import sys
 
+import boto3
 import pytest
 
 from examples.sagemaker import make_adapters
 from scripts.models import tiny_lora
 from scripts.sagemaker_local.server import running
-from tests.e2e.conftest import ROOT, START_S, serving
+from tests.e2e.conftest import AS_ENTRYPOINT_SH, ROOT, START_S, serving, warm_python
 
 
 @pytest.fixture
@@ -63,3 +65,72 @@ def test_every_rule_of_the_contract_is_kept(tiny_options, tmp_path):
     assert [it for it in sheet if it["verdict"] != "pass"] == []
     assert len(sheet) == 34
     assert ended.returncode == 0
+
+
+BLOCK = 128
+"""Tokens, without a GPU."""
+TURNS = 5
+SAID = "The import statement is one of many that bind names. " * 20
+"""What a user says in a turn: more than a block of the engine's cache."""
+
+
+@pytest.fixture(scope="module")
+def runtime(tiny_options, tmp_path_factory):
+    """A client of an endpoint `chat` with two copies of the tiny model."""
+    image = tmp_path_factory.mktemp("image") / "serving"
+    python = warm_python().executable(["-m", "serving"])
+    image.write_text(f'#!/bin/sh\nexec {python} -m serving "$@"\n')
+    image.chmod(0o755)
+    environ = {**AS_ENTRYPOINT_SH, **tiny_options}
+    limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
+    with running(**limits) as url:
+        options = {"endpoint_url": url, "region_name": "us-east-1"}
+        options |= {"aws_access_key_id": "id", "aws_secret_access_key": "secret"}
+        control = boto3.client("sagemaker", **options)
+        control.create_model(
+            ModelName="chat",
+            ExecutionRoleArn="arn:aws:iam::123456789012:role/serving",
+            PrimaryContainer={"Image": f"process:{image}", "Environment": environ},
+        )
+        variant = {"VariantName": "all", "ModelName": "chat", "InstanceType": "ml.g5.xlarge"}
+        control.create_endpoint_config(
+            EndpointConfigName="chat", ProductionVariants=[{**variant, "InitialInstanceCount": 2}]
+        )
+        control.create_endpoint(EndpointName="chat", EndpointConfigName="chat")
+        control.get_waiter("endpoint_in_service").wait(
+            EndpointName="chat", WaiterConfig={"Delay": 1}
+        )
+        yield boto3.client("sagemaker-runtime", **options)
+
+
+def conversation(runtime, name, **session):
+    """The tokens of each turn's prompt, and how many of them were cached."""
+    messages, tokens = [], []
+    for turn in range(TURNS):
+        messages.append({"role": "user", "content": f"{name}, turn {turn}: {SAID}"})
+        body = {"messages": messages, "max_tokens": 8}
+        answer = runtime.invoke_endpoint(
+            EndpointName="chat",
+            ContentType="application/json",
+            Body=json.dumps(body),
+            **session,
+        )
+        found = json.load(answer["Body"])
+        messages.append(found["choices"][0]["message"])
+        details = found["usage"]["prompt_tokens_details"] or {}
+        tokens.append((found["usage"]["prompt_tokens"], details.get("cached_tokens") or 0))
+    return tokens
+
+
+def test_a_conversation_finds_its_cache_where_its_session_began(runtime):
+    for name in ("one", "two"):
+        opened = runtime.invoke_endpoint(
+            EndpointName="chat", Body=b'{"requestType": "NEW_SESSION"}', SessionId="NEW_SESSION"
+        )
+        session = opened["NewSessionId"].partition(";")[0]
+        tokens = conversation(runtime, name, SessionId=session)
+        assert tokens[0][1] == 0
+        for (before, _), (_, cached) in itertools.pairwise(tokens):
+            assert cached >= before - before % BLOCK
+    # Without one, a turn may go to the copy that has not seen the conversation.
+    assert 0 in [cached for _, cached in conversation(runtime, "none")[1:]]

@@ -134,6 +134,16 @@ def test_it_ends_with_the_warm_python(start, mortal, tmp_path):
         start(WAIT, of=mortal)
 
 
+def test_others_run_an_executable_that_is_forked(python):
+    code = f"import sys; print({WARM}, flush=True); sys.exit(3)"
+    it = python.executable(PROGRAM)
+    found = subprocess.run([it, *PROGRAM, code], capture_output=True, check=False, timeout=60)
+    assert (found.returncode, found.stdout) == (3, b"True\n")
+    ordinary = [it, "-c", code]
+    found = subprocess.run(ordinary, capture_output=True, check=False, timeout=60)
+    assert (found.returncode, found.stdout) == (3, b"False\n")
+
+
 def test_modules_that_cannot_be_imported(tmp_path):
     with WarmPython("tests.scripts.absent", tmp_path) as it, pytest.raises(NotWarm, match="absent"):
         it.start(["-m", "json"], ENVIRON)
