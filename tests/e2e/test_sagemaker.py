@@ -5,14 +5,16 @@ import itertools
 import json
 import subprocess
 import sys
+from typing import Any
 
 import boto3
 import pytest
 
 from examples.sagemaker import make_adapters
+from scripts.harness.process import AS_ENTRYPOINT_SH
 from scripts.models import tiny_lora
 from scripts.sagemaker_local.server import running
-from tests.e2e.conftest import AS_ENTRYPOINT_SH, ROOT, START_S, serving, warm_python
+from tests.e2e.conftest import ROOT, START_S, serving, warm_python
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def runtime(tiny_options, tmp_path_factory):
     environ = {**AS_ENTRYPOINT_SH, **tiny_options}
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
     with running(**limits) as url:
-        options = {"endpoint_url": url, "region_name": "us-east-1"}
+        options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
         options |= {"aws_access_key_id": "id", "aws_secret_access_key": "secret"}
         control = boto3.client("sagemaker", **options)
         control.create_model(
