@@ -23,7 +23,7 @@ esac
 # A driver older than the image's CUDA serves with the newer libraries of CUDA's forward
 # compatibility, where its GPUs allow that; to a driver as new as they are they would do harm.
 compat=${CUDA_HOME:-/usr/local/cuda}/compat
-if [ "$1" != plan ] && [ "$1" != route ] && [ -e "$compat/libcuda.so.1" ]; then
+if [ "$1" != route ] && [ -e "$compat/libcuda.so.1" ]; then
     ours=$(readlink -f "$compat/libcuda.so.1")
     ours=${ours##*.so.}
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true)

@@ -95,7 +95,8 @@ _REMEDIES = tuple(
             "use a model that vLLM supports: docs.vllm.ai lists them",
         ),
         (
-            r"driver version is insufficient|no CUDA-capable|found no NVIDIA driver|CUDA error 803",
+            r"driver version is insufficient|no CUDA-capable|found no NVIDIA driver|CUDA error 803"
+            r"|no GPU is visible|older than CUDA",
             "give the container its GPUs (docker run --gpus all) and the host a driver for the "
             "image's CUDA; on SageMaker InferenceAmiVersion chooses it",
         ),

@@ -109,7 +109,7 @@ def test_an_older_driver_gets_cudas_compatibility_libraries(tmp_path, driver, us
     environ = {"CUDA_HOME": str(tmp_path), "PATH": path, "SLIPWAY_PYTHON": shown}
     assert run("serve", **environ).stdout == (f"{compat}\n" if used else "\n")
     assert run("serve", **environ, LD_LIBRARY_PATH="/x").stdout.endswith("/x\n")
-    assert run("plan", **environ).stdout == "\n"
+    assert run("route", **environ).stdout == "\n"
 
 
 def program(path, *lines):

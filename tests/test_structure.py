@@ -115,6 +115,7 @@ OF_SCRIPTS = {
     "sagemaker_local": set(),
     "hyperpod_local": {"harness", "models"},
     "generate": set(),
+    "rehearsal": set(),
     "release": set(),
 }
 """Room of scripts/ → the others that it may use."""

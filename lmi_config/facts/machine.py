@@ -10,10 +10,12 @@ import os
 import re
 import socket
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+
+from lmi_config.facts import gpus
+from lmi_config.facts.gpus import Gpu
 
 PAGE = 4096
 """Bytes that O_DIRECT reads and writes are a multiple of; no disk's block is larger."""
@@ -28,15 +30,6 @@ _CACHE = re.compile(r"[0-9a-f]{16}")  # a fingerprint
 _KV_FILE = re.compile(r".*@0x.*\.(data|tmp)")  # as LMCache's file client names them
 
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "none"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """memory: bytes, or None where the driver does not say, as for a slice of a GPU."""
-
-    name: str
-    memory: int | None
-    driver: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +58,7 @@ class Machine:
     memory: bytes there may be in use, the container's limit or the host's memory, whichever is
     less; limited: whether it is a container's. memory_free: bytes of it that are not in use.
     shm: free bytes of /dev/shm. disk: where the disk tier would be.
+    no_gpu: why there are none. built_for_cuda: whether the vLLM that is installed wants them.
     ports: free ones on the loopback interface, for helper processes.
     """
 
@@ -77,6 +71,8 @@ class Machine:
     disk: Disk
     gpus: tuple[Gpu, ...]
     ports: tuple[int, ...]
+    no_gpu: str = ""
+    built_for_cuda: bool = False
 
 
 def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/")) -> Machine:
@@ -86,6 +82,7 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
     /sys, which tests bring along.
     """
     memory, free, limited = _memory(root)
+    found = gpus.look(environ, root)
     return Machine(
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         cpu_quota=_cpu_quota(root),
@@ -94,8 +91,10 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
         limited=limited,
         shm=_free(Path("/dev/shm"))[0],
         disk=_disk(Path(disk), root),
-        gpus=_gpus(environ),
+        gpus=found.shown,
         ports=_ports(environ.get("SAGEMAKER_SAFE_PORT_RANGE")),
+        no_gpu=found.missing,
+        built_for_cuda=gpus.vllm_wants_them(),
     )
 
 
@@ -313,42 +312,6 @@ def _direct(folder: Path) -> bool:
                     os.close(opened)
         except OSError:
             return False
-
-
-def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA would show a process with this environment.
-
-    CUDA_VISIBLE_DEVICES lists indices or the beginnings of identifiers; the first that does not
-    exist ends the list. Slices of a GPU (MIG) are listed by identifiers that no query shows.
-    """
-    fields = "uuid,name,memory.total,driver_version"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 3]
-    present = {
-        uuid: Gpu(name=name, memory=int(memory) << 20 if memory.isdigit() else None, driver=driver)
-        for uuid, name, memory, driver in rows
-    }
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(present.values())
-    shown: list[Gpu] = []
-    for wanted in visible.split(","):
-        wanted = wanted.strip()
-        if wanted.isdigit():
-            found = list(present.values())[int(wanted) : int(wanted) + 1]
-        else:
-            found = [gpu for uuid, gpu in present.items() if wanted and uuid.startswith(wanted)]
-        if wanted.startswith("MIG-") and present:
-            whole = next(iter(present.values()))
-            found = [Gpu(name=f"a slice of {whole.name}", memory=None, driver=whole.driver)]
-        if not found:
-            break
-        shown += found[:1]
-    return tuple(shown)
 
 
 def _ports(safe: str | None, count: int = 3) -> tuple[int, ...]:

@@ -144,7 +144,8 @@ class ModelFacts:
 
     weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
     max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
-    attention_heads: which tensor parallelism divides among the ranks.
+    attention_heads: which tensor parallelism divides among the ranks. latent: whether vLLM runs it
+    with latent attention (MLA).
     """
 
     architectures: tuple[str, ...]
@@ -159,6 +160,7 @@ class ModelFacts:
     layers: int | None
     kv: KvShape | None
     attention_heads: int | None = None
+    latent: bool = False
 
 
 class Tensor(NamedTuple):
@@ -346,6 +348,8 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
         layers=_layers(config),
         kv=_kv(config),
         attention_heads=config.whole("num_attention_heads"),
+        latent=config.whole("kv_lora_rank") is not None
+        and config.text.get("model_type") in _LATENT,
     )
 
 

@@ -176,7 +176,7 @@ def kv_of_request(
     if settings.engine.get("disable_hybrid_kv_cache_manager"):
         kv = kv.without_windows()
     # One step for each stage, and one that is scheduled ahead (VllmConfig.max_in_flight_tokens).
-    in_flight = (parallelism.pipeline + 1) * _tokens_of_a_step(settings, machine, parallelism)
+    in_flight = (parallelism.pipeline + 1) * tokens_of_a_step(settings, machine, parallelism)
     return kv.bytes_per_request(tokens, in_flight, *_kv_dtypes(settings, model))
 
 
@@ -188,13 +188,15 @@ def _kv_dtypes(settings: Settings, model: ModelFacts) -> tuple[str, str | None]:
     return settings.engine.get("kv_cache_dtype", "auto"), dtype
 
 
-def _tokens_of_a_step(settings: Settings, machine: Machine, parallelism: Parallelism) -> int:
+def tokens_of_a_step(settings: Settings, machine: Machine, parallelism: Parallelism) -> int:
     """max_num_batched_tokens; vLLM's own are of get_batch_defaults in vllm/engine/arg_utils.py."""
     if settings.max_rolling_batch_prefill_tokens:
         return settings.max_rolling_batch_prefill_tokens
     if not machine.gpus:
         return 2048 * parallelism.workers
-    memory, name = machine.gpus[0].memory or 0, machine.gpus[0].name.lower()
+    # In a container that has a slice of a GPU, vLLM cannot tell its memory.
+    first = machine.gpus[0]
+    memory, name = 0 if first.slice else first.memory or 0, first.name.lower()
     if memory >= 160 * GIB:
         return 16384
     return 8192 if memory >= 70 * GIB and "a100" not in name else 2048

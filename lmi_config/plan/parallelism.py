@@ -3,6 +3,7 @@
 
 import dataclasses
 
+from lmi_config.facts.draft import Draft
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
@@ -10,6 +11,8 @@ from lmi_config.options.settings import SettingsError
 
 WORKER_SHM = 256 * 1024**2
 """What one worker process wants of /dev/shm: 240 MB for its queues, as seen."""
+
+_VOCABULARY = 64  # vLLM fills the vocabulary up to a multiple of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,13 +42,16 @@ class Parallelism:
         return -(-self.workers // self.machines)
 
 
-def decide(settings: Settings, machine: Machine, model: ModelFacts) -> Parallelism:
+def decide(
+    settings: Settings, machine: Machine, model: ModelFacts, draft: Draft | None = None
+) -> Parallelism:
     """Decide.
 
     Raises SettingsError where the machine has fewer devices than the settings ask for, or the
     model's attention heads cannot be divided among them.
     """
-    tensor, pipeline = _tensor(settings, machine, model), settings.pipeline_parallel_degree
+    tensor = _tensor(settings, machine, model, draft)
+    pipeline = settings.pipeline_parallel_degree
     return Parallelism(
         tensor=tensor,
         pipeline=pipeline,
@@ -66,12 +72,34 @@ def copies(settings: Settings) -> int:
     return count
 
 
-def _divides(degree: int, model: ModelFacts) -> bool:
-    """Whether every rank gets as many attention heads (vLLM's verify_with_parallel_config)."""
-    return (model.attention_heads or 0) % degree == 0
+def _undivided(degree: int, model: ModelFacts) -> str | None:
+    """What of the model so many ranks cannot share evenly.
+
+    Attention heads are checked by vLLM's verify_with_parallel_config; KV heads, of which each rank
+    gets some or several ranks the same one, by its models; the vocabulary, filled up to a multiple
+    of 64, by vllm/model_executor/layers/vocab_parallel_embedding.py.
+    """
+    if (model.attention_heads or 0) % degree:
+        return f"{model.attention_heads} attention heads cannot be divided by {degree}"
+    heads = model.kv.heads if model.kv else degree
+    if heads % degree and degree % heads:
+        return f"{heads} KV heads cannot be divided by {degree}, nor {degree} by them"
+    if -(-(model.vocabulary or 0) // _VOCABULARY) * _VOCABULARY % degree:
+        return f"vocabulary of {model.vocabulary} cannot be divided by {degree}"
+    return None
 
 
-def _tensor(settings: Settings, machine: Machine, model: ModelFacts) -> int:
+def _hinders(degree: int, settings: Settings, model: ModelFacts, draft: Draft | None) -> str | None:
+    """Why so many ranks cannot share the model and its draft, which vLLM spreads like the model."""
+    if why := _undivided(degree, model):
+        return f"the model's {why}"
+    if draft and "draft_tensor_parallel_size" not in (settings.speculative_config or {}):
+        why = _undivided(degree, draft.facts)
+        return why and f"the draft's {why}"
+    return None
+
+
+def _tensor(settings: Settings, machine: Machine, model: ModelFacts, draft: Draft | None) -> int:
     asked = settings.tensor_parallel_degree
     here = settings.engine.get("data_parallel_size_local") or copies(settings)
     stages = settings.pipeline_parallel_degree * here
@@ -79,17 +107,12 @@ def _tensor(settings: Settings, machine: Machine, model: ModelFacts) -> int:
     everywhere = len(machine.gpus) * settings.engine.get("nnodes", 1)
     if asked == "max":
         most = max(everywhere // stages, 1)
-        degree = next(it for it in range(most, 0, -1) if _divides(it, model))
+        degree = next(it for it in range(most, 0, -1) if not _hinders(it, settings, model, draft))
     else:
         degree = asked
-        if not _divides(degree, model):
+        if why := _hinders(degree, settings, model, draft):
             name = settings.origins.get("tensor_parallel_degree", "OPTION_TENSOR_PARALLEL_DEGREE")
-            raise SettingsError(
-                [
-                    f"{name}={degree}: the model's {model.attention_heads} attention heads cannot "
-                    f"be divided by {degree}; use a degree that divides them, or max"
-                ]
-            )
+            raise SettingsError([f"{name}={degree}: {why}; use a degree that divides them, or max"])
     if degree * stages <= devices or _on_other_machines(settings):
         return degree
     if asked == "max":

@@ -53,6 +53,11 @@ class Plan:
     options: Mapping[str, Any] = dataclasses.field(repr=False)
     findings: tuple[str, ...]
 
+    @property
+    def hindrance(self) -> str | None:
+        """Why vLLM cannot start on this machine, whatever it is to serve; it is a finding, too."""
+        return preflight.hindrance(self.machine)
+
     def engine(self, model: str, draft: str | None) -> dict[str, Any]:
         """The options, with the folders that the model and its draft are in by now."""
         options = {**self.options, "model": model}
@@ -99,10 +104,11 @@ def make(
     Raises SettingsError where it cannot work.
     """
     settings = memory.settled(settings, machine, environ)
-    spread = parallelism.decide(settings, machine, model)
+    spread = parallelism.decide(settings, machine, model, draft)
     faults = (
         kv_tiers.faults(settings)
         + vllm.kv_events_faults(settings, spread.copies)
+        + vllm.quantization_faults(settings, machine, model)
         + speculation.faults(settings, model, draft)
     )
     if faults:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from lmi_config.facts.gpus import CUDA, DRIVER
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
@@ -15,8 +16,6 @@ from lmi_config.plan.kv_tiers import NoTiers, Tiers, format_size, wanted
 from lmi_config.plan.memory import Budget, GpuBudget, kv_of_request, kv_per_token
 from lmi_config.plan.parallelism import Parallelism
 
-DRIVER = 580
-"""The oldest driver for CUDA 13.0, which vLLM 0.32 is built with (CUDA's release notes)."""
 SMALL_SHM = 512 * 1024**2
 
 
@@ -31,7 +30,9 @@ def findings(
 ) -> Iterator[str]:
     """What an operator should know."""
     yield from settings.notes
-    yield from _gpus(settings, machine, parallelism, model)
+    if wrong := hindrance(machine):
+        yield wrong
+    yield from _gpus(settings, machine, parallelism)
     yield from _memory(machine, budget)
     if gpu and gpu.kv <= 0:
         yield (
@@ -71,6 +72,27 @@ def findings(
         yield f"no KV cache tiers: {tiers.reason}"
 
 
+def hindrance(machine: Machine) -> str | None:
+    """Why vLLM cannot start here, whatever the options say: a sentence with the fix."""
+    if not machine.gpus:
+        if not machine.built_for_cuda:
+            return None
+        return (
+            f"no GPU is visible: {machine.no_gpu}; this vLLM is built for CUDA: run it with "
+            f"--gpus all (Kubernetes: a limit of nvidia.com/gpu) and driver {DRIVER} or newer"
+        )
+    gpu = machine.gpus[0]
+    major = gpu.driver.partition(".")[0]
+    old = gpu.cuda < CUDA if gpu.cuda else major.isdigit() and int(major) < DRIVER
+    if not old:
+        return None
+    runs = f" (CUDA {gpu.cuda // 1000}.{gpu.cuda % 1000 // 10})" if gpu.cuda else ""
+    return (
+        f"driver {gpu.driver}{runs} is older than CUDA 13.0 wants ({DRIVER}); on SageMaker choose "
+        "an InferenceAmiVersion of al2023 with gpu-4-1, elsewhere update the driver"
+    )
+
+
 def downloads(to_fetch: int, room: int) -> Iterator[str]:
     """Whether what has yet to be downloaded finds room. Both in bytes."""
     if to_fetch > room:
@@ -80,24 +102,16 @@ def downloads(to_fetch: int, room: int) -> Iterator[str]:
         )
 
 
-def _gpus(
-    settings: Settings, machine: Machine, parallelism: Parallelism, model: ModelFacts
-) -> Iterator[str]:
+def _gpus(settings: Settings, machine: Machine, parallelism: Parallelism) -> Iterator[str]:
     if not machine.gpus:
         return
-    driver = machine.gpus[0].driver
-    if driver.partition(".")[0].isdigit() and int(driver.partition(".")[0]) < DRIVER:
-        yield (
-            f"driver {driver} is older than CUDA 13.0 wants ({DRIVER}); on SageMaker choose an "
-            "InferenceAmiVersion of al2023 with gpu-4-1, elsewhere update the driver"
-        )
     idle = len(machine.gpus) - parallelism.local_workers
     if idle > 0 and "data_parallel_size" not in settings.engine:
         fix = (
             "set OPTION_TENSOR_PARALLEL_DEGREE=max to use them"
             if settings.tensor_parallel_degree != "max"
-            else f"{parallelism.workers} are the most that the model's {model.attention_heads} "
-            "attention heads can be divided among"
+            else f"{parallelism.workers} are the most that attention heads, KV heads and the "
+            "vocabulary can be divided among"
         )
         yield f"{idle} of {len(machine.gpus)} GPUs will do nothing; {fix}"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmi_config.facts.machine import Machine
+from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings
 from lmi_config.options.settings import SettingsError, traces_protocol
 from lmi_config.plan.parallelism import Parallelism
@@ -175,6 +176,34 @@ def kv_events_faults(settings: Settings, copies: int) -> list[str]:
         found.append(f"{told}; choose a lower one")
     if first <= settings.port <= last:
         found.append(f"{told}, and requests come in at {settings.port}; choose another")
+    return found
+
+
+# Ways to quantise of which a model that has one cannot be run as another.
+_FP8 = (8, 9)  # the least compute capability with fp8
+_QUANTISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq")
+
+
+def quantization_faults(settings: Settings, machine: Machine, model: ModelFacts) -> list[str]:
+    """Where options and the model's own files disagree about numbers: a sentence each.
+
+    vLLM compares them in ModelConfig._verify_quantization, and the KV cache in its attention layer.
+    """
+    found = []
+    own, asked = model.quantization, settings.quantize
+    if own in _QUANTISED and asked in _QUANTISED and own != asked:
+        name = settings.origins.get("quantize", "OPTION_QUANTIZE")
+        found.append(f"{name}={asked}: the model's files are quantised with {own}; leave it out")
+    dtype = settings.engine.get("kv_cache_dtype", "auto")
+    name = settings.origins.get("kv_cache_dtype", "OPTION_KV_CACHE_DTYPE")
+    if own == "fp8" and dtype == "fp8_e5m2":
+        found.append(f"{name}=fp8_e5m2: vLLM refuses it for models in fp8; set it to fp8_e4m3")
+    older = [gpu for gpu in machine.gpus if gpu.capability and gpu.capability < _FP8]
+    if model.latent and dtype.startswith("fp8") and older:
+        found.append(
+            f"{name}={dtype}: vLLM has latent attention with an fp8 cache only for GPUs newer than "
+            f"the {older[0].name}; leave it out"
+        )
     return found
 
 

@@ -133,7 +133,7 @@ async def start(arguments: list[str], note: Note) -> VllmEngine:
     EngineError when vLLM cannot start; its processes may then still be there.
     """
     try:
-        args = await in_thread(_parse, arguments)
+        args = await in_thread(parse, arguments)
         note(Step.LOADING)
         client = await in_thread(_build, args)
         note(Step.PREPARING)
@@ -161,7 +161,7 @@ def _import() -> None:
     import vllm.v1.engine.async_llm  # noqa: F401
 
 
-def _parse(arguments: list[str]) -> Namespace:
+def parse(arguments: list[str]) -> Namespace:
     from vllm.entrypoints.launchers import launcher
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args

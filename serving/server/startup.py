@@ -69,6 +69,8 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     """Start what the plan says. Raises EngineError; processes may then still be there."""
     plan = deployment.plan
     gpus = len(plan.machine.gpus)
+    if plan.hindrance and not await in_thread(_may_have_code, deployment):
+        raise EngineError(plan.hindrance)
     folder = await _fetch(deployment.model, note)
     draft = await _fetch(deployment.draft, note) if deployment.draft else None
     if plan.model.weight_bytes < plan.machine.memory_free / 2:
@@ -83,6 +85,10 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
             await cache.stop()
         log.info("vLLM is not started: the handle of %s is the whole service", FILE)
         return Runtime(engine=NoEngine(THREADS), adapters=None, code=code, cache=None, gpus=gpus)
+    if plan.hindrance:
+        if cache:
+            await cache.stop()
+        raise EngineError(plan.hindrance)
     if not cache:
         plan = plan.without_tiers("the cache server did not start")
     options = plan.engine(str(name), str(draft) if draft else None)
@@ -101,6 +107,16 @@ async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         raise
+
+
+def _may_have_code(deployment: Deployment) -> bool:
+    """Whether there may be a model.py, which may be the whole service and need no vLLM."""
+    settings = deployment.plan.settings
+    if settings.entry_point == FILE or any(
+        (place / FILE).is_file() for place in (settings.model_folder,) if place
+    ):
+        return True
+    return not isinstance(deployment.model, Hub) and FILE in deployment.model.checkpoint().sizes
 
 
 def read_ahead(folder: Path) -> None:

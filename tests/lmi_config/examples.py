@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from lmi_config.facts.machine import Disk, Gpu, Machine
+from lmi_config.facts.gpus import Gpu
+from lmi_config.facts.machine import Disk, Machine
 from lmi_config.facts.model import KvShape, ModelFacts
 from lmi_config.plan.plan import EngineParts
 

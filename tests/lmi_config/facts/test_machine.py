@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from lmi_config.facts.machine import Gpu, look
+from lmi_config.facts.machine import look
 
 GIB = 1024**3
 
@@ -167,42 +167,6 @@ def test_free_memory_is_what_may_still_be_used(tmp_path, files, free):
 )
 def test_the_cpu_quota(tmp_path, files, quota):
     assert look({}, root=tree(tmp_path, files)).cpu_quota == quota
-
-
-SMI = """#!/bin/sh
-echo 'GPU-aa, NVIDIA H100, 81559, 580.65.06'
-echo 'GPU-bb, NVIDIA H200, 143771, 580.65.06'
-"""
-H100 = Gpu(name="NVIDIA H100", memory=81559 << 20, driver="580.65.06")
-H200 = Gpu(name="NVIDIA H200", memory=143771 << 20, driver="580.65.06")
-SLICE = Gpu(name="a slice of NVIDIA H100", memory=None, driver="580.65.06")
-
-
-@pytest.mark.parametrize(
-    ("visible", "gpus"),
-    [
-        (None, (H100, H200)),
-        ("1", (H200,)),
-        ("1,0", (H200, H100)),
-        ("0,7,1", (H100,)),
-        ("GPU-b", (H200,)),
-        ("MIG-1,MIG-2", (SLICE, SLICE)),
-        ("", ()),
-        ("-1", ()),
-    ],
-)
-def test_gpus_are_the_visible_ones(tmp_path, monkeypatch, visible, gpus):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(SMI)
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert look(environ).gpus == gpus
-
-
-def test_without_nvidia_smi_there_are_no_gpus(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert look({}).gpus == ()
 
 
 def test_the_disk_is_the_one_that_the_folder_will_be_on(tmp_path):

@@ -275,7 +275,7 @@ def test_workers_of_other_machines_take_nothing_here():
 
 
 def test_attention_heads_are_divided_among_all_ranks():
-    nine = model(2, attention_heads=9)
+    nine = model(2, attention_heads=9, vocabulary=49152, kv=KvShape(heads=3, full=2 * 3 * 64 * 30))
     with pytest.raises(SettingsError) as refused:
         planned({"OPTION_TENSOR_PARALLEL_DEGREE": "8"}, machine(gpus=8), nine)
     assert refused.value.faults == (
@@ -285,9 +285,111 @@ def test_attention_heads_are_divided_among_all_ranks():
     found = planned({}, machine(gpus=8), nine)
     assert found.parallelism.tensor == 3
     assert found.findings == (
-        "5 of 8 GPUs will do nothing; 3 are the most that the model's 9 attention heads can be "
-        "divided among",
+        "5 of 8 GPUs will do nothing; 3 are the most that attention heads, KV heads and the "
+        "vocabulary can be divided among",
     )
+
+
+# Qwen2.5-7B has 28 heads, 4 of KV, and a vocabulary of 64 * 2376 tokens.
+QWEN = {"attention_heads": 28, "vocabulary": 152064, "kv": KvShape(heads=4, full=2 * 4 * 128 * 28)}
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (QWEN, "4 KV heads cannot be divided by 7, nor 7 by them"),
+        ({**QWEN, "kv": None}, "vocabulary of 152064 cannot be divided by 7"),
+    ],
+)
+def test_kv_heads_and_the_vocabulary_are_divided_too(more, why):
+    qwen = model(6, **more)
+    with pytest.raises(SettingsError) as refused:
+        planned({"OPTION_TENSOR_PARALLEL_DEGREE": "7"}, machine(gpus=8), qwen)
+    assert refused.value.faults == (
+        f"OPTION_TENSOR_PARALLEL_DEGREE=7: the model's {why}; use a degree that divides them, "
+        "or max",
+    )
+    found = planned({}, machine(gpus=8), qwen)
+    assert found.parallelism.tensor == 4
+    assert found.findings == (
+        "4 of 8 GPUs will do nothing; 4 are the most that attention heads, KV heads and the "
+        "vocabulary can be divided among",
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "quantization", "fault"),
+    [
+        (
+            {"OPTION_QUANTIZE": "awq"},
+            "fp8",
+            "OPTION_QUANTIZE=awq: the model's files are quantised with fp8; leave it out",
+        ),
+        (
+            {"OPTION_KV_CACHE_DTYPE": "fp8_e5m2"},
+            "fp8",
+            "OPTION_KV_CACHE_DTYPE=fp8_e5m2: vLLM refuses it for models in fp8; set it to fp8_e4m3",
+        ),
+    ],
+)
+def test_numbers_that_the_models_files_contradict_are_refused(environ, quantization, fault):
+    with pytest.raises(SettingsError) as refused:
+        planned(environ, machine(gpus=1), model(8, quantization=quantization))
+    assert refused.value.faults == (fault,)
+
+
+@pytest.mark.parametrize(
+    ("environ", "quantization"),
+    [
+        ({"OPTION_QUANTIZE": "awq_marlin"}, "awq"),
+        ({"OPTION_QUANTIZE": "fp8"}, None),
+        ({"OPTION_KV_CACHE_DTYPE": "fp8_e5m2"}, "awq"),
+    ],
+)
+def test_numbers_that_they_do_not_contradict_are_not(environ, quantization):
+    planned(environ, machine(gpus=1), model(8, quantization=quantization))
+
+
+def test_latent_attention_has_no_fp8_cache_on_older_gpus():
+    environ = {"OPTION_KV_CACHE_DTYPE": "fp8"}
+    latent = model(8, latent=True)
+
+    def on(gpu):
+        return dataclasses.replace(machine(gpus=1), gpus=(gpu,))
+
+    a10g = dataclasses.replace(H100, name="NVIDIA A10G", capability=(8, 6))
+    with pytest.raises(SettingsError) as refused:
+        planned(environ, on(a10g), latent)
+    assert refused.value.faults == (
+        "OPTION_KV_CACHE_DTYPE=fp8: vLLM has latent attention with an fp8 cache only for GPUs "
+        "newer than the NVIDIA A10G; leave it out",
+    )
+    l4 = dataclasses.replace(H100, name="NVIDIA L4", capability=(8, 9))
+    planned(environ, on(l4), latent)
+    planned(environ, on(a10g), model(8))
+
+
+def test_a_draft_is_divided_like_the_model():
+    folder = Memory(EAGLE3, EAGLE3_TENSORS)
+    drafted = draft.look(folder)
+    narrow = dataclasses.replace(drafted.facts, attention_heads=6, kv=None)
+    drafted = dataclasses.replace(drafted, facts=narrow)
+    environ = {"OPTION_SPECULATIVE_DRAFT_MODEL": "d"}
+    assert planned(environ, machine(gpus=4), target(), drafted).parallelism.tensor == 2
+    with pytest.raises(SettingsError) as refused:
+        planned(
+            environ | {"OPTION_TENSOR_PARALLEL_DEGREE": "4"}, machine(gpus=4), target(), drafted
+        )
+    assert refused.value.faults == (
+        "OPTION_TENSOR_PARALLEL_DEGREE=4: the draft's 6 attention heads cannot be divided by 4; "
+        "use a degree that divides them, or max",
+    )
+    alone = {"OPTION_SPECULATIVE_CONFIG": '{"model": "d", "draft_tensor_parallel_size": 1}'}
+    assert planned(alone, machine(gpus=4), target(), drafted).parallelism.tensor == 4
+
+
+def test_a_vocabulary_is_filled_up_before_it_is_divided():
+    assert planned({}, machine(gpus=8), model(2, vocabulary=49155)).parallelism.tensor == 8
 
 
 def test_gpus_that_idle_beside_other_machines_are_noticed():

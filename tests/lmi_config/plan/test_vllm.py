@@ -114,9 +114,9 @@ def test_tensor_parallel_goes_with_the_other_kinds(environ, size):
     ("environ", "here", "fault"),
     [
         (
-            {"OPTION_TENSOR_PARALLEL_DEGREE": "5"},
+            {"OPTION_TENSOR_PARALLEL_DEGREE": "8"},
             CPU,
-            "OPTION_TENSOR_PARALLEL_DEGREE=5: needs 5 CPUs, but this machine shows 4; use at most "
+            "OPTION_TENSOR_PARALLEL_DEGREE=8: needs 8 CPUs, but this machine shows 4; use at most "
             "4, or max",
         ),
         (

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slipway's own parts in vLLM's CUDA build."""
+
+import pytest
+
+from scripts.rehearsal.cases import MACHINES
+from tests.rehearsal.conftest import ask
+
+PARTS = (
+    "serving.engine.cpu_lora",
+    "serving.engine.error_handlers",
+    "serving.engine.kv_connector",
+    "serving.engine.lean_stream",
+    "serving.engine.vllm_errors",
+    "serving.kv_cache.lmcache.__main__",
+    "serving.kv_cache.lmcache.disk_store",
+    "serving.kv_cache.lmcache.shared_store",
+    "serving.kv_cache.lmcache.tiered_storage",
+)
+"""What vLLM and LMCache load of Slipway's, or Slipway puts into them."""
+
+
+@pytest.mark.timeout(1200)
+def test_what_vllm_and_lmcache_load_of_ours_can_be_imported(libraries):
+    (answer,) = ask(libraries, MACHINES["8xH100"], [{"imports": PARTS}])
+    assert answer == {"platform": "NvmlCudaPlatform", "failed": {}}
