@@ -2,7 +2,7 @@
 """What a plan accepts of what people come with, vLLM's own parser accepts."""
 
 from lmi_config.plan.vllm import arguments
-from serving.engine.vllm import _parse
+from serving.engine.vllm import parse
 from tests.lmi_config.corpus import corpus, planned
 
 
@@ -18,7 +18,7 @@ def test_vllm_accepts_the_arguments_of_every_accepted_plan(tmp_path):
     refused = []
     for given, line in found.items():
         try:
-            _parse([*given])
+            parse([*given])
         except (ValueError, TypeError, KeyError) as error:
             refused.append((line, str(error)))
     assert not refused
