@@ -505,6 +505,7 @@ class Settings:
         "OPTION_TENSOR_PARALLEL_DEGREE",
         "TENSOR_PARALLEL_DEGREE",
         "SM_NUM_GPUS",
+        "NUM_SHARD",
         section=Section.DEVICES,
         untrusted=True,
         default="max",

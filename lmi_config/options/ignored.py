@@ -126,6 +126,21 @@ UNUSED: Mapping[str, str] = {
         ("OPTION_MODEL_NAME", "OPTION_MODELNAME", "SERVING_MODEL_NAME"),
         "OPTION_SERVED_MODEL_NAME names the model",
     ),
+    **dict.fromkeys(
+        (
+            "SAGEMAKER_ENV",
+            "SAGEMAKER_MODULE_NAME",
+            "SAGEMAKER_PROGRAM",
+            "SAGEMAKER_SUBMIT_DIRECTORY",
+        ),
+        "they are the SageMaker toolkits'; code of your own is a model.py beside the model",
+    ),
+    **dict.fromkeys(
+        ("MODEL_CACHE_ROOT", "SAGEMAKER_ENABLE_CLOUDWATCH_METRICS", "SAGEMAKER_REGION"),
+        "the SageMaker toolkits look at it, and no part of this server",
+    ),
+    "DJL_OFFLINE": "HF_HUB_OFFLINE=1 keeps the hub from being asked",
+    "SAGEMAKER_CONTAINER_LOG_LEVEL": "OPTION_LOG_LEVEL sets the log's level",
     "OPTION_ENTRY_POINT": "OPTION_ENTRYPOINT names it",
     "OPTION_DEFAULT_ACCEPT": "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT is the default of `Accept`",
     "OPTION_MODEL_DIR": "it is where the files of the model are found to be",

@@ -507,3 +507,22 @@ VALUES = (
 def test_any_environment_gives_settings_or_the_one_error(environ):
     with contextlib.suppress(SettingsError):
         assert isinstance(read(environ), Settings)
+
+
+def test_none_of_the_toolkits_variables_is_passed_over_in_silence():
+    """Those of AWS's samples for HyperPod and SageMaker: used, or noted."""
+    noted = {
+        "DJL_OFFLINE": "true",
+        "MODEL_CACHE_ROOT": "/opt/ml/model",
+        "SAGEMAKER_CONTAINER_LOG_LEVEL": "20",
+        "SAGEMAKER_ENV": "1",
+        "SAGEMAKER_MODEL_SERVER_WORKERS": "1",
+        "SAGEMAKER_PROGRAM": "inference.py",
+        "SAGEMAKER_REGION": "us-east-1",
+        "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/model/code",
+    }
+    found = read({"NUM_SHARD": "2", "SAGEMAKER_MODEL_SERVER_TIMEOUT": "3600", **noted})
+    assert (found.tensor_parallel_degree, found.predict_timeout) == (2, 3600)
+    (note,) = found.notes
+    assert note.startswith("accepted, but does nothing here: ")
+    assert [name for name in noted if name not in note] == []
