@@ -936,6 +936,19 @@ class Settings:
         }
 
     @property
+    def for_engine(self) -> tuple[str, ...]:
+        """What was given for vLLM and its KV cache tiers, by the names it was given by."""
+        return tuple(
+            sorted(
+                name
+                for field, name in self.origins.items()
+                if field in self.engine
+                or (OPTIONS[field].vllm and OPTIONS[field].section is not Section.MODEL)
+                or OPTIONS[field].section is Section.KV_TIERS
+            )
+        )
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may give as `model`; the first stands in answers."""
         endpoint = (self.endpoint_name,) if self.endpoint_name else ()

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lmi_config.facts import handler
 from lmi_config.options.declared import OPTIONS
 from lmi_config.options.parsers import AUTO
 from lmi_config.options.redaction import masked, secret
@@ -92,8 +93,13 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         method = (settings.speculative_config or {}).get("method") or plan.draft.method
         size = format_size(plan.draft.facts.weight_bytes)
         yield "draft", size, f"{draft_id(settings)}, {method}"
-    if settings.model_folder and (settings.model_folder / "model.py").is_file():
-        yield "model.py", "", f"{settings.model_folder}, run in a process of its own"
+    if settings.model_folder and (settings.model_folder / handler.FILE).is_file():
+        service = handler.look(settings.model_folder, settings.entry_point == handler.FILE)
+        yield handler.FILE, "", f"{settings.model_folder}, run in a process of its own"
+        if service:
+            yield "", "", service
+        if service is handler.Service.ITS_OWN and (names := settings.for_engine):
+            yield "", "", f"vLLM's, which only the handle may read: {', '.join(names)}"
     yield from _devices(plan)
     kind = "the container's limit" if machine.limited else "the host's"
     yield "memory", format_size(machine.memory), f"{kind}; {format_size(machine.memory_free)} free"

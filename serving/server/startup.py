@@ -84,6 +84,8 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         if cache:
             await cache.stop()
         log.info("vLLM is not started: the handle of %s is the whole service", FILE)
+        if names := plan.settings.for_engine:
+            log.warning("only the handle of %s may read %s", FILE, ", ".join(names))
         return Runtime(engine=NoEngine(THREADS), adapters=None, code=code, cache=None, gpus=gpus)
     if plan.hindrance:
         if cache:

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -615,3 +616,25 @@ def test_two_sizes_of_one_kv_cache_are_refused(environ, fault):
 def test_the_same_size_twice_is_one_size():
     found = planned({SPACE: "1", "OPTION_KV_CACHE_MEMORY_BYTES": "1G"})
     assert found.memory.kv == GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "said"),
+    [
+        ("guard", {}, ["in front of vLLM; where it answers the initialising call it is the whole"]),
+        ("configured_formatter", {}, ["formatters; vLLM answers"]),
+        (
+            "globals_and_load",
+            {"OPTION_MAX_MODEL_LEN": "8k", "OPTION_SEED": "5", "OPTION_PORT": "1"},
+            [
+                "its handle is the whole service; vLLM is not started",
+                "vLLM's, which only the handle may read: OPTION_MAX_MODEL_LEN, OPTION_SEED",
+            ],
+        ),
+    ],
+)
+def test_a_plan_says_whose_the_service_is(name, environ, said):
+    folder = Path(__file__).parents[2] / "compat" / "public" / name
+    text = explain.as_text(planned({"OPTION_MODEL_ID": str(folder), **environ}))
+    assert [it for it in said if it not in text] == []
+    assert ("which only the handle" in text) is bool(environ)

@@ -63,6 +63,12 @@ async def test_whose_engine(started, name, environ, alone):
     await runtime.stop()
 
 
+async def test_options_of_an_engine_that_is_not_started_are_named(started, caplog):
+    runtime = await started("public/own_engine", OPTION_MAX_MODEL_LEN="256", OPTION_SEED="5")
+    await runtime.stop()
+    assert "only the handle of model.py may read OPTION_MAX_MODEL_LEN, OPTION_SEED" in caplog.text
+
+
 async def test_adapters_need_ours(started):
     with pytest.raises(EngineError, match="OPTION_ENABLE_LORA: adapters need vLLM, and the handle"):
         await started("public/own_engine", OPTION_ENABLE_LORA="true")

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model.py, as far as it can be known without running it: whose the service is."""
+
+import ast
+from enum import StrEnum
+from pathlib import Path
+
+FILE = "model.py"
+
+
+class Service(StrEnum):
+    """Who answers, by what a model.py has. Values are what a plan says."""
+
+    OURS = "formatters; vLLM answers"
+    ITS_OWN = "its handle is the whole service; vLLM is not started"
+    EITHER = (
+        "its handle is in front of vLLM; where it answers the initialising call it is the whole "
+        "service, and vLLM is not started"
+    )
+
+
+def look(folder: Path, named: bool) -> Service | None:
+    """Who answers; None where the folder has no model.py, or one that cannot be read.
+
+    named: whether OPTION_ENTRYPOINT names the file. What a file imports, or makes of names while it
+    runs, is not seen here. The rules are those of docs/guides/formatters.md.
+    """
+    try:
+        tree = ast.parse((folder / FILE).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    found = [
+        it
+        for it in tree.body
+        if isinstance(it, ast.FunctionDef | ast.AsyncFunctionDef) and it.name == "handle"
+    ]
+    if not found:
+        return Service.OURS
+    return Service.ITS_OWN if named or isinstance(found[-1], ast.FunctionDef) else Service.EITHER
