@@ -97,6 +97,9 @@ class Section(enum.Enum):
     CONFIGURATION = "Configuration itself"
 
 
+_OF_ENGINE = (Section.DEVICES, Section.BATCHING, Section.KV_TIERS, Section.SPECULATION)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
     """What is known of one option.
@@ -942,9 +945,7 @@ class Settings:
             sorted(
                 name
                 for field, name in self.origins.items()
-                if field in self.engine
-                or (OPTIONS[field].vllm and OPTIONS[field].section is not Section.MODEL)
-                or OPTIONS[field].section is Section.KV_TIERS
+                if field in self.engine or OPTIONS[field].section in _OF_ENGINE
             )
         )
 
