@@ -34,20 +34,22 @@ class Gpus:
     capability: str
     slices: int = 0
     of_a_slice: int = 0
+    driver: str = DRIVER
+    cuda: int = CUDA
 
     @property
     def variable(self) -> str:
         """SLIPWAY_REHEARSAL_GPUS, which the stand-in NVML reads."""
-        parts = (self.count, self.name, self.memory, self.capability, DRIVER, CUDA)
-        return ",".join(map(str, (*parts, self.slices, self.of_a_slice)))
+        parts = (self.count, self.name, self.memory, self.capability)
+        return ",".join(map(str, (*parts, self.driver, self.cuda, self.slices, self.of_a_slice)))
 
     @property
     def machine(self) -> Machine:
         found = Gpu(
             name=f"a slice of {self.name}" if self.slices else self.name,
             memory=(self.of_a_slice or self.memory) << 20,
-            driver=DRIVER,
-            cuda=CUDA,
+            driver=self.driver,
+            cuda=self.cuda,
             capability=(int(self.capability[0]), int(self.capability[2])),
             slice=bool(self.slices),
         )
