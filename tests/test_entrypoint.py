@@ -215,6 +215,21 @@ def test_a_model_that_is_not_there_ends_it_at_once(model, fault):
     assert fault in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "fault"),
+    [
+        (("--model", "--port", "1"), {}, "--model: needs a value"),
+        (("--model=--port",), {}, "--model='--port': it is neither a folder nor a hub id"),
+        (("plan",), {"HF_MODEL_ID": "-x/y"}, "HF_MODEL_ID='-x/y': it is neither a folder nor"),
+        (("vllm", "serve", "--port"), {}, "--port: needs a value"),
+    ],
+)
+def test_a_model_that_looks_like_a_flag_is_told(words, environ, fault):
+    ended = run(*words, **environ)
+    assert ended.returncode == 2
+    assert fault in ended.stderr + ended.stdout
+
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
