@@ -12,6 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from lmi_config.facts import kv
+from lmi_config.facts.kv import KvShape
+
+QUANTIZED = "hf_quant_config.json"
 CONFIGS = ("config.json", "params.json")
 """A model's configuration: Hugging Face's, Mistral's."""
 
@@ -75,67 +79,6 @@ class Folder:
                 return file.read(length)
         except OSError as error:
             raise _unreadable(str(path), error) from None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KvShape:
-    """What vLLM keeps of each token for attention, in one copy of the model.
-
-    full: numbers kept by the layers that attend to the whole sequence; windowed: by those that
-    attend to the last `window` tokens only. heads: KV heads that can be spread over ranks.
-
-    A layer keeps 2 * KV heads * head size numbers; with latent attention (MLA, as in DeepSeek) it
-    keeps KV rank + rotary size, which every rank needs whole, so that counts as one head. Linear
-    attention and Mamba layers keep a state per sequence and nothing per token. These are the sizes
-    of vllm/v1/kv_cache_interface.py, without what a draft or a sparse attention's index adds.
-    """
-
-    heads: int
-    full: int
-    windowed: int = 0
-    window: int = 0
-
-    def bytes_per_token(self, cache_dtype: str, model_dtype: str | None) -> int:
-        """Bytes of one token in all layers.
-
-        cache_dtype: vLLM's kv_cache_dtype, where "auto" is the model's own; model_dtype: what the
-        model runs in, 16 bits where that is None. Formats below 8 bits count as 8, for
-        their scales.
-        """
-        return (self.full + self.windowed) * _width(cache_dtype, model_dtype)
-
-    def bytes_per_request(
-        self, tokens: int, in_flight: int, cache_dtype: str, model_dtype: str | None
-    ) -> int:
-        """Bytes that vLLM sets aside for a request of so many tokens, prompt and answer together.
-
-        in_flight: tokens that it may be computing at the same time; what has left a window is freed
-        only after them (SlidingWindowSpec in vllm/v1/kv_cache_interface.py). Blocks are not rounded
-        up, nor groups of layers filled up to the same size.
-        """
-        kept = min(tokens, self.window - 1 + in_flight)
-        return (self.full * tokens + self.windowed * kept) * _width(cache_dtype, model_dtype)
-
-    def without_windows(self) -> "KvShape":
-        """The same where vLLM treats layers with a window as those without, if there are both."""
-        return KvShape(heads=self.heads, full=self.full + self.windowed) if self.full else self
-
-    def plus(self, draft: "KvShape") -> "KvShape":
-        """What is kept of each token for a model and its draft."""
-        return KvShape(
-            heads=min(self.heads, draft.heads),
-            full=self.full + draft.full,
-            windowed=self.windowed + draft.windowed,
-            window=max(self.window, draft.window),
-        )
-
-    def copies(self, ranks: int) -> int:
-        """How many times tensor-parallel ranks store each token's KV, all together.
-
-        Once while every rank has heads of its own; with more ranks than heads, several hold the
-        same one.
-        """
-        return -(-ranks // self.heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,6 +216,11 @@ def configuration(checkpoint: Checkpoint) -> Config:
             f"({_listed(_top(checkpoint))}); give the folder that holds the model's own files"
         )
     top = json_object(checkpoint, name)
+    if name == "params.json":
+        top = _of_mistral(top)
+    # Where ModelOpt before 0.31 says it.
+    if QUANTIZED in checkpoint.sizes and top.get("quantization_config") is None:
+        top["quantization_config"] = _of_modelopt(json_object(checkpoint, QUANTIZED))
     config = Config(f"{checkpoint.where}/{name}", top, top)
     text = inner = top
     while nested := next((name for name in _NESTED if inner.get(name)), None):
@@ -284,6 +232,29 @@ def configuration(checkpoint: Checkpoint) -> Config:
     if isinstance(model_type, str):
         text = {**_DEFAULTS.get(model_type, {}), **text}
     return dataclasses.replace(config, text=text)
+
+
+def _of_mistral(params: dict[str, Any]) -> dict[str, Any]:
+    """Mistral's own configuration as vLLM rewords it (vllm/transformers_utils/configs/mistral.py):
+    its latent attention is DeepSeek's, and it has a window for each layer of a period.
+    """
+    found = dict(params)
+    experts = params.get("moe") or {"num_shared_experts": 1}
+    if params.get("qk_nope_head_dim") and isinstance(experts, dict):
+        found["model_type"] = "deepseek_v3" if experts.get("num_shared_experts") else "mixtral"
+    windows, layers = params.get("sliding_window"), params.get("n_layers")
+    if isinstance(windows, list) and windows and type(layers) is int and 0 < layers < 10_000:
+        kinds = ["full_attention" if it is None else "sliding_attention" for it in windows]
+        found["layer_types"] = kinds * (layers // len(windows))
+        found["sliding_window"] = next((it for it in windows if it), None)
+    return found
+
+
+def _of_modelopt(found: dict[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json with the quant_method that vLLM derives from it."""
+    inner = found.get("quantization")
+    algorithm = inner.get("quant_algo") if isinstance(inner, dict) else None
+    return {"quant_method": "modelopt_fp4" if algorithm == "NVFP4" else "modelopt", **found}
 
 
 def weight_files(checkpoint: Checkpoint) -> Mapping[str, int]:
@@ -346,10 +317,9 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
         vocabulary=config.whole("vocab_size", "padded_vocab_size"),
         hidden_size=config.whole("hidden_size", "n_embd", "d_model", "dim"),
         layers=_layers(config),
-        kv=_kv(config),
-        attention_heads=config.whole("num_attention_heads"),
-        latent=config.whole("kv_lora_rank") is not None
-        and config.text.get("model_type") in _LATENT,
+        kv=kv.shape(config, _layers(config)),
+        attention_heads=config.whole("num_attention_heads", "n_heads"),
+        latent=kv.latent(config),
     )
 
 
@@ -425,130 +395,6 @@ def _scalings(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _layers(config: Config) -> int | None:
     return config.whole("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-
-
-# model_type of those that vLLM runs with latent attention (is_deepseek_mla), as far as they keep
-# nothing else per token.
-_LATENT = (
-    "axk1",
-    "deepseek_mtp",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "kimi_k2",
-    "kimi_linear",
-    "pangu_ultra_moe",
-)
-# Signs of layers whose KV differs in ways that are not read here.
-_VARIED = ("block_configs", "compress_ratios", "hybrid_layer_pattern", "is_encoder_decoder")
-
-
-def _kv(config: Config) -> KvShape | None:
-    layers = _layers(config)
-    if not layers or any(config.text.get(name) for name in _VARIED):
-        return None
-    own = max(layers - (config.whole("num_kv_shared_layers") or 0), 0)
-    full, windowed, window = _attention(config, own)
-    rank = config.whole("kv_lora_rank")
-    if rank is not None:
-        rotary = config.whole("qk_rope_head_dim")
-        if rotary is None or config.text.get("model_type") not in _LATENT:
-            return None
-        return KvShape(heads=1, full=(full + windowed) * (rank + rotary))
-    attention_heads = config.whole("num_attention_heads", "n_head", "n_heads", "num_heads")
-    heads = _kv_heads(config, attention_heads)
-    size = config.whole("head_dim", "hidden_size_per_head", "attention_head_dim")
-    hidden = config.whole("hidden_size", "n_embd", "d_model", "dim")
-    if not size and hidden and attention_heads:
-        size = hidden // attention_heads
-    if not heads or not size:
-        return None
-    # Gemma 4 has other heads in the layers that attend to everything.
-    full_heads = config.whole("num_global_key_value_heads") or heads
-    full_size = config.whole("global_head_dim") or size
-    return KvShape(
-        heads=min(heads, full_heads),
-        full=full * 2 * full_heads * full_size,
-        windowed=windowed * 2 * heads * size,
-        window=window,
-    )
-
-
-def _kv_heads(config: Config, attention_heads: int | None) -> int | None:
-    if config.text.get("multi_query") is True and not config.text.get("new_decoder_architecture"):
-        return 1
-    inner = config.text.get("attn_config")
-    if isinstance(inner, dict) and "kv_n_heads" in inner:  # DBRX
-        return dataclasses.replace(config, text=inner).whole("kv_n_heads")
-    names = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "n_kv_heads")
-    found = config.whole(*names, "multi_query_group_num", "num_attention_groups")
-    return attention_heads if found is None else found
-
-
-_STATEFUL = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
-
-
-def _attention(config: Config, layers: int) -> tuple[int, int, int]:
-    """How many layers attend to everything, how many to a window, and its size in tokens.
-
-    Layers of a kind that is not known count as the first, which needs most; so do those that attend
-    in chunks (Llama 4), for which vLLM keeps whole sequences.
-    """
-    text = config.text
-    window = config.whole("sliding_window") or 0
-    named = text.get("layer_types") or text.get("layers_block_type")
-    if isinstance(named, list):
-        kinds = [kind for kind in named[:layers] if kind not in _STATEFUL]
-        windowed = kinds.count("sliding_attention") if window else 0
-        return len(kinds) - windowed, windowed, window if windowed else 0
-    return _hybrid(config, layers) or _sliding(config, layers, window)
-
-
-def _hybrid(config: Config, layers: int) -> tuple[int, int, int] | None:
-    """The layers that attend, in models where others keep a state; each family says it its way."""
-    text = config.text
-    inner = text.get("linear_attn_config")
-    full: int | None = None
-    if isinstance(pattern := text.get("hybrid_override_pattern"), str):  # Nemotron-H
-        full = pattern.count("*")
-    elif isinstance(indices := text.get("attn_layer_indices"), list):  # Bamba
-        full = len(indices)
-    elif isinstance(kinds := text.get("attn_type_list"), list):  # MiniMax
-        full = kinds.count(1)
-    elif isinstance(inner, dict) and isinstance(inner.get("full_attn_layers"), list):  # Kimi
-        full = len(inner["full_attn_layers"])
-    elif interval := config.whole("full_attention_interval"):  # Qwen3-Next
-        full = layers // interval
-    elif period := config.whole("attn_layer_period"):  # Jamba
-        offset = config.whole("attn_layer_offset") or 0
-        full = len(range(offset, layers, period))
-    return None if full is None else (full, 0, 0)
-
-
-def _sliding(config: Config, layers: int, window: int) -> tuple[int, int, int]:
-    """Models that say by a rule which layers have the window."""
-    text = config.text
-    if not window or text.get("use_sliding_window") is False:
-        return layers, 0, 0
-    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
-    if isinstance(pattern, int) and pattern > 0:  # every so many layers, one attends to everything
-        full = layers // pattern
-    elif text.get("use_sliding_window") and (first := config.whole("max_window_layers")):
-        full = min(first, layers)
-    elif pattern:  # a rule that is not read: EXAONE
-        return layers, 0, 0
-    else:
-        full = 0
-    return full, layers - full, window
-
-
-def _width(cache_dtype: str, model_dtype: str | None) -> int:
-    """Bytes of a number in the KV cache."""
-    if cache_dtype == "auto":
-        return 4 if model_dtype in ("float32", "float") else 2
-    return {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}.get(cache_dtype, 1)
 
 
 def _top(checkpoint: Checkpoint) -> dict[str, int]:

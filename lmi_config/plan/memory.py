@@ -4,8 +4,9 @@
 import dataclasses
 from collections.abc import Mapping
 
+from lmi_config.facts.kv import KvShape
 from lmi_config.facts.machine import Machine
-from lmi_config.facts.model import KvShape, ModelFacts
+from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import GPU_MEMORY_UTILIZATION, KV_ON_CPU, Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan.parallelism import Parallelism

@@ -9,8 +9,9 @@ from typing import Any
 from lmi_config.facts import draft as drafts
 from lmi_config.facts import model as models
 from lmi_config.facts.gpus import Gpu
+from lmi_config.facts.kv import KvShape
 from lmi_config.facts.machine import Disk, Machine
-from lmi_config.facts.model import Folder, KvShape, ModelFacts
+from lmi_config.facts.model import Folder, ModelFacts
 from lmi_config.options import settings as options
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError

@@ -4,8 +4,9 @@
 from typing import Any
 
 from lmi_config.facts.gpus import Gpu
+from lmi_config.facts.kv import KvShape
 from lmi_config.facts.machine import Disk, Machine
-from lmi_config.facts.model import KvShape, ModelFacts
+from lmi_config.facts.model import ModelFacts
 from lmi_config.plan.plan import EngineParts
 
 GIB = 1024**3

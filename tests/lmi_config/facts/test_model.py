@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.facts.model import Folder, KvShape, ModelError, ModelFacts, look, tensors
+from lmi_config.facts.kv import KvShape
+from lmi_config.facts.model import Folder, ModelError, ModelFacts, look, tensors
 from tests.lmi_config.examples import GGUF
 
 LLAMA3 = {
@@ -291,7 +292,7 @@ def test_kv_is_unknown_where_the_config_does_not_tell(config):
             HYBRID | {"attention_chunk_size": 8192, "layer_types": ["chunked_attention", "new"]},
             KvShape(heads=8, full=4096),
         ),
-        (DEEPSEEK_V3, KvShape(heads=1, full=61 * 576)),
+        (DEEPSEEK_V3, KvShape(heads=1, full=61 * 576, latent=61)),
     ],
 )
 def test_layers_with_a_window_count_apart(config, kv):

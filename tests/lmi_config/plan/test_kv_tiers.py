@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.facts.model import KvShape
+from lmi_config.facts.kv import KvShape
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import explain, kv_tiers, lmcache, plan
 from lmi_config.plan.kv_tiers import NoTiers, Tiers

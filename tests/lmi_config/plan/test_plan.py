@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.facts import draft
-from lmi_config.facts.model import KvShape
+from lmi_config.facts.kv import KvShape
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import explain, plan, speculation
 from tests.lmi_config.examples import GIB, H100, PARTS, machine, model

@@ -11,7 +11,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.kv_cache_utils import estimate_max_model_len, max_memory_usage_bytes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from lmi_config.facts.model import KvShape
+from lmi_config.facts.kv import KvShape
 from lmi_config.options.settings import read
 from lmi_config.plan.memory import kv_of_request
 from lmi_config.plan.parallelism import Parallelism
