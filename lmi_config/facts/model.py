@@ -106,6 +106,22 @@ class ModelFacts:
     latent: bool = False
 
 
+UNKNOWN = ModelFacts(
+    architectures=(),
+    model_type=None,
+    weight_bytes=0,
+    largest_file=0,
+    dtype=None,
+    quantization=None,
+    max_length=None,
+    vocabulary=None,
+    hidden_size=None,
+    layers=None,
+    kv=None,
+)
+"""Of what is no model of vLLM's."""
+
+
 class Tensor(NamedTuple):
     """dtype: in the words of safetensors, like BF16."""
 

@@ -94,7 +94,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         size = format_size(plan.draft.facts.weight_bytes)
         yield "draft", size, f"{draft_id(settings)}, {method}"
     if settings.model_folder and (settings.model_folder / handler.FILE).is_file():
-        service = handler.look(settings.model_folder, settings.entry_point == handler.FILE)
+        service = _service(plan)
         yield handler.FILE, "", f"{settings.model_folder}, run in a process of its own"
         if service:
             yield "", "", service
@@ -115,6 +115,12 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if settings.kv_events:
         events, log = vllm.kv_event_ports(settings, plan.parallelism.copies)
         yield "KV events", f"ports {events}, {log}", "events and their log; prompts are in them"
+
+
+def _service(plan: Plan) -> handler.Service | None:
+    """Whose the service is, where there is a model.py in the deployment."""
+    folder = plan.settings.model_folder
+    return handler.look(folder, plan.settings.entry_point == handler.FILE) if folder else None
 
 
 def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -176,6 +182,8 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     """What will run: a name, and arguments with what is secret hidden."""
+    if _service(plan) is handler.Service.ITS_OWN:
+        return
     yield "vLLM, in this process", vllm.arguments(_engine(plan))
     if isinstance(plan.tiers, Tiers):
         shared = plan.tiers.shared

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmi_config.facts import draft, machine, model
+from lmi_config.facts import draft, handler, machine, model
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import secure, settings
 from lmi_config.options.declared import Settings
@@ -47,7 +47,7 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     with _blaming(options, "model_id", "OPTION_MODEL_ID"):
         source = _locate(options.model_id, options, environ, options.revision)
         checkpoint = source.checkpoint()
-        facts = model.look(checkpoint, weights=options.load_format != "dummy")
+        facts = _facts(options, checkpoint)
         to_fetch = _to_fetch(checkpoint, facts)
     draft_source, drafted = None, None
     with _blaming(options, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
@@ -62,6 +62,23 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     room = source.room()
     made = plan.make(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room)
     return Deployment(made, source, draft_source)
+
+
+def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
+    """What the model's files say; nothing where vLLM does not serve it, and could not."""
+    try:
+        return model.look(checkpoint, weights=options.load_format != "dummy")
+    except ModelError as error:
+        folder, named = options.model_folder, options.entry_point == handler.FILE
+        service = handler.look(folder, named) if folder else None
+        if service is handler.Service.ITS_OWN:
+            return model.UNKNOWN
+        if service is handler.Service.EITHER:
+            say = (
+                f"if {handler.FILE} has an engine of its own, set OPTION_ENTRYPOINT={handler.FILE}"
+            )
+            raise ModelError(f"{error}; {say}") from None
+        raise
 
 
 def _require_secure(options: Settings) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lmi_config.options.settings import read
-from lmi_config.plan import plan
+from lmi_config.options.settings import SettingsError, read
+from lmi_config.plan import explain, plan
 from serving.engine import vllm
 from serving.engine.base import EngineError
 from serving.engine.none import NoEngine
 from serving.server import startup
-from serving.server.prepare import Deployment
+from serving.server.prepare import Deployment, prepare
 from serving.sources.locate import locate
 from tests.fake_engine import FakeEngine
 from tests.lmi_config.examples import PARTS, machine, model
@@ -84,3 +84,31 @@ def test_what_handlers_are_told(tmp_path):
     assert (told["tensor_parallel_degree"], told["device_id"]) == ("1", "-1")
     here = dataclasses.replace(made, settings=read({"OPTION_MODEL_ID": "org/name"}))
     assert startup.handler_properties(here, tmp_path)["model_id"] == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("name", "environ"),
+    [
+        ("globals_and_load", {}),
+        ("guard", {"OPTION_ENTRYPOINT": "model.py"}),
+        ("own_engine", {"OPTION_ENTRYPOINT": "model.py"}),
+    ],
+)
+def test_a_handler_that_is_the_whole_service_needs_no_model_of_vllms(name, environ):
+    made = prepare({"OPTION_MODEL_ID": str(COMPAT / "public" / name), **environ}).plan
+    assert made.model.weight_bytes == 0
+    text = explain.as_text(made)
+    assert "its handle is the whole service; vLLM is not started" in text
+    assert "vLLM, in this process" not in text
+
+
+@pytest.mark.parametrize("name", ["guard", "own_engine"])
+def test_a_handler_that_may_be_in_front_of_vllm_says_what_to_set(name):
+    with pytest.raises(SettingsError, match=r"no config\.json.*set OPTION_ENTRYPOINT=model\.py"):
+        prepare({"OPTION_MODEL_ID": str(COMPAT / "public" / name)})
+
+
+def test_formatters_need_a_model():
+    with pytest.raises(SettingsError, match=r"no config\.json") as raised:
+        prepare({"OPTION_MODEL_ID": str(COMPAT / "public" / "configured_formatter")})
+    assert "ENTRYPOINT" not in str(raised.value)
