@@ -27,7 +27,7 @@ def test_what_plan_says_is_what_vllm_does(machine, models, libraries, request):
     recorded = {
         line["case"]: line["vllm"] for line in map(json.loads, RECORDED.read_text().splitlines())
     }
-    if request.config.getoption("--record"):
+    if request.config.getoption("--record", False):
         order = [case.name for case in cases()]
         kept = {name: it for name, it in (recorded | found).items() if name in order}
         RECORDED.write_text(
