@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lmi_config.options.ignored import REFUSED, UNUSED
+from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
 from lmi_config.options.parsers import (
     Reader,
     address,
@@ -1011,7 +1011,7 @@ def vllm_options() -> Mapping[str, Reader]:
     found = {
         name: kind(row["kind"], tuple(row.get("choices", ())))
         for name, row in _listed().items()
-        if name not in declared and name not in REFUSED
+        if name not in declared | REFUSED.keys() and PREFIX + name.upper() not in REMOVED
     }
     positive = {name: integer(low=1) for name in ("nnodes", "data_parallel_size")}
     written = {"compilation_config": compilation, "limit_mm_per_prompt": counts}
@@ -1033,8 +1033,10 @@ def flags() -> Mapping[str, tuple[str, Reader | None]]:
         for name in ours or option.names[:1]:
             found[flag(name)] = (name, option.read)
     for name, row in _listed().items():
+        read = kind(row["kind"], tuple(row.get("choices", ())))
+        found.setdefault(flag(name), (PREFIX + name.upper(), read))  # refused, or does nothing
         if short := row.get("short"):
-            found[short] = found.get(flag(name), (PREFIX + name.upper(), None))
+            found[short] = found[flag(name)]
     return {**found, "-O": found["--optimization-level"]}
 
 

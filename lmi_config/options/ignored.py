@@ -318,6 +318,15 @@ REMOVED: Mapping[str, str] = {
         _QUANTIZING,
     ),
     **dict.fromkeys(("OPTION_LOAD_BY_SHARD", "OPTION_SAVE_MP_CHECKPOINT_PATH"), _PARTITION),
+    **dict.fromkeys(
+        (
+            "OPTION_DISABLE_ACCESS_LOG_FOR_ENDPOINTS",
+            "OPTION_DISABLE_UVICORN_ACCESS_LOG",
+            "OPTION_UVICORN_LOG_LEVEL",
+        ),
+        "Slipway has a log of its own, and OPTION_LOG_LEVEL sets how much is in it",
+    ),
+    "OPTION_DISABLE_FASTAPI_DOCS": "there are no such pages",
     "OPTION_HUGGINGFACE_TOKEN": "set HF_TOKEN",
     "OPTION_S3URL": "set OPTION_MODEL_ID to it",
 }
@@ -335,9 +344,6 @@ REFUSED: Mapping[str, str] = {
             "api_key",
             "api_server_count",
             "data_parallel_supervisor_port",
-            "disable_access_log_for_endpoints",
-            "disable_fastapi_docs",
-            "disable_uvicorn_access_log",
             "dp_supervisor_probe_failure_threshold",
             "dp_supervisor_probe_interval_s",
             "dp_supervisor_probe_timeout_s",
@@ -357,7 +363,6 @@ REFUSED: Mapping[str, str] = {
             "ssl_ciphers",
             "ssl_keyfile",
             "uds",
-            "uvicorn_log_level",
         ),
         _HTTP,
     ),

@@ -180,3 +180,17 @@ def test_what_lmis_flag_cannot_mean_here(words, fault):
     with pytest.raises(SettingsError) as raised:
         settings(*words)
     assert fault in str(raised.value)
+
+
+def test_flags_of_vllms_http_server_that_do_no_harm_are_noted():
+    read = settings(
+        *("--disable-uvicorn-access-log", "org/m", "--uvicorn-log-level", "warning"),
+        *("--port", "1"),
+        SM_VLLM_DISABLE_FASTAPI_DOCS="true",
+    )
+    assert (read.model_id, read.port, read.engine) == ("org/m", 1, {})
+    assert [note.partition(" does nothing here: ")[0] for note in read.notes] == [
+        "--disable-uvicorn-access-log",
+        "--uvicorn-log-level",
+        "SM_VLLM_DISABLE_FASTAPI_DOCS",
+    ]
