@@ -93,6 +93,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         method = (settings.speculative_config or {}).get("method") or plan.draft.method
         size = format_size(plan.draft.facts.weight_bytes)
         yield "draft", size, f"{draft_id(settings)}, {method}"
+    yield from _chat(plan)
     if settings.model_folder and (settings.model_folder / handler.FILE).is_file():
         service = _service(plan)
         yield handler.FILE, "", f"{settings.model_folder}, run in a process of its own"
@@ -121,6 +122,23 @@ def _service(plan: Plan) -> handler.Service | None:
     """Whose the service is, where there is a model.py in the deployment."""
     folder = plan.settings.model_folder
     return handler.look(folder, plan.settings.entry_point == handler.FILE) if folder else None
+
+
+def _chat(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The parsers of what the model writes."""
+    if not vllm.generates(plan.settings):
+        return
+    titles = {"tool_call_parser": "tool calls", "reasoning_parser": "reasoning"}
+    for name, kind in vllm.PARSERS.items():
+        option = f"OPTION_{name.upper()}"
+        known = getattr(plan.chat, kind)
+        if name in plan.settings.engine:
+            why = plan.settings.origins.get(name, "")
+        elif known and name in plan.options:
+            why = f"{known.reason}; {option} overrides"
+        else:
+            why = f"unknown for this model; {option} names one"
+        yield titles[name], str(plan.options.get(name, vllm.NO_PARSER)), why
 
 
 def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from lmi_config.facts.chat import Chat
 from lmi_config.facts.draft import Draft
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
@@ -44,6 +45,7 @@ class Plan:
     parts: EngineParts
     parallelism: Parallelism
     model: ModelFacts
+    chat: Chat
     draft: Draft | None
     memory: Budget
     gpu: GpuBudget | None
@@ -85,6 +87,9 @@ class Plan:
         return kv_tiers.server_arguments(tiers, self.machine, self.parts.disk_store)
 
 
+_UNKNOWN = Chat()
+
+
 def make(
     settings: Settings,
     machine: Machine,
@@ -95,11 +100,13 @@ def make(
     lmcache_file: Mapping[str, object] | None = None,
     to_fetch: int = 0,
     room: int = 0,
+    chat: Chat = _UNKNOWN,
 ) -> Plan:
     """Decide.
 
     lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that have yet
-    to be downloaded; room: bytes that are free where they go.
+    to be downloaded; room: bytes that are free where they go. chat: the formats of the model's
+    answers.
 
     Raises SettingsError where it cannot work.
     """
@@ -121,7 +128,7 @@ def make(
     gpu = memory.gpu_budget(settings, machine, spread, model, draft_facts)
     cached = budget.with_cache_server()
     tiers = kv_tiers.plan(settings, machine, spread, model, cached, environ, lmcache_file, to_fetch)
-    derived: dict[str, Any] = {}
+    derived: dict[str, Any] = vllm.parsers(settings, chat)
     cache_environment: dict[str, str] = {}
     if budget.kv is not None:
         derived["kv_cache_memory_bytes"] = budget.kv
@@ -139,6 +146,7 @@ def make(
         parts=parts,
         parallelism=spread,
         model=model,
+        chat=chat,
         draft=draft,
         memory=budget,
         gpu=gpu,

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings
@@ -72,8 +73,39 @@ def options(
     if parallelism.workerless:
         found["distributed_executor_backend"] = "uni"
     found |= {**_TASKS.get(settings.task, {}), **settings.engine, **derived}
+    for name in PARSERS:
+        if found.get(name) == NO_PARSER:
+            del found[name]
     if faults := [*_flags(settings, found), *_incomplete(settings, found)]:
         raise SettingsError(faults)
+    return found
+
+
+PARSERS = {"tool_call_parser": "tools", "reasoning_parser": "reasoning"}
+"""vLLM's options that name a parser → what of Chat decides where nobody has set them."""
+NO_PARSER = "none"
+
+
+def generates(settings: Settings) -> bool:
+    """Whether the model answers with text, as far as the settings say."""
+    return {**_TASKS.get(settings.task, {}), **settings.engine}.get("runner") != "pooling"
+
+
+def parsers(settings: Settings, chat: Chat) -> dict[str, Any]:
+    """vLLM's options that read tool calls and thoughts out of answers, where nobody has set them."""
+    given = settings.engine
+    found: dict[str, Any] = {}
+    if not generates(settings):
+        return found
+    # vLLM's "hf" reads both, and no other parser may stand beside it.
+    if "hf" not in map(given.get, PARSERS):
+        for name, kind in PARSERS.items():
+            known: Parser | None = getattr(chat, kind)
+            if known and name not in given:
+                found[name] = known.name
+    parser = {**given, **found}.get("tool_call_parser", NO_PARSER)
+    if "enable_auto_tool_choice" not in given and parser != NO_PARSER:
+        found["enable_auto_tool_choice"] = True
     return found
 
 

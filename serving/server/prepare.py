@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmi_config.facts import draft, handler, machine, model
+from lmi_config.facts import chat, draft, handler, machine, model
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import secure, settings
 from lmi_config.options.declared import Settings
@@ -48,6 +48,7 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
         source = _locate(options.model_id, options, environ, options.revision)
         checkpoint = source.checkpoint()
         facts = _facts(options, checkpoint)
+        formats = chat.look(checkpoint, facts.model_type, _chat_template(options))
         to_fetch = _to_fetch(checkpoint, facts)
     draft_source, drafted = None, None
     with _blaming(options, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
@@ -60,7 +61,9 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     lmcache = _lmcache_file(options)
     here = machine.look(environ, kv_tiers.disk_path(options, environ, lmcache))
     room = source.room()
-    made = plan.make(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room)
+    made = plan.make(
+        *(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room), chat=formats
+    )
     return Deployment(made, source, draft_source)
 
 
@@ -121,6 +124,17 @@ def _blaming(options: Settings, field: str, otherwise: str) -> Iterator[None]:
         raise SettingsError([f"{option}={error}"]) from None
     except ModelError as error:
         raise SettingsError([f"{option}: {error}"]) from None
+
+
+def _chat_template(options: Settings) -> str | None:
+    """The template that is to be used in place of the model's own: a file's, or the text itself."""
+    given = options.engine.get("chat_template")
+    if not isinstance(given, str):
+        return None
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, ValueError):
+        return given  # vLLM says what is wrong with it
 
 
 def _lmcache_file(options: Settings) -> Mapping[str, object] | None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.facts import draft
+from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.kv import KvShape
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import explain, plan, speculation
@@ -19,14 +20,17 @@ from tests.lmi_config.facts.test_draft import EAGLE3, EAGLE3_TENSORS, Memory, ta
 from tests.lmi_config.options.test_settings import NAMES, VALUES
 
 
-def planned(environ, here=None, facts=None, drafted=None):
-    return plan.make(read(environ), here or machine(), facts or model(2), drafted, environ, PARTS)
+def planned(environ, here=None, facts=None, drafted=None, **more):
+    facts = facts or model(2)
+    return plan.make(read(environ), here or machine(), facts, drafted, environ, PARTS, **more)
 
 
 TEXT = """\
 model                     16.0 GiB         org/model, LlamaForCausalLM, bfloat16
 KV per token              128 KiB          32 layers
 longest request           8,192 tokens     OPTION_MAX_MODEL_LEN
+tool calls                none             unknown for this model; OPTION_TOOL_CALL_PARSER names one
+reasoning                 none             unknown for this model; OPTION_REASONING_PARSER names one
 devices                   2 x NVIDIA H100  tensor parallel 2 (SM_NUM_GPUS)
 each GPU                  80.0 GiB         vLLM may use 73.6 GiB
   weights                 8.0 GiB          the rank's part, and the draft's
@@ -638,3 +642,42 @@ def test_a_plan_says_whose_the_service_is(name, environ, said):
     text = explain.as_text(planned({"OPTION_MODEL_ID": str(folder), **environ}))
     assert [it for it in said if it not in text] == []
     assert ("which only the handle" in text) is bool(environ)
+
+
+QWEN3 = Chat(Parser("hermes", "a mark"), Parser("qwen3", "another"))
+
+
+@pytest.mark.parametrize(
+    ("chat", "environ", "expected"),
+    [
+        (Chat(), {}, (None, None, None)),
+        (QWEN3, {}, (True, "hermes", "qwen3")),
+        (QWEN3, {"OPTION_TOOL_CALL_PARSER": "xlam"}, (True, "xlam", "qwen3")),
+        (QWEN3, {"OPTION_TOOL_CALL_PARSER": "none"}, (None, None, "qwen3")),
+        (QWEN3, {"OPTION_REASONING_PARSER": "none"}, (True, "hermes", None)),
+        (QWEN3, {"OPTION_TOOL_CALL_PARSER": "hf"}, (True, "hf", None)),
+        (QWEN3, {"OPTION_ENABLE_AUTO_TOOL_CHOICE": "false"}, (False, "hermes", "qwen3")),
+        (QWEN3, {"OPTION_TASK": "text-embedding"}, (None, None, None)),
+        (QWEN3, {"OPTION_RUNNER": "pooling"}, (None, None, None)),
+        (Chat(), {"OPTION_TOOL_CALL_PARSER": "pythonic"}, (True, "pythonic", None)),
+        (QWEN3, {"OPTION_ENABLE_AUTO_TOOL_CHOICE": "true"}, (True, "hermes", "qwen3")),
+    ],
+)
+def test_parsers_follow_from_the_model(chat, environ, expected):
+    options = planned({"HF_MODEL_ID": "org/model", **environ}, chat=chat).options
+    names = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
+    assert tuple(map(options.get, names)) == expected
+
+
+@pytest.mark.parametrize("parser", [{}, {"OPTION_TOOL_CALL_PARSER": "none"}])
+def test_tool_choice_without_a_parser_is_refused(parser):
+    environ = {"HF_MODEL_ID": "org/model", "OPTION_ENABLE_AUTO_TOOL_CHOICE": "true", **parser}
+    with pytest.raises(SettingsError, match=r"OPTION_ENABLE_AUTO_TOOL_CHOICE: .*_PARSER"):
+        planned(environ)
+
+
+def test_the_plan_says_which_parsers_and_why():
+    found = planned({"HF_MODEL_ID": "org/model", "OPTION_REASONING_PARSER": "none"}, chat=QWEN3)
+    rows = {name: (value, why) for name, value, why in explain.rows(found)}
+    assert rows["tool calls"] == ("hermes", "a mark; OPTION_TOOL_CALL_PARSER overrides")
+    assert rows["reasoning"] == ("none", "OPTION_REASONING_PARSER")

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats in which a model calls tools and reasons, and vLLM's parsers of them.
+
+No file names a parser. What a model writes follows from what it was trained on, and that shows in
+its chat template and its model_type. The rules are vLLM 0.32's: the format that each of its parsers
+reads (vllm/tool_parsers, vllm/reasoning), which of them its users name for which model
+(vllm-project/recipes), and the tokens without which a parser does not start. A model that no rule
+fits has none: a wrong parser takes a part of the answer away.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterable
+
+from lmi_config.facts.model import Checkpoint, ModelError, json_object
+
+_LONGEST_TEMPLATE = 1_000_000  # bytes; those that are published have less than 40,000
+_THINK = ("<think>", "</think>")
+_JAMBA = ("<tool_calls>", "</tool_calls>")
+_DEEPSEEK = "<｜Assistant｜>"  # noqa: RUF001  # its tokens have wide bars
+_DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
+
+
+@dataclasses.dataclass(frozen=True)
+class Parser:
+    """One of vLLM's parsers, by its name there, and what speaks for it."""
+
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """tools: reads calls of tools from what the model writes. reasoning: tells its thoughts from
+    its answer. None: not known.
+    """
+
+    tools: Parser | None = None
+    reasoning: Parser | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """Which parser, where all of this holds.
+
+    types: beginnings of a model_type, one of which it has to have. marks: what the template has to
+    contain. tokens: what the vocabulary has to.
+    """
+
+    parser: str | None
+    types: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+
+# The first that fits counts.
+_TOOLS = (
+    _Rule("openai", types=("gpt_oss",)),
+    _Rule("deepseek_v32", types=("deepseek_v32",)),
+    _Rule("deepseek_v41", types=("deepseek_v41",)),
+    _Rule("deepseek_v4", types=("deepseek_v4",)),
+    _Rule("kimi_k3", types=("kimi_k3",)),
+    _Rule("poolside_v1", types=("laguna",), marks=("<arg_key>",)),
+    _Rule("minimax_m3", types=("minimax_m3",)),
+    _Rule("step3p5", types=("step3p5", "step3p7"), marks=("<function=",)),
+    _Rule("llama4_pythonic", types=("llama4",), marks=("tools",)),
+    _Rule("gemma4", marks=("<|tool_call>",)),
+    _Rule("functiongemma", marks=("<start_function_call>",)),
+    _Rule("deepseek_v3", marks=(*_DEEPSEEK_CALLS, "```json"), tokens=_DEEPSEEK_CALLS),
+    _Rule("deepseek_v31", marks=(*_DEEPSEEK_CALLS, "thinking"), tokens=_DEEPSEEK_CALLS),
+    _Rule("kimi_k2", marks=("<|tool_calls_section_begin|>",)),
+    _Rule("glm45", marks=("[gMASK]", "<arg_key>")),
+    _Rule("minimax_m2", marks=("<minimax:tool_call>",)),
+    _Rule("seed_oss", marks=("seed:tool_call>", "<function=")),
+    _Rule("longcat", marks=("<longcat_tool_call>",)),
+    _Rule(
+        "lfm2",
+        types=("lfm2",),
+        marks=("tools",),
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    _Rule("internlm", marks=("<|action_start|>", "<|plugin|>")),
+    _Rule("olmo3", types=("olmo3",), marks=("<function_calls>",)),
+    _Rule("jamba", types=("jamba",), marks=_JAMBA, tokens=_JAMBA),
+    _Rule("hunyuan_a13b", types=("hunyuan_v1_moe",), marks=("<tool_calls>",)),
+    _Rule(None, marks=("<tool_calls>",)),
+    _Rule("phi4_mini_json", types=("phi3",), marks=("<|tool|>",)),
+    _Rule("mistral", marks=("[TOOL_CALLS]",), tokens=("[TOOL_CALLS]",)),
+    _Rule(
+        "llama3_json",
+        marks=('{"name": function name, "parameters":',),
+        tokens=("<|python_tag|>",),
+    ),
+    _Rule("granite4", types=("granitemoehybrid",), marks=("<tool_call>",)),
+    _Rule("granite", types=("granite",), marks=("<|tool_call|>",)),
+    _Rule("qwen3_coder", marks=("<tool_call>", "<function=", "<parameter=")),
+    _Rule("ernie45", types=("ernie4_5_moe",), marks=("<tool_call>",)),
+    _Rule("hermes", marks=("<tool_call>", '"name": <function-name>, ')),
+    _Rule("hermes", marks=("<tool_call>", '\\"name\\": <function-name>, ')),
+)
+_REASONING = (
+    _Rule("openai_gptoss", types=("gpt_oss",)),
+    _Rule("deepseek_v3", types=("deepseek_v32",)),
+    _Rule("deepseek_v41", types=("deepseek_v41",)),
+    _Rule("deepseek_v4", types=("deepseek_v4",)),
+    _Rule("kimi_k3", types=("kimi_k3",)),
+    _Rule("kimi_k2", types=("kimi_k2",), marks=("<think>",), tokens=_THINK),
+    _Rule("poolside_v1", types=("laguna",), marks=("<think>",), tokens=("<assistant>",)),
+    _Rule("minimax_m3", types=("minimax_m3",), tokens=("<mm:think>", "</mm:think>")),
+    _Rule("minimax_m2", types=("minimax_m2",), marks=("<think>",)),
+    _Rule("step3p5", types=("step3p5", "step3p7"), marks=("<think>",)),
+    _Rule("nemotron_v3", types=("nemotron_h",), marks=("<function=", "enable_thinking")),
+    _Rule("olmo3", types=("olmo3",), marks=("<think>",)),
+    _Rule("hunyuan_a13b", types=("hunyuan_v1_moe",), marks=("<think>",)),
+    _Rule("ernie45", types=("ernie4_5_moe",), marks=("<think>",), tokens=_THINK),
+    _Rule("gemma4", marks=("<|channel>",)),
+    _Rule("seed_oss", marks=("<seed:think>",)),
+    _Rule("glm45", marks=("[gMASK]", "<think>"), tokens=_THINK),
+    _Rule("mistral", marks=("[THINK]",), tokens=("[THINK]", "[TOOL_CALLS]")),
+    _Rule("deepseek_v3", marks=(_DEEPSEEK, "<think>", "not thinking"), tokens=_THINK),
+    _Rule("deepseek_r1", marks=(_DEEPSEEK + "<think>",), tokens=_THINK),
+    _Rule("qwen3", types=("qwen3",), marks=("<think>", "<|im_start|>"), tokens=_THINK),
+    # QwQ and what was made of it: their prompts end with an open thought.
+    _Rule(
+        "deepseek_r1", types=("qwen2",), marks=("<|im_start|>assistant\\n<think>",), tokens=_THINK
+    ),
+)
+
+
+def look(checkpoint: Checkpoint, model_type: str | None, template: str | None = None) -> Chat:
+    """What the model's files say of its formats. template: what is used in place of its own."""
+    text = "\n".join(_templates(checkpoint)) if template is None else template
+    if template is None and "tekken.json" in checkpoint.sizes:
+        # vLLM then takes Mistral's own tokenizer, which has templates in its code.
+        return Chat(tools=Parser("mistral", "it has Mistral's own tokenizer, tekken.json"))
+    vocabulary = _Vocabulary(checkpoint)
+    return Chat(
+        _first(_TOOLS, text, model_type or "", vocabulary),
+        _first(_REASONING, text, model_type or "", vocabulary),
+    )
+
+
+class _Vocabulary:
+    """The special tokens, read when first asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._tokens: Collection[str] | None = None
+
+    def __contains__(self, token: str) -> bool:
+        if self._tokens is None:
+            self._tokens = frozenset(_added(self._checkpoint))
+        return token in self._tokens
+
+
+def _first(
+    rules: Iterable[_Rule], template: str, model_type: str, vocabulary: _Vocabulary
+) -> Parser | None:
+    for rule in rules:
+        if (
+            (not rule.types or model_type.startswith(rule.types))
+            and all(mark in template for mark in rule.marks)
+            and all(token in vocabulary for token in rule.tokens)
+        ):
+            named = [f"its chat template has {rule.marks[0]}"] if rule.marks else []
+            named += [f"model_type {model_type}"] if rule.types else []
+            return Parser(rule.parser, ", ".join(named)) if rule.parser else None
+    return None
+
+
+def _templates(checkpoint: Checkpoint) -> Iterable[str]:
+    """All chat templates, as transformers keeps them.
+
+    One in a file or in the tokenizer's or the processor's configuration, or several with names.
+    """
+    for name, size in checkpoint.sizes.items():
+        if name == "chat_template.jinja" or (
+            name.startswith("additional_chat_templates/") and name.endswith(".jinja")
+        ):
+            content = checkpoint.head(name, min(size, _LONGEST_TEMPLATE)) if size else b""
+            yield content.decode("utf-8", "replace")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        match _object(checkpoint, name).get("chat_template"):
+            case str(template):
+                yield template
+            case [*several]:
+                for each in several:
+                    if isinstance(each, dict) and isinstance(each.get("template"), str):
+                        yield each["template"]
+
+
+def _added(checkpoint: Checkpoint) -> Iterable[str]:
+    """The tokens that were added to the vocabulary by hand, special ones among them."""
+    yield from _object(checkpoint, "added_tokens.json")
+    entries = _object(checkpoint, "tokenizer_config.json").get("added_tokens_decoder")
+    if isinstance(entries, dict) and entries:
+        listed = [*entries.values()]
+    else:
+        whole = _object(checkpoint, "tokenizer.json").get("added_tokens")
+        listed = whole if isinstance(whole, list) else []
+    for entry in listed:
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            yield entry["content"]
+
+
+def _object(checkpoint: Checkpoint, name: str) -> dict[str, object]:
+    """What a JSON file holds; nothing where it cannot be read, of which vLLM complains itself."""
+    with contextlib.suppress(ModelError):
+        if name in checkpoint.sizes:
+            return json_object(checkpoint, name)
+    return {}
