@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's formats are the engine's own: bodies and answers pass untouched."""
+"""The engine's own formats, OpenAI's and Anthropic's: bodies and answers pass untouched."""
 
 import functools
 from collections.abc import Callable
 
+from handlers import responses
 from handlers.records import EngineCall
 
 
 @functools.cache
 def on(path: str) -> Callable[[bytes], EngineCall]:
     """What reads the bodies of one of the engine's paths."""
+    if path == responses.PATH:
+        return responses.parse
     return functools.partial(EngineCall, path)

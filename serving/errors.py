@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from lmi_config.options.declared import Settings
-from serving.protocol import INVOCATIONS_PATH, OPENAI
+from serving.protocol import INVOCATIONS_PATH, MESSAGES, OPENAI, RESPONSES
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +227,10 @@ class ErrorShape:
     def body(self, error: ServingError) -> bytes:
         return msgspec.json.encode(self._shaped(error, self.status(error)))
 
+    def event(self, error: ServingError) -> bytes:
+        """The same in a stream that has begun."""
+        return self.body(error)
+
     def response(self, error: ServingError) -> Response:
         """The whole answer."""
         return Response(
@@ -262,6 +266,32 @@ class OpenAIErrors(ErrorShape):
         return {"error": parts}
 
 
+class ResponsesErrors(OpenAIErrors):
+    """As OpenAI's Responses have them: in streams as an event of their own."""
+
+    def event(self, error: ServingError) -> bytes:
+        kind, parameter = _TABLE[type(error)].openai_type, getattr(error, "parameter", None)
+        parts = {"type": "error", "code": kind, "message": str(error), "param": parameter}
+        return msgspec.json.encode(parts)
+
+
+class AnthropicErrors(ErrorShape):
+    """As Anthropic has them (docs.anthropic.com, Errors), but for its 529, which is 503 here."""
+
+    def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
+        kind = _ANTHROPIC.get(_TABLE[type(error)].status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+_ANTHROPIC = {
+    **dict.fromkeys((400, 405, 408, 409, 424, 431), "invalid_request_error"),
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 _INVOCATIONS = re.compile(INVOCATIONS_PATH)
 
 
@@ -269,6 +299,10 @@ def shape(path: str, codes: Codes = _NONE) -> ErrorShape:
     """The shape of a path's API."""
     if _INVOCATIONS.fullmatch(path):
         return InvocationsErrors(codes)
+    if path.startswith(MESSAGES):
+        return AnthropicErrors(codes)
+    if path == RESPONSES:
+        return ResponsesErrors(codes)
     return OpenAIErrors(codes) if path.startswith(OPENAI) else ErrorShape(codes)
 
 

@@ -62,7 +62,13 @@ OPENAI = "/v1/"
 CHAT_COMPLETIONS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
-ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS)
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+"""Both Anthropic's."""
+AGENTS_PATHS = (RESPONSES, MESSAGES, COUNT_TOKENS)
+"""Those whose streams have named events, and whose pictures have no names."""
+ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, *AGENTS_PATHS)
 """The engine's own paths that are answered. No other path of the engine's is reachable."""
 MODELS = "/v1/models"
 KV_EVENT_SOURCES = "/kv_event_sources"

@@ -92,7 +92,7 @@ def generates(settings: Settings) -> bool:
 
 
 def parsers(settings: Settings, chat: Chat) -> dict[str, Any]:
-    """vLLM's options that read tool calls and thoughts out of answers, where nobody has set them."""
+    """vLLM's options that find tool calls and thoughts in answers, where nobody has set them."""
     given = settings.engine
     found: dict[str, Any] = {}
     if not generates(settings):

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own paths, OpenAI's."""
+"""The engine's own paths, OpenAI's and Anthropic's."""
 
 from handlers import openai
 from serving.api.sessions import Sessions
 from serving.inference.pipeline import Pipeline
-from serving.inference.request import SSE, ClientRequest, HttpCall, InferenceRequest, adapter_named
+from serving.inference.request import (
+    NAMED_EVENTS,
+    SSE,
+    ClientRequest,
+    HttpCall,
+    InferenceRequest,
+    adapter_named,
+)
+from serving.protocol import AGENTS_PATHS
 
 
 class OpenAI:
@@ -29,7 +37,7 @@ class OpenAI:
             cancellation=client.admitted,
             body=client.body,
             fields=fields,
-            framing=SSE,
+            framing=NAMED_EVENTS if scope["path"] in AGENTS_PATHS else SSE,
             begun=client.admitted.go,
             parse=openai.on(scope["path"]),
         )

@@ -9,7 +9,9 @@ import msgspec
 
 from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, ServingError
 
-_PROMPT_KEYS = ("prompt", "input", "messages", "suffix", "documents")
+_PROMPT_KEYS = (
+    *("prompt", "input", "messages", "suffix", "documents", "system", "instructions", "tools"),
+)
 _PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not what is in it
 _PIECE = 20  # characters
 _BEGINNING = 24  # characters

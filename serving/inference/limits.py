@@ -36,6 +36,10 @@ _LONGEST = {
     "logit_bias": 2 * 1024 * 1024,
     "response_format": 64 * 1024,  # the time to compile a grammar grows with its square
     "structured_outputs": 64 * 1024,
+    "text": 64 * 1024,  # of Responses, with a schema in it
+    "output_config": 64 * 1024,  # of Messages, with a schema in it
+    "stop_sequences": 16 * 1024,  # as `stop`
+    "metadata": 16 * 1024,  # is sent back
     "tools": 256 * 1024,
 }
 """Bytes of JSON that the value of a key may have."""
@@ -80,6 +84,10 @@ class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw()
 
 
+class _Part(msgspec.Struct):
+    tool: msgspec.Raw = msgspec.Raw()  # Messages may define tools in the middle of a conversation
+
+
 def _reader(kind: Any) -> Callable[[bytes], Any]:
     return msgspec.json.Decoder(kind).decode
 
@@ -90,7 +98,7 @@ _LISTS = {
     "tokens": _reader(list[_Token]),
     "lists": _reader(list[list[_Token]]),
 }
-_items = _reader(list[msgspec.Raw])
+_parts = _reader(list[_Part | str | int | float | bool | list[msgspec.Raw] | None])
 _messages, _conversations = _reader(list[_Message]), _reader(list[list[_Message]])
 _whole = _reader(int)
 _lax = _reader(int | float | bool)  # as vLLM takes it
@@ -163,15 +171,21 @@ def _check_messages(value: bytes, key: str, kind: str) -> None:
         else:
             found = _messages(value)
         contents = [bytes(message.content) for message in found]
-        parts = sum(len(_items(content)) for content in contents if content.startswith(b"["))
+        parts = [
+            part for content in contents if content.startswith(b"[") for part in _parts(content)
+        ]
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise BadRequest(f"{key} should be a list of messages", key) from None
-    if len(found) + parts > MESSAGES:
+    if len(found) + len(parts) > MESSAGES:
         raise BadRequest(
             f"a request may have {MESSAGES} messages and parts of messages, and this one has "
-            f"{len(found) + parts}",
+            f"{len(found) + len(parts)}",
             key,
         )
+    if sum(len(part.tool) for part in parts if isinstance(part, _Part)) > (
+        most := _LONGEST["tools"]
+    ):
+        raise BadRequest(f"the tools in messages have more than {most} bytes", key)
 
 
 _BEGINNING = re.compile(rb"\[\s*(\[?)\s*(\{?)")

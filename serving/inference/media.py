@@ -37,15 +37,20 @@ ANY = "*"  # among the hosts that media may come from: every host whose addresse
 
 
 async def prepared(
-    body: bytes, allowed: Collection[str], limit: int, sharers: str | None = None
+    body: bytes,
+    allowed: Collection[str],
+    limit: int,
+    sharers: str | None = None,
+    named: bool = True,
 ) -> bytes:
-    """The JSON body of a chat or embeddings request as the engine may have its media.
+    """The JSON body of a request as the engine may have its media.
 
     allowed: hosts that media may come from, by their names in DNS, in any case, or ANY. limit:
     bytes that all fetched media of the request may have. sharers: what the clients have in common
-    that share KV caches, or None where all do. A body without media is returned as it came, and so
-    is one that is not JSON. Raises BadRequest for media that may not or cannot be fetched, or are
-    too many or too large.
+    that share KV caches, or None where all do. named: whether its API has names for media; where it
+    has none, clients that share nothing may send no media. A body without media is returned as it
+    came, and so is one that is not JSON. Raises BadRequest for media that may not or cannot be
+    fetched, or are too many or too large.
     """
     if not _may_have_media(body):
         return body
@@ -61,10 +66,15 @@ async def prepared(
     parts = [
         part
         for part in _parts([request.get("messages"), request.get("input")])
-        if not part.keys().isdisjoint(_OF_MEDIA)
+        if _as_openais(part) or not part.keys().isdisjoint(_OF_MEDIA)
     ]
     if not parts:
         return body
+    if sharers is not None and not named:
+        raise BadRequest(
+            "pictures beside a salt, a tenant or an adapter are taken on /v1/chat/completions only",
+            "messages",
+        )
     _require_few(parts)
     fetched = await _fetch_all(_remote(parts, {name.lower() for name in allowed}), limit)
     if not await in_thread(_looked_at, parts, sharers) and not fetched:
@@ -84,6 +94,7 @@ def _may_have_media(body: bytes) -> bool:
         or b'uuid"' in body
         or b'input_audio"' in body
         or b'_embeds"' in body
+        or b'"source"' in body
         or b'mm_processor_kwargs"' in body
         or json.detect_encoding(body) not in ("utf-8", "utf-8-sig")
         or _ESCAPED_LETTER.search(body) is not None
@@ -151,6 +162,9 @@ def _urls(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], st
     With a uuid vLLM overlooks the type, and without both it takes what is there.
     """
     for part in parts:
+        source = part.get("source")
+        if isinstance(source, dict) and isinstance(source.get("url"), str):
+            yield "image_url", source, "url"
         for key in ("image_url", "audio_url", "video_url"):
             value = part.get(key)
             if isinstance(value, str):
@@ -162,13 +176,34 @@ def _urls(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], st
 def _parts(value: Any, depth: int = 2) -> Iterator[dict[str, Any]]:
     """The content parts of messages, which may be in so many lists in a list.
 
-    `input` has the messages of an embeddings request, and a batch has lists of messages.
+    `input` has the messages of an embeddings request, or the items of Responses, and a batch has
+    lists of messages. What a tool has answered is in parts, too: in `output` of an item, and in
+    `content` of a part in Messages.
     """
     for item in value if isinstance(value, list) else ():
         if isinstance(item, list) and depth:
             yield from _parts(item, depth - 1)
-        elif isinstance(item, dict) and isinstance(item.get("content"), list):
-            yield from (part for part in item["content"] if isinstance(part, dict))
+        elif isinstance(item, dict):
+            output = item.get("output")
+            outputs = [output] if isinstance(output, dict) else output
+            for part in (*_objects(item.get("content")), *_objects(outputs)):
+                yield part
+                yield from _objects(part.get("content"))
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _as_openais(part: dict[str, Any]) -> bool:
+    """Whether a part is a picture as Messages have them; its data then becomes a data: URI."""
+    source = part.get("source")
+    if part.get("type") != "image" or not isinstance(source, dict):
+        return False
+    if source.get("type") != "url":  # as vLLM reads it
+        media_type, data = source.get("media_type", "image/jpeg"), source.get("data", "")
+        part["source"] = {"type": "url", "url": f"data:{media_type};base64,{data}"}
+    return True
 
 
 # In the order in which vLLM looks for them in a part that has no type, or a uuid.
@@ -195,6 +230,7 @@ def _looked_at(parts: list[dict[str, Any]], sharers: str | None) -> bool:
 def _require_few(parts: list[dict[str, Any]]) -> None:
     """Raise BadRequest for too many media, whether they are inside or to be fetched."""
     keys = [key for part in parts for key in _KEYS if part.get(key) is not None]
+    keys += ["image_url" for part in parts if isinstance(part.get("source"), dict)]
     pictures = keys.count("image_url")
     for found, most, what in (
         (pictures, PICTURES, "pictures"),

@@ -179,6 +179,8 @@ class Pipeline:
         """The request as the input formatter has it, where there is one: what the engine gets
         counts, not what the client sent.
         """
+        if request.client.scope["path"] in protocol.AGENTS_PATHS:
+            self._require_no_formatter(adapter)
         formatter = self._code(adapter, "input")
         if not formatter:
             if request.raw:
@@ -191,6 +193,17 @@ class Pipeline:
         request = request.rewritten(formatted)
         self._limit_time(request)
         return request
+
+    def _require_no_formatter(self, adapter: Adapter | None) -> None:
+        """Raise BadRequest where a model.py has the last word on requests or answers.
+
+        Its formatters know the shapes of completions and chats.
+        """
+        if self._code(adapter, "input") or self._code(adapter, "output"):
+            raise BadRequest(
+                "this model's model.py formats requests and answers, which it can do on "
+                "/v1/chat/completions, /v1/completions and /invocations only"
+            )
 
     async def _engine_call(
         self, request: InferenceRequest, adapter: Adapter | None
@@ -214,7 +227,8 @@ class Pipeline:
         inner = adapter.inner if adapter else None
         salt = kv_salt.digest(self._tenants.tenant(scope), call_fields.salt(), inner)
         allowed = settings.allowed_media_domains
-        body = await media.prepared(call.body, allowed, settings.max_request_size, salt)
+        named = call.path not in protocol.AGENTS_PATHS
+        body = await media.prepared(call.body, allowed, settings.max_request_size, salt, named)
         texts = {"cache_salt": salt} if salt else {}
         if adapter:
             request.client.record.adapter = adapter.name

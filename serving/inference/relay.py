@@ -17,7 +17,7 @@ from serving.cancellation import ClientLeft
 from serving.engine.vllm_errors import from_engine
 from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
 from serving.inference.limits import HEADERS
-from serving.inference.request import SSE, InferenceRequest
+from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
 from serving.user_code import UserCode
 
@@ -40,6 +40,9 @@ class State(enum.Enum):
     DONE = enum.auto()
     """The client has its end."""
 
+
+_IN_BAND = (b'data: {"error"', b"event: error\n")
+"""How the engine begins an event that is an error: OpenAI's way, and Anthropic's."""
 
 _NEXT = {
     State.WAITING: {State.STREAMING, State.PASSING, State.COLLECTING, State.REFUSED},
@@ -77,7 +80,9 @@ class Relay:
         # The answer
         self._formatter = formatter
         self._reply = None if formatter else call.reply
-        self._verbatim = not formatter and call.reply is None and request.framing is SSE
+        self._verbatim = (
+            not formatter and call.reply is None and request.framing in (SSE, NAMED_EVENTS)
+        )
         """Whether a stream goes to the client byte for byte."""
         self._state = State.WAITING
         self._head: Message | None = None
@@ -178,7 +183,7 @@ class Relay:
         self._head = message
 
     async def _stream(self, body: bytes, more: bool) -> None:
-        if body.startswith(b'data: {"error"'):
+        if body.startswith(_IN_BAND):
             error = self._in_band(body)
             if self._head:
                 self._cancellation.cancel(error)
@@ -226,7 +231,7 @@ class Relay:
 
     def _in_band(self, body: bytes) -> ServingError:
         """An error of the engine's after its first byte, which stands in the stream."""
-        data = body.removeprefix(b"data: ").partition(b"\n\n")[0]
+        data = body.partition(b"data: ")[2].partition(b"\n\n")[0]
         try:
             status = int(msgspec.json.decode(data)["error"]["code"])
         except (msgspec.DecodeError, LookupError, TypeError, ValueError):
@@ -238,13 +243,13 @@ class Relay:
 
     def _error_event(self, error: ServingError) -> bytes:
         self._client.record.error = error
-        return self._framing.frame(self._client.errors.body(error))
+        return self._framing.frame(self._client.errors.event(error))
 
     async def _fail(self, error: ServingError) -> None:
         """Answer with an error: in band where the stream has begun, else by raising it."""
         if self._head or self._state is not State.STREAMING:
             raise error
-        end = b"data: [DONE]\n\n" if self._verbatim else b""
+        end = b"data: [DONE]\n\n" if self._verbatim and self._framing is SSE else b""
         await self._send_body(self._error_event(error) + end, more=False)
 
     def _refusal(self) -> ServingError:

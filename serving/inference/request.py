@@ -43,6 +43,8 @@ class Framing(NamedTuple):
 
 JSON_LINES = Framing(b"application/jsonlines", b"", b"\n")
 SSE = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
+NAMED_EVENTS = SSE._replace(before=b"event: error\ndata: ")
+"""Streams whose events have names: all that is framed here are errors."""
 
 
 @dataclass(slots=True)

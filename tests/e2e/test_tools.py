@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools are called without options where the model's template shows how: as OpenAI's client asks."""
+"""Tools are called, and answers follow a schema, without options: the template shows the format."""
 
 import json
 
@@ -15,26 +15,21 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s>{% endfor %}"
     "<|assistant|>"
 )
-# The tiny model would write nothing else.
-NO_WHITE_SPACE = '{"backend": "xgrammar", "disable_any_whitespace": true}'
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
 }
+FUNCTION = {"name": "get_weather", "strict": True, "parameters": CITY}
+WEATHER = {"type": "function", "function": FUNCTION}
 ASKED = {
     "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
     "tools": [WEATHER],
-    "max_tokens": 64,
-    "temperature": 0,
+    # Greedily the tiny model would fill its tokens with the white space that JSON may have.
+    "max_tokens": 2000,
+    "temperature": 1,
+    "seed": 0,
 }
 
 
@@ -44,7 +39,6 @@ def tools(tiny_options, tmp_path_factory):
         tmp_path_factory.mktemp("tools") / "log",
         **tiny_options,
         OPTION_CHAT_TEMPLATE=TEMPLATE,
-        OPTION_STRUCTURED_OUTPUTS_CONFIG=NO_WHITE_SPACE,
     ) as served:
         served.ready()
         yield served
@@ -59,7 +53,7 @@ def test_the_model_may_decide(path, tools):
 
 def test_a_call_that_is_required(tools):
     chosen = tools.openai.chat.completions.create(model="lmi", **ASKED, tool_choice="required")
-    (call,) = chosen.choices[0].message.tool_calls
+    call, *_ = chosen.choices[0].message.tool_calls
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == {"city": "Paris"}
 
@@ -77,8 +71,36 @@ def test_a_call_in_a_stream(tools):
     assert json.loads(arguments) == {"city": "Paris"}
 
 
+def test_a_call_as_agents_ask_for_it(tools):
+    """Claude Code asks on Messages, Codex on Responses, each in a shape of its own."""
+    tool = {"name": "get_weather", "strict": True, "input_schema": CITY}
+    body = {
+        "model": "lmi",
+        "messages": ASKED["messages"],
+        "tools": [tool],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+        "max_tokens": 2000,
+        "temperature": 1,
+    }
+    answer = tools.client.post("/v1/messages", json=body).json()
+    assert answer["stop_reason"] == "tool_use"
+    (call,) = [block for block in answer["content"] if block["type"] == "tool_use"]
+    assert (call["name"], call["input"]) == ("get_weather", {"city": "Paris"})
+    answered = tools.openai.responses.create(
+        model="lmi",
+        input=ASKED["messages"],
+        tools=[{"type": "function", **FUNCTION}],
+        tool_choice={"type": "function", "name": "get_weather"},
+        max_output_tokens=2000,
+        temperature=1,
+        store=False,
+    )
+    (call,) = [item for item in answered.output if item.type == "function_call"]
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+
+
 def test_an_answer_in_json_of_a_schema(tools):
-    schema = {"name": "weather", "schema": WEATHER["function"]["parameters"]}
+    schema = {"name": "weather", "schema": CITY}
     body = {
         **ASKED,
         "tools": None,

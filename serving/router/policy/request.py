@@ -63,6 +63,7 @@ class _Keys(msgspec.Struct):
     cache_salt: msgspec.Raw = _NONE
     stream: msgspec.Raw = _NONE
     tools: msgspec.Raw = _NONE
+    system: msgspec.Raw = _NONE
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     inputs: msgspec.Raw = _NONE
@@ -114,6 +115,8 @@ class RequestReader:
         except _UNREADABLE:
             keys = self._unreadable
         prompt = bytes(keys.prompt) or bytes(keys.inputs) or bytes(keys.messages) or body
+        if keys.system:
+            prompt = bytes(keys.system) + prompt
         adapter = self._adapter(headers, keys, target)
         # What else decides whether KV caches of equal prompts are one.
         tools = bytes(keys.tools)

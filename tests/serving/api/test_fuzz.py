@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from serving.protocol import AGENTS_PATHS, RESPONSES
 from tests.fake_engine import error
 from tests.fuzzing import TIMES, examples
 from tests.serving.conftest import running
@@ -50,6 +51,8 @@ RANGES: dict[str, tuple[Any, float, float]] = {
     "truncate_prompt_tokens": (int, -1, 2**31),
 }
 
+PROMPTS = {"/v1/completions": "prompt", RESPONSES: "input"}
+
 
 class Engine:
     """Reads bodies as vLLM does, with Python's json, and repeats the prompt when it refuses one.
@@ -60,7 +63,8 @@ class Engine:
     def __init__(self):
         self.bodies = []
         self.plain()
-        routes = [Route(path, self.post, methods=["POST"]) for path in OPENAI]
+        paths = (*OPENAI, *AGENTS_PATHS)
+        routes = [Route(path, self.post, methods=["POST"]) for path in paths]
         routes.append(Route("/kv_event_sources", self.kv_event_sources))
         self.app = Starlette(routes=[*routes, Route("/v1/models", self.models)])
 
@@ -81,7 +85,7 @@ class Engine:
             return JSONResponse(error(400, "There was an error parsing the body"), 400)
         if not isinstance(body, dict):
             return JSONResponse(error(400, "Input should be a valid dictionary"), 400)
-        prompt = body.get("messages" if "chat" in request.url.path else "prompt")
+        prompt = body.get(PROMPTS.get(request.url.path, "messages"))
         if fault := self.fault(body, prompt):
             return JSONResponse(error(400, f"{fault} is not valid: {prompt!r:.500}"), 400)
         self.bodies.append(body)
@@ -144,6 +148,9 @@ def sound(answer, path):
     for it in told:
         if failed or (isinstance(it, dict) and it.keys() & {"code", "error"}):
             assert SECRET not in json.dumps(it)
+            if path.startswith("/v1/messages"):
+                assert it["error"]["type"] != "api_error"
+                continue
             code = it["error"]["code"] if path.startswith("/v1/") else it["code"]
             assert isinstance(code, int)
             assert code not in (500, 502)

@@ -13,15 +13,23 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from vllm import PoolingParams, SamplingParams
+from vllm.entrypoints.anthropic.api_router import count_tokens, create_messages
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+)
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.api_router import create_responses
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.pooling.embed.api_router import create_embedding
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
 from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
+from handlers import responses
 from serving.engine.embedding_requests import EmbeddingRequest as RequestReadOnce
 from serving.inference import limits, media
 from serving.protocol import ENGINE_PATHS
@@ -30,6 +38,9 @@ REQUESTS = {
     "/v1/chat/completions": (create_chat_completion, ChatCompletionRequest),
     "/v1/completions": (create_completion, CompletionRequest),
     "/v1/embeddings": (create_embedding, EmbeddingRequest),
+    "/v1/responses": (create_responses, ResponsesRequest),
+    "/v1/messages": (create_messages, AnthropicMessagesRequest),
+    "/v1/messages/count_tokens": (count_tokens, AnthropicCountTokensRequest),
 }
 
 LIMITED = {*limits._INTERNAL, *limits._LONGEST, *limits.COUNTED}
@@ -46,6 +57,7 @@ REFUSED = dict.fromkeys(
     "mm_processor_kwargs": "by vLLM, unless the operator trusts clients; then without places",
     "prompt_embeds": "by vLLM, unless the operator enables them; VLLM_MAX_EMBED_DECODE_BYTES",
     "suffix": "by vLLM, always",
+    **dict.fromkeys(responses._FIXES.keys() - {"prompt"}, "by handlers/responses.py"),
     "priority": "by vLLM, unless the operator chose to schedule by priority",
 }
 VLLM_LIMITS = {
@@ -54,6 +66,7 @@ VLLM_LIMITS = {
     "logprob_token_ids": "max_logprobs",
     "max_tokens": "max_model_len",
     "max_completion_tokens": "max_model_len",
+    "max_output_tokens": "max_model_len",
     "min_tokens": "max_tokens",
     "truncate_prompt_tokens": "it only shortens; text beyond max_model_len is not tokenised",
     "thinking_token_budget": "a number; it only shortens",
@@ -78,6 +91,16 @@ HARMLESS = {
     **dict.fromkeys(ONE_OF_A_FEW, "one of a few values"),
     "use_beam_search": "n beams with 2 n log probabilities, so max_logprobs limits n",
     "user": "not read",
+    "service_tier": "not read, one of a few values",
+    "prompt_cache_key": "not read",
+    "max_tool_calls": "not read: no tools run here",
+    "include": "a few values",
+    "truncation": "one of two values; it only shortens",
+    "reasoning": "an effort of a few, and a text that is not read",
+    "thinking": "a number or a switch",
+    "enable_response_messages": "the prompt's tokens are sent back once",
+    "instructions": "becomes a part of the prompt",
+    "system": "becomes a part of the prompt",
     "stream_options": "two flags",
     "tool_choice": "compared with the names in `tools`",
     "documents": "for the template, once; they count as prompt",
@@ -95,6 +118,13 @@ NESTED = {
     "FunctionDefinition": "tools",
     "ChatCompletionNamedToolChoiceParam": "tool_choice",
     "ChatCompletionNamedFunction": "tool_choice",
+    "AnthropicTool": "tools",
+    "AnthropicToolChoice": "tool_choice",
+    "AnthropicOutputConfig": "output_config",
+    "AnthropicJsonOutputFormat": "output_config",
+    "AnthropicThinkingConfigEnabled": "thinking",
+    "AnthropicThinkingConfigDisabled": "thinking",
+    "AnthropicThinkingConfigAdaptive": "thinking",
 }
 """Models within a field that is limited as a whole, however its own fields are."""
 FIELDS = {
@@ -103,6 +133,13 @@ FIELDS = {
     "CustomChatCompletionMessageParam": {
         *("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "tools", "task")
     },
+    "AnthropicMessage": {"role", "content"},
+    "AnthropicContentBlock": {
+        *("type", "text", "source", "id", "tool_use_id", "name", "input", "content", "is_error"),
+        *("tool_name", "thinking", "signature", "data", "tool"),
+    },
+    "AnthropicToolChangeReference": {"type", "name"},
+    "AnthropicToolChangeDefinition": {"type", "definition"},
     "AudioURL": {"url"},
     "VideoURL": {"url"},
     "PILImage": {"image_pil"},  # no JSON makes one
@@ -157,7 +194,10 @@ def models(*roots: Any) -> dict[Any, dict[str, Any]]:
     return found
 
 
-TOP = [ChatCompletionRequest, CompletionRequest, *get_args(get_args(EmbeddingRequest)[0])]
+TOP = [
+    *(ChatCompletionRequest, CompletionRequest, *get_args(get_args(EmbeddingRequest)[0])),
+    *(ResponsesRequest, AnthropicMessagesRequest, AnthropicCountTokensRequest),
+]
 
 
 def test_the_requests_are_those_of_our_paths():

@@ -904,3 +904,62 @@ async def test_the_number_of_media_has_a_limit_wherever_they_come_from(shared_by
         assert f"may have {media.MEDIA} pieces" in await told(
             shared_by_all, *[sound] * (media.MEDIA + 1)
         )
+
+
+def of_messages(**source):
+    return [{"role": "user", "content": [{"type": "image", "source": source}]}]
+
+
+def of_a_tool(**source):
+    content = [{"type": "image", "source": source}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": content}
+    return [{"role": "user", "content": [result]}]
+
+
+@pytest.mark.parametrize("messages", [of_messages, of_a_tool])
+async def test_pictures_of_messages_are_looked_at(messages, web, reachable):
+    """Anthropic's API has them under other names than OpenAI's."""
+
+    def body(**source):
+        return json.dumps({"messages": messages(**source)}).encode()
+
+    with pytest.raises(BadRequest, match=r"media may not come from 'other\.test'"):
+        await prepared(body(type="url", url="http://other.test/"), {"media.test"}, 1000)
+    bomb = base64.b64encode(png(20_000)).decode()
+    with pytest.raises(BadRequest, match="pixels"):
+        await prepared(body(type="base64", media_type="image/png", data=bomb), (), 1000)
+    with pytest.raises(BadRequest, match="not base64"):
+        await prepared(body(type="base64", media_type="image/png,AAAA", data=bomb), (), 1000)
+    url = f"http://media.test:{web.server_port}/pixel"
+    found = json.loads(await prepared(body(type="url", url=url), {"media.test"}, 1000))
+    fetched = f"data:image/png;base64,{base64.b64encode(PIXEL).decode()}"
+    assert found["messages"] == messages(type="url", url=fetched)
+
+
+def of_responses(url):
+    return {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+
+
+def of_a_function(url):
+    output = [{"type": "input_image", "image_url": url}]
+    return {"type": "function_call_output", "call_id": "1", "output": output}
+
+
+def of_a_computer(url):
+    output = {"type": "computer_screenshot", "image_url": url}
+    return {"type": "computer_call_output", "call_id": "1", "output": output}
+
+
+@pytest.mark.parametrize("item", [of_responses, of_a_function, of_a_computer])
+async def test_pictures_of_responses_are_looked_at(item):
+    for url in ("http://other.test/", "file:///etc/passwd"):
+        with pytest.raises(BadRequest, match="media"):
+            await prepared(json.dumps({"input": [item(url)]}).encode(), {"media.test"}, 1000)
+
+
+async def test_pictures_without_names_are_not_for_clients_that_share_nothing():
+    """vLLM keeps them by their content, for all clients, where its API has no name for them."""
+    body = json.dumps({"input": [of_responses(DATA)]}).encode()
+    assert await prepared(body, (), 1000, None, named=False) == body
+    with pytest.raises(BadRequest, match="/v1/chat/completions only"):
+        await prepared(body, (), 1000, "a salt", named=False)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents' APIs on the real engine: OpenAI's Responses by its client, and Anthropic's Messages."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+SAID = [{"role": "user", "content": "Say something."}]
+GREEDY = {"temperature": 0}
+
+
+def events(answer) -> list[tuple[str, dict[str, Any]]]:
+    """The names and the data of a stream's events."""
+    found = []
+    for event in answer.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+def test_responses(server):
+    whole = server.openai.responses.create(
+        model="lmi", input="Say something.", max_output_tokens=16, store=False, **GREEDY
+    )
+    assert whole.status in ("completed", "incomplete")
+    assert whole.usage.output_tokens == 16
+    pieces = [
+        event.delta
+        for event in server.openai.responses.create(
+            model="lmi", input=SAID, max_output_tokens=16, stream=True, **GREEDY
+        )
+        if event.type == "response.output_text.delta"
+    ]
+    assert "".join(pieces) == whole.output_text != ""
+
+
+def test_a_response_that_refers_to_another_is_refused(server):
+    with pytest.raises(openai.BadRequestError, match="no answers are kept here"):
+        server.openai.responses.create(model="lmi", input="a", previous_response_id="resp_1")
+
+
+def test_messages(server):
+    asked = {"model": "lmi", "system": "Be brief.", "messages": SAID, "max_tokens": 16, **GREEDY}
+    whole = server.client.post("/v1/messages", json=asked).json()
+    assert whole["type"] == "message"
+    assert whole["stop_reason"] == "max_tokens"
+    assert whole["usage"]["output_tokens"] == 16
+    (block,) = whole["content"]
+    streamed = events(server.client.post("/v1/messages", json={**asked, "stream": True}))
+    names = [name for name, _ in streamed]
+    assert names[0] == "message_start"
+    assert names[-1] == "message_stop"
+    deltas = [data["delta"] for name, data in streamed if name == "content_block_delta"]
+    pieces = [delta["text"] for delta in deltas]
+    assert "".join(pieces) == block["text"] != ""
+    del asked["max_tokens"], asked["temperature"]
+    counted = server.client.post("/v1/messages/count_tokens", json=asked).json()
+    usage = whole["usage"]
+    prompt = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert counted["input_tokens"] == prompt
+
+
+def test_a_model_that_is_not_here(server):
+    answer = server.client.post(
+        "/v1/messages", json={"model": "other", "max_tokens": 8, "messages": SAID}
+    )
+    assert answer.status_code == 404
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "not_found_error"

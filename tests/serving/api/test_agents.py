@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What agents' APIs refuse, and in which words: OpenAI's Responses, and Anthropic's Messages."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, TimedOut, shape
+from tests.serving.conftest import running
+
+pytestmark = pytest.mark.anyio
+
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+SAID = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("prompt", {"id": "pmpt_1"}),
+        ("previous_input_messages", SAID),
+        ("background", True),
+        ("store", True),
+    ],
+)
+async def test_no_responses_are_kept(shared, key, value):
+    answer = await shared.post(RESPONSES, {"input": "a", key: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{key}: no answers are kept here; ")
+    assert error["param"] == key
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (RESPONSES, {"input": "a", "kv_transfer_params": {}}, "not for clients"),
+        (RESPONSES, {"input": "a", "text": {"format": "a" * 70_000}}, "text has more than"),
+        (MESSAGES, {"messages": SAID, "vllm_xargs": {"a": 1}}, "not for clients"),
+        (MESSAGES, {"messages": SAID, "output_config": "a" * 70_000}, "output_config has more"),
+        (MESSAGES, {"messages": SAID, "stop_sequences": ["a" * 17_000]}, "stop_sequences has"),
+        (COUNT, {"messages": SAID, "metadata": {"a": "a" * 17_000}}, "metadata has more than"),
+        (
+            MESSAGES,
+            {
+                "messages": [
+                    {
+                        "role": "system",
+                        "content": [{"type": "tool_addition", "tool": "a" * 300_000}],
+                    }
+                ]
+            },
+            "the tools in messages have more than",
+        ),
+    ],
+)
+async def test_limits(path, body, told):
+    async with running(max_request_size=10**6) as served:
+        answer = await served.post(path, body)
+        assert answer.status_code == 400
+        assert told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (BadRequest("no"), 400, "invalid_request_error"),
+        (NotFound("no"), 404, "not_found_error"),
+        (NotReady("no"), 503, "overloaded_error"),
+        (TimedOut(3), 504, "timeout_error"),
+        (EngineFailed("no"), 500, "api_error"),
+    ],
+)
+def test_errors_as_anthropic_has_them(error, status, kind):
+    errors = shape(MESSAGES)
+    assert errors.status(error) == status
+    found = msgspec.json.decode(errors.body(error))
+    assert found == {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def failing(path, *events):
+    async def stream():
+        for event in events:
+            yield event
+        raise RuntimeError("boom")
+
+    return Route(
+        path,
+        lambda _: StreamingResponse(stream(), media_type="text/event-stream"),
+        methods=["POST"],
+    )
+
+
+def add(served, route):
+    app: Any = served.engine.app
+    app.router.routes.append(route)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (
+            RESPONSES,
+            {
+                "type": "error",
+                "code": "InternalServerError",
+                "message": "the engine broke off; the server's log says why",
+                "param": None,
+            },
+        ),
+        (
+            MESSAGES,
+            {
+                "type": "error",
+                "error": {
+                    "type": "api_error",
+                    "message": "the engine broke off; the server's log says why",
+                },
+            },
+        ),
+    ],
+)
+async def test_an_error_in_a_stream_is_an_event_of_its_api(path, expected):
+    first = 'event: begun\ndata: {"type":"begun"}\n\n'
+    async with running() as served:
+        add(served, failing(path, first))
+        answer = await served.post(path, {"input": "a", "messages": SAID, "stream": True})
+    assert answer.status_code == 200
+    begun, error, end = answer.text.split("\n\n")
+    assert begun == first.strip()
+    name, data = error.split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == expected
+    assert end == ""
+
+
+async def test_what_the_engine_says_in_a_stream_of_messages_is_not_repeated():
+    told = 'event: error\ndata: {"type":"error","error":{"type":"x","message":"deep inside"}}\n\n'
+    async with running() as served:
+        add(served, failing(MESSAGES, "event: a\ndata: {}\n\n", told))
+        answer = await served.post(MESSAGES, {"messages": SAID, "stream": True})
+    assert "deep inside" not in answer.text
+    assert "the engine failed while it generated" in answer.text
+
+
+async def test_an_engines_refusal_has_the_shape_of_the_api():
+    async def refuse(_):
+        error = {"type": "error", "error": {"type": "BadRequestError", "message": "not like this"}}
+        return JSONResponse(error, 400)
+
+    async with running() as served:
+        add(served, Route(MESSAGES, refuse, methods=["POST"]))
+        answer = await served.post(MESSAGES, {"messages": SAID})
+    assert answer.status_code == 400
+    assert answer.json() == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "not like this"},
+    }
