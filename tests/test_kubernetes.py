@@ -296,6 +296,25 @@ def test_what_comments_propose_is_valid() -> None:
     assert store["spec"]["ports"][0]["port"] == 6379
 
 
+def test_other_sources_that_hyperpods_comments_propose_are_valid() -> None:
+    text = (FOLDER / "hyperpod.yaml").read_text()
+    proposed = re.findall(r"(?m)^  # modelSourceConfig:\n(?:  # (?:  .*|kubernetes:)\n)+", text)
+    (document,) = MANIFESTS["hyperpod.yaml"]
+    kinds = [document["spec"]["modelSourceConfig"]["modelSourceType"]]
+    for block in proposed:
+        other = copy.deepcopy(document)
+        other["spec"] |= yaml.safe_load(re.sub(r"(?m)^  # ", "", block))
+        check(other)
+        source = other["spec"]["modelSourceConfig"]
+        kinds.append(source["modelSourceType"])
+        asked = manifest.endpoint(other)
+        assert asked.hub_id == source.get("huggingFaceModel", {}).get("modelId")
+        mounted = other["spec"]["worker"]["modelVolumeMount"]["name"]
+        for volume in other["spec"].get("kubernetes", {}).get("volumes", ()):
+            assert volume["name"] == mounted
+    assert kinds == ["s3", "huggingface", "fsx", "kubernetesVolume"]
+
+
 def test_kustomization_names_the_files() -> None:
     text = (FOLDER / "kustomization.yaml").read_text()
     base = yaml.safe_load(text)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens a step of the engine yields with each way to speculate.
 
-The same prompts go, one after the other, greedily, to a server for each method and each number k of
-proposed tokens, set by Slipway's options. A step that proposes k tokens yields 1 and those that are
-accepted; position p counts as accepted where all before it were. The figures are vLLM's own
-counters. On a CPU they are what counts: there a draft costs more than it saves. With a GPU the rate
-is shown too, as a ratio to that without speculation in the same run.
+The same prompts go, one after the other or so many at a time, greedily, to a server for each method
+and each number k of proposed tokens, set by Slipway's options. A step that proposes k tokens yields
+1 and those that are accepted; position p counts as accepted where all before it were. The figures
+are vLLM's own counters. On a CPU they are what counts: there a draft costs more than it saves. With
+a GPU the rate is shown too, as a ratio to that without speculation in the same run.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -48,28 +48,41 @@ def drafted(path: str | None, k: int) -> dict[str, str]:
     return {"OPTION_SPECULATIVE_DRAFT_MODEL": path, "OPTION_NUM_SPECULATIVE_TOKENS": str(k)}
 
 
-def measured(environ: Mapping[str, str], prompts: list[str], tokens: int) -> Figures:
+def measured(
+    environ: Mapping[str, str], prompts: list[str], tokens: int, concurrencies: list[int]
+) -> dict[int, Figures]:
+    """By how many requests are in flight: the figures of one server."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Program(*SERVE, environ=environ, log=Path(folder, "log")) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         server.ready()
-        before = counters(client)
-        began = time.perf_counter()
-        for prompt in prompts:
-            body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-            answer = client.post("/v1/completions", json=body)
-            if answer.status_code != 200:
-                sys.exit(f"a request failed: {answer.status_code} {answer.text[:300]}")
-        took = time.perf_counter() - began
-        after = counters(client)
+        return {each: _round(client, prompts, tokens, each) for each in concurrencies}
+
+
+def _round(client: httpx.Client, prompts: list[str], tokens: int, concurrency: int) -> Figures:
+    """Each prompt once, or as often as it takes to have so many in flight."""
+
+    def ask(prompt: str) -> None:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"a request failed: {answer.status_code} {answer.text[:300]}")
+
+    asked = prompts * -(-concurrency // len(prompts))
+    before = counters(client)
+    began = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        list(pool.map(ask, asked))
+    took = time.perf_counter() - began
+    after = counters(client)
     found = {name: after[name] - before.get(name, 0) for name in after}
     positions = [name for name in found if name.isdigit()]
     return Figures(
         found.get("drafts", 0),
         tuple(found[name] for name in sorted(positions, key=int)),
-        len(prompts) * tokens / took,
+        len(asked) * tokens / took,
     )
 
 
@@ -89,10 +102,12 @@ def texts(files: list[Path]) -> list[str]:
     return [piece[:PROMPT_LENGTH] for piece in found][:PROMPTS]
 
 
-def row(name: str, k: int | None, found: Figures, plain: Figures, on_gpu: bool) -> str:
+def row(
+    name: str, k: int | None, concurrency: int, found: Figures, plain: Figures, on_gpu: bool
+) -> str:
     positions = " ".join(f"{count / found.drafts:.2f}" for count in found.positions if found.drafts)
     rate = f"{found.rate / plain.rate:>8.2f}" if on_gpu else ""
-    return f"{name:14}{k or '':>3}{found.per_step:>13.2f}{rate}  {positions}"
+    return f"{name:14}{k or '':>3}{concurrency:>10}{found.per_step:>13.2f}{rate}  {positions}"
 
 
 def plot(path: Path, found: Mapping[str, Mapping[int, Figures]]) -> None:
@@ -129,6 +144,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="where prompts come from")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--k", type=int, nargs="*", default=[1, 2, 3, 4, 5, 6, 7])
+    parser.add_argument(
+        "--concurrency", type=int, nargs="*", default=[1], metavar="N", help="requests at a time"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
     here = machine.look({}, "/tmp")
@@ -140,16 +158,21 @@ def main() -> None:
         base["OPTION_KV_CACHE_MEMORY_BYTES"] = "512M"
     prompts = texts(options.text)
     print(f"{len(here.cpus)} CPUs, {len(here.gpus)} GPUs; {len(prompts)} prompts", flush=True)
-    plain = measured(base, prompts, options.tokens)
+    plain = measured(base, prompts, options.tokens, options.concurrency)
     ratio = "    rate ÷" if here.gpus else ""
-    print(f"{'':14}{'k':>3}{'tokens/step':>13}{ratio}  accepted at each position")
-    print(row("none", None, plain, plain, bool(here.gpus)), flush=True)
+    print(f"{'':14}{'k':>3}{'in flight':>10}{'tokens/step':>13}{ratio}  accepted at each position")
+    for each, figures in plain.items():
+        print(row("none", None, each, figures, figures, bool(here.gpus)), flush=True)
     found: dict[str, dict[int, Figures]] = {}
     for name, path in methods(options):
         for k in options.k:
-            figures = measured(base | drafted(path, k), prompts, options.tokens)
-            found.setdefault(name, {})[k] = figures
-            print(row(name, k, figures, plain, bool(here.gpus)), flush=True)
+            by_load = measured(
+                base | drafted(path, k), prompts, options.tokens, options.concurrency
+            )
+            for each, figures in by_load.items():
+                label = name if len(by_load) == 1 else f"{name}, {each} in flight"
+                found.setdefault(label, {})[k] = figures
+                print(row(name, k, each, figures, plain[each], bool(here.gpus)), flush=True)
     if options.plot:
         plot(options.plot, found)
 
