@@ -60,6 +60,18 @@ _EAGLE3 = (
     "Eagle3DeepseekV3ForCausalLM",
 )
 
+_SEES = "ForConditionalGeneration"
+"""How the architectures of models end that see or hear, most of them."""
+SEEING_WITH_EAGLE3 = (
+    *("CohereCompass", "Cosmos3", "Emu3", "Exaone4_5_", "Gemma4"),
+    *("Gemma4Unified", "HunYuanVL", "InternS1Pro", "InternS2Mobius", "InternS2Preview"),
+    *("KimiK25", "LightOnOCR", "Llama4", "Llava", "MiniCPMV4_6"),
+    *("MiniCPMV4_7", "Mistral3", "MuseGlimmer", "OpenCUA", "Pixtral"),
+    *("Qwen2_5_VL", "Qwen3ASR", "Qwen3OmniMoe", "Qwen3VL", "Qwen3VLMoe"),
+    *("Qwen3_5", "Qwen3_5Moe", "VibeVoiceAsr"),
+)
+"""Those that vLLM runs with an EAGLE-3 draft (SupportsEagle3), without that ending."""
+
 # What vLLM always runs as multi-token prediction layers when it is given as a draft.
 _MTP_TYPES = re.compile(
     r".*_mtp|mtp|bailing_hybrid|deepseek_v(3|32|4|41)|dots3_note|ernie4_5_moe|exaone_moe|exaone4_5.*"
@@ -285,6 +297,14 @@ def _eagle_faults(draft: Draft, target: ModelFacts) -> Iterator[str]:
         yield (
             f"vLLM 0.32 has no {draft.architecture} to run it with; use a draft with the "
             "architecture of Llama, as most have"
+        )
+    sees = next((it for it in target.architectures if it.endswith(_SEES)), None)
+    known_not = sees and sees.removesuffix(_SEES) not in SEEING_WITH_EAGLE3
+    if draft.method == "eagle3" and known_not:
+        yield (
+            f"vLLM 0.32 does not run {sees} with an EAGLE-3 draft; leave it out, or let n-grams of "
+            'the prompt guess (OPTION_SPECULATIVE_CONFIG={"method":"ngram",'
+            '"num_speculative_tokens":3,"prompt_lookup_max":4})'
         )
     aux = _aux(draft) if draft.method == "eagle3" else None
     yield from _width_faults(aux.width if aux else draft.facts.hidden_size, target)

@@ -309,6 +309,7 @@ NARROW_TENSORS = {
             SPECULATORS_TENSORS | {"mask_hidden": [1, 192]},
             {},
         ),
+        (EAGLE3, EAGLE3_TENSORS, {"architectures": ["Qwen3VLForConditionalGeneration"]}),
         (MEDUSA, {}, {}),
         ({"architectures": ["DFlashDraftModel"], "hidden_size": 32}, {}, {}),
         ({"model_type": "qwen3_5", "mtp_num_hidden_layers": 3, "vocab_size": 1}, {}, {}),
@@ -493,6 +494,14 @@ CHOSEN = "what vLLM chooses by itself, {}"
             SPECULATORS_TENSORS,
             {},
             "there is no tensor mask_hidden to guess in parallel with; use a draft that has it",
+        ),
+        (
+            EAGLE3,
+            EAGLE3_TENSORS,
+            {"architectures": ("Idefics3ForConditionalGeneration",)},
+            "vLLM 0.32 does not run Idefics3ForConditionalGeneration with an EAGLE-3 draft; leave "
+            "it out, or let n-grams of the prompt guess (OPTION_SPECULATIVE_CONFIG="
+            '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4})',
         ),
         (MEDUSA, {}, {"hidden_size": 32}, OTHER_WIDTH.format(64, 32)),
         (without(MEDUSA, "hidden_size"), {}, {}, OTHER_WIDTH.format(4096, 64)),

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from lmi_config.facts.draft import SEEING_WITH_EAGLE3
 from lmi_config.options.declared import LOAD_FORMATS
 from serving.server.prepare import PARTS
 
@@ -27,3 +28,32 @@ def test_the_load_formats_are_vllms():
     from vllm.model_executor.model_loader import LoadFormats
 
     assert {*LOAD_FORMATS} == {*get_args(LoadFormats)}
+
+
+def test_the_vision_models_that_vllm_runs_with_eagle3():
+    # By its sources: importing each model takes long, and packages that are not here.
+    spec = importlib.util.find_spec("vllm.model_executor.models")
+    assert spec
+    assert spec.origin
+    models = Path(spec.origin).parent
+    bases: dict[str, set[str]] = {}
+    registered: dict[str, str] = {}
+    for file in models.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = {ast.unparse(it).split("[")[0].split(".")[-1] for it in node.bases}
+                bases.setdefault(node.name, set()).update(names)
+    for node in ast.walk(ast.parse((models / "registry.py").read_text())):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
+                    registered[str(key.value)] = ast.literal_eval(value.elts[-1])
+
+    def has(name: str, base: str) -> bool:
+        return base in bases.get(name, ()) or any(has(it, base) for it in bases.get(name, ()))
+
+    seeing = {it: cls for it, cls in registered.items() if has(cls, "SupportsMultiModal")}
+    ending = "ForConditionalGeneration"
+    assert {it for it in seeing if it.endswith(ending) and has(seeing[it], "SupportsEagle3")} == {
+        f"{it}{ending}" for it in SEEING_WITH_EAGLE3
+    }
