@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What public documentation gives a container, given to ours: its arguments as they pass
+entrypoint.sh, its variables, the probe on its path, and a request on its endpoint.
+
+The manifest of HyperPod's documentation is applied as a whole in test_hyperpod.py.
+"""
+
+import os
+import shutil
+import subprocess
+from typing import Any, NamedTuple
+
+import pytest
+
+from lmi_config.options import arguments, settings
+from scripts.models import tiny
+from tests.e2e.conftest import PYTHON, ROOT, serving
+
+MOUNT = "/opt/ml/model"
+"""Where a container sees its model; what begins with it is the tiny model's folder here."""
+KEPT = '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'
+TOOLKITS = {
+    "MODEL_CACHE_ROOT": MOUNT,
+    "SAGEMAKER_CONTAINER_LOG_LEVEL": "20",
+    "SAGEMAKER_ENV": "1",
+    "SAGEMAKER_MODEL_SERVER_TIMEOUT": "3600",
+    "SAGEMAKER_MODEL_SERVER_WORKERS": "1",
+    "SAGEMAKER_PROGRAM": "inference.py",
+    "SAGEMAKER_SUBMIT_DIRECTORY": f"{MOUNT}/code",
+}
+CHAT = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 4}
+INPUTS = {"inputs": "import", "parameters": {"max_new_tokens": 4}}
+
+
+class Row(NamedTuple):
+    """args, environ: the container's. port: on which it would listen. probe, path: where it is
+    asked whether it is well, and for what. body: the request's.
+    """
+
+    args: tuple[str, ...]
+    environ: dict[str, str]
+    port: int
+    probe: str
+    path: str
+    body: dict[str, Any]
+
+
+ROWS = {
+    "HyperPod's KV cache notebook, with what the operator adds": Row(
+        (MOUNT, "--max-model-len", "4096", "--kv-transfer-config", KEPT),
+        {
+            **TOOLKITS,
+            "OPTION_ROLLING_BATCH": "vllm",
+            "NODE_IP": "127.0.0.1",
+            "LMCACHE_LOCAL_CPU": "true",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25",
+        },
+        8000,
+        "/health",
+        "/v1/chat/completions",
+        {"model": MOUNT, **CHAT},
+    ),
+    "vLLM on Kubernetes": Row(
+        ("vllm", "serve", MOUNT, "--host", "127.0.0.1", "--max-model-len", "4096", "-tp", "1"),
+        {},
+        8000,
+        "/health",
+        "/v1/completions",
+        {"model": MOUNT, "prompt": "import", "max_tokens": 4},
+    ),
+    "vLLM's server as a module": Row(
+        (
+            *("python3", "-m", "vllm.entrypoints.openai.api_server", "--model", MOUNT),
+            *("--served-model-name", "mine", "--max-model-len=4096"),
+        ),
+        {},
+        8000,
+        "/health",
+        "/v1/chat/completions",
+        {"model": "mine", **CHAT},
+    ),
+    "LMI's integration tests": Row(
+        ("serve", "-m", f"test=file:{MOUNT}/"),
+        {},
+        8080,
+        "/ping",
+        "/predictions/test",
+        INPUTS,
+    ),
+    "LMI's guide to endpoints": Row(
+        ("serve",),
+        {
+            "HF_MODEL_ID": MOUNT,
+            "OPTION_ROLLING_BATCH": "vllm",
+            "OPTION_MAX_ROLLING_BATCH_SIZE": "32",
+            "OPTION_MAX_MODEL_LEN": "4096",
+            "TENSOR_PARALLEL_DEGREE": "max",
+            "SERVING_MIN_WORKERS": "1",
+        },
+        8080,
+        "/ping",
+        "/invocations",
+        INPUTS,
+    ),
+    "AWS's container of vLLM": Row(
+        (),
+        {"SM_VLLM_MODEL": MOUNT, "SM_VLLM_MAX_MODEL_LEN": "4096", "SM_VLLM_DTYPE": "auto"},
+        8080,
+        "/ping",
+        "/invocations",
+        CHAT,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory):
+    """The model as it is mounted, with LMI's file beside it."""
+    folder = tmp_path_factory.mktemp("mounted") / "model"
+    shutil.copytree(tiny.make(), folder)
+    (folder / "serving.properties").write_text(
+        "engine=Python\noption.rolling_batch=vllm\noption.max_model_len=4096\n"
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_it_starts_as_it_is_and_answers(row, mounted, tmp_path):
+    def here(it: Any) -> Any:
+        return it.replace(MOUNT, mounted) if isinstance(it, str) else it
+
+    environ = {name: here(it) for name, it in row.environ.items()}
+    environ["SERVING_MODEL_STORE"] = mounted
+    words = passed_on([here(it) for it in row.args], tmp_path)
+    assert listens(words, environ) == row.port
+    environ["OPTION_KV_CACHE_MEMORY_BYTES"] = "64M"
+    with serving(tmp_path / "log", *PYTHON, *words, **environ) as it:
+        it.ready()
+        assert it.client.get(row.probe).status_code == 200
+        answer = it.client.post(row.path, json={key: here(it) for key, it in row.body.items()})
+        assert answer.status_code == 200, answer.text
+        if row.path == "/predictions/test":
+            assert it.client.get("/models/test").json()[0]["models"][0]["status"] == "Healthy"
+
+
+def passed_on(words, folder):
+    """What the real entrypoint.sh gives Python to run."""
+    shown = folder / "python"
+    shown.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    shown.chmod(0o755)
+    ended = subprocess.run(
+        [str(ROOT / "entrypoint.sh"), *words],
+        env={"PATH": os.environ["PATH"], "SLIPWAY_PYTHON": str(shown)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    program, words = ended.stdout.splitlines()[:3], ended.stdout.splitlines()[3:]
+    assert program == ["-P", "-m", "serving"]
+    return words
+
+
+def listens(words, environ):
+    """The port that the container would have; the tests' own comes from OPTION_PORT."""
+    of_vllm = arguments.of_vllm(words)
+    if of_vllm is not None:
+        environ = arguments.with_vllms_port(of_vllm, environ)
+    return settings.read(environ, arguments.read("serve", of_vllm or words[1:])).port
