@@ -187,6 +187,7 @@ def run_elsewhere(address: str, programs: Sequence[Sequence[str]]) -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # entrypoint.sh blocks some
     setproctitle.setproctitle(f"warm python: stands for {forked.pid}")
     code = forked.wait()
     if code < 0:
@@ -326,7 +327,11 @@ def _become(request: _Request) -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run a program as `python` does: -m and a module, or a file, and its arguments."""
+    """Run a program as `python` does: -m and a module, or a file, and its arguments. -P says
+    nothing here, as where modules are found is settled.
+    """
+    if arguments[0] == "-P":
+        arguments = arguments[1:]
     if arguments[0] == "-m":
         sys.argv = [*arguments[1:]]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

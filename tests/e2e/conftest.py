@@ -12,13 +12,16 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
+from scripts.harness import metrics
 from scripts.harness.process import (
     AS_ENTRYPOINT_SH,
     PYTHON_SERVES,
@@ -34,6 +37,7 @@ PYTHON = PYTHON_SERVES[:-1]
 __all__ = ["ROOT", "START_S", "Served", "serving"]
 
 _session = contextlib.ExitStack()
+_stopping: list[Future[None]] = []
 
 
 @functools.cache
@@ -42,10 +46,17 @@ def warm_python() -> WarmPython:
     return _session.enter_context(WarmPython("scripts.harness.warm_engine", Path(folder)))
 
 
+@functools.cache
+def _stopper() -> ThreadPoolExecutor:
+    return _session.enter_context(ThreadPoolExecutor())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _close_what_the_session_has() -> Iterator[None]:
     with _session:
         yield
+        for it in _stopping:
+            it.result()
 
 
 class Warm(Forkable):
@@ -73,10 +84,36 @@ class Served(Warm):
                 return float(line.rsplit(" ", 1)[1])
         raise LookupError(name)
 
+    def total(self, *names: str) -> float:
+        """The sum of these series, all read at once; 0 for those that are not there."""
+        text = self.client.get("/metrics").text
+        return sum(metrics.total(text, name) for name in names)
+
+    def counted(self) -> None:
+        """Wait until vLLM has counted all that it has answered: it does so a moment later, but
+        before its next answer.
+        """
+        self.invoke({"inputs": "a", "parameters": {"max_new_tokens": 1}}).raise_for_status()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The engine stands still, so that what it was given is certainly under way."""
+        (engine,) = self.children("VLLM::EngineCore")
+        engine.suspend()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.resume()
+
     def __exit__(self, *error: object) -> None:
+        """Another may start while this one stops, which is waiting more than work."""
         self.client.close()
         self.openai.close()
-        super().__exit__(*error)
+        if self.process.poll() is None:
+            self.children()
+            self.process.terminate()
+        _stopping.append(_stopper().submit(super().__exit__, *error))
 
 
 def serving(log: Path, *command: str, warm: Any = True, **environ: str) -> Served:

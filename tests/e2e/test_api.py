@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The APIs on the real engine with a tiny model."""
 
+import asyncio
 import json
-import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
+
+from scripts.harness.wait import until, until_async
 
 SECRET = "xyzzy plugh"
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -161,9 +163,7 @@ BAD = [
 
 @pytest.mark.parametrize(("path", "body", "status", "names"), BAD)
 def test_bad_requests_are_told_fast_and_never_repeat_the_prompt(server, path, body, status, names):
-    began = time.monotonic()
-    answer = server.client.post(path, json=body)
-    assert time.monotonic() - began < 20
+    answer = server.client.post(path, json=body, timeout=60)
     assert answer.status_code == status, answer.text
     told = answer.json()
     assert names in (told["error"] if path == "/invocations" else told["error"]["message"])
@@ -191,20 +191,18 @@ def test_malformed_bodies(server):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/invocations", "/v1/completions"])
 def test_a_client_that_leaves_frees_the_engine(server, path, stream):
+    """It is ended, not finished: fewer tokens are generated than were asked for."""
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
-    began = time.monotonic()
-    with httpx.Client(base_url=server.url) as leaving:
-        if stream:
-            with leaving.stream("POST", path, json=body, timeout=60) as answer:
-                next(answer.iter_bytes())
-                assert server.metric("vllm:num_requests_running") == 1
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                leaving.post(path, json=body, timeout=1)
-    while server.metric("vllm:num_requests_running") > 0:
-        assert time.monotonic() - began < 60
-        time.sleep(0.1)
-    # It was ended, not finished: 4,000 tokens take longer than this even on a fast machine.
-    tokens = server.metric("vllm:generation_tokens_total")
-    time.sleep(1)
-    assert server.metric("vllm:generation_tokens_total") == tokens
+    running, generated = "vllm:num_requests_running", "vllm:generation_tokens_total"
+    server.counted()
+    before = server.metric(generated)
+
+    async def leave():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asked = asyncio.create_task(client.post(path, json=body))
+            await until_async(lambda: server.metric(running) == 1, every=0.05)
+            asked.cancel()
+
+    asyncio.run(leave())
+    until(lambda: server.metric(running) == 0)
+    assert server.metric(generated) < before + 4000

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from moto.server import ThreadedMotoServer
 
+from scripts.harness.wait import until
 from scripts.models import tiny
 from serving import folders
 from tests.cgroups import killed, limited
@@ -118,8 +119,8 @@ def test_it_answers_and_fills_its_tiers_without_an_oom_kill(served, folder, grou
             "parameters": {"max_new_tokens": 4},
         }
         assert served.invoke(body).status_code == 200
-    assert served.metric("vllm:external_prefix_cache_queries_total") > 12 * 2000
-    assert list((folder / "kv").rglob("*.data"))
+    until(lambda: served.metric("vllm:external_prefix_cache_queries_total") > 12 * 2000)
+    until(lambda: list((folder / "kv").rglob("*.data")))
     assert killed(group) == 0
 
 

@@ -66,7 +66,7 @@ class Followed:
         self.task = asyncio.create_task(Follower(self.index, "a", sources).run())
 
     async def until(self, reached):
-        await until_async(lambda: self.task.done() or reached(), 20)
+        await until_async(lambda: self.task.done() or reached())
         assert not self.task.done()
 
     async def ask(self, path, body, adapter=None):
@@ -149,9 +149,11 @@ async def test_what_the_engine_evicts_is_gone(followed):
 async def test_one_who_comes_late_reads_the_log(followed, served, tokenizer):
     body = {"prompt": f"early {TEXT}", **SHORT}
     await followed.ask(COMPLETIONS, body)
+    await followed.until(lambda: followed.index.sizes)
+    keys = await followed.chain(COMPLETIONS, body)
+    await followed.until(lambda: followed.matched(keys) == len(keys))
     late = Followed(served, tokenizer)
     await late.until(lambda: late.index.follows("a"))
-    keys = await late.chain(COMPLETIONS, body)
     assert late.matched(keys) == len(keys)
     late.task.cancel()
     await asyncio.gather(late.task, return_exceptions=True)

@@ -2,9 +2,9 @@
 """The cache server and the shared store are killed and stopped while loads from them are under way.
 
 No request may fail, no engine may end, and every text is that of before. In float32, as how a
-prompt is cut up decides between near ties in 16 bits. For a longer run:
+prompt is cut up decides between near ties in 16 bits. For a longer run, of all tiers:
 
-    SLIPWAY_KV_KILLS=150 SLIPWAY_KV_STOPS=30 python -m pytest -s tests/e2e/test_kv_faults.py
+    SLIPWAY_KV_KILLS=150 SLIPWAY_KV_STOPS=30 python -m pytest -s -m "" tests/e2e/test_kv_faults.py
 """
 
 import contextlib
@@ -115,7 +115,9 @@ def cache_server(served: Served) -> psutil.Process:
 
 
 @pytest.mark.timeout(60 + 40 * (KILLS + STOPS) + BACK_S * 2)
-@pytest.mark.parametrize("tier", YAML)
+@pytest.mark.parametrize(
+    "tier", [pytest.param(it, marks=[pytest.mark.nightly] * (it != "store")) for it in YAML]
+)
 def test_faults_of_the_tiers_fail_nothing(tier, tiny_options, tmp_path):
     drawn = random.Random(tier)
     (tmp_path / "lmcache.yaml").write_text(YAML[tier].format(folder=tmp_path))

@@ -14,7 +14,7 @@ SEQUENCES = 8
 SHARE = 10  # that many, and a quarter more
 QUEUE = 64
 CLIENTS = 512
-DEADLINE_S = 60
+DEADLINE_S = 300  # of a machine that does much else; who would wait for longer is refused
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -32,39 +32,39 @@ def small(tiny_options, tmp_path_factory):
 
 
 def engine(it):
-    running, waiting = "vllm:num_requests_running", "vllm:num_requests_waiting"
-    return it.metric(running) + it.metric(waiting)
+    return it.total("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 def test_512_clients_and_a_queue_of_64(small):
     async def ask(client, number):
         prompt, stream = f"import {number}", number % 4 == 3
         if number % 2:
-            parameters = {"max_new_tokens": 150, "ignore_eos_token": True}
+            parameters = {"max_new_tokens": 50, "ignore_eos_token": True}
             body = {"inputs": prompt, "parameters": parameters, "stream": stream}
             return await client.post("/invocations", json=body)
-        body = {"prompt": prompt, "max_tokens": 150, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": 50, "ignore_eos": True}
         return await client.post("/v1/completions", json=body)
+
+    refused = 'slipway_requests_refused_total{reason="queue_full"}'
+    before = small.metric(refused)
+
+    def all_know():
+        inside = [small.metric(f"slipway_requests_{name}") for name in ("in_flight", "queued")]
+        return [*inside, small.metric(refused) - before] == [SHARE, QUEUE, CLIENTS - SHARE - QUEUE]
 
     async def all_at_once():
         limits = httpx.Limits(max_connections=CLIENTS)
         async with httpx.AsyncClient(
             base_url=small.url, timeout=DEADLINE_S, limits=limits
         ) as client:
-            asked = asyncio.gather(*(ask(client, number) for number in range(CLIENTS)))
-            most = queued = 0.0
-            while not asked.done():
-                most = max(most, await asyncio.to_thread(engine, small))
-                found = await asyncio.to_thread(small.metric, "slipway_requests_queued")
-                queued = max(queued, found)
-            return await asked, most, queued
+            with small.held():
+                asked = asyncio.gather(*(ask(client, number) for number in range(CLIENTS)))
+                await asyncio.to_thread(until, all_know, DEADLINE_S)
+            return await asked
 
-    answers, most, queued = asyncio.run(all_at_once())
+    answers = asyncio.run(all_at_once())
     told = {status: sum(it.status_code == status for it in answers) for status in (200, 503)}
-    assert sum(told.values()) == CLIENTS, {it.status_code for it in answers}
-    assert told[200] >= QUEUE + SHARE
-    assert 0 < most <= SHARE
-    assert queued <= QUEUE
+    assert told == {200: SHARE + QUEUE, 503: CLIENTS - SHARE - QUEUE}
     for answer in answers:
         if answer.status_code == 503:
             assert int(answer.headers["retry-after"]) >= 1
@@ -93,27 +93,35 @@ def test_clients_that_leave_while_they_wait_and_after(small):
                 it.cancel()
 
     asyncio.run(leave())
-    until(lambda: engine(small) == 0)
-    assert small.metric("slipway_requests_queued") == 0
-    until(lambda: small.metric("slipway_requests_in_flight") == 0)
+    left = "slipway_requests_queued", "slipway_requests_in_flight"
+    until(lambda: small.total(*left) == engine(small) == 0)
 
 
 def test_a_retry_is_not_computed_again(small):
     """As boto3 does it: the connection is closed after a time-out, and the request sent again."""
-    before = small.metric("vllm:prompt_tokens_total")
-    once = small.metric("slipway_requests_deduplicated_total")
+    computed, shared = "vllm:prompt_tokens_total", "slipway_requests_deduplicated_total"
+    small.counted()
+    before, once = small.metric(computed), small.metric(shared)
     headers = {"X-Amzn-SageMaker-Inference-Id": "3f9d"}
-    body = {"prompt": "a b c d e f g h", "max_tokens": 2000, "ignore_eos": True}
-    tries, answer = 0, None
-    while not answer:
-        tries += 1
-        try:
-            with httpx.Client(base_url=small.url) as client:
-                answer = client.post("/v1/completions", json=body, headers=headers, timeout=1)
-        except httpx.ReadTimeout:
-            assert tries < DEADLINE_S
+    body = {"prompt": "a b c d e f g h", "max_tokens": 20, "ignore_eos": True}
+
+    def ask(client):
+        return client.post("/v1/completions", json=body, headers=headers)
+
+    async def insist():
+        async with httpx.AsyncClient(base_url=small.url, timeout=DEADLINE_S) as client:
+            with small.held():
+                for n in range(3):
+                    asked = asyncio.create_task(ask(client))
+                    known = ("slipway_requests_in_flight", 1), (shared, once + n)
+                    for name, count in known:
+                        await asyncio.to_thread(until, lambda k=name, c=count: small.metric(k) == c)
+                    if n < 2:
+                        asked.cancel()
+            return await asked
+
+    answer = asyncio.run(insist())
     assert answer.status_code == 200
     usage = answer.json()["usage"]
-    assert usage["completion_tokens"] == 2000
-    assert small.metric("vllm:prompt_tokens_total") == before + usage["prompt_tokens"]
-    assert small.metric("slipway_requests_deduplicated_total") == once + tries - 1 > once
+    assert usage["completion_tokens"] == 20
+    until(lambda: small.metric(computed) == before + usage["prompt_tokens"])

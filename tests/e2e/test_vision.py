@@ -88,8 +88,10 @@ def test_tenants_share_no_images_in_the_engines_caches(seeing):
     """Else the time to an answer tells whether somebody has sent the same image."""
 
     def hits(tenant):
+        seeing.counted()
         before = seeing.metric("vllm:mm_cache_hits_total")
         assert answered(seeing, tenant, png("green"))[0] == 200
+        seeing.counted()
         return seeing.metric("vllm:mm_cache_hits_total") - before
 
     assert [hits(tenant) for tenant in ("a", "a", "b", "b")] == [0, 1, 0, 1]

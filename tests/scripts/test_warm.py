@@ -100,6 +100,18 @@ def test_it_ends_as_its_program_does(start, tmp_path, code, expected):
     process.kill()  # which is no error
 
 
+def test_a_program_that_takes_pythons_place_hears_signals(python, tmp_path):
+    """As `entrypoint.sh` starts it: with -P, and with signals blocked until it can hear them."""
+    it = python.executable(["-P", *PROGRAM])
+    command = ["env", "--block-signal=TERM", it, "-P", *PROGRAM, f"print({WARM}); {WAIT}"]
+    with log(tmp_path).open("wb") as output:
+        process = subprocess.Popen(command, env=ENVIRON, stdout=output)
+    assert said(tmp_path) == "there"
+    assert "True" in log(tmp_path).read_text()
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+
+
 def test_a_program_can_be_a_file(python, tmp_path):
     (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
     with log(tmp_path).open("wb") as output:

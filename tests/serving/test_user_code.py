@@ -203,7 +203,7 @@ async def test_an_output_formatter_that_raises(formatted):
         ("spin", "it took longer than 3 s; OPTION_FORMATTER_TIMEOUT sets the limit"),
         ("allocate", "MemoryError"),
         ("die", "the process of model.py ended"),
-        ("exit", "SystemExit: enough (model.py, line 25)"),
+        ("exit", "SystemExit: enough (model.py, line 23)"),
     ],
 )
 @with_code("misbehaving")

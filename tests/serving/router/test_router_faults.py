@@ -294,7 +294,8 @@ async def test_idle_connections(told, count):
                 connection.close()
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.nightly)])
+# More would fill what the kernel has for TCP: each takes 8 MB of it, on its way.
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.nightly)])
 async def test_slow_readers(told, count):
     sent = 0
 
