@@ -66,7 +66,7 @@ def make(method: str, **more: Any) -> Path:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as fast as two for matrices so small
         try:
-            train(tiny.make(), folder, method=method, **TINY, **more)
+            train(tiny.make(), folder, method=method, **{**TINY, **more})
         finally:
             torch.set_num_threads(threads)
 

@@ -25,7 +25,7 @@ def s3(tmp_path):
 
 
 def test_the_example_in_the_documentation(tiny_options, s3, monkeypatch):
-    monkeypatch.setenv("SLIPWAY_PYTHON", sys.executable)
+    monkeypatch.setenv("SLIPWAY_PYTHON", warm_python().executable(["-P", "-m", "serving"]))
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
     with running(s3=s3, **limits) as url:
         ended = subprocess.run(
