@@ -1018,6 +1018,11 @@ def vllm_options() -> Mapping[str, Reader]:
     return {**found, **positive, **written}
 
 
+def vllm_knows(name: str) -> tuple[str, ...]:
+    """The words that vLLM itself has for an option whose plugins can bring more."""
+    return tuple(_listed()[name]["known"])
+
+
 @functools.cache
 def flags() -> Mapping[str, tuple[str, Reader | None]]:
     """Flag → the variable that means the same, and its reader; None where it does nothing."""

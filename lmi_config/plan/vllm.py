@@ -8,7 +8,7 @@ from typing import Any
 from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
-from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings
+from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings, vllm_knows
 from lmi_config.options.settings import SettingsError, traces_protocol
 from lmi_config.plan.parallelism import Parallelism
 
@@ -76,13 +76,16 @@ def options(
     for name in PARSERS:
         if found.get(name) == NO_PARSER:
             del found[name]
-    if faults := [*_flags(settings, found), *_incomplete(settings, found)]:
+    faults = [*_flags(settings, found), *_incomplete(settings, found), *_unknown(settings, found)]
+    if faults:
         raise SettingsError(faults)
     return found
 
 
 PARSERS = {"tool_call_parser": "tools", "reasoning_parser": "reasoning"}
 """vLLM's options that name a parser → what of Chat decides where nobody has set them."""
+_PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
+"""... → the option whose file may bring more of them."""
 NO_PARSER = "none"
 
 
@@ -129,6 +132,15 @@ def _incomplete(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]
         if options.get(name) and not options.get(needed):
             origin = settings.origins.get(name, f"OPTION_{name.upper()}")
             yield f"{origin}: vLLM refuses it without OPTION_{needed.upper()}; set both or neither"
+
+
+def _unknown(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
+    """Parsers that vLLM does not have: a sentence each."""
+    for name, plugin in _PLUGINS.items():
+        word = options.get(name)
+        if word and not options.get(plugin) and word not in (known := vllm_knows(name)):
+            origin = settings.origins.get(name, f"OPTION_{name.upper()}")
+            yield f"{origin}={word!r:.80}: vLLM has no such parser, but {', '.join(known)}"
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:

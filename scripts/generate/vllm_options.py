@@ -42,6 +42,8 @@ def kind(action: argparse.Action) -> str:
 
 def options() -> dict[str, dict[str, object]]:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     found: dict[str, dict[str, object]] = {}
@@ -54,6 +56,9 @@ def options() -> dict[str, dict[str, object]]:
             found[action.dest]["choices"] = sorted(choices)
         if short := [it for it in action.option_strings if not it.startswith("--")]:
             found[action.dest]["short"] = short[0]
+    # A plugin can bring more, so these are no choices.
+    found["tool_call_parser"]["known"] = sorted(ToolParserManager.list_registered())
+    found["reasoning_parser"]["known"] = sorted(ReasoningParserManager.list_registered())
     return dict(sorted(found.items()))
 
 

@@ -233,6 +233,15 @@ def test_what_vllm_refuses_without_another_option_is_refused_by_the_plan(environ
         command(environ, machine())
 
 
+@pytest.mark.parametrize("kind", ["TOOL_CALL", "REASONING"])
+def test_a_parser_that_vllm_does_not_have_is_refused_by_the_plan(kind):
+    environ = {f"OPTION_{kind}_PARSER": "qwen"}
+    with pytest.raises(SettingsError, match=f"OPTION_{kind}_PARSER='qwen': .*, mistral, "):
+        command(environ, machine())
+    plugin = {f"OPTION_{kind.removesuffix('_CALL')}_PARSER_PLUGIN": "/a/plugin.py"}
+    assert any("parser=qwen" in it for it in command(environ | plugin, machine()))
+
+
 def test_an_empty_list_is_no_argument():
     assert not any(
         "domains" in it for it in command({"SM_VLLM_ALLOWED_MEDIA_DOMAINS": "[]"}, machine())
