@@ -148,7 +148,7 @@ def exported(all_three):
         names = {name for part in parts for name in part}
         return {name: set().union(*(part.get(name, ()) for part in parts)) for name in names}
 
-    until(lambda: composed.of_the_dashboard() <= now().keys(), 20, every=0.5)
+    until(lambda: composed.of_the_dashboard() <= now().keys(), every=0.5)
     return now()
 
 
