@@ -15,6 +15,7 @@ import pytest
 
 from lmi_config.options.declared import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
 from scripts.models import tiny_lora
+from serving.protocol import ENGINE_PATHS
 from tests.e2e.conftest import ROOT, serving
 
 PROMPT = {"prompt": "An import", "max_tokens": 4}
@@ -40,7 +41,7 @@ def routes(router, prefix=""):
 print("ROUTES" + json.dumps(sorted(set(routes(app)))))
 """
 OURS = {
-    *(("POST", f"/v1/{name}") for name in ("chat/completions", "completions", "embeddings")),
+    *(("POST", path) for path in ENGINE_PATHS),
     *(("GET", "/v1/models"), ("GET", "/kv_event_sources"), ("GET", "/metrics")),
     *(("HEAD", "/metrics"), ("POST", "/invocations"), ("GET", "/health"), ("HEAD", "/health")),
     *((method, "/ping") for method in ("GET", "POST", "HEAD")),
