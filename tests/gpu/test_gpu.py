@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has to hold on a GPU before anything else is worth measuring there."""
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lmi_config.facts.machine import KV
+from scripts.eagle import train
+from scripts.harness.wait import until
+from scripts.models import tiny, tiny_lora
+from tests.e2e.test_kv_tiers import LMCACHE, ask, prompt
+from tests.e2e.test_speculative import HEADER
+from tests.gpu.conftest import FOUND, ON_CPU, start
+
+PROMPTS = ["The import statement", "An object", "for value in", "class"]
+TOKENS = 24
+
+
+def generated(served, text, adapter=None, tokens=TOKENS):
+    parameters = {"max_new_tokens": tokens, "do_sample": False, "ignore_eos_token": True}
+    headers = {HEADER: adapter} if adapter else {}
+    answer = served.invoke({"inputs": text, "parameters": parameters}, **headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["generated_text"]
+
+
+@pytest.fixture(scope="module")
+def server(options, tmp_path_factory):
+    with start(tmp_path_factory.mktemp("plain") / "log", **options) as served:
+        served.ready()
+        yield served
+
+
+def test_greedy_answers_are_those_of_a_cpu(server):
+    """The tiny model's greedy answers are those of transformers, computed on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.make())
+    model = AutoModelForCausalLM.from_pretrained(tiny.make(), dtype=torch.float32)
+    for text in PROMPTS:
+        given = tokenizer(text, return_tensors="pt")
+        found = model.generate(
+            **given, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
+        )
+        new = found[0, given["input_ids"].shape[1] :]
+        expected = tokenizer.decode(new, skip_special_tokens=True)
+        # Of a last character that is not whole vLLM sends nothing.
+        assert generated(server, text) == expected.rstrip("\ufffd")
+
+
+@pytest.mark.parametrize("clients", [1, 8])
+def test_rate(server, clients, record_property):
+    """Tokens a second of the tiny model, by one client and by eight: mostly overhead."""
+    generated(server, "warm", tokens=8)
+    each = 128
+    began = time.monotonic()
+    with ThreadPoolExecutor(clients) as pool:
+        [*pool.map(lambda number: generated(server, f"{number}", tokens=each), range(clients))]
+    rate = clients * each / (time.monotonic() - began)
+    record_property("tokens_per_second", round(rate))
+
+
+def test_sigterm_under_load_loses_nothing(options, tmp_path):
+    """SIGTERM with eight requests running: each is answered whole, and the exit code is 0."""
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    with start(tmp_path / "log", **options) as served, ThreadPoolExecutor(8) as pool:
+        served.ready()
+        asked = [pool.submit(served.client.post, "/v1/completions", json=body) for _ in range(8)]
+        until(lambda: served.metric("vllm:num_requests_running") > 0)
+        served.process.send_signal(signal.SIGTERM)
+        answered = [it.result() for it in asked]
+        assert served.process.wait(40) == 0
+        assert served.left_behind() == []
+    done = [it.json()["usage"]["completion_tokens"] for it in answered if it.status_code == 200]
+    refused = [it.status_code for it in answered if it.status_code != 200]
+    assert done
+    assert {*done} == {200}
+    assert {*refused} <= {503}
+
+
+def test_a_killed_engine_ends_the_server(options, tmp_path):
+    """SIGKILL of the engine's core: the server ends with exit code 1 and leaves no process."""
+    with start(tmp_path / "log", **options) as served:
+        served.ready()
+        (engine,) = served.children("VLLM::EngineCore")
+        engine.kill()
+        assert served.process.wait(60) == 1
+        assert served.left_behind() == []
+
+
+def test_adapters_beside_the_base(options, tmp_path):
+    """Two LoRA adapters and the base in one batch answer as each does alone."""
+    for seed, name in enumerate(("one", "two"), 1):
+        tiny_lora.write(tmp_path / "adapters" / name, seed)
+    more = {
+        "OPTION_ENABLE_LORA": "true",
+        "OPTION_MAX_LORAS": "2",
+        "OPTION_ADAPTER_ROOTS": str(tmp_path / "adapters"),
+    }
+    with start(tmp_path / "log", **options, **more) as served:
+        served.ready()
+        for name in ("one", "two"):
+            where = {"name": name, "src": str(tmp_path / "adapters" / name)}
+            assert served.client.post("/adapters", params=where).status_code == 200
+        asked = [(text, adapter) for text in PROMPTS for adapter in (None, "one", "two")]
+        alone = [generated(served, *it) for it in asked]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            together = [*pool.map(lambda it: generated(served, *it), asked)]
+        assert together == alone
+        assert len({*alone[:3]}) == 3
+
+
+def test_tiers(options, tmp_path, record_property):
+    """KV tiers in memory and on disk: a hit answers as the miss did, also after a restart."""
+    (tmp_path / "lmcache.yaml").write_text(LMCACHE.format(folder=tmp_path, l1=0.3))
+    more = {
+        "OPTION_ENABLE_PREFIX_CACHING": "false",
+        "OPTION_LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml"),
+    }
+    with start(tmp_path / "log", **options, **more) as served:
+        served.ready()
+        text, cached = ask(served, prompt("one"))
+        assert cached == 0
+        again, cached = ask(served, prompt("one"))
+        assert (again, cached > 0) == (text, True)
+        record_property("cached_tokens", cached)
+        until(lambda: [*(tmp_path / "kv" / KV).rglob("*.data")])
+    with start(tmp_path / "log", **options, **more) as served:
+        served.ready()
+        again, cached = ask(served, prompt("one"))
+        assert (again, cached > 0) == (text, True)
+
+
+def test_eagle3(server, options, tmp_path):
+    """An EAGLE-3 draft from the trainer: some of its tokens are right, and the answers the same."""
+    more = {"OPTION_SPECULATIVE_DRAFT_MODEL": str(train.make("eagle3"))}
+    with start(tmp_path / "log", **options, **more) as served:
+        served.ready()
+        for text in PROMPTS:
+            assert generated(served, text) == generated(server, text)
+        assert served.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+@pytest.mark.skipif(not ON_CPU and len(FOUND.shown) < 2, reason="there is only one GPU")
+def test_two_ranks(options, tmp_path):
+    """Tensor parallelism over two devices: both have a worker, and stream and whole agree."""
+    with start(tmp_path / "log", **{**options, "OPTION_TENSOR_PARALLEL_DEGREE": "2"}) as served:
+        served.ready()
+        assert len(served.children("VLLM::Worker")) == 2
+        parameters = {"max_new_tokens": 8, "do_sample": False}
+        body = {"inputs": "An import", "parameters": parameters}
+        whole = served.invoke(body).json()["generated_text"]
+        assert served.lines({**body, "stream": True})[-1]["generated_text"] == whole
