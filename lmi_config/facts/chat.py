@@ -10,7 +10,8 @@ fits has none: a wrong parser takes a part of the answer away.
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lmi_config.facts.model import Checkpoint, ModelError, json_object
 
@@ -129,38 +130,28 @@ _REASONING = (
 
 def look(checkpoint: Checkpoint, model_type: str | None, template: str | None = None) -> Chat:
     """What the model's files say of its formats. template: what is used in place of its own."""
-    text = "\n".join(_templates(checkpoint)) if template is None else template
     if template is None and "tekken.json" in checkpoint.sizes:
         # vLLM then takes Mistral's own tokenizer, which has templates in its code.
         return Chat(tools=Parser("mistral", "it has Mistral's own tokenizer, tekken.json"))
-    vocabulary = _Vocabulary(checkpoint)
+    tokenizer = _object(checkpoint, "tokenizer_config.json")
+    if template is None:
+        template = "\n".join(_templates(checkpoint, tokenizer))
+    # They may be in a large file, which only some rules need.
+    tokens = functools.cache(lambda: frozenset(_added(checkpoint, tokenizer)))
     return Chat(
-        _first(_TOOLS, text, model_type or "", vocabulary),
-        _first(_REASONING, text, model_type or "", vocabulary),
+        _first(_TOOLS, template, model_type or "", tokens),
+        _first(_REASONING, template, model_type or "", tokens),
     )
 
 
-class _Vocabulary:
-    """The special tokens, read when first asked for."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._tokens: Collection[str] | None = None
-
-    def __contains__(self, token: str) -> bool:
-        if self._tokens is None:
-            self._tokens = frozenset(_added(self._checkpoint))
-        return token in self._tokens
-
-
 def _first(
-    rules: Iterable[_Rule], template: str, model_type: str, vocabulary: _Vocabulary
+    rules: Iterable[_Rule], template: str, model_type: str, tokens: Callable[[], Collection[str]]
 ) -> Parser | None:
     for rule in rules:
         if (
             (not rule.types or model_type.startswith(rule.types))
             and all(mark in template for mark in rule.marks)
-            and all(token in vocabulary for token in rule.tokens)
+            and all(token in tokens() for token in rule.tokens)
         ):
             named = [f"its chat template has {rule.marks[0]}"] if rule.marks else []
             named += [f"model_type {model_type}"] if rule.types else []
@@ -168,7 +159,7 @@ def _first(
     return None
 
 
-def _templates(checkpoint: Checkpoint) -> Iterable[str]:
+def _templates(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Iterable[str]:
     """All chat templates, as transformers keeps them.
 
     One in a file or in the tokenizer's or the processor's configuration, or several with names.
@@ -179,8 +170,8 @@ def _templates(checkpoint: Checkpoint) -> Iterable[str]:
         ):
             content = checkpoint.head(name, min(size, _LONGEST_TEMPLATE)) if size else b""
             yield content.decode("utf-8", "replace")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        match _object(checkpoint, name).get("chat_template"):
+    for configuration in (_object(checkpoint, "chat_template.json"), tokenizer):
+        match configuration.get("chat_template"):
             case str(template):
                 yield template
             case [*several]:
@@ -189,10 +180,10 @@ def _templates(checkpoint: Checkpoint) -> Iterable[str]:
                         yield each["template"]
 
 
-def _added(checkpoint: Checkpoint) -> Iterable[str]:
+def _added(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Iterable[str]:
     """The tokens that were added to the vocabulary by hand, special ones among them."""
     yield from _object(checkpoint, "added_tokens.json")
-    entries = _object(checkpoint, "tokenizer_config.json").get("added_tokens_decoder")
+    entries = tokenizer.get("added_tokens_decoder")
     if isinstance(entries, dict) and entries:
         listed = [*entries.values()]
     else:

@@ -237,18 +237,19 @@ def hits(url: str) -> Hits:
     )
 
 
-def ask(url: str, options: argparse.Namespace, folder: Path) -> tuple[Round, Round, Hits]:
-    """Both rounds on one server, and where the second's prompts came from."""
-    fill = load(url, options, folder)
+def fill_up(url: str, options: argparse.Namespace, folder: Path) -> Round:
+    """The first round, and the pause after it."""
+    filled = load(url, options, folder)
     time.sleep(max(options.pause, COUNTED_S))
+    return filled
+
+
+def ask_again(url: str, options: argparse.Namespace, folder: Path) -> tuple[Round, Hits]:
+    """The query round, and where its prompts came from."""
     before = hits(url)
     query = load(url, options, folder, options.repeat)
     time.sleep(COUNTED_S)
-    return fill, query, difference(before, hits(url))
-
-
-def difference(before: Hits, after: Hits) -> Hits:
-    return Hits(*(late - early for early, late in zip(before, after, strict=True)))
+    return query, Hits(*(late - early for early, late in zip(before, hits(url), strict=True)))
 
 
 def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Namespace) -> Measured:
@@ -266,19 +267,14 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
             store = kept.enter_context(ValkeyServer(save=""))
             asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store.port}"
         server = serve(logs / f"{arm}.log")
-        fill = load(server.url, options, folder)
-        time.sleep(max(options.pause, COUNTED_S))
+        fill = fill_up(server.url, options, folder)
         if arm in TWO_SERVERS:
             servers.close()
             if arm == "slow":
                 link = kept.enter_context(slow_link(store.port, options.slow_link * 1e6))
                 asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{link}"
             server = serve(logs / f"{arm}-second.log")
-        before = hits(server.url)
-        query = load(server.url, options, folder, options.repeat)
-        time.sleep(COUNTED_S)
-        after = hits(server.url)
-    found = difference(before, after)
+        query, found = ask_again(server.url, options, folder)
     faults = [f"{arm}: {fault}" for done in (fill, query) for fault in done.faults]
     if arm in HIT and not found.tiers:
         faults.append(f"{arm}: not one token came from the tiers; --logs keeps the server's log")
@@ -311,7 +307,8 @@ def sweep(environ: dict[str, str], sizes: Room, options: argparse.Namespace) -> 
             warm_up(server.url, options.length)
             for times in options.sweep:
                 options.documents = round(times * held)
-                fill, query, hit = ask(server.url, options, folder)
+                fill = fill_up(server.url, options, folder)
+                query, hit = ask_again(server.url, options, folder)
                 faults += [f"{arm}, {times:g}: {fault}" for fault in fill.faults + query.faults]
                 found[arm].append((query, hit))
                 print(f"{arm}: {options.documents} documents", file=sys.stderr, flush=True)

@@ -114,9 +114,8 @@ async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]
 def _may_have_code(deployment: Deployment) -> bool:
     """Whether there may be a model.py, which may be the whole service and need no vLLM."""
     settings = deployment.plan.settings
-    if settings.entry_point == FILE or any(
-        (place / FILE).is_file() for place in (settings.model_folder,) if place
-    ):
+    folder = settings.model_folder
+    if settings.entry_point == FILE or (folder and (folder / FILE).is_file()):
         return True
     return not isinstance(deployment.model, Hub) and FILE in deployment.model.checkpoint().sizes
 

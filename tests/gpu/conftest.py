@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from lmi_config.facts import gpus
-from scripts.models import tiny
-from tests.e2e.conftest import ROOT, Served, serving
+from tests.e2e.conftest import ROOT, Served, serving, tiny_options
+
+__all__ = ["tiny_options"]  # a fixture
 
 ON_CPU = os.environ.get("SLIPWAY_GPU_SUITE") == "cpu"
 FOUND = gpus.look(os.environ)
@@ -112,15 +113,9 @@ def _needs_a_gpu() -> None:
 
 
 @pytest.fixture(scope="session")
-def options() -> dict[str, str]:
-    """The tiny model; in float32, where the rest of a batch does not decide between near ties."""
-    return {
-        "OPTION_MODEL_ID": str(tiny.make()),
-        "OPTION_MAX_MODEL_LEN": "4096",
-        "OPTION_KV_CACHE_MEMORY_BYTES": "256M",
-        "OPTION_DTYPE": "float32",
-        "OPTION_TENSOR_PARALLEL_DEGREE": "1",
-    }
+def options(tiny_options) -> dict[str, str]:
+    """In float32, where the rest of a batch does not decide between near ties."""
+    return {**tiny_options, "OPTION_DTYPE": "float32", "OPTION_TENSOR_PARALLEL_DEGREE": "1"}
 
 
 def start(log: Path, **environ: str) -> Served:
