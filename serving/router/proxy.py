@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 CONNECT_S = 3.0
 FIRST_PROBE_S = 3.0
 """A router that has just started lets requests wait so long to learn which replicas can serve."""
-RETRIED = frozenset((429, 502, 503))
+REFUSED = frozenset((429, 503))
+"""What a replica answers that has not begun the work: it has too much of it, or is stopping."""
+RETRIED = REFUSED | {502}
 """What another replica may answer otherwise. Other statuses are about the request; so is 504: after
 all the work that a replica has put into it in vain, the next one would do the same.
 """
@@ -250,13 +252,15 @@ class ProxiedRequest:
         metrics.RETRIES.labels(reason).inc()
         self._choose(failure)
 
-    def _take_retry(self) -> bool:
-        """Spend a retry of the budget, if the request can be sent once more, and to whom."""
+    def _take_retry(self, *, refused: bool = False) -> bool:
+        """Spend a retry of the budget, if the request can be sent once more, and to whom. refused:
+        whether the replica has answered that it did not take it.
+        """
         return (
             not self._over
             and self._request.repeatable
             # A replica that has failed may have begun a session already, and so would the next one.
-            and not (self._sent and self._features.begins_session)
+            and (refused or not (self._sent and self._features.begins_session))
             and len(self._tried) < TRIES
             and bool(
                 self._routing.pool.candidates(self._features.adapter, self._tried, time.monotonic())
@@ -309,7 +313,7 @@ class ProxiedRequest:
         assert replica
         now = time.monotonic()
         replica.breaker.answered(status, now)
-        if status in RETRIED and self._take_retry():
+        if status in RETRIED and self._take_retry(refused=status in REFUSED):
             self._upstream = None  # it looks after itself
             self._leave_replica()
             metrics.RETRIES.labels(str(status)).inc()
