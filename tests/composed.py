@@ -25,7 +25,10 @@ SLIPWAY_RECORD_SERIES=1 scripts/test e2e -k test_compose writes it anew.
 VARIABLES = {"$server": ".*", "$__rate_interval": "1m"}
 OF_THE_SCRAPE = {"instance", "job"}
 _KINDS = {"Counter", "CounterMetricFamily", "Gauge", "GaugeMetricFamily", "Histogram", "Info"}
-_OF_INFO = {"slipway_build": frozenset(("version", "vllm", "lmcache"))}
+_OF_INFO = {
+    "slipway_build": frozenset(("version", "vllm", "lmcache")),
+    "slipway_tenants": frozenset(("header",)),
+}
 """Labels that are given when a server begins, not when the series is declared."""
 
 Known = dict[str, set[str]]

@@ -285,6 +285,11 @@ class CacheServer(Collector):
                 ),
                 {"disk" if name == "disk" else "shared": load for name, load in loads.items()},
             )
+        yield GaugeMetricFamily(
+            "slipway_kv_chunk_tokens",
+            "The tokens of a chunk, by which the tiers find KV.",
+            self._chunk_size,
+        )
         if self._seconds_per_token:
             yield GaugeMetricFamily(
                 "slipway_prefill_seconds_per_token",

@@ -156,16 +156,16 @@ class ProxiedRequest:
             async with asyncio.timeout(FIRST_PROBE_S):
                 await pool.probed.wait()
         self._pending = None
-        self._choose(NotReady(pool.trouble()))
+        self._choose(NotReady(pool.trouble(self._features.model)))
 
     def _choose(self, failure: ServingError | None = None) -> None:
         """Send it to the best replica that was not tried. failure: what the one before did."""
         routing, features = self._routing, self._features
         now = time.monotonic()
-        candidates = routing.pool.candidates(features.adapter, self._tried, now)
+        candidates = self._candidates(now)
         if not candidates:
             if failure or routing.pool.probed.is_set():
-                self._fail(failure or NotReady(routing.pool.trouble()))
+                self._fail(failure or NotReady(routing.pool.trouble(features.model)))
             else:
                 self._spawn(self._await_first_probe)
             return
@@ -191,6 +191,10 @@ class ProxiedRequest:
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("%s", self._decision())
         self._connect(replica, reuse=True)
+
+    def _candidates(self, now: float) -> list[Replica]:
+        named = self._features
+        return self._routing.pool.candidates(named.model, named.adapter, self._tried, now)
 
     def _decision(self) -> str:
         """Which replica it goes to, and why: what that is expected to have of its prompt."""
@@ -262,9 +266,7 @@ class ProxiedRequest:
             # A replica that has failed may have begun a session already, and so would the next one.
             and (refused or not (self._sent and self._features.begins_session))
             and len(self._tried) < TRIES
-            and bool(
-                self._routing.pool.candidates(self._features.adapter, self._tried, time.monotonic())
-            )
+            and bool(self._candidates(time.monotonic()))
             and self._routing.retries.spend()
         )
 

@@ -26,6 +26,7 @@ from serving.lifecycle import SHUTDOWN
 from serving.process import StopSignals
 from serving.router import status
 from serving.router.fleet.broadcast import Broadcast
+from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import discovered
 from serving.router.fleet.health import HealthChecks
 from serving.router.fleet.replicas import Replica, ReplicaPool
@@ -78,6 +79,7 @@ class Router:
         # replicas
         self.pool = ReplicaPool(self._on_ready, self._on_gone)
         self._health = HealthChecks(self.pool)
+        self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ)
         affinity = SessionAffinity()
         self.routing = Routing(
@@ -95,6 +97,7 @@ class Router:
                 settings.session_key,
                 settings.cache_salt_header,
                 self.pool.adapters,
+                self.pool.apart,
             ).read,
             tokenise=self.kvaware.tokenise if self.kvaware else None,
         )
@@ -190,6 +193,12 @@ class Router:
             policy.index.resize(replica.name, replica.capacity)
         if self.kvaware:
             self.kvaware.on_ready(replica)
+        before, self._differences = self._differences, self._different()
+        for what in self._differences.keys() - before.keys():
+            log.warning("%s", self._differences[what])
+
+    def _different(self) -> dict[str, str]:
+        return differences(self.pool.replicas, (self._settings.cache_salt_header or "").lower())
 
     def _on_gone(self, replica: Replica) -> None:
         if self.kvaware:
@@ -241,7 +250,10 @@ class Router:
                 responder.respond(200, *status.metrics(self.pool))
             case protocol.REPLICAS if reads:
                 accept = request.named.get(b"accept", b"")
-                found = status.replicas(self.pool, self.routing.policy, self.kvaware, accept)
+                warnings = [*self._different().values()]
+                found = status.replicas(
+                    self.pool, self.routing.policy, self.kvaware, warnings, accept
+                )
                 responder.respond(200, *found)
             case (
                 protocol.PING

@@ -4,6 +4,7 @@
 import html
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -42,18 +43,24 @@ def metrics(pool: ReplicaPool) -> tuple[bytes, bytes]:
 
 
 def replicas(
-    pool: ReplicaPool, policy: Policy, kvaware: KvAwareness | None, accept: bytes
+    pool: ReplicaPool,
+    policy: Policy,
+    kvaware: KvAwareness | None,
+    warnings: Sequence[str],
+    accept: bytes,
 ) -> tuple[bytes, bytes]:
-    """The replicas: a table for browsers, JSON for others."""
+    """The replicas, and warnings about them: a page for browsers, JSON for others."""
     rows = [_row(replica, policy, kvaware) for replica in pool.replicas]
     if b"text/html" not in accept:
-        return _JSON, msgspec.json.encode({"replicas": rows})
+        return _JSON, msgspec.json.encode({"replicas": rows, "warnings": warnings})
     shown = "".join(
         f"<tr>{''.join(f'<td>{html.escape(_cell(value))}</td>' for value in row.values())}</tr>"
         for row in rows
     )
     titles = "".join(f"<th>{title.replace('_', ' ')}</th>" for title in rows[0]) if rows else ""
-    return b"text/html; charset=utf-8", _PAGE.format(titles=titles, rows=shown).encode()
+    told = "".join(f"<p>{html.escape(warning)}</p>" for warning in warnings)
+    page = _PAGE.format(warnings=told, titles=titles, rows=shown)
+    return b"text/html; charset=utf-8", page.encode()
 
 
 def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[str, Any]:
@@ -67,12 +74,14 @@ def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[
         "kept_from_requests": replica.breaker.is_open(time.monotonic()),
         "models": sorted(replica.models - replica.adapters),
         "adapters": len(replica.adapters),
+        "tenant_header": replica.tenant_header,
         "kv_cache_tokens": capacity.engine,
         "kv_tier_tokens": {
             tier: tokens
             for tier in ("memory", "disk", "shared")
             if (tokens := getattr(capacity, tier))
         },
+        "kv_chunk_tokens": replica.chunk,
         "kv_shared_store": capacity.store,
     }
     if isinstance(policy, PrefixAware):
@@ -97,5 +106,5 @@ body {{ font: 14px system-ui, sans-serif; margin: 2em }}
 table {{ border-collapse: collapse }}
 th, td {{ padding: .4em .8em; text-align: left; border-bottom: 1px solid #ccc }}
 </style></head>
-<body><h1>Replicas</h1><table><tr>{titles}</tr>{rows}</table></body></html>
+<body><h1>Replicas</h1>{warnings}<table><tr>{titles}</tr>{rows}</table></body></html>
 """

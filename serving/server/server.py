@@ -46,6 +46,7 @@ BLAMED_S = 60.0
 
 _START_SECONDS = Gauge("slipway_start_seconds", "How long each step of the start took.", ["step"])
 _BUILD = Info("slipway_build", "What is running here.")
+_TENANTS = Info("slipway_tenants", "By which header tenants are told apart.")
 
 Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 
@@ -91,6 +92,7 @@ class Server:
         self._memory_kills = out_of_memory_kills()
         self.backend = Backend(self.lifecycle, settings)
         _BUILD.info({"version": VERSION, **{name: version(name) for name in ("vllm", "lmcache")}})
+        _TENANTS.info({"header": (settings.cache_salt_header or "").lower()})
         self._signals = StopSignals()
         most = most_connections(settings.job_queue_size)
         self._http = HttpServer(create_app(self.backend, settings), most, SHUTDOWN.connections)

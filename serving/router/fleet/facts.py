@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica's /metrics say of its KV caches. Any of it may be missing: other servers than
-Slipway's have no tiers, or do not say so.
+"""What a replica's /metrics say of itself and its KV caches. Any of it may be missing: other
+servers than Slipway's have no tiers, or do not say so.
 """
 
 import dataclasses
@@ -12,11 +12,18 @@ from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is to be known of a replica. born: when its process started, where it says so."""
+    """What is to be known of a replica.
+
+    born: when its process started, where it says so. chunk: tokens by which its tiers find KV, 0
+    where it has none. tenant_header: what tells its tenants apart, "" for nothing; None where it
+    does not say.
+    """
 
     born: bytes | None
     capacity: Capacity
     prices: Prices
+    chunk: int
+    tenant_header: str | None
 
 
 _BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
@@ -25,6 +32,8 @@ _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*block_size="(\d+)"', re.M
 _TIER = re.compile(rb'^slipway_kv_tier_capacity_tokens\{tier="(\w+)"\} (\S+)', re.MULTILINE)
 _STORE = re.compile(rb'^slipway_kv_shared_store_info\{store="(\w+)"\} 1', re.MULTILINE)
 _LOAD = re.compile(rb'^slipway_kv_tier_load_seconds_per_token\{tier="(\w+)"\} (\S+)', re.MULTILINE)
+_CHUNK = re.compile(rb"^slipway_kv_chunk_tokens (\S+)", re.MULTILINE)
+_TENANTS = re.compile(rb'^slipway_tenants_info\{header="([^"]*)"\} 1', re.MULTILINE)
 _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
 
 
@@ -38,6 +47,7 @@ def read(metrics: bytes) -> Facts:
     prefill = _positive(found[1]) if (found := _PREFILL.search(metrics)) else 0.0
     loads = {name: _positive(value) for name, value in _LOAD.findall(metrics)} if prefill else {}
     measured = {tier: load / prefill for tier, load in loads.items() if load}
+    chunk, tenants = _CHUNK.search(metrics), _TENANTS.search(metrics)
     return Facts(
         born[1] if born else None,
         Capacity(
@@ -51,6 +61,8 @@ def read(metrics: bytes) -> Facts:
             disk=measured.get(b"disk", DEFAULT_PRICES.disk),
             shared=measured.get(b"shared", DEFAULT_PRICES.shared),
         ),
+        int(_positive(chunk[1])) if chunk else 0,
+        tenants[1].decode("latin-1") if tenants else None,
     )
 
 

@@ -159,7 +159,7 @@ class Probe:
             return
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             models = _read_models(answer).data
-            names = frozenset(model.id for model in models)
+            names = [model.id for model in models]
             adapters = frozenset(model.id for model in models if model.parent)
             self._pool.list_models(self._replica, names, adapters)
 

@@ -54,12 +54,17 @@ class Replica(Load):
         # what it says of itself
         self.state = State.UNKNOWN
         self.detail = ""
+        self.model = ""
+        """What its answers call its model."""
         self.models: frozenset[str] = frozenset()
         """What may be asked for by name; empty where it does not say."""
         self.adapters: frozenset[str] = frozenset()
         """Those of them that are adapters."""
         self.capacity = Capacity()
         """Of its KV caches, as far as it says."""
+        self.chunk = 0
+        self.tenant_header: str | None = None
+        """Both as its Facts have them."""
         self._born: bytes | None = None
         # the router's other processes
         self._peer_load: Share = (0, 0, 0)
@@ -84,12 +89,14 @@ class Replica(Load):
         """It has become ready. Whether it has started anew since it last was."""
         before, self._born = self._born, facts.born
         self.capacity, self.prices = facts.capacity, facts.prices
+        self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
         self.breaker = CircuitBreaker()
         return not before or before != facts.born
 
-    def list_models(self, models: frozenset[str], adapters: frozenset[str]) -> None:
-        """It serves these now. adapters: those of them that are."""
-        self.models, self.adapters = models, adapters
+    def list_models(self, names: Sequence[str], adapters: frozenset[str]) -> None:
+        """It serves models by these names now, its own first. adapters: those of them that are."""
+        self.model = next((name for name in names if name not in adapters), "")
+        self.models, self.adapters = frozenset(names), adapters
 
     def enter(self, state: State, detail: str, now: float) -> bool:
         """It was probed. Whether its state is another than before."""
@@ -123,6 +130,8 @@ class ReplicaPool:
         self.replicas: list[Replica] = []
         self.adapters: set[str] = set()
         """The names of adapters that any of them has."""
+        self.apart: set[str] = set()
+        """Names of models, not of adapters, that some of them serve and others do not."""
         self.probed = asyncio.Event()
         """Set once each of the first ones has said whether it can serve."""
         self._on_ready = on_ready
@@ -135,22 +144,28 @@ class ReplicaPool:
     def ready(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.state is _READY]
 
-    def candidates(self, adapter: str, tried: Sequence[Replica], now: float) -> list[Replica]:
-        """The replicas that a request can go to, without those it was tried on."""
+    def candidates(
+        self, model: str, adapter: str, tried: Sequence[Replica], now: float
+    ) -> list[Replica]:
+        """The replicas that a request can go to, without those it was tried on. model: the one of
+        `apart` that it names, or "".
+        """
         ready = [replica for replica in self.replicas if replica.state is _READY]
+        if model:
+            ready = [replica for replica in ready if model in replica.models]
         if adapter and (having := [it for it in ready if adapter in it.adapters]):
             ready = having  # the others would only say that they do not have it
         left = [replica for replica in ready if replica not in tried] if tried else ready
         # Where all are in doubt, trying is better than giving up.
         return [replica for replica in left if not replica.breaker.is_open(now)] or left
 
-    def trouble(self) -> str:
-        """Why there is none for a request."""
+    def trouble(self, model: str = "") -> str:
+        """Why there is none for a request. model: as candidates() has it."""
         if not self.replicas:
             return "there are no replicas; OPTION_ROUTER_REPLICAS names them"
-        states = [replica.state for replica in self.replicas]
+        states = [it.state for it in self.replicas if not model or model in it.models]
         counts = ", ".join(f"{states.count(state)} {state}" for state in State if state in states)
-        return f"no replica can take the request: {counts}"
+        return f"no replica{f' of {model}' * bool(model)} can take the request: {counts}"
 
     def counted(self) -> set[str]:
         """The names of replicas that there are, or were until a while ago."""
@@ -178,7 +193,7 @@ class ReplicaPool:
         for url in sorted(urls - {replica.name for replica in self.replicas}):
             self.replicas.append(Replica(url))
             self._gone.pop(url, None)
-        self._list_adapters()
+        self._list_names()
         self._check_probed()
 
     def enter(self, replica: Replica, state: State, detail: str, *, anew: bool) -> None:
@@ -195,18 +210,21 @@ class ReplicaPool:
             self._on_gone(replica)
         self._check_probed()
 
-    def list_models(
-        self, replica: Replica, models: frozenset[str], adapters: frozenset[str]
-    ) -> None:
-        """A replica serves these now. adapters: those of them that are."""
-        replica.list_models(models, adapters)
-        self._list_adapters()
+    def list_models(self, replica: Replica, names: Sequence[str], adapters: frozenset[str]) -> None:
+        """A replica serves models by these names now, its own first. adapters: those of them that
+        are.
+        """
+        replica.list_models(names, adapters)
+        self._list_names()
 
     def _check_probed(self) -> None:
         if not any(replica.state is State.UNKNOWN for replica in self.replicas):
             self.probed.set()
 
-    def _list_adapters(self) -> None:
+    def _list_names(self) -> None:
         self.adapters.clear()
+        self.apart.clear()
         for replica in self.replicas:
             self.adapters |= replica.adapters
+        if served := [it.models - it.adapters for it in self.replicas if it.models]:
+            self.apart |= frozenset.union(*served) - frozenset.intersection(*served)

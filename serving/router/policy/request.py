@@ -39,6 +39,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where it was tokenised, the hashes of its tokens: by the tokens of a block, one for each."""
     plain: bool = False
     """Whether its blocks are those of requests without a tenant, salt or adapter."""
+    model: str = ""
+    """The model that it names, where not all replicas serve that; else ""."""
     adapter: str = ""
     """The LoRA adapter, or ""."""
     salt: str | None = None
@@ -79,10 +81,12 @@ class RequestReader:
         session_key: str | None,
         tenant_header: str | None,
         adapters: Collection[str],
+        models: Collection[str] = (),
     ) -> None:
         """session_key: the header or key of a JSON body that names a session, besides SageMaker's
         header; None takes what is customary. tenant_header: the replicas' OPTION_CACHE_SALT_HEADER.
-        adapters: names that are adapters' where a body has them as its `model`; they may change.
+        adapters: names that are adapters' where a body has them as its `model`; models: those of
+        models that not all replicas serve. Both may change.
         """
         headers: tuple[bytes, ...] = (SESSION_ID,)
         keys: tuple[str, ...] = ()
@@ -105,6 +109,7 @@ class RequestReader:
         self._tenant = (tenant_header or "").lower().encode()
         self._chained = strategy in ("prefixaware", "kvaware")
         self._adapters = adapters
+        self._models = models
 
     def read(
         self, headers: Mapping[bytes, bytes], body: bytes, target: bytes = b""
@@ -124,6 +129,7 @@ class RequestReader:
         return RoutingRequest(
             tokens=_tokens(prompt) + len(tools) // BYTES_PER_TOKEN,
             chain=chain(prompt, seed) if self._chained else (),
+            model=self._model(keys),
             adapter=adapter,
             salt=_text(keys.cache_salt) or None,
             session=self._session(headers, keys),
@@ -131,6 +137,9 @@ class RequestReader:
             in (headers.get(SESSION_ID, b"").decode("latin-1"), _text(keys.request_type)),
             streamed=bytes(keys.stream) == b"true",
         )
+
+    def _model(self, keys: _Keys) -> str:
+        return model if self._models and (model := _text(keys.model)) in self._models else ""
 
     def _adapter(self, headers: Mapping[bytes, bytes], keys: _Keys, target: bytes) -> str:
         if adapter := headers.get(ADAPTER_ID, b"").decode("latin-1"):

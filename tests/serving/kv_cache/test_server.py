@@ -117,7 +117,7 @@ async def test_routers_read_what_its_tiers_hold_and_what_loading_costs(watched):
     await until_async(lambda: REGISTRY.get_sample_value(name))
     found = facts.read(generate_latest(REGISTRY))
     assert (found.capacity.memory, found.capacity.disk, found.capacity.shared) == (0, 80, 900)
-    assert found.capacity.store == "abc"
+    assert (found.capacity.store, found.chunk) == ("abc", 256)
     assert found.prices._replace(memory=0) == pytest.approx((0, 0.5, 2.5))
 
 

@@ -15,7 +15,16 @@ from serving.router.fleet import health, replicas
 from serving.router.http import buffers, downstream
 from serving.router.policy.tiers import DEFAULT_PRICES
 from serving.router.retry import RetryBudget
-from tests.serving.router.conftest import END, STREAM, Routed, chunk, routing, sends, whole
+from tests.serving.router.conftest import (
+    END,
+    STREAM,
+    FakeReplica,
+    Routed,
+    chunk,
+    routing,
+    sends,
+    whole,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -821,6 +830,93 @@ async def test_replicas_may_have_different_tiers_and_it_shows_who_has_what():
         assert sent[with_store.url]["shared"] == sent[with_memory.url]["shared"] == 384 * shares
         page = await it.client.get("/replicas", headers={"accept": "text/html"})
         assert "memory 9,000,000" in page.text
+
+
+def ordered(routed: Routed) -> list[FakeReplica]:
+    """The replicas as the router lists them."""
+    return sorted(routed.fleet, key=lambda replica: replica.url)
+
+
+async def test_a_request_goes_to_a_replica_of_the_model_that_it_names(caplog):
+    async with routing(3, wait=False) as it:
+        for replica, name in zip(ordered(it), ("one", "one", "other"), strict=True):
+            replica.models = [{"id": name}, {"id": "lmi"}]
+        await it.ready()
+
+        async def homes(body: dict[str, str], count: int = 12) -> set[str]:
+            sent = [await it.post({"prompt": f"{n}", **body}) for n in range(count)]
+            return {answer.json()["replica"] for answer in sent}
+
+        one, two, other = (replica.url for replica in ordered(it))
+        assert await homes({"model": "one"}) == {one, two}
+        assert await homes({"model": "other"}) == {other}
+        everyone = {one, two, other}
+        for body in ({}, {"model": "lmi"}, {"model": "nobody"}):  # which they refuse, each alike
+            assert await homes(body) == everyone
+        assert caplog.text.count("replicas serve different models") == 1
+        (told,) = (await it.client.get("/replicas")).json()["warnings"]
+        assert f"different models: one ({one}, {two}), other ({other});" in told
+        shown = await it.client.get("/replicas", headers={"accept": "text/html"})
+        assert "replicas serve different models: one (" in shown.text
+        # What has failed, or is away, leaves its requests to no other model.
+        ordered(it)[2].answer = sends(whole(503, b"busy", "retry-after: 1"))
+        assert (await it.post({"prompt": "Hi", "model": "other"})).text == "busy"
+        await ordered(it)[2].stop()
+        await it.ready(2)
+        answer = await it.post({"prompt": "Hi", "model": "other"})
+        assert answer.status_code == 503
+        assert "no replica of other can take the request: 1 down" in answer.text
+        assert await homes({"model": "one"}) == {one, two}
+
+
+KEYS = 'slipway_kv_chunk_tokens {chunk}\nslipway_tenants_info{{header="{header}"}} 1.0\n'
+
+
+async def test_replicas_whose_caches_are_found_by_other_keys(caplog):
+    async with routing(4, wait=False, cache_salt_header="X-Tenant") as it:
+        keys = ((256.0, "x-tenant"), (256.0, "x-tenant"), (128.0, ""))
+        for replica, (chunk_tokens, header) in zip(ordered(it), keys, strict=False):
+            replica.tiers = KEYS.format(chunk=chunk_tokens, header=header)
+        await it.ready()
+        one, two, three, _ = (replica.url for replica in ordered(it))
+        chunks, tenants = sorted((await it.client.get("/replicas")).json()["warnings"])
+        assert f"chunks of 256 tokens ({one}, {two}), 128 tokens ({three})" in chunks
+        assert f"told apart by x-tenant ({one}, {two}), nothing ({three})," in tenants
+        assert "at the router by x-tenant" in tenants
+        logged = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+        assert len(logged) == 2
+        # A replica that is mended is ready anew.
+        await ordered(it)[2].stop()
+        await it.ready(3)
+        ordered(it)[2].tiers = KEYS.format(chunk=256.0, header="x-tenant")
+        await ordered(it)[2].start()
+        await it.ready()
+        assert (await it.client.get("/replicas")).json()["warnings"] == []
+
+
+async def test_replicas_that_tell_tenants_apart_and_a_router_that_does_not(caplog):
+    async with routing(2, wait=False) as it:
+        for replica in it.fleet:
+            replica.tiers = KEYS.format(chunk=256.0, header="x-tenant")
+        await it.ready()
+        (told,) = (await it.client.get("/replicas")).json()["warnings"]
+        assert "at the router by nothing" in told
+        assert told in caplog.text
+
+
+async def test_replicas_whose_shared_stores_are_not_one():
+    async with routing(3, wait=False) as it:
+        for replica, store in zip(ordered(it), "aab", strict=True):
+            replica.tiers = TIERS.format(memory=0, store=store)
+        await it.ready()
+        (told,) = (await it.client.get("/replicas")).json()["warnings"]
+        one, two, three = (replica.url for replica in ordered(it))
+        assert f"not the same: a ({one}, {two}), b ({three});" in told
+        # Other models have other caches.
+        ordered(it)[2].models = [{"id": "other"}]
+        await until_async(lambda: it.router.pool.replicas[2].model == "other")
+        (told,) = (await it.client.get("/replicas")).json()["warnings"]
+        assert told.startswith("replicas serve different models")
 
 
 async def test_a_request_may_ask_why_it_went_where(caplog):

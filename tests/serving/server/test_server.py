@@ -17,6 +17,7 @@ from serving import VERSION
 from serving.engine.base import EngineError
 from serving.exit import DIED, START_FAILED, Exit
 from serving.lifecycle import GRACE_S, SHUTDOWN
+from serving.router.fleet import facts
 from serving.server import server as module
 from tests.serving.conftest import running
 
@@ -70,6 +71,11 @@ async def test_it_tells_how_long_its_start_took(caplog):
     assert ready["elapsed_s"] >= ready["steps"]["planning"] > 0
     assert 'slipway_start_seconds{step="fetching"}' in told
     assert f'slipway_build_info{{lmcache="0.5.6",version="{VERSION}",vllm="0.32.0' in told
+
+
+async def test_routers_read_by_which_header_it_tells_tenants_apart():
+    async with running(cache_salt_header="X-Tenant") as served:
+        assert facts.read((await served.client.get("/metrics")).content).tenant_header == "x-tenant"
 
 
 async def test_the_command_to_try_when_it_is_ready_gets_an_answer(caplog):

@@ -58,6 +58,13 @@ def test_prices_are_measured_or_assumed(metrics, disk, shared):
     assert prices == pytest.approx((DEFAULT_PRICES.memory, disk, shared))
 
 
+def test_by_which_keys_its_caches_are_found():
+    found = read(b'slipway_tenants_info{header="x-tenant"} 1.0\nslipway_kv_chunk_tokens 256.0\n')
+    assert (found.tenant_header, found.chunk) == ("x-tenant", 256)
+    assert read(b'slipway_tenants_info{header=""} 1.0\n').tenant_header == ""
+    assert (read(b"").tenant_header, read(b"").chunk) == (None, 0)
+
+
 def test_when_it_started():
     assert read(b"process_start_time_seconds 1.5e9\n").born == b"1.5e9"
     assert read(b"").born is None

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs among replicas that should be alike, in words for an operator."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from serving.router.fleet.replicas import Replica
+
+SHOWN = 3
+"""Replicas that are named of those that are alike."""
+
+
+def differences(replicas: Sequence[Replica], tenant_header: str) -> dict[str, str]:
+    """What differs (`models`, `tenants`, `chunks`, `stores`) → how, and what follows from it.
+
+    tenant_header: by which the router tells tenants apart, "" for none. What a replica does not say
+    is no difference.
+    """
+    found = {}
+    models = _by((it.model, it) for it in replicas if it.model)
+    if len(models) > 1:
+        found["models"] = (
+            f"replicas serve different models: {_listed(models)}; a request goes to those that "
+            "have the model that it names, and one that names none goes to any"
+        )
+    tenants = _by((it.tenant_header, it) for it in replicas if it.tenant_header is not None)
+    if tenants.keys() - {tenant_header}:
+        router = tenant_header or "nothing"
+        told = {header or "nothing": names for header, names in tenants.items()}
+        found["tenants"] = (
+            f"tenants are told apart by {_listed(told)}, at the router by {router}: where that is "
+            "nothing they share KV caches; set OPTION_CACHE_SALT_HEADER to the same everywhere"
+        )
+    for model in models or [""]:
+        alike = [it for it in replicas if it.model == model]
+        chunks = _by((f"{it.chunk} tokens", it) for it in alike if it.chunk)
+        stores = _by((it.capacity.store, it) for it in alike if it.capacity.store)
+        if len(chunks) > 1:
+            found["chunks"] = (
+                f"KV cache tiers have chunks of {_listed(chunks)}: what one has stored in a shared "
+                "store others do not find; give all one chunk_size (OPTION_LMCACHE_CONFIG_FILE)"
+            )
+        elif len(stores) > 1:
+            found["stores"] = (
+                f"shared KV stores are not the same: {_listed(stores)}; their address, the "
+                "model's files, its dtype or the versions of vLLM and LMCache differ"
+            )
+    return found
+
+
+def _by(described: Iterable[tuple[str, Replica]]) -> Mapping[str, list[str]]:
+    """The names of the replicas of each description."""
+    found: dict[str, list[str]] = {}
+    for description, replica in described:
+        found.setdefault(description, []).append(replica.name)
+    return found
+
+
+def _listed(groups: Mapping[str, list[str]]) -> str:
+    """`a (http://x, http://y), b (http://z and 4 more)`."""
+    return ", ".join(
+        f"{description} ({', '.join(names[:SHOWN])}"
+        + (f" and {len(names) - SHOWN} more)" if len(names) > SHOWN else ")")
+        for description, names in groups.items()
+    )
