@@ -110,6 +110,7 @@ OF_SCRIPTS = {
     "models": set(),
     "eagle": {"models"},
     "bench": {"eagle", "harness", "models"},  # drafts for the tiny model
+    "ceiling": {"bench", "harness", "models"},  # plain vLLM, as the benchmarks start it
     "chaos": {"harness", "models"},
     "routing_sim": set(),
     "sagemaker_local": set(),
@@ -134,6 +135,7 @@ STARTS_PROCESSES = {"Popen", "create_subprocess_exec", "create_subprocess_shell"
 MAY_START_PROCESSES = {
     "scripts.sagemaker_local.container",  # SageMaker's part: it runs containers
     "scripts.chaos.watch",  # a client
+    "scripts.ceiling.profile",  # py-spy, which looks at a server
 }
 
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers over an engine without a model, and what they are asked."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.bench.plain_vllm import plain_vllm, planned
+from scripts.harness.process import ROOT, SERVE, Program
+from scripts.models import formatter, tiny
+
+PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
+"""The servers."""
+CHAT, COMPLETIONS, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
+PROMPT = "The import statement is"
+SEQUENCES = 1024
+
+
+def completion(tokens: int, stream: bool) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return body | {"stream": True} if stream else body
+
+
+def chat(tokens: int, stream: bool) -> dict[str, Any]:
+    body = completion(tokens, stream)
+    del body["prompt"]
+    return body | {"messages": [{"role": "user", "content": PROMPT}]}
+
+
+def logprobs(tokens: int, stream: bool) -> dict[str, Any]:
+    return completion(tokens, stream) | {"logprobs": 0, "return_token_ids": True}
+
+
+def lmi(tokens: int, stream: bool) -> dict[str, Any]:
+    parameters = {"max_new_tokens": tokens, "do_sample": False, "ignore_eos_token": True}
+    body: dict[str, Any] = {"inputs": PROMPT, "parameters": parameters}
+    return body | {"stream": True} if stream else body
+
+
+class Arm(NamedTuple):
+    """base: the arm of plain vLLM's that it is compared with."""
+
+    name: str
+    server: str
+    path: str
+    body: Callable[[int, bool], dict[str, Any]]
+    base: str
+
+
+VLLM, VLLM_CHAT, VLLM_LOGPROBS = "plain vLLM", "plain vLLM, chat", "plain vLLM, logprobs"
+ARMS = (
+    Arm(VLLM, PLAIN, COMPLETIONS, completion, VLLM),
+    Arm(VLLM_CHAT, PLAIN, CHAT, chat, VLLM_CHAT),
+    Arm(VLLM_LOGPROBS, PLAIN, COMPLETIONS, logprobs, VLLM),
+    Arm("/v1/completions", SLIPWAY, COMPLETIONS, completion, VLLM),
+    Arm("/v1/chat/completions", SLIPWAY, CHAT, chat, VLLM_CHAT),
+    Arm("/v1/completions, logprobs", SLIPWAY, COMPLETIONS, logprobs, VLLM_LOGPROBS),
+    Arm("/invocations, OpenAI body", SLIPWAY, INVOCATIONS, completion, VLLM),
+    Arm("/invocations, LMI body", SLIPWAY, INVOCATIONS, lmi, VLLM),
+    Arm("/invocations, formatter", FORMATTER, INVOCATIONS, completion, VLLM),
+)
+
+
+def again(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
+    """The same, of another checkout."""
+    ours = [arm for arm in arms if arm.server == SLIPWAY]
+    return tuple(arm._replace(name=f"before: {arm.name}", server=BEFORE) for arm in ours)
+
+
+def servers(
+    stack: ExitStack, folder: Path, names: set[str], before: Path | None
+) -> dict[str, Program]:
+    """Those of these names, started together."""
+    model = str(tiny.make())
+    asked = {
+        "OPTION_MODEL_ID": model,
+        "OPTION_MAX_MODEL_LEN": "2048",
+        "OPTION_MAX_NUM_SEQS": str(SEQUENCES),
+        "OPTION_KV_CACHE_MEMORY_BYTES": "512M",
+        "OPTION_DISABLE_LOG_STATS": "true",
+        "OPTION_LOG_LEVEL": "warning",
+        "OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "scripts.ceiling.engine.NoModel",
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def start(name: str) -> Program:
+        log = folder / name
+        if name == PLAIN:
+            quiet = "--disable-uvicorn-access-log"
+            return plain_vllm(planned(asked), model, quiet, log=log, environ=asked)
+        if name == FORMATTER:
+            formatted = folder / "model"
+            if not formatted.exists():
+                shutil.copytree(model, formatted)
+                formatter.write(formatted)
+            return Program(*SERVE, environ=asked | {"OPTION_MODEL_ID": str(formatted)}, log=log)
+        root = before.resolve() if before and name == BEFORE else ROOT
+        return Program(*SERVE, environ=asked, log=log, root=root)
+
+    found = {name: stack.enter_context(start(name)) for name in sorted(names)}
+    for server in found.values():
+        server.ready()
+    return found

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In the engine core's process: an executor of vLLM's without a model.
+
+vLLM's engine core, its scheduler and its sockets stay what they are; where the model would be run,
+the next token is the one after the last. The first token of an answer comes at once, and further
+ones each STEP_MS, to all sequences together. vLLM takes the class by its path, as
+`distributed_executor_backend`.
+"""
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes
+
+STEP_MS = 20.0
+FIRST, LAST = 300, 3300
+"""Tokens of the tiny model that are texts, without the special ones and single bytes."""
+LOGPROB = -1.25
+ROOM = 4 * 2**30
+"""Bytes of KV cache that the scheduler believes in. Nothing is allocated."""
+
+
+class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
+    """Answers each request with tokens that need no computing."""
+
+    def _init_executor(self) -> None:
+        self._due = 0.0
+        self._asked: dict[str, tuple[int, int | None]] = {}
+        """Request → tokens of its prompt, and the log probabilities that it wants for each."""
+        block = self.cache_config.block_size or 16
+        spec = FullAttentionSpec(
+            block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float32
+        )
+        self._answers: dict[str, Any] = {
+            "get_kv_cache_spec": {"layer": spec},
+            "get_supported_kv_cache_layouts": ["LBNHC"],
+            "determine_available_memory": ROOM,
+            "compile_or_warm_up_model": CompilationTimes(0.0, 0.0),
+            "get_supported_tasks": ("generate",),
+        }
+
+    def collective_rpc(self, method: Any, *_: Any, **__: Any) -> list[Any]:
+        return [self._answers.get(method)]
+
+    def check_health(self) -> None:
+        """It cannot fail."""
+
+    def execute_model(self, scheduled: SchedulerOutput, non_block: bool = False) -> Any:
+        if not scheduled.scheduled_new_reqs:
+            time.sleep(max(self._due - time.monotonic(), 0))
+            self._due = max(self._due, time.monotonic() - STEP_MS / 1000) + STEP_MS / 1000
+        output = self._next_tokens(scheduled)
+        if not non_block:
+            return output
+        done: Future[ModelRunnerOutput] = Future()
+        done.set_result(output)
+        return done
+
+    def _next_tokens(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        for name in scheduled.finished_req_ids:
+            self._asked.pop(name, None)
+        computed = {}
+        for new in scheduled.scheduled_new_reqs:
+            wanted = new.sampling_params.logprobs if new.sampling_params else None
+            self._asked[new.req_id] = new.prompt_len, wanted
+            computed[new.req_id] = new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        names = list(scheduled.num_scheduled_tokens)
+        tokens = []
+        for name in names:
+            # of its text, after this step
+            reached = computed[name] + scheduled.num_scheduled_tokens[name]
+            begun = reached - self._asked[name][0]
+            tokens.append([FIRST + begun % (LAST - FIRST)] if begun >= 0 else [])
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            logprobs=self._logprobs(names, tokens),
+        )
+
+    def _logprobs(self, names: list[str], tokens: list[list[int]]) -> LogprobsLists | None:
+        """The chosen token's, and as many others' as the request that wants most of them."""
+        wanted = [self._asked[name][1] for name in names]
+        most = max((count for count in wanted if count is not None), default=None)
+        if most is None:
+            return None
+        first = np.array([(token or [FIRST])[0] for token in tokens])
+        others = np.arange(most + 1)
+        return LogprobsLists(
+            FIRST + (first[:, None] - FIRST + others) % (LAST - FIRST),
+            LOGPROB - np.broadcast_to(others, (len(names), most + 1)).astype(np.float32),
+            np.ones(len(names), np.int64),
+        )
