@@ -4,17 +4,15 @@
 # secrets, all optional: `packages`, a shell file with variables for pip and uv, and the files that
 # it names.
 #
-# BASE_IMAGE, by default the engine's below, is like Debian 12 or Ubuntu 24.04; its own Python runs
-# everything, and what it has, such as certificates, is not replaced. WHEELS_IMAGE may have wheels at
-# its root that no index has.
+# BASE_IMAGE, by default the one below, is like Debian 12; its own Python 3.11 runs everything, and
+# what it has, such as certificates, is not replaced. WHEELS_IMAGE may have wheels at its root that no
+# index has. CUDA, its compiler included, comes from the wheels that requirements/gpu.txt locks.
 ARG ENGINE=gpu
-ARG BASE_IMAGE=base-${ENGINE}
+ARG BASE_IMAGE=base
 ARG WHEELS_IMAGE=scratch
 
-# `scripts/lock images` pins both by what their tags mean today.
-FROM docker.io/library/debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241 AS base-cpu
-# Not by digest yet: where this was written, no registry could be asked for it.
-FROM docker.io/nvidia/cuda:13.0.3-base-ubuntu24.04 AS base-gpu
+# `scripts/lock images` pins it by what its tag means today.
+FROM docker.io/library/debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241 AS base
 
 # hadolint ignore=DL3006
 FROM ${WHEELS_IMAGE} AS wheels
@@ -36,20 +34,19 @@ RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS engine
 ARG ENGINE
-# With a GPU, Triton and FlashInfer compile kernels when they are first used.
+# With a GPU, Triton, FlashInfer and DeepGEMM compile kernels when they are first used; without what
+# they have no use for: link-time optimisation, sanitizers, and a Python to link with.
 # hadolint ignore=DL3008,SC2086
 RUN packages="ca-certificates libgomp1 libnuma1 python3" \
-    && if [ "$ENGINE" = gpu ]; then \
-        packages="$packages g++ python3-dev cuda-nvcc-13-0 cuda-cudart-dev-13-0 \
-            cuda-nvrtc-dev-13-0 cuda-cuobjdump-13-0 libcublas-dev-13-0 libcurand-dev-13-0"; \
-    fi \
+    && if [ "$ENGINE" = gpu ]; then packages="$packages g++ python3-dev"; fi \
     && apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends --no-upgrade \
         $packages \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/apt \
-        /var/log/dpkg.log
+        /var/log/dpkg.log /usr/lib/gcc/*/*/lto1 /usr/lib/gcc/*/*/lib*san* \
+        /usr/lib/*/libpython3*.a /usr/lib/python3*/config-*/*.a
 # Modules are compiled: a root that cannot be written keeps no bytecode, and the engine imports them
-# in three processes at every start. Tests, and libraries to link Triton with, are of no use here.
+# in three processes at every start.
 RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=bind,source=requirements,target=/run/build/requirements \
     --mount=type=bind,from=uv,source=/uv,target=/run/build/uv \
@@ -62,14 +59,32 @@ RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
         if [ "$ENGINE" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi; \
         uv venv --quiet --python /usr/bin/python3 "$venv"; \
         install "$root/requirements/$ENGINE.txt"; \
-        if [ "$ENGINE" = cpu ]; then name_vllm; fi; \
         works; \
-        find "$venv" -type d -name tests -prune -exec rm -rf {} +; \
-        find "$venv" -path "*/triton/*.a" -delete'
+        if [ "$ENGINE" = cpu ]; then \
+            name_vllm; \
+            find "$venv" -type d -name tests -prune -exec rm -rf {} +; \
+            exit; \
+        fi; \
+        complete_cuda; \
+        slim_cuda; \
+        ln -s "$(site)/nvidia/cu13" /usr/local/cuda'
+
+
+FROM engine AS engine-cpu
+
+
+# As NVIDIA's own images say it to the container's runtime, and where some put the driver.
+FROM engine AS engine-gpu
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
+    CUDA_HOME=/usr/local/cuda \
+    PATH=/usr/local/nvidia/bin:/usr/local/cuda/bin:$PATH
 
 
 # For SageMaker, which starts containers as root.
-FROM engine AS sagemaker
+# hadolint ignore=DL3006
+FROM engine-${ENGINE} AS sagemaker
 COPY --chmod=755 entrypoint.sh LICENSE NOTICE /opt/slipway/
 COPY --chmod=755 lmi_config /opt/slipway/lmi_config
 COPY --chmod=755 handlers /opt/slipway/handlers

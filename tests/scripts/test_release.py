@@ -71,7 +71,7 @@ def test_a_dry_run_prints_the_steps_of_a_release():
     assert all(it.startswith("+ ") for it in steps)
     order = [
         *(f"+ scripts/build {engine} {image}-{engine}" for engine in ("cpu", "gpu")),
-        f"+ env IMAGE={image}-cpu scripts/test image",
+        *(f"+ env IMAGE={image}-{engine} scripts/test image" for engine in ("cpu", "gpu")),
         f"+ docker push {image}-cpu",
         f"+ docker push {image}",
     ]

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels compiled for an H100 where there is none, by what compiles them on one: Triton and
+FlashInfer, the latter with the nvcc, headers and libraries of CUDA's wheels.
+
+Run by the environment with requirements/gpu.txt. Writes the sizes of what was made, as JSON.
+"""
+
+import json
+import os
+from pathlib import Path
+
+os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "9.0a"
+
+import triton
+from flashinfer.jit.norm import gen_norm_module
+from triton import language
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+@triton.jit
+def add(first, second, out, SIZE: language.constexpr):  # type: ignore[no-untyped-def]
+    at = language.arange(0, SIZE)
+    language.store(out + at, language.load(first + at) + language.load(second + at))
+
+
+def main() -> None:
+    pointers = dict.fromkeys(("first", "second", "out"), "*fp32")
+    source = ASTSource(add, {**pointers, "SIZE": "constexpr"}, {"SIZE": 128})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    module = gen_norm_module()
+    module.build(verbose=False)
+    library = Path(module.jit_library_path)
+    print(json.dumps({"triton": len(made.asm["cubin"]), "flashinfer": library.stat().st_size}))
+
+
+if __name__ == "__main__":
+    main()
