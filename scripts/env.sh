@@ -168,7 +168,7 @@ complete_cuda() {
 slim_cuda() {
     local file files
     (
-        cd "$(site)"
+        cd "$(site)" || exit
         rm -rf {triton,tokenspeed_triton}/backends/nvidia/lib/cupti triton/_C/libproton.so \
             tokenspeed_triton/backends/amd/lib tilelang/3rdparty/composable_kernel \
             nvidia/cu13/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt,nvperf_}* \

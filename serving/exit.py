@@ -5,6 +5,7 @@ short enough for SageMaker's failure reason, and it is also where Kubernetes loo
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,8 +118,21 @@ _REMEDIES = tuple(
 )
 
 
+_WANTED = re.compile(
+    r"CUDA out of memory.*allocate ([\d.]+) ([MG])iB.*total capacity of ([\d.]+) GiB", re.DOTALL
+)
+"""What torch says of the memory that it has not got: how much it wanted, and of how much."""
+
+
 def remedy(reason: str, stage: str = "") -> str:
     """What is likely to help."""
+    if stage == "serving" and (found := _WANTED.search(reason)):
+        wanted = float(found[1]) / (1024 if found[2] == "M" else 1)
+        share = math.ceil(100 * wanted / float(found[3])) / 100
+        return (
+            f"lower OPTION_GPU_MEMORY_UTILIZATION by {share:.2f}, so that the KV cache leaves what "
+            "this step wanted, or OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS, so that it wants less"
+        )
     for pattern, helps in _REMEDIES:
         if pattern.search(reason):
             return helps

@@ -37,7 +37,8 @@ def findings(
     if gpu and gpu.kv <= 0:
         yield (
             f"each GPU's share of the weights is {format_size(gpu.weights)} and vLLM may use "
-            f"{format_size(gpu.usable)} of its memory; use more GPUs or a quantised model"
+            f"{format_size(gpu.usable)} of its memory; use {_enough(gpu, parallelism)} or a "
+            "quantised model"
         )
     yield from _length(settings, machine, parallelism, model, budget, gpu)
     count = parallelism.local_workers
@@ -91,6 +92,17 @@ def hindrance(machine: Machine) -> str | None:
         f"driver {gpu.driver}{runs} is older than CUDA 13.0 wants ({DRIVER}); on SageMaker choose "
         "an InferenceAmiVersion of al2023 with gpu-4-1, elsewhere update the driver"
     )
+
+
+def _enough(gpu: GpuBudget, parallelism: Parallelism) -> str:
+    """GPUs like these, so many that a share of the weights leaves room for a KV cache."""
+    room = gpu.usable - gpu.overhead
+    if room <= 0:
+        return "larger GPUs"
+    stage = gpu.weights * parallelism.tensor // room + 1
+    degree = 1 << (stage - 1).bit_length()  # heads can mostly be divided by powers of two
+    count = degree * parallelism.pipeline
+    return f"at least {count} such GPUs (OPTION_TENSOR_PARALLEL_DEGREE={degree})"
 
 
 def downloads(to_fetch: int, room: int) -> Iterator[str]:

@@ -18,15 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 
-@triton.jit
-def add(first, second, out, SIZE: language.constexpr):  # type: ignore[no-untyped-def]
-    at = language.arange(0, SIZE)
+@triton.jit  # type: ignore[untyped-decorator]
+def add(first, second, out, size: language.constexpr):  # type: ignore[no-untyped-def]
+    at = language.arange(0, size)
     language.store(out + at, language.load(first + at) + language.load(second + at))
 
 
 def main() -> None:
     pointers = dict.fromkeys(("first", "second", "out"), "*fp32")
-    source = ASTSource(add, {**pointers, "SIZE": "constexpr"}, {"SIZE": 128})
+    source = ASTSource(add, {**pointers, "size": "constexpr"}, {"size": 128})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     module = gen_norm_module()
     module.build(verbose=False)

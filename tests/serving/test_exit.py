@@ -176,6 +176,19 @@ def test_known_causes_have_a_fix(reason, helps):
     assert helps in remedy(reason)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "by"), [("2.00 GiB", "0.03"), ("512.00 MiB", "0.01"), ("8.10 GiB", "0.11")]
+)
+def test_a_step_that_finds_no_memory_is_told_how_much_to_leave(wanted, by):
+    """At a start it is the weights that find none, and more of the GPU is no remedy."""
+    reason = (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {wanted}. GPU 0 has a "
+        "total capacity of 79.10 GiB of which 1.21 GiB is free."
+    )
+    assert f"OPTION_GPU_MEMORY_UTILIZATION by {by}" in remedy(reason, "serving")
+    assert "OPTION_TENSOR_PARALLEL_DEGREE" in remedy(reason, "start")
+
+
 def test_a_reason_that_points_elsewhere_gives_way_to_the_first_that_does_not():
     vague = "RuntimeError: Engine core initialization failed. See root cause above. {}"
     causes = [

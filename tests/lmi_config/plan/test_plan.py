@@ -204,7 +204,15 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             {},
             dataclasses.replace(machine(gpus=1), gpus=(SMALL,)),
             model(70),
-            "each GPU's share of the weights is 70.0 GiB and vLLM may use 22.1 GiB",
+            "each GPU's share of the weights is 70.0 GiB and vLLM may use 22.1 GiB of its memory; "
+            "use at least 4 such GPUs (OPTION_TENSOR_PARALLEL_DEGREE=4) or a quantised model",
+        ),
+        (
+            {"OPTION_GPU_MEMORY_UTILIZATION": "0.1"},
+            dataclasses.replace(machine(gpus=1), gpus=(SMALL,)),
+            model(70),
+            "each GPU's share of the weights is 70.0 GiB and vLLM may use 2.4 GiB of its memory; "
+            "use larger GPUs or a quantised model",
         ),
         (
             {},
