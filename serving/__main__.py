@@ -36,11 +36,13 @@ from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
 
 USAGE = """usage: python -m serving [serve | plan | route] [ARGUMENT ...]
+       python -m serving keys new NAME [--tenant TENANT]
        python -m serving [vllm serve] ARGUMENT ...
 
   serve   serve a model (the default)
   plan    print what serve would do here, and why; starts nothing
   route   route requests to several servers
+  keys    make an API key, and its lines for OPTION_API_KEYS_FILE
 
 Arguments without a verb mean serve, as vLLM's image takes them, and its port 8000 if none is named.
 `python -m serving serve --help` lists the options, which are arguments or environment variables.
@@ -55,6 +57,9 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
         print(USAGE, file=sys.stderr)
         return USAGE_ERROR
     if arguments.wants_help(rest):
+        if verb == "keys":
+            print(USAGE, end="")
+            return 0
         print(arguments.usage(verb), end="")
         return 0
     return _VERBS[verb](rest, environ)
@@ -131,6 +136,9 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
                 "`route http://a:8080 http://b:8080` does as well"
             ]
         )
+    from serving.access.access import Access
+
+    Access(options, routes=True)  # which reads the file of keys: here it stops the start
     logs.set_format(options.log_format)
     logs.set_level(options.log_level)
     with tempfile.TemporaryDirectory(prefix="slipway-") as counters:
@@ -141,10 +149,33 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
         return route(options, environ)
 
 
+def _keys(rest: list[str], environ: Mapping[str, str]) -> int:
+    """Print a new key, and its lines for OPTION_API_KEYS_FILE."""
+    from serving.access import keys
+
+    match rest:
+        case ["new", name]:
+            tenant = None
+        case ["new", name, "--tenant", tenant]:
+            pass
+        case _:
+            print(USAGE, file=sys.stderr)
+            return USAGE_ERROR
+    key = keys.made()
+    try:
+        row = keys.row(name, key, tenant)
+    except ValueError as error:
+        print(f"{name!r} cannot be a key's name: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    print(f"# The key, which is kept nowhere: {key}\n# For the file of keys, below `keys:`\n{row}")
+    return 0
+
+
 _VERBS: Mapping[str, Callable[[list[str], Mapping[str, str]], int]] = {
     "serve": functools.partial(_run, "serve", _serve),
     "plan": _plan,
     "route": functools.partial(_run, "route", _route),
+    "keys": _keys,
 }
 
 

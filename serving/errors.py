@@ -46,6 +46,14 @@ class Forbidden(ServingError):
     """The request comes from a web page that may not send it."""
 
 
+class Unauthorized(ServingError):
+    """The request has no key, or none that is valid. The message does not have it."""
+
+
+class NotPermitted(ServingError):
+    """The request's key is valid, and not for this."""
+
+
 class MethodNotAllowed(ServingError):
     """The path is here but answers other methods: those that are allowed."""
 
@@ -161,6 +169,8 @@ _TABLE: Mapping[type[ServingError], _Row] = {
     InternalFunction: _Row(400, 400, "BadRequestError", "BadRequestException"),
     NotFound: _Row(404, 404, "NotFoundError", "ResourceNotFoundException"),
     Forbidden: _Row(403, 403, "PermissionDeniedError", "AccessDeniedException"),
+    Unauthorized: _Row(401, 401, "invalid_request_error", "UnauthorizedException"),
+    NotPermitted: _Row(403, 403, "PermissionDeniedError", "AccessDeniedException"),
     MethodNotAllowed: _Row(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
     TooLarge: _Row(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
     Conflict: _Row(409, 409, "ConflictError", "IllegalArgumentException"),
@@ -180,6 +190,12 @@ _TABLE: Mapping[type[ServingError], _Row] = {
     EngineFailed: _Row(500, 500, "InternalServerError", "InternalServerException"),
     ServerFailed: _Row(500, 500, "InternalServerError", "InternalServerException"),
 }
+
+_OPENAI_CODES: Mapping[type[ServingError], str] = {
+    Unauthorized: "invalid_api_key",
+    NotPermitted: "insufficient_permissions",
+}
+"""OpenAI's own words for some; the others have vLLM's, which is the status."""
 
 Codes = Mapping[type[ServingError], int]
 """Statuses that the operator wants in the place of those in the table."""
@@ -207,6 +223,8 @@ def headers(error: ServingError) -> dict[str, str]:
             return {"retry-after": "1"}
         case Overloaded():
             return {"retry-after": str(error.retry_after)}
+        case Unauthorized():
+            return {"www-authenticate": "Bearer"}
         case MethodNotAllowed():
             return {"allow": ", ".join(error.allowed)}
     return {}
@@ -262,7 +280,8 @@ class OpenAIErrors(ErrorShape):
 
     def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
         kind, parameter = _TABLE[type(error)].openai_type, getattr(error, "parameter", None)
-        parts = {"message": str(error), "type": kind, "param": parameter, "code": code}
+        named = _OPENAI_CODES.get(type(error), code)
+        parts = {"message": str(error), "type": kind, "param": parameter, "code": named}
         return {"error": parts}
 
 
@@ -285,6 +304,7 @@ class AnthropicErrors(ErrorShape):
 
 _ANTHROPIC = {
     **dict.fromkeys((400, 405, 408, 409, 424, 431), "invalid_request_error"),
+    401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",

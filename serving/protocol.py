@@ -25,6 +25,14 @@ VLLM_SESSION_ID = b"x-session-id"
 ROUTE = b"x-slipway-route"
 """Asks a router, by any value, why it chose the replica that answers; the answer says so."""
 
+AUTHORIZATION = b"authorization"
+API_KEY = b"x-api-key"
+"""In which Anthropic's clients send a key."""
+IDENTITY = b"x-slipway-identity"
+"""Says who sends a request: a router's, signed with the secret that it shares with its servers. A
+client's own goes nowhere.
+"""
+
 PING = "/ping"
 HEALTH = "/health"
 """What vLLM's own server calls /ping, and load balancers before vLLM's image ask."""

@@ -155,8 +155,8 @@ def check(call: Call) -> None:
     if call.words[:2] == ["docker", "run"]:
         environ, command = container(call.words)
         verb, *words = command or ["serve"]
-        assert verb in ("serve", "plan", "route", "vllm", "bash")
-        if verb != "vllm":
+        assert verb in ("serve", "plan", "route", "keys", "vllm", "bash")
+        if verb not in ("vllm", "keys"):
             configured(environ, verb, words)
 
 

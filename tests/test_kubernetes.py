@@ -30,6 +30,7 @@ from lmi_config.plan import shared_store, vllm
 from lmi_config.plan.parallelism import copies
 from scripts.hyperpod_local import manifest
 from scripts.hyperpod_local.manifest import ManifestError
+from serving.access.access import Access
 from serving.api.app import create_app
 from serving.api.backend import Backend
 from serving.inference import queue
@@ -501,7 +502,7 @@ async def _routed(path: str) -> int:
 
 
 def test_probes_ask_what_is_answered() -> None:
-    app: Any = create_app(Backend(Lifecycle(), Settings()), Settings())
+    app: Any = create_app(Backend(Lifecycle(), Settings()), Settings(), Access(Settings()))
     served = {route.path for route in app.routes}
     for it in OURS:
         probes = {name: it.container[name] for name in it.container if name.endswith("Probe")}

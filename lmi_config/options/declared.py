@@ -32,8 +32,10 @@ from lmi_config.options.parsers import (
     integer,
     inverted,
     json_object,
+    key,
     kind,
     log_level,
+    long_key,
     mebibytes,
     model_len,
     one_of,
@@ -93,6 +95,7 @@ class Section(enum.Enum):
     SPECULATION = "Speculative decoding"
     LORA = "LoRA adapters"
     ROUTER = "Router"
+    ACCESS = "Keys, limits and TLS"
     SECURE = "Secure mode"
     CONFIGURATION = "Configuration itself"
 
@@ -845,6 +848,42 @@ class Settings:
         "two ports of its own: all ranks' events come first, then all logs.",
     )
 
+    api_key: str | None = _option(
+        key,
+        "OPTION_API_KEY",
+        "VLLM_API_KEY",
+        "SM_VLLM_API_KEY",
+        section=Section.ACCESS,
+        secret=True,
+        default_text="none is asked for",
+        help="The key that all clients send, as `Authorization: Bearer KEY` or `x-api-key`. It "
+        "administers nothing (docs/guides/access.md).",
+    )
+    api_keys_file: str | None = _option(
+        text,
+        "OPTION_API_KEYS_FILE",
+        section=Section.ACCESS,
+        help="A YAML or JSON file with hashes of keys, each with its name, tenant and limits; read "
+        "anew when it changes. `python -m serving keys new NAME` makes a key.",
+    )
+    admin_api_key: str | None = _option(
+        key,
+        "OPTION_ADMIN_API_KEY",
+        section=Section.ACCESS,
+        secret=True,
+        default_text="with keys nobody administers, but for those with `admin: true` in the file",
+        help="The key for `/adapters`, `/models`, `/metrics`, `/replicas` and all else that is not "
+        "inference. Alone it closes these and leaves inference open.",
+    )
+    router_secret: str | None = _option(
+        long_key,
+        "OPTION_ROUTER_SECRET",
+        section=Section.ACCESS,
+        secret=True,
+        help="A secret of at least 32 characters that `route` and its servers share. The router "
+        "then tells them who sends a request, and they answer nobody else without a key of theirs.",
+    )
+
     secure_mode: bool = _option(
         boolean,
         "SAGEMAKER_SECURE_MODE",
@@ -930,7 +969,7 @@ class Settings:
     @property
     def properties(self) -> Mapping[str, str]:
         """The options as LMI tells its handlers of them, by their names in `serving.properties`."""
-        ours = {name: getattr(self, name) for name in OPTIONS}
+        ours = {name: getattr(self, name) for name, it in OPTIONS.items() if not it.secret}
         values = {**self.own, **ours, **self.engine}
         return {
             name: value if isinstance(value, str) else json.dumps(value, default=list)

@@ -341,7 +341,6 @@ REFUSED: Mapping[str, str] = {
             "allowed_headers",
             "allowed_methods",
             "allowed_origins",
-            "api_key",
             "api_server_count",
             "data_parallel_supervisor_port",
             "dp_supervisor_probe_failure_threshold",

@@ -19,6 +19,20 @@ def text(value: str) -> str:
     return value
 
 
+def key(value: str, shortest: int = 8) -> str:
+    """Read what is sent in a header. What is shorter than 8 characters could not be hidden in a
+    log without making holes into harmless words.
+    """
+    if not re.fullmatch(r"[\x21-\x7e]+", value) or len(value) < shortest:
+        raise ValueError(f"at least {shortest} characters of ASCII, without spaces")
+    return value
+
+
+def long_key(value: str) -> str:
+    """Read what signatures are made with."""
+    return key(value, 32)
+
+
 def words(value: str) -> tuple[str, ...]:
     """Read a JSON list, JSON objects one after the other, or words between commas.
 

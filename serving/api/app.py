@@ -10,9 +10,10 @@ from starlette.types import ASGIApp, Scope
 
 from lmi_config.options.declared import Settings
 from serving import errors, protocol
+from serving.access.access import Access
 from serving.api import adapters, info
 from serving.api.backend import Backend
-from serving.api.endpoint import Answer, Endpoint, RecordedEndpoint
+from serving.api.endpoint import Answer, Endpoint, Gate, RecordedEndpoint
 from serving.api.invocations import Invocations
 from serving.api.openai import OpenAI
 from serving.api.session_store import SessionStore
@@ -21,12 +22,15 @@ from serving.errors import NotFound
 from serving.http.origins import Origins
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
+from serving.kv_cache.salt import Tenants
 
 Handler = Callable[[HttpCall, Pipeline], Awaitable[None]]
 
 
-def create_app(backend: Backend, settings: Settings) -> ASGIApp:
-    """The app that answers SageMaker's paths, the OpenAI paths and /metrics."""
+def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
+    """The app that answers SageMaker's paths, the OpenAI paths and /metrics. access: who may call
+    all of them but health checks.
+    """
     codes = errors.codes(settings)
     origins = Origins(settings.cors_allowed_origin, settings.host)
     names = settings.model_names
@@ -35,7 +39,8 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
             Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions
         )
         if settings.enable_stateful_sessions
-        else None
+        else None,
+        Tenants(settings.cache_salt_header),
     )
 
     def ready(handler: Handler) -> Answer:
@@ -53,12 +58,13 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
         return Route(
             path,
             RecordedEndpoint(
-                path, ready(handler), methods, origins, lambda _: shape, backend.error_rates
+                *(path, ready(handler), Gate(methods, origins, access), lambda _: shape),
+                backend.error_rates,
             ),
         )
 
-    def plain(path: str, app: ASGIApp, *methods: str) -> Route:
-        return Route(path, Endpoint(app, methods, origins, errors.shape(path, codes)))
+    def plain(path: str, app: ASGIApp, access: Access | None, *methods: str) -> Route:
+        return Route(path, Endpoint(app, Gate(methods, origins, access), errors.shape(path, codes)))
 
     invocations = Invocations(settings, sessions).answer
     openai = OpenAI(sessions).answer
@@ -87,9 +93,9 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
             ),
             *(route(path, management.model, "GET", "PUT", "DELETE") for path in protocol.MANAGED),
             route(protocol.SERVER_LOGGING, management.logging, "POST"),
-            *(plain(path, info.Ping(backend)) for path in protocol.PROBES),
+            *(plain(path, info.Ping(backend), None) for path in protocol.PROBES),
             *(
-                plain(path, info.metrics, "GET")
+                plain(path, info.metrics, access, "GET")
                 for path in (protocol.METRICS, protocol.SERVER_METRICS)
             ),
         ],
@@ -97,8 +103,7 @@ def create_app(backend: Backend, settings: Settings) -> ASGIApp:
         default=RecordedEndpoint(
             "other",
             _nothing,
-            (),
-            origins,
+            Gate((), origins, access),
             lambda path: errors.shape(path, codes),
             backend.error_rates,
         ),

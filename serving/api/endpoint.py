@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving import errors
+from serving.access.access import Access
+from serving.access.caller import ANYBODY, Caller
 from serving.cancellation import ClientLeft
 from serving.errors import ErrorShape, MethodNotAllowed, NotReady, ServingError
 from serving.http.origins import Origins
@@ -24,19 +26,16 @@ Answer = Callable[[HttpCall], Awaitable[None]]
 class Endpoint:
     """An ASGI app whose errors are answered. It leaves no line in the log: probes are frequent.
 
-    methods: those it answers, or none for any. origins: from where requests may come. shape: of its
-    errors.
+    shape: of its errors.
     """
 
-    def __init__(
-        self, app: ASGIApp, methods: tuple[str, ...], origins: Origins, shape: ErrorShape
-    ) -> None:
+    def __init__(self, app: ASGIApp, gate: "Gate", shape: ErrorShape) -> None:
         self._app = app
-        self._gate = _Gate(methods, origins)
+        self._gate = gate
         self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = await self._gate.run(scope, lambda scope: self._app(scope, receive, send))
+        error = await self._gate.run(scope, lambda scope, _: self._app(scope, receive, send))
         if error:
             await self._shape.response(error)(scope, receive, send)
 
@@ -52,14 +51,13 @@ class RecordedEndpoint:
         self,
         route: str,
         answer: Answer,
-        methods: tuple[str, ...],
-        origins: Origins,
+        gate: "Gate",
         shape: Callable[[str], ErrorShape],
         rates: ErrorRates,
     ) -> None:
         self._route = route
         self._answer = answer
-        self._gate = _Gate(methods, origins)
+        self._gate = gate
         self._shape = shape
         self._rates = rates
 
@@ -67,10 +65,13 @@ class RecordedEndpoint:
         record = AccessRecord(self._route, scope)
         scope["headers"] = record.with_id(scope["headers"])
         send, shape = record.wrap(send), self._shape(scope["path"])
+
+        def answer(scope: Scope, caller: Caller) -> Awaitable[None]:
+            record.caller = caller
+            return self._answer(HttpCall(scope, receive, send, record, shape))
+
         try:
-            error = await self._gate.run(
-                scope, lambda scope: self._answer(HttpCall(scope, receive, send, record, shape))
-            )
+            error = await self._gate.run(scope, answer)
             if error:
                 record.error = error
                 if not record.status:
@@ -81,15 +82,20 @@ class RecordedEndpoint:
             record.close()
 
 
-class _Gate:
-    """Lets through what a route answers, and returns what it raises."""
+class Gate:
+    """Lets through what a route answers, and returns what it raises.
 
-    def __init__(self, methods: tuple[str, ...], origins: Origins) -> None:
+    methods: those it answers, or none for any. origins: from where requests may come. access: who
+    may send them, None for anybody.
+    """
+
+    def __init__(self, methods: tuple[str, ...], origins: Origins, access: Access | None) -> None:
         self._methods = (*methods, "HEAD") if "GET" in methods else methods
         self._origins = origins
+        self._access = access
 
     async def run(
-        self, scope: Scope, answer: Callable[[Scope], Awaitable[None]]
+        self, scope: Scope, answer: Callable[[Scope, Caller], Awaitable[None]]
     ) -> ServingError | None:
         """Have a request answered. Returns the error that it is to be answered with instead."""
         try:
@@ -97,11 +103,16 @@ class _Gate:
             if refusal := scope.get("slipway.refusal"):
                 raise refusal
             self._origins.require(scope["method"], dict(scope["headers"]))
+            caller = ANYBODY
+            if access := self._access:
+                caller = access.caller(scope["headers"])
+                caller.require_path(scope["path"])
+                scope = {**scope, "headers": access.without_credentials(scope["headers"])}
             if self._methods and scope["method"] not in self._methods:
                 raise MethodNotAllowed(scope["path"], scope["method"], self._methods)
             if scope["method"] == "HEAD":  # it is answered as GET is; no body is sent
                 scope = {**scope, "method": "GET"}
-            await answer(scope)
+            await answer(scope, caller)
         except ServingError as error:
             return error
         except ClientLeft:

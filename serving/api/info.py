@@ -43,7 +43,7 @@ async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def models(call: HttpCall, pipeline: Pipeline) -> None:
-    """/v1/models: the engine's models, and adapters by their own names."""
+    """/v1/models: the engine's models, and the caller's adapters by their own names."""
     status, answer = 0, bytearray()
 
     async def keep(message: Message) -> None:
@@ -55,10 +55,12 @@ async def models(call: HttpCall, pipeline: Pipeline) -> None:
     if status != 200:
         raise from_engine(status, bytes(answer), b"")
     listed = msgspec.json.decode(answer)
+    caller = call.record.caller
     base = [model for model in listed["data"] if not model.get("parent")]
     listed["data"] = base + [
         {**base[0], "id": adapter.name, "root": adapter.src, "parent": base[0]["id"]}
         for adapter in (pipeline.adapters.listed() if pipeline.adapters else ())
+        if caller.may_use(adapter.name)
     ]
     await JSONResponse(listed)(call.scope, call.receive, call.send)
 

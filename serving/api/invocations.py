@@ -61,6 +61,7 @@ class Invocations:
         self, handler: UserCode, client: ClientRequest, call: HttpCall, pipeline: Pipeline
     ) -> None:
         """Have the model's own handler answer, or the engine what that leaves to it."""
+        pipeline.require_permission(client, "")
         pipeline.admission.require_places(0, room=False)  # the engine's does not help it
         send = await self._sessions.joined(client)
         with client.admitted.watching(call.receive):

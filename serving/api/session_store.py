@@ -11,6 +11,7 @@ what this server remembers counts.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from serving import folders
 from serving.aio import in_thread
@@ -36,6 +39,16 @@ THREADS = 16
 """Steps that may be under way at once, each in a thread of its own; others wait."""
 
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def _of(tenant: str | None, session: str) -> str:
+    """The id with its tenant in it: its last 12 digits are of the tenant and the others, which stay
+    as random as 74 bits are. So whose a session is outlives a restart, and all servers know.
+    """
+    if tenant is None:
+        return session
+    start = session[:-12]
+    return start + hashlib.sha256(msgspec.json.encode((start, tenant))).hexdigest()[:12]
 
 
 class SessionStore:
@@ -63,13 +76,16 @@ class SessionStore:
         self._read = False
         self._threads = asyncio.Semaphore(THREADS)
 
-    async def create(self) -> tuple[str, str]:
-        """Begin a session. Returns its id, and the id with its expiry as a header has it."""
+    async def create(self, tenant: str | None = None) -> tuple[str, str]:
+        """Begin a session. Returns its id, and the id with its expiry as a header has it.
+
+        tenant: whose it is, None where tenants are not distinguished. Nobody else can use it.
+        """
         if not self._read:
             self._read = True
             await self._read_folder()
         gone = self._make_room()
-        session = str(uuid.uuid4())
+        session = _of(tenant, str(uuid.uuid4()))
         expires = self._keep(session)
         self._unused[session] = None
         try:
@@ -80,13 +96,13 @@ class SessionStore:
         moment = datetime.fromtimestamp(expires, UTC)
         return session, f"{session}; Expires={moment:%Y-%m-%dT%H:%M:%SZ}"
 
-    async def use(self, session: str) -> None:
+    async def use(self, session: str, tenant: str | None = None) -> None:
         """Move a session's expiry on.
 
-        Raises BadRequest for one that is unknown, closed or has expired, and NotReady where that
-        cannot be known.
+        Raises BadRequest for one that is unknown, closed, another tenant's or has expired, and
+        NotReady where that cannot be known.
         """
-        if not _ID.fullmatch(session):
+        if not _ID.fullmatch(session) or session != _of(tenant, session):
             raise BadRequest(f"session not found: {session!r:.300}")
         now = self._clock()
         expires = self._expires.get(session)
@@ -115,9 +131,9 @@ class SessionStore:
         """A request of this session was answered: it counts as used."""
         self._unused.pop(session, None)
 
-    async def close(self, session: str) -> None:
+    async def close(self, session: str, tenant: str | None = None) -> None:
         """End a session. Raises what use() does."""
-        await self.use(session)
+        await self.use(session, tenant)
         self._forget(session)
         try:
             await self._on_disk(self._folder.remove, session)

@@ -2,12 +2,13 @@
 """SageMaker's stateful sessions over HTTP: calls that begin or end one, and requests within."""
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Send
 
 from serving.api.session_store import SessionStore
 from serving.errors import BadRequest
 from serving.http.bodies import header
 from serving.inference.request import ClientRequest
+from serving.kv_cache.salt import Tenants
 from serving.protocol import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, shown
 
 # LMI and SageMaker's guide have the first name, AWS's library for containers the second.
@@ -16,10 +17,14 @@ _CLOSED_SESSION = shown(CLOSED_SESSION_ID)
 
 
 class Sessions:
-    """The sessions of requests. store: None where sessions are off."""
+    """The sessions of requests, each its tenant's. store: None where sessions are off."""
 
-    def __init__(self, store: SessionStore | None) -> None:
+    def __init__(self, store: SessionStore | None, tenants: Tenants) -> None:
         self._store = store
+        self._tenants = tenants
+
+    def _tenant(self, client: ClientRequest) -> str | None:
+        return self._tenants.tenant(client.record.caller, client.scope["headers"])
 
     async def answer(self, client: ClientRequest) -> Response | None:
         """The answer to a call that begins or ends a session; None for any other request."""
@@ -30,17 +35,18 @@ class Sessions:
         if not command:
             return None
         with client.admitted.raising():
-            return await self._answer(self._store, command, client.scope)
+            return await self._answer(self._store, command, client)
 
-    async def _answer(self, store: SessionStore, command: str, scope: Scope) -> Response:
+    async def _answer(self, store: SessionStore, command: str, client: ClientRequest) -> Response:
+        scope, tenant = client.scope, self._tenant(client)
         if command == "NEW_SESSION":
-            session, value = await store.create()
+            session, value = await store.create(tenant)
             answer, headers = f"Session {session} created", dict.fromkeys(_NEW_SESSION, value)
         elif command == "CLOSE":
             session = header(scope, SESSION_ID).decode("latin-1")
             if not session:
                 raise BadRequest(f"{_NEW_SESSION[0]} should name the session to close")
-            await store.close(session)
+            await store.close(session, tenant)
             answer, headers = f"Session {session} closed", {_CLOSED_SESSION: session}
         else:
             raise BadRequest(
@@ -59,15 +65,16 @@ class Sessions:
         )
         if not name or not store:
             return send
+        tenant = self._tenant(client)
         if name != "NEW_SESSION":
             with client.admitted.raising():
-                await store.use(name)
+                await store.use(name, tenant)
 
         async def send_in_session(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] < 400:
                 session = name
                 if name == "NEW_SESSION":
-                    session, value = await store.create()
+                    session, value = await store.create(tenant)
                     more = [(key.lower().encode(), value.encode()) for key in _NEW_SESSION]
                     message = {**message, "headers": [*message["headers"], *more]}
                 store.answered(session)

@@ -50,7 +50,8 @@ async def shared_key(client: ClientRequest, tenants: Tenants) -> Hashable:
     if b'"stream"' in body and (fields := client.fields_of_json()) and fields.streamed:
         return None
     names = (INFERENCE_ID, ADAPTER_ID, SESSION_ID, b"accept", b"content-type")
-    headers = (tenants.tenant(scope), *(header(scope, name) for name in names))
+    tenant = tenants.tenant(client.record.caller, scope["headers"])
+    headers = (tenant, *(header(scope, name) for name in names))
     # Other threads, which is the event loop's, go on while a long text is digested.
     digest = await in_thread(_digest, body) if len(body) > _AT_ONCE else _digest(body)
     return scope["path"], scope["query_string"], headers, digest

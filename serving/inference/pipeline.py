@@ -79,6 +79,16 @@ class Pipeline:
         """Why the model's own model.py can answer nothing now, where that is so."""
         return self.code.failure if self.code else None
 
+    def tenant(self, client: ClientRequest) -> str | None:
+        """Whose a request is, None where tenants are not distinguished. Raises BadRequest."""
+        return self._tenants.tenant(client.record.caller, client.scope["headers"])
+
+    def require_permission(self, client: ClientRequest, adapter: str) -> None:
+        """Raise NotPermitted where the client's key does not allow an adapter, or with "" the base
+        model.
+        """
+        client.record.caller.require(adapter, self._settings.model_names)
+
     @contextlib.asynccontextmanager
     async def received(self, call: HttpCall) -> AsyncIterator[ClientRequest]:
         """A client's request, which counts from its head on, once its body is there."""
@@ -125,6 +135,7 @@ class Pipeline:
         """
         if self.code and self.code.alone:
             raise NotFound(NO_ENGINE)
+        self.require_permission(request.client, request.adapter or "")
         self._limit_time(request)
         async with self._adapter(request) as adapter:
             with request.cancellation.raising():
@@ -225,7 +236,8 @@ class Pipeline:
         scope = request.client.scope
         limits.check_headers(scope["headers"])
         inner = adapter.inner if adapter else None
-        salt = kv_salt.digest(self._tenants.tenant(scope), call_fields.salt(), inner)
+        tenant = self.tenant(request.client)
+        salt = kv_salt.digest(tenant, call_fields.salt(), inner)
         allowed = settings.allowed_media_domains
         named = call.path not in protocol.AGENTS_PATHS
         body = await media.prepared(call.body, allowed, settings.max_request_size, salt, named)

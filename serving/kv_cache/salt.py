@@ -9,29 +9,32 @@ name by which the engine knows a medium.
 
 import hashlib
 import json
+from collections.abc import Iterable
 
 import msgspec
-from starlette.types import Scope
 
+from serving.access.caller import Caller
 from serving.errors import BadRequest
 
 
 class Tenants:
-    """Reads who sends a request from a header of the gateway's. header: its name, or None where
-    tenants are not distinguished.
+    """Knows whose a request is: its key says so, or else a header of the gateway's. header: its
+    name, or None where keys alone distinguish tenants.
     """
 
     def __init__(self, header: str | None) -> None:
         self._header = header
         self._name = (header or "").lower().encode()
 
-    def tenant(self, scope: Scope) -> str | None:
-        """Who sends a request, None where tenants are not distinguished. Raises BadRequest where
-        several are named.
+    def tenant(self, caller: Caller, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        """The tenant of a request, None where tenants are not distinguished. Raises BadRequest
+        where several are named.
         """
+        if caller.tenant is not None:
+            return f"\0{caller.tenant}"  # no header has a NUL, so none names a key's tenant
         if not self._name:
             return None
-        names = [value for key, value in scope["headers"] if key == self._name]
+        names = [value for key, value in headers if key == self._name]
         if len(names) > 1:
             raise BadRequest(
                 f"{self._header} is there {len(names)} times; what names the tenant has to replace "

@@ -12,6 +12,7 @@ from prometheus_client import Counter, Histogram
 from starlette.types import Message, Scope, Send
 
 from serving import protocol
+from serving.access.caller import ANYBODY, Caller
 from serving.errors import ServingError
 from serving.observability import logs
 from serving.observability.logs import REQUEST_ID
@@ -61,6 +62,8 @@ class AccessRecord:
         self.id = request_id(scope["headers"])
         self.status = 0
         """Of the answer, once its head is sent."""
+        self.caller: Caller = ANYBODY
+        """Who has sent it."""
         self.adapter: str | None = None
         self.error: ServingError | None = None
         self._header = (protocol.REQUEST_ID, self.id.encode())
@@ -96,6 +99,10 @@ class AccessRecord:
             "status": status,
             "ms": round(1000 * seconds, 1),
         }
+        if self.caller.name:
+            facts["key"] = self.caller.name
+        if self.caller.tenant:
+            facts["tenant"] = self.caller.tenant
         if self.adapter:
             facts["adapter"] = redacted(self.adapter)
         if self.error:

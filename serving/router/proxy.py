@@ -127,7 +127,7 @@ class ProxiedRequest:
             self._choose()
             return
         body = bytes(request.body)
-        self._features = routing.read(request.named, body, request.target)
+        self._features = routing.read(request.named, body, request.target, request.tenant)
         if routing.tokenise:
             self._spawn(self._tokenise, routing.tokenise, body)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lmi_config.options.declared import Settings
 from serving import errors, protocol
+from serving.access.access import Access
 from serving.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -22,13 +23,14 @@ from serving.errors import (
 from serving.exit import DIED
 from serving.http.origins import Origins
 from serving.http.sockets import Connections, most_routed
+from serving.kv_cache.salt import Tenants
 from serving.lifecycle import SHUTDOWN
 from serving.process import StopSignals
 from serving.router import status
 from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import discovered
-from serving.router.fleet.health import HealthChecks
+from serving.router.fleet.health import HealthChecks, OwnHeaders
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
@@ -65,6 +67,8 @@ class Router:
         """link: to the router's other processes."""
         self._settings = settings
         self._origins = Origins(settings.cors_allowed_origin, settings.host)
+        self._access = Access(settings, routes=True)
+        self._tenants = Tenants(settings.cache_salt_header)
         # clients
         named = (settings.cache_salt_header, settings.session_key)
         self.rules = Rules(
@@ -78,9 +82,10 @@ class Router:
         self.proxied: set[ProxiedRequest] = set()
         # replicas
         self.pool = ReplicaPool(self._on_ready, self._on_gone)
-        self._health = HealthChecks(self.pool)
+        own_headers = self._access.own_headers
+        self._health = HealthChecks(self.pool, own_headers)
         self._differences: dict[str, str] = {}
-        policy, self.kvaware = _strategy(settings, environ)
+        policy, self.kvaware = _strategy(settings, environ, own_headers)
         affinity = SessionAffinity()
         self.routing = Routing(
             pool=self.pool,
@@ -95,7 +100,6 @@ class Router:
             read=RequestReader(
                 settings.routing_strategy,
                 settings.session_key,
-                settings.cache_salt_header,
                 self.pool.adapters,
                 self.pool.apart,
             ).read,
@@ -128,6 +132,7 @@ class Router:
             self._health.run(discovered(self._settings.router_replicas or "")),
             self.routing.peers.run(),
             self._sweep(),
+            self._access.follow(),
         ]
         if self.kvaware:
             works.append(self.kvaware.run())
@@ -217,6 +222,8 @@ class Router:
     def dispatch(self, responder: Responder, request: Request) -> ProxiedRequest | None:
         """Dispatch: what answers a request. Raises ServingError."""
         self._origins.require(request.method.decode("latin-1"), request.named)
+        if request.path not in protocol.PROBES:
+            self._identify(request)
         route = route_of(request.method, request.path)
         if route is None:
             self._answer(responder, request)
@@ -232,6 +239,13 @@ class Router:
             self.proxied.add(proxied)
             return proxied
         return None
+
+    def _identify(self, request: Request) -> None:
+        """Find out who sends a request. Raises ServingError where they may not."""
+        caller = self._access.caller(request.headers)
+        caller.require_path(request.path)
+        request.identity = self._access.identity(caller)
+        request.tenant = self._tenants.tenant(caller, request.headers)
 
     def _on_ended(self, proxied: ProxiedRequest) -> None:
         self.proxied.discard(proxied)
@@ -292,7 +306,9 @@ class Router:
             responder.fail(errors.unforeseen())
 
 
-def _strategy(settings: Settings, environ: Mapping[str, str]) -> tuple[Policy, KvAwareness | None]:
+def _strategy(
+    settings: Settings, environ: Mapping[str, str], own_headers: OwnHeaders
+) -> tuple[Policy, KvAwareness | None]:
     """What chooses replicas, and what feeds it where it needs more than requests."""
     match settings.routing_strategy:
         case "roundrobin":
@@ -301,7 +317,8 @@ def _strategy(settings: Settings, environ: Mapping[str, str]) -> tuple[Policy, K
             return Session(), None
         case "kvaware":
             index = KvIndex()
-            return KvAware(PrefixIndex(), index), KvAwareness(index, settings, environ, FALLBACKS)
+            feeds = KvAwareness(index, settings, environ, FALLBACKS, own_headers)
+            return KvAware(PrefixIndex(), index), feeds
     return PrefixAware(PrefixIndex()), None
 
 

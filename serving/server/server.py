@@ -23,6 +23,7 @@ from lmi_config.facts.machine import out_of_memory_kills
 from lmi_config.options.declared import Settings
 from lmi_config.plan import explain
 from serving import VERSION, process
+from serving.access.access import Access
 from serving.api.app import create_app
 from serving.api.backend import Backend
 from serving.engine.base import Engine, EngineError
@@ -94,14 +95,16 @@ class Server:
         _BUILD.info({"version": VERSION, **{name: version(name) for name in ("vllm", "lmcache")}})
         _TENANTS.info({"header": (settings.cache_salt_header or "").lower()})
         self._signals = StopSignals()
+        self._access = Access(settings)
         most = most_connections(settings.job_queue_size)
-        self._http = HttpServer(create_app(self.backend, settings), most, SHUTDOWN.connections)
+        app = create_app(self.backend, settings, self._access)
+        self._http = HttpServer(app, most, SHUTDOWN.connections)
 
     async def run(self) -> Exit:
         """From listening to the end."""
         self._signals.listen(signal.SIGTERM, signal.SIGINT)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        reaping = asyncio.create_task(process.reap())
+        tasks = [asyncio.create_task(it) for it in (process.reap(), self._access.follow())]
         host, port = self._listener.getsockname()[:2]
         text = f"listening on {_url(host, port)}; {PING} reports progress"
         log.info("listening", extra={"facts": {"host": host, "port": port}, "text": text})
@@ -110,7 +113,8 @@ class Server:
         finally:
             self._http.should_exit = True
             await http
-            reaping.cancel()
+            for task in tasks:
+                task.cancel()
 
     def stop(self) -> None:
         """Stop; when it is called again, without waiting for requests."""

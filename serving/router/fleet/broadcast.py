@@ -2,17 +2,19 @@
 """Changes of adapters, which all replicas are to have."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import aiohttp
 
 from serving.errors import NotReady, ReplicaFailed
-from serving.protocol import ADAPTER_ALIAS, REQUEST_ID
+from serving.protocol import ADAPTER_ALIAS, API_KEY, AUTHORIZATION, IDENTITY, REQUEST_ID
 from serving.router.fleet.health import HealthChecks, has_ended, session
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.request import Request
 
 _PASSED_ON = (b"content-type", ADAPTER_ALIAS, REQUEST_ID)
+_CREDENTIALS = (AUTHORIZATION, API_KEY)
 
 
 class Answer(NamedTuple):
@@ -76,14 +78,18 @@ class Broadcast:
             request.method.decode(),
             replica.name + request.target.decode("latin-1"),
             data=bytes(request.body),
-            headers={
-                name.decode(): value.decode("latin-1")
-                for name, value in request.headers
-                if name in _PASSED_ON
-            },
+            headers={name.decode(): value.decode("latin-1") for name, value in _passed_on(request)},
             timeout=self._timeout,
         ) as answer:
             content_type = answer.headers.get("content-type", "application/json")
             retry_after = answer.headers.get("retry-after")
             lines = (f"retry-after: {retry_after}".encode(),) if retry_after else ()
             return Answer(answer.status, content_type.encode(), await answer.read(), lines)
+
+
+def _passed_on(request: Request) -> Iterator[tuple[bytes, bytes]]:
+    """The headers that replicas get, with what tells them who sends the request."""
+    passed_on = _PASSED_ON if request.identity else _PASSED_ON + _CREDENTIALS
+    yield from (header for header in request.headers if header[0] in passed_on)
+    if request.identity:
+        yield IDENTITY, request.identity

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 import aiohttp
 import msgspec
@@ -32,6 +32,10 @@ SPEEDS_S = 30.0
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
+OwnHeaders = Callable[[], Mapping[str, str]]
+"""The headers by which the router itself may ask replicas."""
+
+
 def session() -> aiohttp.ClientSession:
     """A client for as many replicas as there are."""
     timeout = aiohttp.ClientTimeout(total=PING_TIMEOUT_S)
@@ -52,8 +56,9 @@ async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
 class HealthChecks:
     """Keeps a pool true to where replicas are, and to what they say of themselves."""
 
-    def __init__(self, pool: ReplicaPool) -> None:
+    def __init__(self, pool: ReplicaPool, own_headers: OwnHeaders) -> None:
         self._pool = pool
+        self._own_headers = own_headers
         self._probes: dict[str, Probe] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -82,14 +87,23 @@ class HealthChecks:
         self._pool.update(urls)
         for replica in self._pool.replicas:
             if replica.name not in self._tasks:
-                probe = self._probes[replica.name] = Probe(self._pool, replica, client)
+                probe = self._probes[replica.name] = Probe(
+                    self._pool, replica, client, self._own_headers
+                )
                 self._tasks[replica.name] = asyncio.create_task(probe.run())
 
 
 class Probe:
     """The health check of one replica."""
 
-    def __init__(self, pool: ReplicaPool, replica: Replica, client: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        replica: Replica,
+        client: aiohttp.ClientSession,
+        own_headers: OwnHeaders,
+    ) -> None:
+        self._own_headers = own_headers
         self._pool = pool
         self._replica = replica
         self._client = client
@@ -149,12 +163,12 @@ class Probe:
 
     async def _facts(self) -> Facts:
         self._speeds_at = time.monotonic()
-        _, answer = await _get(self._client, self._replica.name + METRICS)
+        _, answer = await self._get(METRICS)
         return facts.read(answer)
 
     async def _list_models(self) -> None:
         self._models_at = time.monotonic()
-        status, answer = await _get(self._client, self._replica.name + MODELS)
+        status, answer = await self._get(MODELS)
         if status != 200:
             return
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -162,6 +176,9 @@ class Probe:
             names = [model.id for model in models]
             adapters = frozenset(model.id for model in models if model.parent)
             self._pool.list_models(self._replica, names, adapters)
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        return await _get(self._client, self._replica.name + path, self._own_headers())
 
 
 class _Model(msgspec.Struct):
@@ -176,8 +193,10 @@ class _Models(msgspec.Struct):
 _read_models = msgspec.json.Decoder(_Models).decode
 
 
-async def _get(client: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
-    async with client.get(url, allow_redirects=False) as answer:
+async def _get(
+    client: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    async with client.get(url, allow_redirects=False, headers=headers) as answer:
         return answer.status, await answer.read()
 
 

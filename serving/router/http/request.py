@@ -7,8 +7,9 @@ from collections.abc import Set
 from itertools import chain
 from typing import NamedTuple
 
+from serving.access.access import CREDENTIALS
 from serving.errors import Malformed, ServingError, TooLarge
-from serving.protocol import REQUEST_ID, SAGEMAKER
+from serving.protocol import IDENTITY, REQUEST_ID, SAGEMAKER
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
 from serving.router.http.upstream import HOP_BY_HOP
@@ -20,7 +21,7 @@ HEADER = 200
 
 # What else is not passed on: the framing is ours, 100-continue was dealt with, and so was a page's
 # origin, which is foreign to the host that the replica sees.
-_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin"}
+_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", IDENTITY}
 
 # Targets as they are sent to a forward proxy (RFC 9112, 3.2.2).
 _PROXIED = re.compile(rb"http://[^/?#]*", re.IGNORECASE)
@@ -52,6 +53,7 @@ class Request:
         "headers",
         "http10",
         "id",
+        "identity",
         "keep_alive",
         "length",
         "method",
@@ -62,6 +64,7 @@ class Request:
         "size",
         "streamed",
         "target",
+        "tenant",
     )
 
     def __init__(
@@ -99,6 +102,10 @@ class Request:
         """Bytes that the body will have, None where the client does not tell."""
         self.expects = not self.http10 and named.get(b"expect", b"").lower() == b"100-continue"
         """Whether the client keeps the body until it is asked for it."""
+        self.identity: bytes | None = None
+        """What tells replicas who sends it; None where they read the client's credentials."""
+        self.tenant: str | None = None
+        """Whose it is, None where tenants are not distinguished."""
         self.refusal = refusal
         """Why it is not answered as the client wants."""
         # body
@@ -195,7 +202,11 @@ class Request:
         if not self._head:
             own = self.connections_own
             dropped = _DROPPED | own if own else _DROPPED
+            if self.identity:
+                dropped |= CREDENTIALS
             lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in dropped]
+            if self.identity:
+                lines.append(b"%b: %b\r\n" % (IDENTITY, self.identity))
             if not self.streamed:
                 if self.body or self.method == b"POST":
                     lines.append(b"content-length: %d\r\n" % len(self.body))

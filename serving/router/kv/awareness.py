@@ -8,7 +8,7 @@ as prefixaware.
 import asyncio
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -36,9 +36,17 @@ class KvAwareness:
     """Keeps the index true to what replicas publish, and a tokenizer to look requests up in it."""
 
     def __init__(
-        self, index: KvIndex, settings: Settings, environ: Mapping[str, str], fallbacks: Counter
+        self,
+        index: KvIndex,
+        settings: Settings,
+        environ: Mapping[str, str],
+        fallbacks: Counter,
+        own_headers: Callable[[], Mapping[str, str]],
     ) -> None:
-        """fallbacks: counts requests, by the reason, for which something is missing."""
+        """fallbacks: counts requests, by the reason, for which something is missing. own_headers:
+        those by which the router itself may ask replicas.
+        """
+        self._own_headers = own_headers
         self._index = index
         self._fallbacks = fallbacks
         self._settings = settings
@@ -46,7 +54,6 @@ class KvAwareness:
         self._workers = TokenWorkers()
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._warned: set[str] = set()
-        self._tenant = (settings.cache_salt_header or "").lower().encode()
 
     async def run(self) -> None:
         """Keep a tokenizer, and stay until cancelled."""
@@ -102,10 +109,9 @@ class KvAwareness:
         if tokens is None:
             self._fallbacks.labels("request").inc()
             return routing_request
-        tenant = request.named.get(self._tenant, b"").decode("latin-1") if self._tenant else None
         adapter = routing_request.adapter
         inner = self._index.inner(adapter) if adapter else None
-        start = request_seed(inner, tenant, routing_request.salt)
+        start = request_seed(inner, request.tenant, routing_request.salt)
         blocks = {size: chain(tokens, size, start) for size in sizes}
         plain = start == PLAIN
         return replace(routing_request, tokens=len(tokens), blocks=blocks, plain=plain)
@@ -152,7 +158,7 @@ class KvAwareness:
         """Where the replica publishes, as it answers."""
         async with (
             aiohttp.ClientSession() as session,
-            session.get(replica.name + KV_EVENT_SOURCES) as answer,
+            session.get(replica.name + KV_EVENT_SOURCES, headers=self._own_headers()) as answer,
         ):
             return await answer.read()
 

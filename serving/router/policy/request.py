@@ -53,8 +53,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its answer is."""
 
 
-Reader = Callable[[Mapping[bytes, bytes], bytes, bytes], RoutingRequest]
-"""Reads a request's headers, by their names in lower case, its body and its target."""
+Reader = Callable[[Mapping[bytes, bytes], bytes, bytes, str | None], RoutingRequest]
+"""Reads a request's headers, by their names in lower case, its body, its target and its tenant."""
 
 
 class _Keys(msgspec.Struct):
@@ -79,14 +79,12 @@ class RequestReader:
         self,
         strategy: str,
         session_key: str | None,
-        tenant_header: str | None,
         adapters: Collection[str],
         models: Collection[str] = (),
     ) -> None:
         """session_key: the header or key of a JSON body that names a session, besides SageMaker's
-        header; None takes what is customary. tenant_header: the replicas' OPTION_CACHE_SALT_HEADER.
-        adapters: names that are adapters' where a body has them as its `model`; models: those of
-        models that not all replicas serve. Both may change.
+        header; None takes what is customary. adapters: names that are adapters' where a body has
+        them as its `model`; models: those of models that not all replicas serve. Both may change.
         """
         headers: tuple[bytes, ...] = (SESSION_ID,)
         keys: tuple[str, ...] = ()
@@ -106,15 +104,20 @@ class RequestReader:
         self._unreadable = cast(_Keys, body())
         self._session_headers = headers
         self._session_fields = tuple(fields)
-        self._tenant = (tenant_header or "").lower().encode()
         self._chained = strategy in ("prefixaware", "kvaware")
         self._adapters = adapters
         self._models = models
 
     def read(
-        self, headers: Mapping[bytes, bytes], body: bytes, target: bytes = b""
+        self,
+        headers: Mapping[bytes, bytes],
+        body: bytes,
+        target: bytes = b"",
+        tenant: str | None = None,
     ) -> RoutingRequest:
-        """What is to be known of a request."""
+        """What is to be known of a request. tenant: whose it is, as serving/kv_cache/salt.py has
+        it.
+        """
         try:
             keys = self._decode(body)
         except _UNREADABLE:
@@ -125,7 +128,7 @@ class RequestReader:
         adapter = self._adapter(headers, keys, target)
         # What else decides whether KV caches of equal prompts are one.
         tools = bytes(keys.tools)
-        seed = (adapter, headers.get(self._tenant), bytes(keys.cache_salt), tools)
+        seed = (adapter, tenant, bytes(keys.cache_salt), tools)
         return RoutingRequest(
             tokens=_tokens(prompt) + len(tools) // BYTES_PER_TOKEN,
             chain=chain(prompt, seed) if self._chained else (),

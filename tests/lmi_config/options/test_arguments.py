@@ -71,7 +71,7 @@ def test_words_become_options(words, field, value):
             ("--job-qeue-size", "5"),
             "--job-qeue-size: no such option; did you mean --job-queue-size?",
         ),
-        (("--api-key", "x"), "--api-key: vLLM has this option, but its own HTTP server is not"),
+        (("--api-key", "hush"), "--api-key=(hidden): should be at least 8 characters of ASCII"),
         (("--port",), "--port: needs a value"),
         (("-cc.mode",), "-cc.mode: needs a value"),
         (("-cc.a", "1", "-cc.a.b", "2"), "-cc.a.b: a has a value already; keep one"),

@@ -312,6 +312,12 @@ def test_a_secret_is_not_shown():
     assert "hush" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["OPTION_API_KEY", "VLLM_API_KEY", "SM_VLLM_API_KEY"])
+def test_the_key_by_its_names(name):
+    assert read({name: "0123456789"}).api_key == "0123456789"
+    assert "api_key" not in read({name: "0123456789"}).properties
+
+
 def test_without_strictness_an_unknown_option_only_warns():
     settings = read({"OPTION_STRICT": "false", "OPTION_MAX_MODLE_LEN": "5"})
     assert settings.notes == (

@@ -68,6 +68,7 @@ class FakeReplica:
         self.blocks = ""  # what it tells of its cache instead, where it makes no sense
         self.tiers = ""  # the series of its tiers
         self.asked: list[Asked] = []
+        self.probed: dict[str, Asked] = {}  # the router's last questions, by path
         self.answer: Answer | None = None
         self.connections: set[asyncio.StreamWriter] = set()
         self.gone = 0  # clients that left before they were answered
@@ -108,6 +109,8 @@ class FakeReplica:
     async def _answer(
         self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if asked.target in ("/metrics", "/v1/models"):
+            self.probed[asked.target] = asked
         match asked.target:
             case "/ping":
                 writer.write(whole(self.ping[0], json.dumps(self.ping[1]).encode()))

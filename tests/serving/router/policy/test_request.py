@@ -10,7 +10,7 @@ from serving.router.policy.prefix_index import CHUNK
 from serving.router.policy.request import RequestReader
 
 JSON = {b"content-type": b"application/json"}
-read = RequestReader("prefixaware", None, None, {"poet"}).read
+read = RequestReader("prefixaware", None, {"poet"}).read
 
 
 def asked(body, headers=None, read=read):
@@ -82,8 +82,8 @@ def test_the_adapter_is_the_one_that_serve_takes(body, headers, target, adapter)
 
 
 def test_tenants_have_chains_of_their_own():
-    read = RequestReader("kvaware", None, "X-Tenant", ()).read
-    one, two = (asked({"prompt": LONG}, {b"x-tenant": name}, read) for name in (b"1", b"2"))
+    read, body = RequestReader("kvaware", None, ()).read, json.dumps({"prompt": LONG}).encode()
+    one, two = (read({}, body, tenant=name) for name in ("1", "2"))
     assert not set(one.chain) & set(two.chain)
 
 
@@ -117,7 +117,7 @@ def test_adapters(body, headers, adapter):
     ],
 )
 def test_sessions(key, body, headers, session):
-    assert asked(body, headers, RequestReader("session", key, None, ()).read).session == session
+    assert asked(body, headers, RequestReader("session", key, ()).read).session == session
 
 
 def test_images_do_not_count_as_text():

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends a request, and what they may do: a value that keys, and identities that a router has
+signed, are read into.
+"""
+
+import re
+
+import msgspec
+
+from serving.errors import NotPermitted
+from serving.protocol import EXECUTION_PARAMETERS, INVOCATIONS_PATH, OPENAI, PROBES
+
+_FOR_ALL = re.compile(f"{INVOCATIONS_PATH}|{EXECUTION_PARAMETERS}")
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a caller may use up; None is no limit. requests, tokens: in a minute. concurrent:
+    requests at once.
+    """
+
+    requests: int | None = None
+    tokens: int | None = None
+    concurrent: int | None = None
+
+
+class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who sends a request.
+
+    name: its key's, "" where nobody has to have one. tenant: those who share caches, None where a
+    key says nothing of it. models, adapters: the names that may be asked for, None for all.
+    priority: at the engine, the lowest first. admin: whether it may administer. counted: whether a
+    router has held it to its limits already.
+    """
+
+    name: str = ""
+    tenant: str | None = None
+    models: tuple[str, ...] | None = None
+    adapters: tuple[str, ...] | None = None
+    priority: int = 0
+    admin: bool = False
+    limits: Limits = Limits()
+    counted: bool = False
+
+    def require_path(self, path: str) -> None:
+        """Raise NotPermitted for a path of the administration's."""
+        if not self.admin and administers(path):
+            raise NotPermitted(
+                f"{path:.100} needs an admin key: OPTION_ADMIN_API_KEY, or one with `admin: true` "
+                "in OPTION_API_KEYS_FILE"
+            )
+
+    def may_use(self, adapter: str) -> bool:
+        return self.adapters is None or adapter in self.adapters
+
+    def require(self, adapter: str, models: tuple[str, ...]) -> None:
+        """Raise NotPermitted for what its key does not allow. adapter: its name, or "" for the base
+        model. models: the names of that.
+        """
+        if adapter:
+            if not self.may_use(adapter):
+                raise NotPermitted(f"this key may not use the adapter {adapter!r:.100}")
+        elif self.models is not None and not set(self.models) & set(models):
+            raise NotPermitted(f"this key may not use the model {models[0]!r:.100}")
+
+
+ANYBODY = Caller(admin=True)
+"""Who sends a request where no keys are asked for."""
+
+
+def administers(path: str) -> bool:
+    """Whether a path is for admin keys alone: all are, but for inference and health checks."""
+    return not (path.startswith(OPENAI) or _FOR_ALL.fullmatch(path) or path in PROBES)
