@@ -1047,6 +1047,7 @@ def _listed() -> Mapping[str, Any]:
 def vllm_options() -> Mapping[str, Reader]:
     """vLLM's own options that are passed on: name → reader."""
     declared = {option.vllm for option in OPTIONS.values()}
+    declared |= {flag(name)[2:].replace("-", "_") for it in OPTIONS.values() for name in it.names}
     found = {
         name: kind(row["kind"], tuple(row.get("choices", ())))
         for name, row in _listed().items()
