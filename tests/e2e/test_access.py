@@ -2,6 +2,7 @@
 """Keys on the real engine with tiers, directly and through the router."""
 
 import json
+from typing import Any
 
 import anthropic
 import openai
@@ -86,7 +87,7 @@ def test_real_clients_and_a_wrong_key(served, routed):
         assert refused.value.code == "invalid_api_key"
         messages = anthropic.Anthropic(base_url=it.url, api_key="team-a", max_retries=0)
         message = {"role": "user", "content": "a"}
-        asked = {"model": "lmi", "max_tokens": 1, "messages": [message]}
+        asked: Any = {"model": "lmi", "max_tokens": 1, "messages": [message]}
         assert messages.messages.create(**asked).content is not None
         with pytest.raises(anthropic.AuthenticationError):
             messages.with_options(api_key="wrong").messages.create(**asked)
