@@ -1007,6 +1007,12 @@ class Settings:
         # vLLM alone answers to the path that it was given, and so clients ask for it.
         return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 
+    @property
+    def names_in_paths(self) -> tuple[str, ...]:
+        """Names that paths may have: as LMI spells them, which lists the first, then as they are."""
+        spelled = (re.sub(r"\W", "_", name, flags=re.ASCII) for name in self.model_names)
+        return tuple(dict.fromkeys((*spelled, *self.model_names)))
+
 
 OPTIONS: Mapping[str, Option] = {
     field.name: field.metadata["option"]

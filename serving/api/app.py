@@ -33,7 +33,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
     """
     codes = errors.codes(settings)
     origins = Origins(settings.cors_allowed_origin, settings.host)
-    names = settings.model_names
+    names = settings.names_in_paths
     sessions = Sessions(
         SessionStore(
             Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions

@@ -143,7 +143,7 @@ class Management:
 
     @property
     def _name(self) -> str:
-        return self._settings.model_names[0]
+        return self._settings.names_in_paths[0]
 
     def _described(self, name: str, pipeline: Pipeline) -> dict[str, Any]:
         gpus = self._backend.gpus

@@ -39,11 +39,26 @@ async def test_the_model_is_described(shared):
 
 
 async def test_the_model_is_listed(shared):
-    name = shared.settings.model_names[0]
+    name = shared.settings.names_in_paths[0]
     (model,) = (await shared.client.get("/models?limit=2&next_page_token=0")).json()["models"]
     assert model == {"modelName": name, "modelUrl": shared.settings.model_id, "status": "READY"}
     listed = (await shared.client.get("/workflows")).json()
     assert listed == {"workflows": [{"workflowName": name}]}
+
+
+async def test_a_model_has_lmis_spelling_in_paths():
+    async with running(served_model_name=("Qwen/Qwen3-0.6B", "über.all")) as it:
+        (model,) = (await it.client.get("/models")).json()["models"]
+        assert model["modelName"] == "Qwen_Qwen3_0_6B"
+        for name in ("Qwen_Qwen3_0_6B", "über.all", "_ber_all"):
+            (described,) = (await it.client.get(f"/models/{name}")).json()
+            assert described["workflowName"] == name
+            answer = await it.post(f"/predictions/{name}", {"inputs": "a b"})
+            assert answer.json() == {"generated_text": "b a"}
+        # A body says it as the engine does.
+        for name, status in (("Qwen/Qwen3-0.6B", 200), ("Qwen_Qwen3_0_6B", 404)):
+            answer = await it.post("/v1/completions", {"prompt": "a b", "model": name})
+            assert answer.status_code == status
 
 
 async def test_what_waits_and_what_fails_is_told(served):
