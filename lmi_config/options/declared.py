@@ -912,9 +912,11 @@ class Settings:
     config_file: str | None = _option(
         text,
         "OPTION_CONFIG_FILE",
+        vllm="config",
         section=Section.CONFIGURATION,
         default_text="`slipway.yaml` in the model's folder",
-        help="A YAML file with options.",
+        help="A YAML file with options, as vLLM's own. What is in the file that `SM_VLLM_CONFIG` "
+        "names comes after other variables.",
     )
     model_store: str = _option(
         text,
@@ -1007,9 +1009,15 @@ class Settings:
         # vLLM alone answers to the path that it was given, and so clients ask for it.
         return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 
+    def named(self, option: str) -> str:
+        """What the operator called an option, a field or one of vLLM's; else its variable."""
+        return self.origins.get(option, PREFIX + option.upper())
+
     @property
     def names_in_paths(self) -> tuple[str, ...]:
-        """Names that paths may have: as LMI spells them, which lists the first, then as they are."""
+        """Names that paths may have: as LMI spells them (its lists show the first), and as they
+        are.
+        """
         spelled = (re.sub(r"\W", "_", name, flags=re.ASCII) for name in self.model_names)
         return tuple(dict.fromkeys((*spelled, *self.model_names)))
 

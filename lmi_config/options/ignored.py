@@ -365,7 +365,6 @@ REFUSED: Mapping[str, str] = {
         ),
         _HTTP,
     ),
-    "config": "OPTION_CONFIG_FILE names a file of options",
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",
     "shutdown_timeout": "Slipway drains requests itself, within 23 seconds of SIGTERM",
 }

@@ -33,6 +33,8 @@ _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
 _LETTER = 0.85  # or two; Kubernetes' SERVING_SERVICE_HOST is not meant
 _PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"}
 _TRACES, _SIGNALS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+_CONFIG = "SM_VLLM_CONFIG"
+_CONFIGS = ("OPTION_CONFIG_FILE", "OPTION_CONFIG", _CONFIG)
 _MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
 
 
@@ -62,14 +64,19 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     known = {**_without(given, argued), **argued}
     named = next((Path(known[name].text) for name in _MODELS if name in known), None)
     store = known.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
-    config_file = known.get("OPTION_CONFIG_FILE", Given("", ""))
+    config = next((known[name] for name in _CONFIGS if name in known), Given("", ""))
     try:
         folder = files.model_folder(Path(store.text), named)
-        found = _placed(files.read(folder, config_file.text))
+        found = _placed(files.read(folder, config.text))
     except FileFault as fault:
         raise SettingsError([str(fault)]) from None
     except OSError as error:
         raise SettingsError([f"{error.filename}: {error.strerror}"]) from None
+    if config.name == _CONFIG:
+        # AWS's container makes flags of variables, and vLLM's flags come before its file.
+        after = {name for name, it in found.items() if it.file == Path(config.text)}
+        left = _without(found, given)
+        found = {name: it for name, it in found.items() if name in left or name not in after}
     return merged(given, found, folder, argued)
 
 

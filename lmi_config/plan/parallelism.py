@@ -111,7 +111,7 @@ def _tensor(settings: Settings, machine: Machine, model: ModelFacts, draft: Draf
     else:
         degree = asked
         if why := _hinders(degree, settings, model, draft):
-            name = settings.origins.get("tensor_parallel_degree", "OPTION_TENSOR_PARALLEL_DEGREE")
+            name = settings.named("tensor_parallel_degree")
             raise SettingsError([f"{name}={degree}: {why}; use a degree that divides them, or max"])
     if degree * stages <= devices or _on_other_machines(settings):
         return degree
@@ -122,7 +122,7 @@ def _tensor(settings: Settings, machine: Machine, model: ModelFacts, draft: Draf
     else:
         field, value = "tensor_parallel_degree", degree
         fix = f"; use at most {max(devices // stages, 1)}, or max"
-    name = settings.origins.get(field, f"OPTION_{field.upper()}")
+    name = settings.named(field)
     raise SettingsError(
         [f"{name}={value}: needs {degree * stages} {kind}s, but this machine shows {devices}{fix}"]
     )

@@ -16,6 +16,7 @@ _DERIVED = {
     "model",  # where it was fetched to
     "download_dir",  # vLLM downloads nothing
     *("host", "port"),  # ... and listens nowhere
+    "config",  # whose options are read here
     "spec_model",  # a part of speculative_config
     "spec_tokens",
 }
@@ -122,16 +123,16 @@ def _flags(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         for word in value if isinstance(value, tuple) else ():
             if word.startswith("-"):
-                origin = settings.origins.get(fields.get(name, name), f"OPTION_{name.upper()}")
-                yield f"{origin}: {word!r} begins with a dash; choose a name that does not"
+                option = settings.named(fields.get(name, name))
+                yield f"{option}: {word!r} begins with a dash; choose a name that does not"
 
 
 def _incomplete(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
     """Options that vLLM refuses without another: a sentence each."""
     for name, needed in _NEEDED.items():
         if options.get(name) and not options.get(needed):
-            origin = settings.origins.get(name, f"OPTION_{name.upper()}")
-            yield f"{origin}: vLLM refuses it without OPTION_{needed.upper()}; set both or neither"
+            option = settings.named(name)
+            yield f"{option}: vLLM refuses it without OPTION_{needed.upper()}; set both or neither"
 
 
 def _unknown(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
@@ -139,8 +140,8 @@ def _unknown(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
     for name, plugin in _PLUGINS.items():
         word = options.get(name)
         if word and not options.get(plugin) and word not in (known := vllm_knows(name)):
-            origin = settings.origins.get(name, f"OPTION_{name.upper()}")
-            yield f"{origin}={word!r:.80}: vLLM has no such parser, but {', '.join(known)}"
+            option = settings.named(name)
+            yield f"{option}={word!r:.80}: vLLM has no such parser, but {', '.join(known)}"
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
@@ -212,7 +213,7 @@ def kv_events_faults(settings: Settings, copies: int) -> list[str]:
         return []
     found = []
     if "kv_events_config" in settings.engine:
-        name = settings.origins.get("kv_events_config", "OPTION_KV_EVENTS_CONFIG")
+        name = settings.named("kv_events_config")
         found.append(f"OPTION_KV_EVENTS=true and {name} both say where events go; keep one")
     first, last = settings.kv_events_port, settings.kv_events_port + 2 * copies - 1
     told = f"OPTION_KV_EVENTS_PORT={first}: events and their logs take the ports to {last}"
@@ -236,10 +237,10 @@ def quantization_faults(settings: Settings, machine: Machine, model: ModelFacts)
     found = []
     own, asked = model.quantization, settings.quantize
     if own in _QUANTISED and asked in _QUANTISED and own != asked:
-        name = settings.origins.get("quantize", "OPTION_QUANTIZE")
+        name = settings.named("quantize")
         found.append(f"{name}={asked}: the model's files are quantised with {own}; leave it out")
     dtype = settings.engine.get("kv_cache_dtype", "auto")
-    name = settings.origins.get("kv_cache_dtype", "OPTION_KV_CACHE_DTYPE")
+    name = settings.named("kv_cache_dtype")
     if own == "fp8" and dtype == "fp8_e5m2":
         found.append(f"{name}=fp8_e5m2: vLLM refuses it for models in fp8; set it to fp8_e4m3")
     older = [gpu for gpu in machine.gpus if gpu.capability and gpu.capability < _FP8]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmi_config.options import arguments
 from lmi_config.options.declared import OPTIONS, vllm_options
 from lmi_config.options.settings import SettingsError, read
 from scripts.generate import options_page
@@ -123,6 +124,24 @@ def test_sagemakers_variables_come_before_a_file(tmp_path):
 def test_a_config_file_is_read_from_anywhere(tmp_path):
     (tmp_path / "mine.yml").write_text("max_model_len: 5")
     assert read({"OPTION_CONFIG_FILE": str(tmp_path / "mine.yml")}).max_model_len == 5
+
+
+def test_vllms_own_config_file_comes_after_what_is_said_beside_it(tmp_path):
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "model: org/model\ntensor-parallel-size: 2\nmax-model-len: 5\nseed: 7\n"
+        "served-model-name: [one, two]\nspeculative-config:\n  method: ngram\n"
+    )
+    asked = {"SM_VLLM_MAX_MODEL_LEN": "9", "SM_VLLM_SERVED_MODEL_NAME": "three"}
+    found = read({"SM_VLLM_CONFIG": str(file), **asked})
+    assert (found.model_id, found.tensor_parallel_degree) == ("org/model", 2)
+    assert (found.max_model_len, found.served_model_name) == (9, ("three",))
+    assert (found.engine["seed"], found.speculative_config) == (7, {"method": "ngram"})
+    argued = arguments.read("serve", ["--config", str(file), "--max-model-len", "11"])
+    assert (read({}, argued).max_model_len, read({}, argued).engine["seed"]) == (11, 7)
+    file.write_text("max-model-length: 5")
+    with pytest.raises(SettingsError, match=r"vllm\.yaml: max-model-length: no such option"):
+        read({"SM_VLLM_CONFIG": str(file)})
 
 
 def test_options_in_a_local_models_own_folder_are_read(tmp_path):
