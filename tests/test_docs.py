@@ -256,6 +256,7 @@ def test_the_formatters_of_the_guide_work(monkeypatch):
 KNOWN = {
     *(name for it in OPTIONS.values() for name in it.all_names),
     *(f"{prefix}_{name.upper()}" for name in vllm_options() for prefix in ("OPTION", "SM_VLLM")),
+    *(f"SM_VLLM_{it.vllm.upper()}" for it in OPTIONS.values() if it.vllm),
     *UNUSED,
     *REMOVED,
     *(f"OPTION_{name.upper()}" for name in REFUSED),
