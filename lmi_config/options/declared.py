@@ -1073,7 +1073,7 @@ def vllm_options() -> Mapping[str, Reader]:
 
 
 def vllm_knows(name: str) -> tuple[str, ...]:
-    """The words that vLLM itself has for an option whose plugins can bring more."""
+    """The words that vLLM itself has for an option that takes others, too."""
     return tuple(_listed()[name]["known"])
 
 

@@ -241,12 +241,16 @@ def _automatic(
     )
 
 
+def block_size(settings: Settings, machine: Machine) -> int:
+    """Tokens of a block of the engine's KV cache."""
+    asked: int | None = settings.engine.get("block_size")
+    return asked or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE)
+
+
 def _chunk_size(settings: Settings, machine: Machine) -> tuple[int, str]:
     """Tokens of a chunk where nobody asks for another, and why."""
-    usual, block = CPU_CHUNK_SIZE, CPU_BLOCK_SIZE
-    if machine.gpus:
-        usual, block = GPU_CHUNK_SIZE, GPU_BLOCK_SIZE
-    block = settings.engine.get("block_size") or block
+    usual = GPU_CHUNK_SIZE if machine.gpus else CPU_CHUNK_SIZE
+    block = block_size(settings, machine)
     multiple = f"a multiple of the engine's block of {block} tokens"
     return math.ceil(usual / block) * block, multiple
 

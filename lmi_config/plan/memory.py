@@ -205,16 +205,24 @@ def tokens_of_a_step(settings: Settings, machine: Machine, parallelism: Parallel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuBudget:
-    """One GPU's memory in bytes: what vLLM may use, and of it the weights and the KV cache."""
+    """One GPU's memory in bytes: what vLLM may use, and of it the weights and the KV cache.
+
+    given: what the operator has set the KV cache to, 0 for nothing.
+    """
 
     total: int
     usable: int
     weights: int
     overhead: int
+    given: int
+
+    @property
+    def left(self) -> int:
+        return self.usable - self.weights - self.overhead
 
     @property
     def kv(self) -> int:
-        return self.usable - self.weights - self.overhead
+        return self.given or self.left
 
 
 def gpu_budget(
@@ -242,4 +250,5 @@ def gpu_budget(
         usable=round(min(sizes) * share),
         weights=weights,
         overhead=CUDA_OVERHEAD,
+        given=settings.kv_cache_memory_bytes or 0,
     )

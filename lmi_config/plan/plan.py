@@ -126,6 +126,8 @@ def make(
         model = dataclasses.replace(model, kv=model.kv.plus(draft_facts.kv))
     budget = memory.budget(settings, machine, spread, model, draft_facts)
     gpu = memory.gpu_budget(settings, machine, spread, model, draft_facts)
+    if faults := [*preflight.too_small(settings, machine, spread, model, budget, gpu)]:
+        raise SettingsError(faults)
     cached = budget.with_cache_server()
     tiers = kv_tiers.plan(settings, machine, spread, model, cached, environ, lmcache_file, to_fetch)
     derived: dict[str, Any] = vllm.parsers(settings, chat)

@@ -12,7 +12,7 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
 from lmi_config.plan import lmcache
-from lmi_config.plan.kv_tiers import NoTiers, Tiers, format_size, wanted
+from lmi_config.plan.kv_tiers import NoTiers, Tiers, block_size, format_size, wanted
 from lmi_config.plan.memory import Budget, GpuBudget, kv_of_request, kv_per_token
 from lmi_config.plan.parallelism import Parallelism
 
@@ -34,13 +34,19 @@ def findings(
         yield wrong
     yield from _gpus(settings, machine, parallelism)
     yield from _memory(machine, budget)
-    if gpu and gpu.kv <= 0:
+    if gpu and gpu.left <= 0:
         yield (
             f"each GPU's share of the weights is {format_size(gpu.weights)} and vLLM may use "
             f"{format_size(gpu.usable)} of its memory; use {_enough(gpu, parallelism)} or a "
             "quantised model"
         )
-    yield from _length(settings, machine, parallelism, model, budget, gpu)
+    cache = engine_cache(settings, machine, parallelism, model, budget, gpu)
+    length = longest_request(settings, model)
+    if cache and length and 0 < (fits := cache.fits(length)) < length:
+        yield (
+            f"the KV cache will hold about {fits:,} tokens, less than the longest request of "
+            f"{length:,}; set OPTION_MAX_MODEL_LEN={fits // 1024 * 1024 or fits}"
+        )
     count = parallelism.local_workers
     if count > 1 and machine.shm < SMALL_SHM:
         yield (
@@ -137,7 +143,7 @@ def _memory(machine: Machine, budget: Budget) -> Iterator[str]:
         )
 
 
-def _length(
+def too_small(
     settings: Settings,
     machine: Machine,
     parallelism: Parallelism,
@@ -145,16 +151,30 @@ def _length(
     budget: Budget,
     gpu: GpuBudget | None,
 ) -> Iterator[str]:
+    """That the KV cache, as the operator has sized it, is too small for the longest request, which
+    vLLM refuses (_check_enough_kv_cache_memory in vllm/v1/core/kv_cache_utils.py): a sentence. Only
+    where all layers keep all tokens, so that the figures are exact.
+    """
     cache = engine_cache(settings, machine, parallelism, model, budget, gpu)
     length = longest_request(settings, model)
-    if not cache or not length:
+    size, kv = settings.kv_cache_memory_bytes, model.kv
+    if not size or settings.max_model_len == AUTO or settings.engine.keys() & _OTHER_SIZES:
         return
-    fits = bisect_right(range(1, length + 1), cache.size, key=cache.need)
-    if 0 < fits < length:
+    if not cache or not length or not kv or kv.windowed or kv.latent:
+        return
+    block = block_size(settings, machine)
+    fits = cache.fits(length + block) // block * block
+    if fits < length:
+        shorter = f"set OPTION_MAX_MODEL_LEN={fits}, or " if fits else ""
+        least = -(-size * cache.need(-(-length // block) * block) // cache.size)
         yield (
-            f"the KV cache will hold about {fits:,} tokens, less than the longest request of "
-            f"{length:,}; set OPTION_MAX_MODEL_LEN={max(fits // 1024, 1) * 1024}"
+            f"{settings.named('kv_cache_memory_bytes')}: {size} bytes hold {fits:,} tokens, and "
+            f"the longest request has {length:,}; {shorter}make it {least} bytes"
         )
+
+
+_OTHER_SIZES = {"decode_context_parallel_size", "kv_cache_dtype", "num_gpu_blocks_override"}
+"""vLLM's options with which its KV cache holds another number of tokens."""
 
 
 def longest_request(settings: Settings, model: ModelFacts) -> int | None:
@@ -171,6 +191,10 @@ class EngineCache(NamedTuple):
 
     size: int
     need: Callable[[int], int]
+
+    def fits(self, length: int) -> int:
+        """The tokens, up to this length, of the longest request that fits."""
+        return bisect_right(range(1, length + 1), self.size, key=self.need)
 
     def tokens(self, length: int) -> int:
         """The tokens that it holds in requests of this length, as vLLM counts them in its log."""

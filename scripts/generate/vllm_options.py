@@ -44,6 +44,7 @@ def options() -> dict[str, dict[str, object]]:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
+    from vllm.transformers_utils.chat_templates.registry import CHAT_TEMPLATES_DIR
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     found: dict[str, dict[str, object]] = {}
@@ -56,9 +57,10 @@ def options() -> dict[str, dict[str, object]]:
             found[action.dest]["choices"] = sorted(choices)
         if short := [it for it in action.option_strings if not it.startswith("--")]:
             found[action.dest]["short"] = short[0]
-    # A plugin can bring more, so these are no choices.
+    # A plugin can bring more, so these are no choices; files may have any name.
     found["tool_call_parser"]["known"] = sorted(ToolParserManager.list_registered())
     found["reasoning_parser"]["known"] = sorted(ReasoningParserManager.list_registered())
+    found["chat_template"]["known"] = sorted(it.name for it in CHAT_TEMPLATES_DIR.glob("*.jinja"))
     return dict(sorted(found.items()))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lmi_config.facts import chat, draft, handler, machine, model
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import secure, settings
-from lmi_config.options.declared import Settings
+from lmi_config.options.declared import Settings, vllm_knows
 from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import kv_tiers, plan, speculation
@@ -129,14 +129,21 @@ def _blaming(options: Settings, field: str, otherwise: str) -> Iterator[None]:
 
 
 def _chat_template(options: Settings) -> str | None:
-    """The template that is to be used in place of the model's own: a file's, or the text itself."""
+    """The template that is to be used in place of the model's own: a file's, or the text itself.
+
+    What is a template and no file's name is told as vLLM tells it (_load_chat_template).
+    """
     given = options.engine.get("chat_template")
     if not isinstance(given, str):
         return None
     try:
         return Path(given).read_text("utf-8")
-    except (OSError, ValueError):
-        return given  # vLLM says what is wrong with it
+    except (OSError, ValueError) as error:
+        if {*given} & {*"{}\n"} or given in vllm_knows("chat_template"):
+            return given
+        reason = error.strerror if isinstance(error, OSError) else error
+        where = f"{options.named('chat_template')}={given!r}"
+        raise SettingsError([f"{where}: {reason}; give a file's path or the template"]) from None
 
 
 def _lmcache_file(options: Settings) -> Mapping[str, object] | None:

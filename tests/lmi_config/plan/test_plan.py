@@ -250,6 +250,39 @@ def test_what_is_likely_to_go_wrong_is_told(environ, here, facts, finding):
     assert [found for found in findings if found.startswith(finding)], findings
 
 
+@pytest.mark.parametrize(
+    ("environ", "gpus", "fault"),
+    [
+        # 128 KiB a token: 1,023.9 tokens are 7 blocks of 128, and 63 of 16.
+        ({}, 0, "hold 896 tokens, and the longest request has 131,072; set OPTION_MAX_MODEL_LEN="
+         "896, or make it 17179869184 bytes"),
+        ({"OPTION_MAX_MODEL_LEN": "1000"}, 0, "hold 896 tokens, and the longest request has 1,000"),
+        ({"OPTION_MAX_MODEL_LEN": "1009"}, 1, "hold 1,008 tokens, and the longest request has"),
+        ({"OPTION_MAX_MODEL_LEN": "896"}, 0, ""),
+        ({"OPTION_MAX_MODEL_LEN": "1008"}, 1, ""),
+        ({"OPTION_MAX_MODEL_LEN": "2016"}, 2, ""),  # each GPU has half of the heads
+        ({"OPTION_MAX_MODEL_LEN": "auto"}, 0, ""),
+        ({"OPTION_NUM_GPU_BLOCKS_OVERRIDE": "9999"}, 0, ""),
+    ],
+)  # fmt: skip
+def test_a_kv_cache_that_is_too_small_for_the_longest_request_is_refused(environ, gpus, fault):
+    size = {"OPTION_KV_CACHE_MEMORY_BYTES": str(1024 * 2**17 - 1)}
+    if not fault:
+        planned({**size, **environ}, machine(gpus))
+        return
+    with pytest.raises(SettingsError) as refused:
+        planned({**size, **environ}, machine(gpus))
+    (found,) = refused.value.faults
+    assert found.startswith(f"OPTION_KV_CACHE_MEMORY_BYTES: {1024 * 2**17 - 1} bytes {fault}")
+
+
+def test_a_kv_cache_without_room_for_one_block():
+    with pytest.raises(
+        SettingsError, match=r"bytes hold 0 tokens, .* has 131,072; make it \d+ bytes"
+    ):
+        planned({"OPTION_KV_CACHE_MEMORY_BYTES": "1000"})
+
+
 GEMMA3_27B = KvShape(heads=16, full=10 * 4096, windowed=52 * 4096, window=1024)
 
 
@@ -595,9 +628,12 @@ def test_any_environment_and_machine_give_a_plan_or_the_one_error(environ, gpus,
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
+SHORT = {"OPTION_MAX_MODEL_LEN": "8k"}
+
+
 def test_a_kv_cache_that_vllms_own_variable_sizes_is_planned_for():
     """vLLM lets it win over its option, so the plan takes it into account and says who decided."""
-    found = planned({SPACE: "5"})
+    found = planned({SPACE: "5", **SHORT})
     assert found.memory.kv == 5 * GIB
     assert found.engine("m", None)["kv_cache_memory_bytes"] == 5 * GIB
     (share,) = [it for it in found.memory.shares if it.name == "engine's KV cache"]
@@ -626,7 +662,7 @@ def test_two_sizes_of_one_kv_cache_are_refused(environ, fault):
 
 
 def test_the_same_size_twice_is_one_size():
-    found = planned({SPACE: "1", "OPTION_KV_CACHE_MEMORY_BYTES": "1G"})
+    found = planned({SPACE: "1", "OPTION_KV_CACHE_MEMORY_BYTES": "1G", **SHORT})
     assert found.memory.kv == GIB
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmi_config.options.settings import SettingsError
 from lmi_config.plan.kv_tiers import Tiers
 from serving.server.prepare import prepare
 from tests.lmi_config.facts.test_model import safetensors
@@ -59,3 +60,22 @@ def test_memory_is_no_disk_wherever_it_is_named(environ, tmp_path):
         "no disk tier: left out: /dev/shm/kv is a tmpfs, which is memory; name a folder on a disk "
         "as local_disk"
     ) in plan.findings
+
+
+def test_a_template_that_cannot_be_read_is_found_before_the_start(environ, tmp_path):
+    missing, odd = tmp_path / "nothing.jinja", tmp_path / "odd.jinja"
+    odd.write_bytes(b"\xff\xfe")
+    for file, reason in (
+        (missing, "No such file or directory; give a file's path"),
+        (odd, "'utf-8'"),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            prepare({**environ, "OPTION_CHAT_TEMPLATE": str(file)})
+        (fault,) = refused.value.faults
+        assert fault.startswith(f"OPTION_CHAT_TEMPLATE={str(file)!r}: {reason}")
+
+
+def test_a_template_may_be_text_or_one_of_vllms(environ):
+    for template in ("{{ messages }}", "template_chatml.jinja"):
+        plan = prepare({**environ, "OPTION_CHAT_TEMPLATE": template}).plan
+        assert plan.options["chat_template"] == template
