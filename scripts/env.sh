@@ -83,7 +83,9 @@ setup() {
     local engine=cpu locks sum stamp=$venv/.slipway
     if type -P nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '; then
         engine=gpu
+        # What FlashInfer compiles with: nvcc, and ninja on the path.
         export CUDA_HOME=${CUDA_HOME:-$venv/lib/python3.11/site-packages/nvidia/cu13}
+        export PATH=$venv/bin:$PATH
     fi
     locks=("$root/requirements/$engine.txt")
     if [ "${1:-}" = dev ]; then locks+=("$root/requirements/dev.txt"); fi
@@ -97,7 +99,7 @@ setup() {
         need_libnuma
         find_cpu_torch
     fi
-    if ! { [ -e "$stamp" ] && grep -q "^$engine " "$stamp" && works; }; then
+    if ! { [ -x "$venv/bin/python3.11" ] && grep -qs "^$engine " "$stamp" && works; }; then
         uv venv --quiet --clear --python 3.11 "$venv"
     fi
     install "${locks[@]}" || { uv venv --quiet --clear --python 3.11 "$venv" && install "${locks[@]}"; }

@@ -15,7 +15,7 @@ from lmi_config.facts.model import Folder, ModelFacts
 from lmi_config.options import settings as options
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import memory, plan, vllm
+from lmi_config.plan import memory, plan, preflight, vllm
 from lmi_config.plan.parallelism import Parallelism
 from scripts.rehearsal.shapes import MODELS
 from serving.server.prepare import PARTS
@@ -23,6 +23,11 @@ from serving.server.prepare import PARTS
 GIB = 1024**3
 DRIVER = "580.65.06"
 CUDA = 13000
+ROUNDED = 0.005
+"""The part of a KV cache by which `plan` may miss what vLLM counts: blocks are not divided."""
+FILLED = 0.07
+"""The same where vLLM fills groups of layers up, as for Gemma 3, of whose layers 4 attend to
+everything and 22 to a window."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +148,9 @@ def cases() -> Iterator[Case]:
 
 
 def planned(case: Case, folder: Path) -> dict[str, Any]:
-    """What `plan` says of a case, whose models are in the folder: `arguments` for vLLM, variables,
-    and figures to compare; or why it is `refused`, with the arguments that it would have been.
+    """What `plan` says of a case, whose models are in the folder: what vLLM has to `judge`, the
+    variables of its environment and figures to compare; or why it is `refused`, and what vLLM would
+    have had to judge.
     """
     names = {"gpus": case.gpus.count, "model": case.model, "models": folder}
     environ = {
@@ -162,10 +168,17 @@ def planned(case: Case, folder: Path) -> dict[str, Any]:
         made = plan.make(settings, here, facts, drafted, environ, PARTS)
     except SettingsError as error:
         arguments = vllm.arguments(_unchecked(settings, here, drafted))
-        return {"refused": list(error.faults), "arguments": arguments, "environment": {}}
+        refused = {"refused": list(error.faults), "environment": {}}
+        return {**refused, "judge": {"arguments": arguments}}
     spread = made.parallelism
+    length = preflight.longest_request(settings, facts)
+    cache = preflight.engine_cache(settings, here, spread, facts, made.memory, made.gpu)
+    filled = facts.kv and facts.kv.full and facts.kv.windowed % facts.kv.full
+    arguments = vllm.arguments(made.engine(settings.model_id, environ.get(_DRAFT)))
     return {
-        "arguments": vllm.arguments(made.engine(settings.model_id, environ.get(_DRAFT))),
+        "judge": {"arguments": arguments, "memory": made.gpu.kv if made.gpu else None},
+        "tokens": cache.tokens(length) if cache and length else None,
+        "within": FILLED if filled else ROUNDED,
         "environment": dict(made.environment),
         "tensor": spread.tensor,
         "length": settings.max_model_len or facts.max_length,
@@ -216,3 +229,6 @@ def disagreements(plan: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[
     for name in ("tensor", "length", "batched_tokens", "kv"):
         if name in vllm and plan[name] != vllm[name]:
             yield f"{name}: plan {plan[name]}, vLLM {vllm[name]}"
+    said, counted = plan.get("tokens"), vllm.get("tokens")
+    if said and counted and abs(said - counted) > plan["within"] * counted:
+        yield f"tokens: plan {said}, vLLM {counted}"

@@ -2,8 +2,8 @@
 """vLLM's CUDA build as a judge of command lines, on the machine of the stand-in NVML.
 
 Run by the environment with requirements/gpu.txt. Reads cases from standard input, a JSON object
-with `arguments` and `environment` in each line, and answers each with a line: `refused`, why, or
-what vLLM made of it. Nothing is loaded and no engine is started.
+with `judge` (the arguments of judge below) and `environment` in each line, and answers each with a
+line: `refused`, why, or what vLLM made of it. Nothing is loaded and no engine is started.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def main() -> None:
     for line in sys.stdin:
         case = json.loads(line)
         with _environment(case.get("environment", {})):
-            verdict = imports(case["imports"]) if "imports" in case else judge(case["arguments"])
+            verdict = imports(case["imports"]) if "imports" in case else judge(**case["judge"])
         print(json.dumps(verdict), file=answers, flush=True)
 
 
@@ -66,7 +66,8 @@ def imports(names: list[str]) -> dict[str, Any]:
     return {"platform": type(current_platform).__name__, "failed": failed}
 
 
-def judge(arguments: list[str]) -> dict[str, Any]:
+def judge(arguments: list[str], memory: int | None = None) -> dict[str, Any]:
+    """What vLLM makes of a command line. memory: bytes that each rank has for its KV cache."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -90,13 +91,14 @@ def judge(arguments: list[str]) -> dict[str, Any]:
         "length": model.max_model_len,
         "batched_tokens": scheduler.max_num_batched_tokens,
         "quantization": model.quantization,
-        **_kept(config),
+        **_kept(config, memory),
     }
 
 
-def _kept(config: Any) -> dict[str, Any]:
+def _kept(config: Any, memory: int | None) -> dict[str, Any]:
     """Bytes of KV of one token in all layers of one rank, by the specifications of the model's own
-    layers. The model is built for rank 0 without weights, and its layers may refuse it, too.
+    layers, and the tokens that the memory holds. The model is built for rank 0 without weights, and
+    its layers may refuse it, too.
     """
     try:
         specs = _specifications(config)
@@ -107,7 +109,27 @@ def _kept(config: Any) -> dict[str, Any]:
     for spec in specs.values():
         kind = "windowed" if getattr(spec, "sliding_window", None) else "full"
         found[kind] += spec.page_size_bytes // spec.block_size
-    return {"kv": found}
+    # With several stages each has a part of the layers only.
+    if not memory or not specs or config.parallel_config.pipeline_parallel_size > 1:
+        return {"kv": found}
+    return {"kv": found, "tokens": _tokens(config, specs, memory)}
+
+
+def _tokens(config: Any, specs: dict[str, Any], memory: int) -> int | None:
+    """As vLLM counts them at a start; None where the longest request does not fit."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core import kv_cache_utils as kv
+
+    try:
+        with set_current_vllm_config(config):
+            resolve_kv_cache_layout(config, [["LBNHC"]])  # the order of its parts, not their size
+            (cache,) = kv.get_kv_cache_configs(config, [specs], [memory])
+            return int(kv.get_kv_cache_capacity(config, cache)[0])
+    except ValueError as error:
+        if "larger than the available KV cache memory" in str(error):
+            return None
+        raise
 
 
 def _needs_more(error: Exception) -> bool:

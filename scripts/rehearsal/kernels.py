@@ -2,7 +2,8 @@
 """Kernels compiled for an H100 where there is none, by what compiles them on one: Triton and
 FlashInfer, the latter with the nvcc, headers and libraries of CUDA's wheels.
 
-Run by the environment with requirements/gpu.txt. Writes the sizes of what was made, as JSON.
+Run by the environment with requirements/gpu.txt. Writes the sizes of what was made, as JSON, and
+whether vLLM finds what FlashInfer needs and would use it.
 """
 
 import json
@@ -16,6 +17,7 @@ from flashinfer.jit.norm import gen_norm_module
 from triton import language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from vllm.utils.flashinfer import has_flashinfer
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -31,7 +33,8 @@ def main() -> None:
     module = gen_norm_module()
     module.build(verbose=False)
     library = Path(module.jit_library_path)
-    print(json.dumps({"triton": len(made.asm["cubin"]), "flashinfer": library.stat().st_size}))
+    sizes = {"triton": len(made.asm["cubin"]), "flashinfer": library.stat().st_size}
+    print(json.dumps({**sizes, "found": has_flashinfer()}))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ RECORDED = Path(__file__).parent / "recorded.jsonl"
 def test_what_plan_says_is_what_vllm_does(machine, models, libraries, request):
     mine = [case for case in cases() if case.machine == machine]
     plans = [planned(case, models) for case in mine]
-    wanted = ("arguments", "environment")
+    wanted = ("judge", "environment")
     questions = ({name: plan[name] for name in wanted} for plan in plans)
     verdicts = [
         json.loads(json.dumps(verdict).replace(str(models), "{models}"))

@@ -16,6 +16,7 @@ from scripts.rehearsal import shapes, stand_ins
 from scripts.rehearsal.cases import MACHINES
 
 ROOT = Path(__file__).parents[3]
+PLANS = Path(__file__).parent / "plans.txt"
 SHOW = """
 import dataclasses, json, os
 from lmi_config.facts.gpus import look
@@ -148,6 +149,15 @@ def test_plan_works_without_them_and_says_so(libraries, cuda_build, model, gpus)
     assert ended.returncode == 0, ended.stderr
     told = {"": NO_GPU, OLD: TOO_OLD}.get(gpus, "8 x NVIDIA H100 80GB HBM3")
     assert told in ended.stdout
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_plan_shows_of_a_machines_gpus(libraries, model, machine):
+    ended = run(libraries, MACHINES[machine].variable, "-m", "serving", "plan", str(model))
+    rows = ended.stdout.partition("\ndevices")[2].partition("\nmemory")[0].splitlines()
+    parts = (part.partition("\n") for part in PLANS.read_text().split("\n\n"))
+    recorded = {name: shown.splitlines() for name, _, shown in parts}
+    assert [" ".join(row.split()) for row in rows] == recorded[machine]
 
 
 def test_forward_compatibility_makes_an_old_driver_do(libraries, cuda_build, model):
