@@ -20,8 +20,8 @@ Cause = ServingError | ClientLeft
 class Cancellation:
     """A request's early end: its client left, its deadline is over, or the server stops.
 
-    Whatever the request awaits is awaited within raising(), but for the engine: it is told by
-    heard(), since it frees what it works on only when it believes that the client has gone.
+    Whatever the request awaits is awaited within raising(). An engine that does not do so is told
+    by heard(), since it frees what it works on only when it believes that the client has gone.
 
     began: when the request did, by the event loop's clock; now, where it is not given.
     """
@@ -34,7 +34,9 @@ class Cancellation:
         self._timer: asyncio.TimerHandle | None = None
 
     def cancel(self, cause: Cause) -> None:
-        """End the request, unless it is being ended already. Not to be called within raising()."""
+        """End the request, unless it is being ended already. A task that calls this within its own
+        raising() has to await something there before it leaves, which is when it is interrupted.
+        """
         if self.cause is None:
             self.cause = cause
             for listener in list(self._listeners):

@@ -119,6 +119,7 @@ def check_script(call: Call) -> None:
         module, arguments_ = verbs(script)[verb], words[1:]
         if "$bench" in module:
             module, arguments_ = module.replace("$bench", words[1]), words[2:]
+            module = module.replace("bench.ceiling", "ceiling")
             assert importlib.util.find_spec(module), f"there is no bench {words[1]}"
         flags = [it.partition("=")[0] for it in arguments_ if it.startswith("--")]
         if flags and module:

@@ -2,12 +2,13 @@
 """In the engine core's process: an executor of vLLM's without a model.
 
 vLLM's engine core, its scheduler and its sockets stay what they are; where the model would be run,
-the next token is the one after the last. The first token of an answer comes at once, and further
-ones each STEP_MS, to all sequences together. vLLM takes the class by its path, as
-`distributed_executor_backend`.
+the next token is the one after the last, or the next that the request allows. The first token of an
+answer comes at once, and further ones each STEP_MS, to all sequences together. vLLM takes the class
+by its path, as `distributed_executor_backend`.
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 STEP_MS = 20.0
 FIRST, LAST = 300, 3300
 """Tokens of the tiny model that are texts, without the special ones and single bytes."""
+ANY = range(FIRST, LAST)
 LOGPROB = -1.25
 ROOM = 4 * 2**30
 """Bytes of KV cache that the scheduler believes in. Nothing is allocated."""
@@ -32,8 +34,10 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
 
     def _init_executor(self) -> None:
         self._due = 0.0
-        self._asked: dict[str, tuple[int, int | None]] = {}
-        """Request → tokens of its prompt, and the log probabilities that it wants for each."""
+        self._asked: dict[str, tuple[int, int | None, Sequence[int]]] = {}
+        """Request → tokens of its prompt, the log probabilities that it wants for each, and the
+        tokens that it gets in turn.
+        """
         block = self.cache_config.block_size or 16
         spec = FullAttentionSpec(
             block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float32
@@ -68,8 +72,9 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
             self._asked.pop(name, None)
         computed = {}
         for new in scheduled.scheduled_new_reqs:
-            wanted = new.sampling_params.logprobs if new.sampling_params else None
-            self._asked[new.req_id] = new.prompt_len, wanted
+            params = new.sampling_params
+            turn = params.allowed_token_ids or ANY
+            self._asked[new.req_id] = new.prompt_len, params.logprobs, turn
             computed[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -78,8 +83,9 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
         for name in names:
             # of its text, after this step
             reached = computed[name] + scheduled.num_scheduled_tokens[name]
-            begun = reached - self._asked[name][0]
-            tokens.append([FIRST + begun % (LAST - FIRST)] if begun >= 0 else [])
+            prompt, _, turn = self._asked[name]
+            begun = reached - prompt
+            tokens.append([turn[begun % len(turn)]] if begun >= 0 else [])
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -96,7 +102,7 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
         first = np.array([(token or [FIRST])[0] for token in tokens])
         others = np.arange(most + 1)
         return LogprobsLists(
-            FIRST + (first[:, None] - FIRST + others) % (LAST - FIRST),
+            (first[:, None] + others) % LAST,
             LOGPROB - np.broadcast_to(others, (len(names), most + 1)).astype(np.float32),
             np.ones(len(names), np.int64),
         )

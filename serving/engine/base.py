@@ -6,6 +6,11 @@ from typing import NamedTuple, Protocol
 
 from starlette.types import ASGIApp
 
+CANCELLATION = "slipway.cancellation"
+"""The key of a scope under which an engine finds the request's Cancellation. One that looks for it
+frees what it works on when the request ends; others are told that the client has left.
+"""
+
 
 class EngineError(Exception):
     """The engine could not be started. The message says why."""

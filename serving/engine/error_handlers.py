@@ -18,18 +18,19 @@ from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_
 from vllm.exceptions import VLLMError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-_HANDLED = (
+EXPECTED = (
     *(HTTPException, RequestValidationError, VLLMError, ValueError, TypeError),
-    *(OverflowError, NotImplementedError, Exception),
+    *(OverflowError, NotImplementedError),
 )
+"""Others are raised once more, after they were answered."""
 
 
 def attach(app: FastAPI) -> None:
-    for kind in _HANDLED:
-        app.add_exception_handler(kind, _answer)
+    for kind in (*EXPECTED, Exception):
+        app.add_exception_handler(kind, answer)
 
 
-async def _answer(request: Request, error: Exception) -> JSONResponse:
+async def answer(request: Request, error: Exception) -> JSONResponse:
     status, message, parameter = _described(error)
     shape = {"message": message, "type": "", "param": parameter, "code": status}
     return JSONResponse({"error": shape}, status)

@@ -49,8 +49,11 @@ def _sums(*names: str) -> Iterable[float]:
 class VllmEngine:
     """A running vLLM: its ASGI app and the client of its processes."""
 
-    def __init__(self, app: Any, client: Any, until_stopped: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, of_vllm: Any, app: ASGIApp, client: Any, until_stopped: contextlib.AsyncExitStack
+    ) -> None:
         self.app = app
+        self._state = of_vllm.state
         config = client.vllm_config
         ranks = config.parallel_config.data_parallel_size
         self.concurrency: int = config.scheduler_config.max_num_seqs * ranks
@@ -72,7 +75,7 @@ class VllmEngine:
     async def load_adapter(self, name: str, folder: Path) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        models = self.app.state.openai_serving_models
+        models = self._state.openai_serving_models
         if name in models.lora_requests:
             raise AlreadyLoaded(name)
         request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
@@ -85,7 +88,7 @@ class VllmEngine:
 
         number = self._number(name)
         request = UnloadLoRAAdapterRequest(lora_name=name)
-        await self.app.state.openai_serving_models.unload_lora_adapter(request)
+        await self._state.openai_serving_models.unload_lora_adapter(request)
         with _alive():
             await self._client.remove_lora(number)
 
@@ -97,7 +100,7 @@ class VllmEngine:
     def _number(self, name: str) -> int:
         """vLLM's id of a loaded adapter."""
         try:
-            return int(self.app.state.openai_serving_models.lora_requests[name].lora_int_id)
+            return int(self._state.openai_serving_models.lora_requests[name].lora_int_id)
         except KeyError:
             raise NotLoaded(name) from None
 
@@ -264,15 +267,11 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await in_thread(attach)
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
-    if "generate" in tasks:
-        from serving.engine.lean_stream import Completions
+    from serving.engine.direct import Direct
 
-        # vLLM makes this object from its arguments, and there is no place to hand in its class.
-        # Ours adds methods only, no state that __init__ would have to make.
-        app.state.openai_serving_completion.__class__ = Completions
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))
-    return VllmEngine(app, client, until_stopped)
+    return VllmEngine(app, Direct(app), client, until_stopped)
 
 
 async def _warm_up(app: ASGIApp, tasks: Collection[str]) -> None:

@@ -130,8 +130,8 @@ class Pipeline:
     async def run(self, request: InferenceRequest) -> None:
         """Have the engine answer a request in its turn. Raises ServingError and ClientLeft.
 
-        What the request waits for is cancelled where it ends early. The engine is not: it hears of
-        it as of a client that leaves, which frees what it works on.
+        What the request waits for is cancelled where it ends early. The engine sees to that itself
+        (CANCELLATION), or hears of it as of a client that leaves.
         """
         if self.code and self.code.alone:
             raise NotFound(NO_ENGINE)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Scope
 from handlers.records import LEAN, EngineCall
 from serving import errors
 from serving.cancellation import ClientLeft
+from serving.engine.base import CANCELLATION
 from serving.engine.vllm_errors import from_engine
 from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
 from serving.inference.limits import HEADERS
@@ -145,6 +146,7 @@ class Relay:
             "raw_path": self._call.path.encode(),
             "root_path": "",
             "headers": headers,
+            CANCELLATION: self._cancellation,
         }
 
     async def _receive(self) -> Message:

@@ -10,7 +10,7 @@ PARTS = (
     "serving.engine.cpu_lora",
     "serving.engine.error_handlers",
     "serving.engine.kv_connector",
-    "serving.engine.lean_stream",
+    "serving.engine.direct",
     "serving.engine.vllm_errors",
     "serving.kv_cache.lmcache.__main__",
     "serving.kv_cache.lmcache.disk_store",

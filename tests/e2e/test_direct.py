@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats and completions past vLLM's app: the same answers as through it, event by event, and the
+ends of a request. In front of an engine that computes nothing (scripts/ceiling/engine.py).
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from handlers import lmi
+from handlers.records import LEAN
+from lmi_config.plan import vllm as plan
+from scripts.ceiling.engine import NoModel
+from scripts.harness.wait import until_async
+from scripts.models import tiny
+from serving.cancellation import Cancellation, ClientLeft
+from serving.engine import vllm
+from serving.engine.base import CANCELLATION
+from serving.engine.direct import VLLM_RENDERS
+from serving.errors import NotReady, TimedOut
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+SPLIT = [173, 102, 228, 121, 301]
+"""Tokens that are bytes of characters, most of them parts of several."""
+
+OF_BOTH: list[dict[str, Any]] = [
+    *({}, {"max_tokens": 1}, {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": None}),
+    *({"max_tokens": "3"}, {"max_tokens": "many"}, {"max_tokens": 3.0}, {"max_tokens": 3.5}),
+    *({"max_tokens": 10**30}, {"max_tokens": True}, {"max_tokens": [3]}, {"max_tokens": 10_000}),
+    *({"temperature": 0}, {"temperature": "hot"}, {"temperature": 1e400}, {"temperature": -1}),
+    *({"top_p": 0.5}, {"top_p": 2}, {"top_k": 3}, {"min_p": 0.1}, {"seed": 7}, {"seed": "x"}),
+    *({"n": 2}, {"n": 0}, {"n": None}, {"n": 3, "logprobs": None}, {"n": "2"}),
+    *({"stop": "an"}, {"stop": ["**", "n"]}, {"stop": 5}, {"stop": []}, {"stop": ["ss"] * 3}),
+    *({"stop": "an", "include_stop_str_in_output": True}, {"stop_token_ids": [303]}),
+    *({"min_tokens": 3, "stop": "er"}, {"ignore_eos": True}, {"bad_words": ["x"]}),
+    *({"stream_options": {"include_usage": True}}, {"stream_options": {"include_usage": False}}),
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream_options": {"continuous_usage_stats": True}},
+    *({"stream_options": {}}, {"stream_options": 5}, {"stream_options": None}),
+    *({"return_token_ids": True}, {"return_tokens_as_token_ids": True}, {"echo": True}),
+    *({"echo": True, "max_tokens": 1}, {"echo": "yes"}, {"user": "a"}, {"user": 5}),
+    *({"model": "tiny"}, {"model": "other"}, {"model": 5}, {"model": None}),
+    *({"no_such_key": 1}, {"guided_json": {}}, {"priority": 1}, {"request_id": "mine"}),
+    *({"logit_bias": {"5": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"999999": 1}}),
+    *({"presence_penalty": 1}, {"frequency_penalty": 3}, {"repetition_penalty": 1.1}),
+    *(
+        {"truncate_prompt_tokens": 2},
+        {"truncate_prompt_tokens": -5},
+        {"skip_special_tokens": False},
+    ),
+    *({"use_beam_search": True, "n": 2}, {"use_beam_search": True}, {"stream_interval": 2}),
+    *({"stream_interval": 0}, {"response_format": {"type": "no such"}}, {"response_format": 5}),
+    *({"structured_outputs": {}}, {"structured_outputs": {"regex": "("}}, {"cache_salt": ""}),
+    *({"allowed_token_ids": SPLIT}, {"allowed_token_ids": [300, 1]}, {"allowed_token_ids": []}),
+    *({"allowed_token_ids": SPLIT, "stop": "zz"}, {"allowed_token_ids": [10**7]}),
+    *({"add_special_tokens": True}, {"spaces_between_special_tokens": False}),
+    *({"length_penalty": 2}, {"vllm_xargs": {"a": 1}}, {"kv_transfer_params": {}}),
+    *({"session_id": "s"}, {"detokenize": False}, {"logprobs": "x"}),
+]
+OF_TEXT: list[dict[str, Any]] = [
+    *({"logprobs": 0}, {"logprobs": 2}, {"logprobs": -1}, {"logprobs": 10_000}),
+    *({"logprobs": 1, "return_tokens_as_token_ids": True}, {"logprobs": True}, {"suffix": "b"}),
+    *({"logprobs": 1, "allowed_token_ids": SPLIT}, {"logprobs": 0, "return_token_ids": True}),
+    *({"prompt": ["a b", "c"]}, {"prompt": ["a"]}, {"prompt": [5, 6]}, {"prompt": [[5], [6, 7]]}),
+    *({"prompt": []}, {"prompt": ""}, {"prompt": None}, {"prompt": 5}, {"prompt": {"a": 1}}),
+    *({"prompt": [5, "a"]}, {"prompt": [-1]}, {"prompt": [10**7]}, {"prompt": "é ☃ 𝄞 \u0000"}),
+    *({"prompt": "word " * 3000}, {"prompt": [[]]}, {"prompt": ["a", "b"], "n": 2}),
+    {"prompt": ["a", "b"], "stream_options": {"include_usage": True}},
+    *({"prompt": "\ud800"}, {"best_of": 2}, {"prompt_embeds": "x"}),
+]
+A = [{"role": "user", "content": "a"}]
+OF_CHAT: list[dict[str, Any]] = [
+    *({"logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"top_logprobs": 2}),
+    *({"logprobs": True, "allowed_token_ids": SPLIT}, {"logprobs": False}, {"logprobs": 0}),
+    *({"max_completion_tokens": 2}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}),
+    *({"tools": TOOLS, "tool_choice": "auto"}, {"tools": []}, {"tools": 5}, {"tool_choice": "x"}),
+    *({"parallel_tool_calls": False}, {"chat_template": "x"}, {"chat_template_kwargs": {"a": 1}}),
+    *({"messages": []}, {"messages": None}, {"messages": "a"}, {"messages": [5]}, {"messages": {}}),
+    *({"messages": [{"role": "user"}]}, {"messages": [{"content": "a"}]}),
+    *({"messages": [{"role": "no such", "content": "a"}]}, {"messages": [{"role": 5}]}),
+    {"messages": [{"role": "system", "content": "s"}, *A]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "no such", "text": "a"}]}]},
+    {"messages": [{"role": "user", "content": [5]}]},
+    {"messages": [*A, {"role": "assistant", "content": None}, *A]},
+    {"messages": [*A, {"role": "assistant", "content": "b"}], "add_generation_prompt": False},
+    {"messages": [*A, {"role": "assistant", "content": "b"}], "continue_final_message": True},
+    {
+        "messages": [*A, {"role": "assistant", "content": "b"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "echo": True,
+    },
+    {"messages": [*A, {"role": "tool", "content": "r", "tool_call_id": "1"}]},
+    {"messages": [{"role": "user", "content": "a", "name": "n", "more": {"b": [1]}}]},
+    {"messages": [{"role": "user", "content": 'é ☃ 𝄞 \\ " \u0001'}]},
+    {"messages": [{"role": "user", "content": "word " * 3000}]},
+    {"messages": [{"role": "user", "content": "\ud800"}]},
+    *({"return_prompt_text": True}, {"include_reasoning": False}, {"reasoning_effort": "low"}),
+    *({"return_token_ids": True, "n": 2}, {"documents": []}, {"mm_processor_kwargs": {"a": 1}}),
+]
+RAW = [
+    *(b"", b"{", b"[]", b"null", b"5", b'"a"', b"{}", b"\xff", b'{"a":}', b"[" * 5000),
+    *(b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":1,"top_p":NaN}',),
+    *(b'{"prompt":"a","messages":[],"messages":[{"role":"user","content":"b"}],"max_tokens":2}',),
+    b'\xef\xbb\xbf{"prompt":"a","max_tokens":1}',
+]
+BODIES: list[tuple[str, bytes, str]] = [
+    (path, json.dumps({**base, "max_tokens": 4, **more, **stream}).encode(), "application/json")
+    for path, base, table in (
+        (TEXT, {"prompt": "The import"}, OF_BOTH + OF_TEXT),
+        (CHAT, {"messages": A}, OF_BOTH + OF_CHAT),
+    )
+    for more, stream in itertools.product(table, ({}, {"stream": True}))
+] + [
+    (path, body, kind)
+    for path in (TEXT, CHAT)
+    for body, kind in (
+        *((raw, "application/json") for raw in RAW),
+        (b'{"prompt":"a","messages":[{"role":"user","content":"a"}]}', "text/plain"),
+        (b'{"prompt":"a","messages":[{"role":"user","content":"a"}]}', ""),
+        (b'{"prompt":"a","messages":[{"role":"user","content":"a"}]}', "application/json; a=b"),
+    )
+]
+CREATED, CHANCE = re.compile(rb'"created":\d+'), re.compile(rb"chatcmpl-tool-\w+|[0-9a-f]{32}")
+
+
+def without_chance(answer: bytes) -> bytes:
+    return CHANCE.sub(b"0", CREATED.sub(b'"created":0', answer))
+
+
+TOKEN = re.compile(rb'"(?:text|content)":("(?:[^"\\\\]|\\\\.)*")')
+CHOICE = re.compile(rb'"choices":\[{"index":(\d+)')
+
+
+def joined(events: list[bytes]) -> dict[bytes, tuple[list[bytes], list[str]]]:
+    """For each choice its events without their texts, equal ones in a row as one; and its text.
+
+    vLLM joins tokens where a machine is slow, and several prompts come in the order of chance.
+    """
+    found: dict[bytes, tuple[list[bytes], list[str]]] = {}
+    for event in events:
+        choice, token = CHOICE.search(event), TOKEN.search(event)
+        frames, text = found.setdefault(choice[1] if choice else b"", ([], [""]))
+        frame = TOKEN.sub(b"", event)
+        if frames[-1:] != [frame]:
+            frames.append(frame)
+        text[0] += json.loads(token[1]) if token else ""
+    return found
+
+
+class Asked:
+    """A request to one of the apps, and what it has answered."""
+
+    def __init__(self, path: str, body: bytes, kind: str = "application/json") -> None:
+        self.path, self.body, self.kind = path, body, kind
+        self.cancellation = Cancellation()
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.events: list[bytes] = []
+        self.more: list[tuple[bytes, bytes]] = []
+
+    async def of(self, app: Any, direct: bool = True) -> tuple[int, Any, list[Any]]:
+        headers = [(b"x-request-id", b"1" * 32), (b"content-type", self.kind.encode())]
+        scope: dict[str, Any] = {
+            "type": "http",
+            "http_version": "1.1",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "method": "POST",
+            "scheme": "http",
+            "server": ("a", 80),
+            "client": ("b", 80),
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [it for it in headers + self.more if it[1]],
+        }
+        if direct:
+            scope[CANCELLATION] = self.cancellation
+        given = iter([{"type": "http.request", "body": self.body, "more_body": False}])
+
+        async def receive():
+            if message := next(given, None):
+                return message
+            return await asyncio.Event().wait()
+
+        try:
+            await app(scope, receive, self.send)
+        except Exception as error:  # which Starlette raises once more
+            self.events.append(type(error).__name__.encode())
+        whole = b"".join(self.events)
+        if self.headers.get(b"content-type") == b"application/json":
+            # vLLM's app raises after it has answered 500
+            answer = json.loads(without_chance(self.events[0]))
+            return self.status, b"application/json", [answer, *self.events[1:]]
+        events = [without_chance(event) for event in whole.split(b"\n\n")]
+        return self.status, self.headers.get(b"content-type"), events
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        elif message.get("body"):
+            self.events.append(message["body"])
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs a coroutine function with an engine, on the event loop that has it."""
+    options = {
+        "model": str(tiny.make()),
+        "served_model_name": ("tiny",),
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": "64M",
+        "distributed_executor_backend": f"{NoModel.__module__}.{NoModel.__name__}",
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "enable_prompt_tokens_details": True,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"):
+            patch.setenv(name, os.environ.get(name, "1"))
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        with asyncio.Runner() as runner:
+            engine = runner.run(vllm.start(plan.arguments(options), lambda *_: None))
+            yield lambda function: runner.run(function(engine))
+            runner.run(engine.stop())
+
+
+@pytest.fixture(scope="module")
+def answers(run):
+    async def ask_all(engine: Any) -> list[Any]:
+        with warnings.catch_warnings():  # of fields that vLLM is to drop
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return [await both(engine, *it) for it in BODIES]
+
+    async def both(engine: Any, *request: Any) -> tuple[Any, Any]:
+        for _ in range(3):  # vLLM joins tokens in an event where a machine is slow to take them
+            vllms = await Asked(*request).of(engine.app._app, direct=False)
+            ours = await Asked(*request).of(engine.app)
+            if vllms == ours:
+                break
+        return vllms, ours
+
+    return run(ask_all)
+
+
+@pytest.mark.parametrize("number", range(len(BODIES)))
+def test_the_same_answer_as_through_vllms_app(answers, number):
+    vllms, ours = answers[number]
+    assert ours[:2] == vllms[:2], BODIES[number]
+    if ours[2] != vllms[2]:
+        assert ours[1].startswith(b"text/event-stream"), BODIES[number]
+        assert joined(ours[2]) == joined(vllms[2]), BODIES[number]
+
+
+def test_the_bodies_are_of_many_kinds(answers):
+    statuses = [vllms[0] for vllms, _ in answers]
+    assert len(BODIES) > 300
+    assert {200, 400, 404} <= {*statuses}
+    assert statuses.count(200) > 150
+    streams = [it for it in answers if it[0][1] == b"text/event-stream; charset=utf-8"]
+    assert len(streams) > 80
+
+
+@pytest.mark.parametrize("more", [{}, {"allowed_token_ids": SPLIT}, {"stop": "an"}, {"n": 1}])
+def test_a_lean_stream_has_the_tokens_of_vllms(run, more):
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 20, **more}, "stream": True}
+
+    async def lines(engine: Any, direct: bool) -> list[Any]:
+        call = lmi.parse(json.dumps(body).encode())
+        one = Asked(call.path, call.body)
+        assert call.reply
+        one.more = [(LEAN, b"1")]
+        _, _, events = await one.of(engine.app if direct else engine.app._app, direct)
+        found = [call.reply.event(it.removeprefix(b"data: ")) for it in events if it]
+        return [json.loads(line) for line in itertools.chain(*found)]
+
+    async def both(engine: Any) -> None:
+        ours, vllms = [await lines(engine, direct) for direct in (True, False)]
+        for key in ("id", "logprob"):
+            assert [it["token"][key] for it in ours] == [it["token"][key] for it in vllms]
+        assert "".join(it["token"]["text"] for it in ours) == ours[-1]["generated_text"]
+        assert ours[-1]["generated_text"] == vllms[-1]["generated_text"]
+
+    run(both)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "usage in each event": {
+        "stream_options": SimpleNamespace(include_usage=True, continuous_usage_stats=True)
+    },
+    "several choices": {"n": 2},
+    "several prompts": {"prompt": ["a"]},
+    "log probabilities": {"logprobs": 0},
+    "token ids": {"return_token_ids": True},
+    "an echo": {"echo": True},
+    "beam search": {"use_beam_search": True},
+}
+OF_SERVER = {
+    "calls of tools, reasoning": {"parser_cls": object},
+    "a log of outputs": {"enable_log_outputs": True},
+    "usage in each event": {"enable_force_include_usage": True},
+}
+PLAIN = {
+    "prompt": "a",
+    "n": 1,
+    "logprobs": None,
+    "return_token_ids": None,
+    "echo": False,
+    "use_beam_search": False,
+    "stream_options": None,
+}
+
+
+def asked(request: Any, server: Any) -> set[str]:
+    of_server = {
+        "parser_cls": None,
+        "enable_log_outputs": False,
+        "enable_force_include_usage": False,
+    }
+    request, server = SimpleNamespace(**PLAIN | request), SimpleNamespace(**of_server | server)
+    return {name for name, it in VLLM_RENDERS.items() if it(request, server)}
+
+
+def test_what_vllm_renders_is_listed():
+    assert asked({}, {}) == set()
+    assert {**FEATURES, **OF_SERVER}.keys() == VLLM_RENDERS.keys()
+    for name, request in FEATURES.items():
+        assert asked(request, {}) == {name}
+    for name, server in OF_SERVER.items():
+        assert asked({}, server) == {name}
+
+
+@pytest.mark.parametrize("cause", [ClientLeft(), TimedOut(3), NotReady("stopping")], ids=type)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("more", [{}, {"n": 2}], ids=["past vLLM", "rendered by vLLM"])
+def test_a_request_that_ends_early_is_freed(run, cause, stream, more):
+    async def end(engine: Any) -> None:
+        body = {"prompt": "a", "max_tokens": 120, "stream": stream, **more}
+        one = Asked(TEXT, json.dumps(body).encode())
+        answered = asyncio.ensure_future(one.of(engine.app))
+        unfinished = engine._client.get_num_unfinished_requests
+        await until_async(lambda: len(one.events) > 2 if stream else unfinished() > 0)
+        one.cancellation.cancel(cause)
+        await answered
+        await until_async(lambda: unfinished() == 0)
+        assert b"length" not in b"".join(one.events)
+
+    run(end)
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}], ids=["past vLLM", "rendered by vLLM"])
+def test_a_request_that_is_ended_while_it_is_written_is_freed(run, more):
+    class Ends(Asked):
+        async def send(self, message: Any) -> None:
+            await super().send(message)
+            if len(self.events) == 3:
+                self.cancellation.cancel(NotReady("a formatter failed"))
+
+    async def end(engine: Any) -> None:
+        body = {"prompt": "a", "max_tokens": 120, "stream": True, **more}
+        one = Ends(TEXT, json.dumps(body).encode())
+        await one.of(engine.app)
+        await until_async(lambda: engine._client.get_num_unfinished_requests() == 0)
+        assert len(one.events) < 10  # Relay drops what was on its way
+        await asyncio.sleep(0)  # no interruption is left over
+
+    run(end)
