@@ -28,7 +28,8 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 
-from lmi_config.options import arguments, settings
+from lmi_config.options import arguments, parsers, settings
+from lmi_config.options.declared import Settings
 from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import explain
@@ -127,6 +128,25 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
             return serve(deployment)
 
 
+def _epp_faults(options: Settings) -> list[str]:
+    """What an endpoint picker cannot do its work with."""
+    faults = []
+    if bool(options.epp_certificate) != bool(options.epp_private_key):
+        faults.append("OPTION_EPP_CERTIFICATE and OPTION_EPP_PRIVATE_KEY: TLS needs both")
+    for name in ("epp_certificate", "epp_private_key"):
+        file = getattr(options, name)
+        if file and not os.access(file, os.R_OK):
+            faults.append(f"OPTION_{name.upper()}: {file} cannot be read")
+    source = parsers.replica_source(options.router_replicas or "")
+    if isinstance(source, frozenset):
+        faults += [
+            f"OPTION_ROUTER_REPLICAS: {url}: gateways take IP addresses, and no names"
+            for url in sorted(source)
+            if not parsers.is_address(url)
+        ]
+    return faults
+
+
 def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     options = settings.read(environ, argued)
     if not options.router_replicas:
@@ -139,6 +159,8 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     from serving.access.access import Access
 
     Access(options, routes=True)  # which reads the file of keys: here it stops the start
+    if options.epp and (faults := _epp_faults(options)):
+        raise SettingsError(faults)
     logs.set_format(options.log_format)
     logs.set_level(options.log_level)
     with tempfile.TemporaryDirectory(prefix="slipway-") as counters:

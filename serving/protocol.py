@@ -22,6 +22,11 @@ SAGEMAKER = b"x-amzn-sagemaker-"
 VLLM_SESSION_ID = b"x-session-id"
 """What vLLM calls a conversation."""
 
+DESTINATION = b"x-gateway-destination-endpoint"
+"""Where a gateway sends a request, by its endpoint picker's word: IP:PORT[,IP:PORT ...]."""
+DESTINATION_SUBSET = "x-gateway-destination-endpoint-subset"
+DESTINATION_SERVED = "x-gateway-destination-endpoint-served"
+
 ROUTE = b"x-slipway-route"
 """Asks a router, by any value, why it chose the replica that answers; the answer says so."""
 

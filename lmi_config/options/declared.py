@@ -816,6 +816,34 @@ class Settings:
         default=1,
         help="Number of `route` processes, which share the port and their state.",
     )
+    epp: bool = _option(
+        boolean,
+        "OPTION_EPP",
+        section=Section.ROUTER,
+        default=False,
+        help="Also be an endpoint picker, with the same decisions, for a gateway that implements "
+        "Gateway API's inference extension (docs/guides/gateway_api.md).",
+    )
+    epp_port: int = _option(
+        integer(1, 65535),
+        "OPTION_EPP_PORT",
+        section=Section.ROUTER,
+        default=9002,
+        help="The endpoint picker's port, gRPC.",
+    )
+    epp_certificate: str | None = _option(
+        text,
+        "OPTION_EPP_CERTIFICATE",
+        section=Section.ROUTER,
+        default_text="no TLS",
+        help="PEM file with the endpoint picker's certificate, for gateways that want TLS.",
+    )
+    epp_private_key: str | None = _option(
+        text,
+        "OPTION_EPP_PRIVATE_KEY",
+        section=Section.ROUTER,
+        help="PEM file with its private key.",
+    )
     router_first_byte_timeout: int = _option(
         integer(low=1),
         "OPTION_ROUTER_FIRST_BYTE_TIMEOUT",

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 Reader = Callable[[str], Any]
 """Turns an option's text into its value, or raises ValueError saying what it should be."""
@@ -441,6 +442,15 @@ def replica(value: str) -> str:
             "replicas is not supported"
         ) from None
     return f"http://{host.lower()}:{number}"
+
+
+def is_address(url: str) -> bool:
+    """Whether a URL's host is an IP address."""
+    try:
+        ipaddress.ip_address(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+    return True
 
 
 def replica_source(value: str) -> frozenset[str] | Path | Endpoints:

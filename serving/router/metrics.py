@@ -29,6 +29,11 @@ PROMPT_TOKENS = Counter("slipway_router_prompt_tokens", "Prompt tokens, about.")
 CACHED_TOKENS = Counter(
     "slipway_router_cached_tokens", "Prompt tokens that their replica was expected to have cached."
 )
+USAGE = Counter(
+    "slipway_router_usage_tokens",
+    "Tokens that answers say they have used, as an endpoint picker sees them pass.",
+    ["kind"],
+)
 FALLBACKS = Counter(
     "slipway_router_fallbacks",
     "Requests for which kvaware knew no more than prefixaware.",

@@ -2,78 +2,33 @@
 """One request's way: to a replica, to another where that helps, and its answer to the client."""
 
 import asyncio
-import contextlib
-import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVarTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVarTuple
 
 from serving import errors
-from serving.errors import NotReady, ReplicaFailed, ReplicaTimedOut, ServingError
+from serving.errors import ReplicaFailed, ReplicaTimedOut, ServingError
 from serving.protocol import REQUEST_ID, ROUTE
 from serving.router import metrics
-from serving.router.fleet.replicas import Replica, ReplicaPool
+from serving.router.fleet.replicas import Replica
 from serving.router.http.ports import Responder
 from serving.router.http.request import Request
 from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
-from serving.router.metrics import Tally
-from serving.router.peers import Peers
-from serving.router.policy.policies import Choice, Policy, Work
-from serving.router.policy.request import Reader, RoutingRequest
-from serving.router.policy.tiers import Held, described
-from serving.router.retry import RetryBudget
-from serving.router.session_affinity import SessionAffinity
-
-log = logging.getLogger(__name__)
+from serving.router.placement import TRIES, Placement, Routing, Tokenise
 
 CONNECT_S = 3.0
-FIRST_PROBE_S = 3.0
-"""A router that has just started lets requests wait so long to learn which replicas can serve."""
 REFUSED = frozenset((429, 503))
 """What a replica answers that has not begun the work: it has too much of it, or is stopping."""
 RETRIED = REFUSED | {502}
 """What another replica may answer otherwise. Other statuses are about the request; so is 504: after
 all the work that a replica has put into it in vain, the next one would do the same.
 """
-TRIES = 4
-"""Replicas that one request is sent to, at most."""
 
 # Of an answer's head: what is not passed on. The request's id is put there for all answers.
 _DROPPED_1_0 = HOP_BY_HOP | {REQUEST_ID}
 _DROPPED = _DROPPED_1_0 - {b"transfer-encoding"}
 
-_UNREAD = RoutingRequest()
-
 Ts = TypeVarTuple("Ts")
-Tokenise = Callable[[RoutingRequest, Request, bytes], Awaitable[RoutingRequest]]
-
-
-class Timeouts(NamedTuple):
-    """Seconds that a replica may take to begin its answer, and between two pieces of it."""
-
-    first_byte: int
-    idle: int
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """What a request on its way needs of its router."""
-
-    pool: ReplicaPool
-    strategy: str
-    policy: Policy
-    """Chooses replicas for inference, by the strategy of this name."""
-    fallback: Policy
-    """Chooses them for requests that any replica answers alike."""
-    affinity: SessionAffinity
-    peers: Peers
-    retries: RetryBudget
-    timeouts: Timeouts
-    tally: Tally
-    read: Reader
-    tokenise: Tokenise | None
-    """Adds a request's tokens, where the strategy wants them."""
 
 
 class ProxiedRequest:
@@ -100,14 +55,7 @@ class ProxiedRequest:
         self._ended = ended
         # routing
         self._routing = routing
-        self._inference = inference
-        self._features = _UNREAD
-        self._tried: list[Replica] = []
-        self.replica: Replica | None = None
-        """The one that it is with."""
-        self._work: Work | None = None
-        self._reason = Held(), False
-        """What its replica is expected to have, and whether that has its session."""
+        self.placement = Placement(routing, inference=inference)
         # replica
         self._pending: asyncio.Task[None] | None = None  # on the way to an upstream
         self._upstream: Upstream | None = None
@@ -121,15 +69,11 @@ class ProxiedRequest:
         self._began = self._progress_at = time.monotonic()
 
     def start(self) -> None:
-        routing, request = self._routing, self._request
-        routing.retries.earn()
-        if not self._inference:
-            self._choose()
-            return
-        body = bytes(request.body)
-        self._features = routing.read(request.named, body, request.target, request.tenant)
-        if routing.tokenise:
-            self._spawn(self._tokenise, routing.tokenise, body)
+        placement, request = self.placement, self._request
+        body = bytes(request.body) if placement.inference else b""
+        placement.read(request, body)
+        if placement.inference and (tokenise := self._routing.tokenise):
+            self._spawn(self._tokenise, tokenise, body)
         else:
             self._choose()
 
@@ -145,69 +89,30 @@ class ProxiedRequest:
             self._responder.fail(errors.unforeseen())
 
     async def _tokenise(self, tokenise: Tokenise, body: bytes) -> None:
-        self._features = await tokenise(self._features, self._request, body)
+        placement = self.placement
+        placement.features = await tokenise(placement.features, self._request, body)
         self._pending = None
         self._choose()
 
     async def _await_first_probe(self) -> None:
         """Wait until it is known which replicas can serve."""
-        pool = self._routing.pool
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_PROBE_S):
-                await pool.probed.wait()
+        await self._routing.first_probe()
         self._pending = None
-        self._choose(NotReady(pool.trouble(self._features.model)))
+        self._choose(self.placement.trouble())
 
     def _choose(self, failure: ServingError | None = None) -> None:
         """Send it to the best replica that was not tried. failure: what the one before did."""
-        routing, features = self._routing, self._features
-        now = time.monotonic()
-        candidates = self._candidates(now)
-        if not candidates:
-            if failure or routing.pool.probed.is_set():
-                self._fail(failure or NotReady(routing.pool.trouble(features.model)))
-            else:
-                self._spawn(self._await_first_probe)
-            return
-        began = time.perf_counter()
-        bound = routing.affinity.replica(features.session) if features.session else None
-        if home := [replica for replica in candidates if replica.name == bound]:
-            choice = Choice(home[0])
+        if replica := self.placement.choose():
+            self._connect(replica, reuse=True)
+        elif failure or self._routing.pool.probed.is_set():
+            self._fail(failure or self.placement.trouble())
         else:
-            policy = routing.policy if self._inference else routing.fallback
-            choice = policy.choose(features, candidates, now)
-        replica = choice.replica
-        assert isinstance(replica, Replica)
-        self.replica = replica
-        self._tried.append(replica)
-        self._work = replica.begin(features.tokens, choice.held, features.streamed, now)
-        if self._inference:
-            routing.policy.learn(features, replica.name, now)
-            routing.peers.announce(features, replica.name, self._work.left)
-            metrics.DECISION.observe(time.perf_counter() - began)
-            routing.tally.prompt_tokens += features.tokens
-            routing.tally.cached_tokens += choice.held.tokens
-            self._reason = choice.held, bool(home)
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("%s", self._decision())
-        self._connect(replica, reuse=True)
-
-    def _candidates(self, now: float) -> list[Replica]:
-        named = self._features
-        return self._routing.pool.candidates(named.model, named.adapter, self._tried, now)
-
-    def _decision(self) -> str:
-        """Which replica it goes to, and why: what that is expected to have of its prompt."""
-        assert self.replica
-        held, bound = self._reason
-        strategy = "session" if bound else self._routing.strategy
-        known = f"{described(held)} of {self._features.tokens:,} tokens"
-        return f"{strategy}: {self.replica.name} {known}"
+            self._spawn(self._await_first_probe)
 
     def _connect(self, replica: Replica, *, reuse: bool) -> None:
         self._progress_at = time.monotonic()
         # The replica may just have closed one that is idle, and some requests are sent only once.
-        once = self._request.streamed or self._features.begins_session
+        once = self._request.streamed or self.placement.features.begins_session
         reuse = reuse and not self._request.http10 and not once
         if reuse and (upstream := replica.take_idle()):
             self._send(replica, upstream)
@@ -247,7 +152,7 @@ class ProxiedRequest:
 
     def _retry(self, reason: str, failure: ServingError) -> None:
         """Send it to another replica, or answer with the failure where that may not be done."""
-        if not self.replica:
+        if not self.placement.replica:
             return
         self._leave_replica()
         if not self._take_retry():
@@ -264,9 +169,9 @@ class ProxiedRequest:
             not self._over
             and self._request.repeatable
             # A replica that has failed may have begun a session already, and so would the next one.
-            and (refused or not (self._sent and self._features.begins_session))
-            and len(self._tried) < TRIES
-            and bool(self._candidates(time.monotonic()))
+            and (refused or not (self._sent and self.placement.features.begins_session))
+            and len(self.placement.tried) < TRIES
+            and bool(self.placement.candidates(time.monotonic()))
             and self._routing.retries.spend()
         )
 
@@ -275,10 +180,7 @@ class ProxiedRequest:
         if self._pending:
             self._pending.cancel()
             self._pending = None
-        replica, self.replica = self.replica, None
-        if replica and self._work:
-            replica.end(self._work)
-            self._work = None
+        self.placement.leave()
         if self._upstream:
             self._upstream.drop()
             self._upstream = None
@@ -311,7 +213,7 @@ class ProxiedRequest:
     # Listener: the replica's side
 
     def on_head(self, status: int, head: bytes, headers: dict[bytes, bytes], body: bytes) -> bool:
-        replica, request = self.replica, self._request
+        replica, request = self.placement.replica, self._request
         assert replica
         now = time.monotonic()
         replica.breaker.answered(status, now)
@@ -324,12 +226,11 @@ class ProxiedRequest:
         self.begun = True
         self._progress_at = now
         self._status = status
-        if session := self._routing.affinity.learn(headers, replica.name):
-            self._routing.peers.announce_session(session, replica.name)
+        self.placement.answered(headers)
         ends = is_framed(headers) or status in (204, 304) or request.method == b"HEAD"
         lines = _passed_on(head, headers, _DROPPED_1_0 if request.http10 else _DROPPED)
-        if ROUTE in request.named and self._inference:
-            lines.append(ROUTE + b": " + self._decision().encode())
+        if ROUTE in request.named and self.placement.inference:
+            lines.append(ROUTE + b": " + self.placement.decision().encode())
         self._responder.start(
             lines,
             keep_alive=request.complete and ends,
@@ -351,8 +252,7 @@ class ProxiedRequest:
         """The answer's first byte is here, so its prompt is computed."""
         self._computing = False
         metrics.FIRST_BYTE.observe(self._progress_at - self._began)
-        if self.replica and self._work:
-            self.replica.computed(self._work)
+        self.placement.computed()
 
     def on_end(self, *, keep_alive: bool) -> None:
         self._upstream = None
@@ -361,7 +261,7 @@ class ProxiedRequest:
 
     def on_lost(self, reason: str) -> None:
         upstream, self._upstream = self._upstream, None
-        replica = self.replica
+        replica = self.placement.replica
         if self.begun:
             self._cut()
             return
@@ -392,7 +292,7 @@ class ProxiedRequest:
 
     def replica_down(self) -> None:
         """Its replica is down. What that has not begun to answer goes to another."""
-        if not self.begun and self.replica:
+        if not self.begun and self.placement.replica:
             self._retry("down", ReplicaFailed("the replica does not answer any more"))
 
     def _fail(self, error: ServingError) -> None:
@@ -408,7 +308,8 @@ class ProxiedRequest:
         if self._over:
             return
         self._over = True
-        name = self.replica.name if self.replica else ""
+        replica = self.placement.replica
+        name = replica.name if replica else ""
         self._leave_replica()
         self._routing.tally.requests[name, self._status, how] += 1
         self._ended(self)

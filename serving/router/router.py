@@ -6,8 +6,8 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Set
+from typing import Any, Protocol
 
 from lmi_config.options.declared import Settings
 from serving import errors, protocol
@@ -29,30 +29,44 @@ from serving.process import StopSignals
 from serving.router import status
 from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
-from serving.router.fleet.discovery import discovered
+from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import HealthChecks, OwnHeaders
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
 from serving.router.http.downstream import Downstream
-from serving.router.http.ports import Responder
+from serving.router.http.ports import Responder, WholeResponder
 from serving.router.http.request import Request, Rules
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import FALLBACKS, Tally
 from serving.router.peers import Link, Peers
+from serving.router.placement import Placement, Routing, Timeouts
 from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RequestReader, RoutingRequest
-from serving.router.proxy import ProxiedRequest, Routing, Timeouts
+from serving.router.proxy import ProxiedRequest
 from serving.router.retry import RetryBudget
-from serving.router.routes import CHANGE, END_TO_END, INFERENCE, methods, route_of
+from serving.router.routes import CHANGE, END_TO_END, INFERENCE, Route, methods, route_of
 from serving.router.session_affinity import SessionAffinity
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
 """Between two looks for what has waited too long."""
+
+
+class EndpointPicking(Protocol):
+    """What answers gateways: epp.server.EndpointPicker, which imports gRPC."""
+
+    async def start(self) -> None:
+        """Listen. Raises CannotListen, OSError."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+
+    async def stop(self, grace: float) -> None:
+        """Take no more requests, and wait for so many seconds for those under way."""
 
 
 class Router:
@@ -67,6 +81,7 @@ class Router:
         """link: to the router's other processes."""
         self._settings = settings
         self._origins = Origins(settings.cors_allowed_origin, settings.host)
+        self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
         self._access = Access(settings, routes=True)
         self._tenants = Tenants(settings.cache_salt_header)
         # clients
@@ -107,10 +122,23 @@ class Router:
         )
         self._broadcast = Broadcast(self.pool, self._health, settings.router_first_byte_timeout)
         self._changes: set[asyncio.Task[None]] = set()
+        self._picker = self._endpoint_picker()
         # life
         self.draining = False
         self._signals = StopSignals()
         self._idle = asyncio.Event()
+
+    def _endpoint_picker(self) -> EndpointPicking | None:
+        """What answers gateways, where one is to be."""
+        if not self._settings.epp:
+            return None
+        # They import gRPC, which only a picker needs.
+        from serving.router.epp.exchange import Picking
+        from serving.router.epp.server import EndpointPicker
+
+        return EndpointPicker(
+            self._settings, Picking(self.place, self.routing, self.rules, self.buffers)
+        )
 
     def _connection(self) -> Downstream:
         return Downstream(self.dispatch, self.rules, self.buffers, self.connections, self.clients)
@@ -118,7 +146,9 @@ class Router:
     # its life
 
     async def run(self, listener: socket.socket) -> int:
-        """From listening to the exit code."""
+        """From listening to the exit code. Raises CannotListen, OSError of an endpoint picker."""
+        if self._picker:
+            await self._picker.start()
         numbers = (signal.SIGTERM, signal.SIGINT)
         self._signals.listen(*(it for it in numbers if signal.getsignal(it) is not signal.SIG_IGN))
         loop = asyncio.get_running_loop()
@@ -128,14 +158,17 @@ class Router:
         facts = {"host": host, "port": port, "strategy": strategy}
         text = f"routing on port {port} of {host}, strategy {strategy}"
         log.info("routing", extra={"facts": facts, "text": text})
+        replicas = discovered(self._settings.router_replicas or "")
         works = [
-            self._health.run(discovered(self._settings.router_replicas or "")),
+            self._health.run(addresses(replicas) if self._picker else replicas),
             self.routing.peers.run(),
             self._sweep(),
             self._access.follow(),
         ]
         if self.kvaware:
             works.append(self.kvaware.run())
+        if self._picker:
+            works.append(self._picker.run())
         tasks = [asyncio.create_task(work) for work in works]
         stop = asyncio.create_task(self._signals.stop())
         await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -155,9 +188,17 @@ class Router:
         log.info("draining")
         self.draining = True
         self._check_idle()
-        ends = [asyncio.create_task(it) for it in (self._signals.hurry(), self._idle.wait())]
+        ends = [asyncio.create_task(it) for it in (self._signals.hurry(), self._finished())]
         await asyncio.wait(ends, timeout=SHUTDOWN.drain, return_when=asyncio.FIRST_COMPLETED)
         await _cancel(*ends)
+        if self._picker:
+            await self._picker.stop(0)
+
+    async def _finished(self) -> None:
+        """Wait until what is under way is answered."""
+        if self._picker:
+            await self._picker.stop(SHUTDOWN.drain)
+        await self._idle.wait()
 
     async def _farewell(self) -> None:
         """Close clients' connections once what was written is sent."""
@@ -211,7 +252,7 @@ class Router:
         if replica not in self.pool.replicas:
             self.routing.policy.forget(replica.name)
             return
-        for proxied in [it for it in self.proxied if it.replica is replica]:
+        for proxied in [it for it in self.proxied if it.placement.replica is replica]:
             proxied.replica_down()
 
     def _learned(self, request: RoutingRequest, replica: str) -> None:
@@ -222,6 +263,32 @@ class Router:
     def dispatch(self, responder: Responder, request: Request) -> ProxiedRequest | None:
         """Dispatch: what answers a request. Raises ServingError."""
         self._origins.require(request.method.decode("latin-1"), request.named)
+        if not (route := self._route(responder, request)):
+            return None
+        if self.draining:
+            raise NotReady("the router is stopping")
+        inference = route is INFERENCE
+        proxied = ProxiedRequest(
+            responder, request, self.routing, inference=inference, ended=self._on_ended
+        )
+        self.proxied.add(proxied)
+        return proxied
+
+    def place(
+        self, responder: WholeResponder, request: Request, among: Set[str] | None
+    ) -> Placement | None:
+        """The same for a gateway, which sends the request there itself. among: the endpoints that
+        it may go to; None for all.
+        """
+        self._gateway_origins.require(request.method.decode("latin-1"), request.named)
+        if not (route := self._route(responder, request)):
+            return None
+        return Placement(self.routing, inference=route is INFERENCE, among=among)
+
+    def _route(self, responder: WholeResponder, request: Request) -> Route | None:
+        """The route of a request that a single replica answers. None: it is answered here.
+        Raises ServingError where its sender may not send it.
+        """
         if request.path not in protocol.PROBES:
             self._identify(request)
         route = route_of(request.method, request.path)
@@ -229,16 +296,8 @@ class Router:
             self._answer(responder, request)
         elif route is CHANGE:
             self._change(responder, request)
-        else:
-            if self.draining:
-                raise NotReady("the router is stopping")
-            inference = route is INFERENCE
-            proxied = ProxiedRequest(
-                responder, request, self.routing, inference=inference, ended=self._on_ended
-            )
-            self.proxied.add(proxied)
-            return proxied
-        return None
+            return None
+        return route
 
     def _identify(self, request: Request) -> None:
         """Find out who sends a request. Raises ServingError where they may not."""
@@ -252,7 +311,7 @@ class Router:
         if self.draining:
             self._check_idle()
 
-    def _answer(self, responder: Responder, request: Request) -> None:
+    def _answer(self, responder: WholeResponder, request: Request) -> None:
         """Answer what replicas have nothing to do with."""
         reads = request.method in (b"GET", b"HEAD")
         match request.path:
@@ -282,7 +341,7 @@ class Router:
             case path:
                 raise NotFound(f"there is nothing at {path}")
 
-    def _change(self, responder: Responder, request: Request) -> None:
+    def _change(self, responder: WholeResponder, request: Request) -> None:
         """Have all replicas answer. Their bodies are sent to each, so they have to be here."""
         if request.overflowed:
             if request.size > buffers.MAX_BODY:
@@ -296,7 +355,7 @@ class Router:
         self._changes.discard(task)
         self._check_idle()
 
-    async def _to_all(self, responder: Responder, request: Request) -> None:
+    async def _to_all(self, responder: WholeResponder, request: Request) -> None:
         try:
             answer = await self._broadcast.send(request)
             responder.respond(answer.status, answer.content_type, answer.body, *answer.lines)

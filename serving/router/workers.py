@@ -38,7 +38,10 @@ def route(settings: Settings, environ: Mapping[str, str]) -> Exit:
         return Exit(START_FAILED, "start", str(error))
     with listener:
         if settings.router_processes == 1:
-            code = uvloop.run(Router(settings, environ).run(listener))
+            try:
+                code = uvloop.run(Router(settings, environ).run(listener))
+            except CannotListen as error:  # an endpoint picker
+                return Exit(START_FAILED, "start", str(error))
         else:
             code = Supervisor(settings, environ, listener.getsockname()[1]).run()
     return Exit(code, "routing", f"a router process ended with exit code {code}" if code else "")

@@ -2,14 +2,17 @@
 """Where the replicas are: a list, a file that is watched, or endpoints that Kubernetes knows."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from lmi_config.options.parsers import replica, replica_source
+from lmi_config.options.parsers import is_address, replica, replica_source
 from serving.aio import in_thread
 from serving.router.fleet.fault_log import FaultLog
 from serving.router.fleet.kubernetes import endpoints
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """Between two looks at a file."""
@@ -74,3 +77,15 @@ async def _watched(file: Path) -> AsyncGenerator[frozenset[str]]:
         except (OSError, ValueError) as error:
             faults.failed(str(error))
         await asyncio.sleep(LOOK_S)
+
+
+async def addresses(sets: AsyncGenerator[frozenset[str]]) -> AsyncGenerator[frozenset[str]]:
+    """Of replicas' URLs those that have an IP address, which gateways want; others are logged."""
+    warned: set[str] = set()
+    async with aclosing(sets):
+        async for urls in sets:
+            named = frozenset(it for it in urls if not is_address(it))
+            for url in sorted(named - warned):
+                log.error("%s is left out: gateways take IP addresses, and no names", url)
+            warned |= named
+            yield urls - named

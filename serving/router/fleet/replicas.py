@@ -48,6 +48,9 @@ class Replica(Load):
         self.host = parts.hostname or ""
         self.port = parts.port or 80
         self.authority = parts.netloc.encode()
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        self.endpoint = f"{host}:{self.port}"
+        """What gateways call it."""
         self.idle: list[Upstream] = []
         """Connections that wait for a request."""
         self.breaker = CircuitBreaker()
@@ -145,14 +148,21 @@ class ReplicaPool:
         return [replica for replica in self.replicas if replica.state is _READY]
 
     def candidates(
-        self, model: str, adapter: str, tried: Sequence[Replica], now: float
+        self,
+        model: str,
+        adapter: str,
+        tried: Sequence[Replica],
+        now: float,
+        among: Set[str] | None = None,
     ) -> list[Replica]:
         """The replicas that a request can go to, without those it was tried on. model: the one of
-        `apart` that it names, or "".
+        `apart` that it names, or "". among: the endpoints that it may go to; None for all.
         """
         ready = [replica for replica in self.replicas if replica.state is _READY]
         if model:
             ready = [replica for replica in ready if model in replica.models]
+        if among is not None:
+            ready = [replica for replica in ready if replica.endpoint in among]
         if adapter and (having := [it for it in ready if adapter in it.adapters]):
             ready = having  # the others would only say that they do not have it
         left = [replica for replica in ready if replica not in tried] if tried else ready

@@ -7,7 +7,17 @@ from serving.errors import ServingError
 from serving.router.http.request import Request
 
 
-class Responder(Protocol):
+class WholeResponder(Protocol):
+    """Where a request's whole answer goes."""
+
+    def respond(self, status: int, content_type: bytes, body: bytes, *lines: bytes) -> None:
+        """Send a whole answer. lines: further lines of its head."""
+
+    def fail(self, error: ServingError) -> None:
+        """Answer with an error, in the shape of the path's API."""
+
+
+class Responder(WholeResponder, Protocol):
     """A client's connection, as what answers the request on it sees it."""
 
     def start(self, lines: list[bytes], *, keep_alive: bool, body: bytes) -> None:
@@ -21,12 +31,6 @@ class Responder(Protocol):
 
     def finish(self, *, keep_alive: bool) -> None:
         """The answer is complete."""
-
-    def respond(self, status: int, content_type: bytes, body: bytes, *lines: bytes) -> None:
-        """Send a whole answer. lines: further lines of its head."""
-
-    def fail(self, error: ServingError) -> None:
-        """Answer with an error, in the shape of the path's API."""
 
     def abort(self) -> None:
         """Break the connection off: an answer that has begun cannot be completed."""

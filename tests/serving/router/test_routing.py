@@ -920,7 +920,7 @@ async def test_replicas_whose_shared_stores_are_not_one():
 
 
 async def test_a_request_may_ask_why_it_went_where(caplog):
-    caplog.set_level(logging.DEBUG, "serving.router.proxy")
+    caplog.set_level(logging.DEBUG, "serving.router.placement")
     async with routing(2) as it:
         body = {"prompt": "word " * 400}
         first = await it.post(body)

@@ -25,7 +25,7 @@ from serving.protocol import REQUEST_ID
 from serving.router import router as module
 from serving.router.http import buffers, downstream
 from serving.router.http.upstream import HOP_BY_HOP
-from serving.router.proxy import Timeouts
+from serving.router.placement import Timeouts
 from tests.fuzzing import examples
 from tests.serving.router.conftest import END, STREAM, Routed, chunk, whole
 

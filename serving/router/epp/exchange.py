@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request, as a gateway shows it to an endpoint picker: its head and body come as messages, and
+the endpoints that it may go to are the answer; then the head and body of its answer pass by.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Set
+from typing import NamedTuple, Protocol
+
+from serving import errors
+from serving.access.access import CREDENTIALS
+from serving.errors import Malformed, ServingError, TooLarge
+from serving.protocol import IDENTITY, REQUEST_ID, ROUTE
+from serving.router import metrics
+from serving.router.epp import ext_proc_pb2 as pb
+from serving.router.epp import messages
+from serving.router.epp.messages import FULL_DUPLEX, Headers
+from serving.router.epp.usage import UsageReader
+from serving.router.http.buffers import Buffers
+from serving.router.http.ports import WholeResponder
+from serving.router.http.request import Request, Rules
+from serving.router.placement import Placement, Routing
+
+log = logging.getLogger(__name__)
+
+Responses = Iterator[pb.ProcessingResponse]
+
+
+class Unsupported(Exception):
+    """The gateway is set up for a way of exchanging messages that is not this one."""
+
+
+class Place(Protocol):
+    """Decides whether a replica is to answer a request, or the router itself."""
+
+    def __call__(
+        self, responder: WholeResponder, request: Request, among: Set[str] | None, /
+    ) -> Placement | None:
+        """Where the request goes, not chosen yet; None where the answer is given or under way.
+
+        Raises ServingError where it is refused.
+        """
+
+
+class Picking(NamedTuple):
+    """What an exchange needs of its router."""
+
+    place: Place
+    routing: Routing
+    rules: Rules
+    buffers: Buffers
+
+
+class WholeAnswer:
+    """The WholeResponder of a request that is answered by the gateway at our word."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.given: asyncio.Future[pb.ProcessingResponse] = asyncio.Future()
+
+    def respond(self, status: int, content_type: bytes, body: bytes, *lines: bytes) -> None:
+        headers = [(b"content-type", content_type), (REQUEST_ID, self._request.id)]
+        for line in lines:
+            name, _, value = line.partition(b":")
+            headers.append((name, value.strip()))
+        if not self.given.done():
+            self.given.set_result(messages.immediate(status, body, headers))
+
+    def fail(self, error: ServingError) -> None:
+        shape = errors.shape(self._request.path)
+        lines = [f"{name}: {value}".encode() for name, value in errors.headers(error).items()]
+        self.respond(shape.status(error), b"application/json", shape.body(error), *lines)
+
+
+class Exchange:
+    """One request, and its answer."""
+
+    def __init__(self, picking: Picking) -> None:
+        self._picking = picking
+        self._routing = picking.routing
+        # request
+        self._request: Request | None = None
+        self._among: frozenset[str] | None = None
+        self._placement: Placement | None = None
+        self._failed = False
+        self._request_full_duplex = self._answer_full_duplex = True
+        # answer
+        self._status = 0
+        self._began = time.monotonic()
+        self._computing = True  # its first byte is not here
+        self._finished = False
+        self._usage = UsageReader()
+
+    async def responses(
+        self, incoming: AsyncIterator[pb.ProcessingRequest]
+    ) -> AsyncGenerator[pb.ProcessingResponse]:
+        """Answer each message. Raises Unsupported."""
+        try:
+            async for message in incoming:
+                match message.WhichOneof("request"):
+                    case "request_headers":
+                        found = await self._on_head(message)
+                    case "request_body":
+                        body = message.request_body
+                        found = await self._on_body(body.body, end=body.end_of_stream)
+                    case "request_trailers":
+                        found = await self._on_trailers()
+                    case "response_headers":
+                        found = self._on_answer(message)
+                    case "response_body":
+                        found = self._on_answer_body(message.response_body)
+                    case "response_trailers":
+                        self._end_answer()
+                        found = iter((messages.answer_trailers(),))
+                    case _:  # of a later version
+                        found = iter(())
+                for response in found:
+                    yield response
+                if self._failed:
+                    return
+        finally:
+            self._close()
+
+    # the request
+
+    async def _on_head(self, message: pb.ProcessingRequest) -> Responses:
+        if message.HasField("protocol_config"):
+            self._answer_full_duplex = message.protocol_config.response_body_mode == FULL_DUPLEX
+            self._request_full_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
+        pseudo: dict[bytes, bytes] = {}
+        headers: Headers = []
+        for name, value in messages.headers(message.request_headers):
+            if name.startswith(b":"):
+                pseudo[name] = value
+            else:
+                headers.append((name, value))
+        headers.append((b"host", pseudo.get(b":authority", b"")))
+        method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"/")
+        request = Request(method, target, "2", headers, self._picking.buffers, keep_alive=True)
+        self._request = request
+        self._among = messages.subset(message)
+        try:
+            request.check(self._picking.rules)
+        except (Malformed, TooLarge) as error:
+            return self._refuse(error)
+        if message.request_headers.end_of_stream:
+            request.end_body()
+            return await self._decide()
+        if not self._request_full_duplex:
+            raise Unsupported(
+                "the gateway does not stream requests' bodies to the endpoint picker and back: its "
+                "processing_mode.request_body_mode should be FULL_DUPLEX_STREAMED"
+            )
+        return iter(())
+
+    async def _on_body(self, body: bytes, *, end: bool) -> Responses:
+        request = self._request
+        if request is None:
+            return messages.request_body(body, end=end)
+        if request.size + len(body) > self._picking.rules.max_body:
+            return self._refuse(TooLarge(self._picking.rules.max_body))
+        if request.streamed:
+            request.size += len(body)
+            return messages.request_body(body, end=end)
+        room = request.receive(body)
+        if end:
+            request.end_body()
+        return await self._decide() if end or not room else iter(())
+
+    async def _on_trailers(self) -> Responses:
+        found: list[pb.ProcessingResponse] = []
+        if self._request and not (self._request.complete or self._request.streamed):
+            self._request.end_body()
+            found = [*await self._decide(trailers=True)]
+        if not self._failed:
+            found.append(messages.request_trailers())
+        return iter(found)
+
+    async def _decide(self, *, trailers: bool = False) -> Responses:
+        """Choose where it goes, and let what has come of it pass. trailers: they are its end."""
+        request = self._request
+        assert request
+        request.take_turn()
+        try:
+            endpoints = await self._endpoints(request)
+        except ServingError as error:
+            return self._refuse(error)
+        if not isinstance(endpoints, list):
+            self._failed = True
+            return iter((endpoints,))
+        lines = [(REQUEST_ID, request.id)]
+        removed = {IDENTITY}  # nobody but us says who a client is
+        if request.identity:
+            lines.append((IDENTITY, request.identity))
+            removed = {*CREDENTIALS} - {IDENTITY}
+        found = [messages.routed(endpoints, lines, sorted(removed))]
+        body = bytes(request.body)
+        if body or not request.complete:
+            found += messages.request_body(body, end=request.complete and not trailers)
+        request.release()
+        return iter(found)
+
+    async def _endpoints(self, request: Request) -> list[str] | pb.ProcessingResponse:
+        """Where the request goes: the endpoints in their order, or the answer instead.
+
+        Raises ServingError.
+        """
+        routing = self._routing
+        whole = WholeAnswer(request)
+        placement = self._picking.place(whole, request, self._among)
+        if placement is None:
+            return await whole.given
+        self._placement = placement
+        body = bytes(request.body) if placement.inference else b""
+        placement.read(request, body)
+        if placement.inference and routing.tokenise:
+            placement.features = await routing.tokenise(placement.features, request, body)
+        if not placement.choose():
+            if not routing.pool.probed.is_set():
+                await routing.first_probe()
+            if not placement.choose():
+                raise placement.trouble()
+        assert placement.replica
+        # A replica that fails may have begun a session already, and so would the next one.
+        others = [] if placement.features.begins_session else placement.alternatives()
+        return [it.endpoint for it in (placement.replica, *others)]
+
+    def _refuse(self, error: ServingError) -> Responses:
+        assert self._request
+        self._failed = True
+        whole = WholeAnswer(self._request)
+        whole.fail(error)
+        return iter((whole.given.result(),))
+
+    # the answer
+
+    def _on_answer(self, message: pb.ProcessingRequest) -> Responses:
+        headers = dict(messages.headers(message.response_headers))
+        placement, request = self._placement, self._request
+        lines: Headers = []
+        if placement and placement.replica and request:
+            self._status = int(headers.get(b":status", b"0"))
+            self._follow(placement, messages.served(message))
+            placement.replica.breaker.answered(self._status, time.monotonic())
+            placement.answered(headers)
+            lines.append((REQUEST_ID, request.id))
+            if ROUTE in request.named and placement.inference:
+                lines.append((ROUTE, placement.decision().encode()))
+        if message.response_headers.end_of_stream:
+            self._end_answer()
+        return iter((messages.answer_head(lines),))
+
+    def _follow(self, placement: Placement, endpoint: str) -> None:
+        """The answer is this endpoint's, one of those that were named. "": of the first of them."""
+        if endpoint and placement.replica and endpoint != placement.replica.endpoint:
+            for replica in self._routing.pool.replicas:
+                if replica.endpoint == endpoint:
+                    placement.move(replica)
+                    metrics.RETRIES.labels("gateway").inc()
+
+    def _on_answer_body(self, message: pb.HttpBody) -> Responses:
+        if message.body:
+            if self._computing:
+                self._first_byte()
+            self._usage.feed(message.body)
+        if message.end_of_stream:
+            self._end_answer()
+        return iter((messages.answer_body(message, full_duplex=self._answer_full_duplex),))
+
+    def _first_byte(self) -> None:
+        """The answer's first byte is here, so its prompt is computed."""
+        self._computing = False
+        if self._placement:
+            metrics.FIRST_BYTE.observe(time.monotonic() - self._began)
+            self._placement.computed()
+
+    def _end_answer(self) -> None:
+        self._finished = True
+        if self._placement and self._placement.inference and (usage := self._usage.read()):
+            metrics.USAGE.labels("prompt").inc(usage.prompt)
+            metrics.USAGE.labels("cached").inc(usage.cached)
+            metrics.USAGE.labels("completion").inc(usage.completion)
+
+    def _close(self) -> None:
+        """The gateway has no more to say of it."""
+        if self._request:
+            self._request.release()
+        if placement := self._placement:
+            how = "failed" if self._failed else "finished" if self._finished else "cancelled"
+            name = placement.replica.name if placement.replica else ""
+            self._routing.tally.requests[name, self._status, how] += 1
+            placement.leave()

