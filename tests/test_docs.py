@@ -33,7 +33,10 @@ from tests.documented import PAGES, ROOT, Block, Call, Command
 from tests.lmi_config.examples import PARTS, machine, model
 
 LANGUAGES = {"console", "python", "json", "jsonl", "yaml", "properties", "text"}
-PROGRAMS = {"aws", "curl", "docker", "git", "grep", "kubectl", "pip", "printf", "python3", "tail"}
+PROGRAMS = {
+    *("aws", "curl", "docker", "git", "grep", "helm", "kubectl", "pip", "printf", "python3"),
+    "tail",
+}
 """Programs of others that commands may call."""
 COMMANDS = list(documented.commands())
 DOCS = {page: text for page, text in PAGES.items() if page.startswith("docs/")}

