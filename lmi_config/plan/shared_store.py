@@ -260,15 +260,16 @@ def _hyperpod(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
     ((host, port), *others) = _addresses(parts, host + colon + rest, 9200)
     if others or parts.path.strip("/"):
         raise ValueError(f"{scheme}:// takes one host and port, and nothing behind it")
+    address = f"{host}:{port}"
     return L2Store(
         kind="tieredstorage",
         adapter={
             "type": "tieredstorage",
-            "url": f"sagemaker-hyperpod://{host}:{port}",
+            "url": f"sagemaker-hyperpod://{address}",
             "shared_memory_name": SEGMENT,
             **_query(parts, bucket=text, shared_memory_name=text),
         },
-        shown=parts.geturl(),
+        shown=parts._replace(netloc=address).geturl(),
     )
 
 

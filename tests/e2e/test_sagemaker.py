@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+import tarfile
 from typing import Any
 
 import boto3
@@ -12,7 +13,8 @@ import pytest
 
 from examples.sagemaker import make_adapters
 from scripts.harness.process import AS_ENTRYPOINT_SH
-from scripts.models import tiny_lora
+from scripts.harness.wait import until
+from scripts.models import formatter, tiny_lora
 from scripts.sagemaker_local.server import running
 from tests.e2e.conftest import ROOT, START_S, serving, warm_python
 
@@ -69,6 +71,98 @@ def test_every_rule_of_the_contract_is_kept(tiny_options, tmp_path):
     assert ended.returncode == 0
 
 
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """What the stand-in runs as a container's image."""
+    file = tmp_path_factory.mktemp("image") / "serving"
+    python = warm_python().executable(["-m", "serving"])
+    file.write_text(f'#!/bin/sh\nexec {python} -m serving "$@"\n')
+    file.chmod(0o755)
+    return f"process:{file}"
+
+
+def test_an_adapter_component_brings_its_formatter(tiny_options, image, tmp_path):
+    """A model.py in its archive formats what the adapter answers, and nothing else."""
+    bucket = tmp_path / "s3" / "bucket"
+    bucket.mkdir(parents=True)
+    for seed, name in enumerate(("plain", "formatted"), 1):
+        folder = tiny_lora.write(tmp_path / name, seed)
+        if name == "formatted":
+            formatter.write(folder)
+        with tarfile.open(bucket / f"{name}.tar.gz", "w:gz") as archive:
+            for file in folder.iterdir():
+                archive.add(file, file.name)
+    environ = {**AS_ENTRYPOINT_SH, **tiny_options, "OPTION_ENABLE_LORA": "true"}
+    limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
+    with running(s3=tmp_path / "s3", **limits) as url:
+        control, runtime = clients(url)
+        control.create_model(
+            ModelName="base",
+            ExecutionRoleArn=ROLE,
+            PrimaryContainer={"Image": image, "Environment": environ},
+        )
+        variant = {"VariantName": "all", "InstanceType": "ml.g5.xlarge", "InitialInstanceCount": 1}
+        control.create_endpoint_config(
+            EndpointConfigName="one", ExecutionRoleArn=ROLE, ProductionVariants=[variant]
+        )
+        control.create_endpoint(EndpointName="one", EndpointConfigName="one")
+        control.get_waiter("endpoint_in_service").wait(
+            EndpointName="one", WaiterConfig={"Delay": 1}
+        )
+        components: dict[str, Any] = {
+            "base": {
+                "VariantName": "all",
+                "RuntimeConfig": {"CopyCount": 1},
+                "Specification": {
+                    "ModelName": "base",
+                    "ComputeResourceRequirements": {"MinMemoryRequiredInMb": 1024},
+                },
+            },
+            **{
+                name: {
+                    "Specification": {
+                        "BaseInferenceComponentName": "base",
+                        "Container": {"ArtifactUrl": f"s3://bucket/{name}.tar.gz"},
+                    }
+                }
+                for name in ("plain", "formatted")
+            },
+        }
+        for name, what in components.items():
+            control.create_inference_component(
+                InferenceComponentName=name, EndpointName="one", **what
+            )
+            until(lambda name=name: status(control, name) != "Creating", START_S)
+            assert status(control, name) == "InService"
+        answers = {}
+        for name in components:
+            answer = runtime.invoke_endpoint(
+                EndpointName="one",
+                InferenceComponentName=name,
+                ContentType="application/json",
+                Body=json.dumps({"prompt": "class", "max_tokens": 12, "temperature": 0}),
+            )
+            answers[name] = json.load(answer["Body"])
+    stamps = {name: answer.get("processed_by") for name, answer in answers.items()}
+    assert stamps == {"base": None, "plain": None, "formatted": formatter.NAME}
+    assert len({answer["choices"][0]["text"] for answer in answers.values()}) == 3
+
+
+def status(control, name):
+    found = control.describe_inference_component(InferenceComponentName=name)
+    return found["InferenceComponentStatus"]
+
+
+ROLE = "arn:aws:iam::123456789012:role/serving"
+
+
+def clients(url):
+    """Of the stand-in's control plane, and of its runtime."""
+    options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
+    options |= {"aws_access_key_id": "id", "aws_secret_access_key": "secret"}
+    return boto3.client("sagemaker", **options), boto3.client("sagemaker-runtime", **options)
+
+
 BLOCK = 128
 """Tokens, without a GPU."""
 TURNS = 5
@@ -77,22 +171,16 @@ SAID = "The import statement is one of many that bind names. " * 20
 
 
 @pytest.fixture(scope="module")
-def runtime(tiny_options, tmp_path_factory):
+def runtime(tiny_options, image):
     """A client of an endpoint `chat` with two copies of the tiny model."""
-    image = tmp_path_factory.mktemp("image") / "serving"
-    python = warm_python().executable(["-m", "serving"])
-    image.write_text(f'#!/bin/sh\nexec {python} -m serving "$@"\n')
-    image.chmod(0o755)
     environ = {**AS_ENTRYPOINT_SH, **tiny_options}
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
     with running(**limits) as url:
-        options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
-        options |= {"aws_access_key_id": "id", "aws_secret_access_key": "secret"}
-        control = boto3.client("sagemaker", **options)
+        control, runtime = clients(url)
         control.create_model(
             ModelName="chat",
-            ExecutionRoleArn="arn:aws:iam::123456789012:role/serving",
-            PrimaryContainer={"Image": f"process:{image}", "Environment": environ},
+            ExecutionRoleArn=ROLE,
+            PrimaryContainer={"Image": image, "Environment": environ},
         )
         variant = {"VariantName": "all", "ModelName": "chat", "InstanceType": "ml.g5.xlarge"}
         control.create_endpoint_config(
@@ -102,7 +190,7 @@ def runtime(tiny_options, tmp_path_factory):
         control.get_waiter("endpoint_in_service").wait(
             EndpointName="chat", WaiterConfig={"Delay": 1}
         )
-        yield boto3.client("sagemaker-runtime", **options)
+        yield runtime
 
 
 def conversation(runtime, name, **session):

@@ -99,7 +99,8 @@ def test_hosts_with_ports_alone_are_redis(hosts):
 @pytest.mark.parametrize(("url", "adapter"), DAEMONS)
 def test_a_url_names_a_tiered_storage_daemon(url, adapter):
     adapter = {"type": "tieredstorage"} | adapter
-    assert store(url, {}) == L2Store(kind="tieredstorage", adapter=adapter, shown=url)
+    shown = re.sub("(?<=0.1)$", ":9200", url)
+    assert store(url, {}) == L2Store(kind="tieredstorage", adapter=adapter, shown=shown)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,9 @@ def test_the_region_in_the_url_comes_before_the_environments():
     ],
 )
 def test_the_daemon_is_the_nodes_own_where_no_other_is_named(url, host):
-    found = store(url, {"NODE_IP": "10.0.0.7"}).adapter
+    whole = store(url, {"NODE_IP": "10.0.0.7"})
+    assert whole.shown.partition("://")[2].partition("?")[0] == host
+    found = whole.adapter
     assert found["url"] == f"sagemaker-hyperpod://{host}"
     assert found["shared_memory_name"] == "ai_toolkit_cache"
 
