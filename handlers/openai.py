@@ -4,13 +4,10 @@
 import functools
 from collections.abc import Callable
 
-from handlers import responses
 from handlers.records import EngineCall
 
 
 @functools.cache
 def on(path: str) -> Callable[[bytes], EngineCall]:
     """What reads the bodies of one of the engine's paths."""
-    if path == responses.PATH:
-        return responses.parse
     return functools.partial(EngineCall, path)

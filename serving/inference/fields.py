@@ -79,6 +79,11 @@ class RequestFields(msgspec.Struct, gc=False):
     top_logprobs: msgspec.Raw = _NONE
     prompt_logprobs: msgspec.Raw = _NONE
     repetition_detection: msgspec.Raw = _NONE
+    # Keys of Responses that refer to what would have been kept, or ask for it.
+    previous_response_id: msgspec.Raw = _NONE
+    previous_input_messages: msgspec.Raw = _NONE
+    background: msgspec.Raw = _NONE
+    store: msgspec.Raw = _NONE
 
     @property
     def streamed(self) -> bool:

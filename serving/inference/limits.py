@@ -76,6 +76,14 @@ By others vLLM (0.32) lets clients choose their rank and their place in the queu
 the engine's load.
 """
 
+KEPT = {
+    "previous_response_id": "send the whole conversation as input",
+    "prompt": "send its text as instructions or input",
+    "previous_input_messages": "send the whole conversation as input",
+    "background": "wait for the answer, or have it streamed",
+    "store": "leave it out, or set it to false",
+}
+"""Keys of Responses that need answers which are kept → what to do instead."""
 COUNTED = ("n", "prompt", "input", "messages", "echo", "prompt_logprobs", "repetition_detection")
 """Keys that have a limit of another kind than a length."""
 
@@ -134,6 +142,15 @@ def check(call: RequestFields, trusted: bool) -> None:
         raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
     _check_prompt_logprobs(call, n)
     _check_repetition(call.repetition_detection)
+
+
+def check_kept(call: RequestFields) -> None:
+    """Raise BadRequest for a call of Responses that needs answers which are kept: here each request
+    has all of its conversation.
+    """
+    for key, fix in KEPT.items():
+        if bytes(getattr(call, key)) not in (b"", b"null", b"false"):
+            raise BadRequest(f"{key}: no answers are kept here; {fix}", key)
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

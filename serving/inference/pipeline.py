@@ -233,6 +233,8 @@ class Pipeline:
             raise bad_request(error) from None
         call_fields = request.fields if call.body is request.body else fields(call.body)
         limits.check(call_fields, settings.trust_request_internals)
+        if call.path == protocol.RESPONSES:
+            limits.check_kept(call_fields)
         scope = request.client.scope
         limits.check_headers(scope["headers"])
         inner = adapter.inner if adapter else None

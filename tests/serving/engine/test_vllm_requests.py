@@ -29,7 +29,6 @@ from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
 from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
-from handlers import responses
 from serving.engine.embedding_requests import EmbeddingRequest as RequestReadOnce
 from serving.inference import limits, media
 from serving.protocol import ENGINE_PATHS
@@ -57,7 +56,7 @@ REFUSED = dict.fromkeys(
     "mm_processor_kwargs": "by vLLM, unless the operator trusts clients; then without places",
     "prompt_embeds": "by vLLM, unless the operator enables them; VLLM_MAX_EMBED_DECODE_BYTES",
     "suffix": "by vLLM, always",
-    **dict.fromkeys(responses._FIXES.keys() - {"prompt"}, "by handlers/responses.py"),
+    **dict.fromkeys(limits.KEPT.keys() - {"prompt"}, "by limits.check_kept()"),
     "priority": "by vLLM, unless the operator chose to schedule by priority",
 }
 VLLM_LIMITS = {
