@@ -67,6 +67,11 @@ _REMEDIES = tuple(
             "OPTION_KV_CACHE_MEMORY_BYTES, or on a GPU OPTION_GPU_MEMORY_UTILIZATION",
         ),
         (
+            r"has no attribute 'image_token_index'",  # of a model that sees, beside a draft
+            'set OPTION_HF_OVERRIDES={"image_token_index": N}, where N is the image_token_id of '
+            "the model's config.json, or leave the draft out",
+        ),
+        (
             r"max_model_len .* is greater than",
             "lower OPTION_MAX_MODEL_LEN to what the model was made for",
         ),

@@ -152,6 +152,10 @@ KNOWN = [
         "KV cache is needed, which is larger than the available KV cache memory (9 GiB).",
         "lower OPTION_MAX_MODEL_LEN",
     ),
+    (
+        "AttributeError: 'Idefics3Config' object has no attribute 'image_token_index'",
+        "OPTION_HF_OVERRIDES",
+    ),
     ("max_model_len (100000) is greater than the derived max_model_len", "OPTION_MAX_MODEL_LEN"),
     ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", "--shm-size"),
     ("DataLoader worker is killed by signal: Bus error", "--shm-size"),
