@@ -13,10 +13,15 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
 from lmi_config.plan import lmcache
 from lmi_config.plan.kv_tiers import NoTiers, Tiers, block_size, format_size, wanted
-from lmi_config.plan.memory import Budget, GpuBudget, kv_of_request, kv_per_token
+from lmi_config.plan.memory import (
+    GIB,
+    SHARED_MEMORY,
+    Budget,
+    GpuBudget,
+    kv_of_request,
+    kv_per_token,
+)
 from lmi_config.plan.parallelism import Parallelism
-
-SMALL_SHM = 512 * 1024**2
 
 
 def findings(
@@ -48,10 +53,12 @@ def findings(
             f"{length:,}; set OPTION_MAX_MODEL_LEN={fits // 1024 * 1024 or fits}"
         )
     count = parallelism.local_workers
-    if count > 1 and machine.shm < SMALL_SHM:
+    talk = count * SHARED_MEMORY
+    if count > 1 and machine.shm < talk:
         yield (
-            f"/dev/shm has {format_size(machine.shm)} and {count} ranks talk through it; give the "
-            "container more (docker run --shm-size=2g, or an emptyDir with medium Memory)"
+            f"/dev/shm has {format_size(machine.shm)} and {count} ranks talk through it, which "
+            f"takes up to {format_size(talk)}; give the container more (docker run --shm-size="
+            f"{-(-talk // GIB)}g, or an emptyDir with medium Memory)"
         )
     if parallelism.workerless:
         yield (

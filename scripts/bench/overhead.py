@@ -10,7 +10,8 @@ LMI's streams report every token's id and log probability, which a plain stream 
 itself takes for those shows in the arm "plain vLLM, logprobs". The formatter's arm is a server with
 a model.py whose output formatter parses each event and writes it anew.
 
-With --before, a checkout of another version is measured in the same rounds.
+With --before, a checkout of another version is measured in the same rounds. The servers share a GPU
+where OPTION_GPU_MEMORY_UTILIZATION=0.5 lets them: vLLM wants so much of it to be free at a start.
 """
 
 import argparse

@@ -229,6 +229,13 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             "set OPTION_MAX_MODEL_LEN=13312",
         ),
         ({}, machine(gpus=2, shm=64 << 20), None, "/dev/shm has 64 MiB and 2 ranks talk through"),
+        (
+            {},
+            machine(gpus=8, shm=GIB),
+            None,
+            "/dev/shm has 1.0 GiB and 8 ranks talk through it, which takes up to 2.0 GiB; give the "
+            "container more (docker run --shm-size=2g,",
+        ),
         ({}, machine(shm=64 << 20), None, "/dev/shm has 64 MiB, too little for a worker process"),
         (
             {"OPTION_MAX_MODEL_LEN": "200k"},
