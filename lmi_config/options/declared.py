@@ -768,6 +768,13 @@ class Settings:
         default=(),
         help="Comma-separated S3 buckets whose adapters may be registered.",
     )
+    adapter_list: str | None = _option(
+        text,
+        "OPTION_ADAPTER_LIST",
+        section=Section.LORA,
+        help="Folder on a volume that all servers of a model mount: what is registered on one of "
+        "them is listed there, and registered on all, also on those that start later.",
+    )
     adapter_disk: int = _option(
         size,
         "OPTION_ADAPTER_DISK",

@@ -7,8 +7,9 @@ it is first used. One that is unregistered goes when its last request has ended.
 
 import asyncio
 import contextlib
+import logging
 import re
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from weakref import WeakValueDictionary
 
 from prometheus_client import Counter, Gauge
@@ -18,15 +19,29 @@ from lmi_config.facts.model import ModelError, Tensor
 from serving import user_code
 from serving.aio import in_thread
 from serving.engine.base import Engine
-from serving.errors import AdapterRefused, BadRequest, Conflict, NoSlot, NotFound
+from serving.errors import (
+    AdapterRefused,
+    BadRequest,
+    Conflict,
+    NoSlot,
+    NotFound,
+    NotReady,
+    ServingError,
+)
 from serving.lora.adapter import Adapter, AdapterHost, CodeStarter
 from serving.lora.files import AdapterFiles, Located
+from serving.lora.shared_list import Entry, SharedList
 from serving.lora.slots import BatchSlots, EngineSlots
 from serving.sources.source import SourceError
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 LABELS = 100
 """Adapters that have a series of their own, the first ones that are used; the others share one."""
+
+LOOK_S = 1.0
+"""Between two looks at the shared list."""
 
 _REGISTERED = Gauge("slipway_adapters_registered", "Adapters that can be used.")
 _REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
@@ -38,7 +53,8 @@ class AdapterRegistry:
     base: the model's tensors. max_rank: of an adapter. batch_slots: how many adapters a batch of
     the engine has room for. engine_slots: how many the engine does. limit: how many may be
     registered. start_code: starts the model.py of a folder; None where adapters may have none.
-    model_names: the model's own, which no adapter may have.
+    model_names: the model's own, which no adapter may have. shared: the list of what is registered
+    on all servers; None where each has its own.
     """
 
     def __init__(
@@ -52,8 +68,13 @@ class AdapterRegistry:
         limit: int,
         start_code: CodeStarter | None,
         model_names: Collection[str],
+        shared: SharedList | None = None,
     ) -> None:
         self._model_names = model_names
+        self._shared = shared
+        self._applied: dict[str, Entry] = {}  # of the shared list
+        self._gone: set[str] = set()  # what was missing at the last look
+        self._told: dict[str, str] = {}  # what was logged of it, by name
         self._files = files
         self._base = base
         self._max_rank = max_rank
@@ -85,12 +106,22 @@ class AdapterRegistry:
         except KeyError:
             raise NotFound(f"adapter {name!r:.140} is not registered") from None
 
-    async def register(self, name: str, src: str, preload: bool = False, pin: bool = False) -> None:
-        """Add an adapter; again with the same content does nothing more.
+    async def register(
+        self,
+        name: str,
+        src: str,
+        preload: bool = False,
+        pin: bool = False,
+        *,
+        share: bool = True,
+    ) -> None:
+        """Add an adapter; again with the same content does nothing more. share: on all servers that
+        share a list.
 
         Raises BadRequest for a name or a place that cannot be, Conflict where the name has other
         content, AdapterRefused where the files cannot be used, AdapterFailed or NoSlot where it was
-        to be loaded and that failed; then it is not registered.
+        to be loaded and that failed, NotReady where the shared list cannot be written; then it is
+        not registered.
         """
         if not NAME.fullmatch(name):
             raise BadRequest(
@@ -114,6 +145,8 @@ class AdapterRegistry:
             adapter = self._registered[name] = known or Adapter(name, located, self._host)
             try:
                 await adapter.configure(located, preload or pin, pin)
+                if share:
+                    await self._list(adapter)
             except (
                 Exception
             ):  # it is cancelled where the server ends, and the client hears of it at once
@@ -123,7 +156,13 @@ class AdapterRegistry:
                 raise
 
     async def update(
-        self, name: str, src: str | None, preload: bool | None, pin: bool | None
+        self,
+        name: str,
+        src: str | None,
+        preload: bool | None,
+        pin: bool | None,
+        *,
+        share: bool = True,
     ) -> None:
         """Change an adapter's content or how it is kept. Where that fails it stays as it was.
 
@@ -140,6 +179,8 @@ class AdapterRegistry:
             pin = known.pin or bool(pin)
             try:
                 await adapter.configure(located, bool(preload) or pin, pin)
+                if share:
+                    await self._list(adapter)
             except BaseException:
                 if adapter is not known:
                     await adapter.retire()
@@ -148,13 +189,89 @@ class AdapterRegistry:
                 self._registered[name] = adapter
                 await known.retire()
 
-    async def unregister(self, name: str) -> None:
-        """Take an adapter away: from new requests at once, from the engine when none uses it."""
+    async def unregister(self, name: str, *, share: bool = True) -> None:
+        """Take an adapter away: from new requests at once, from the engine when none uses it.
+
+        Raises NotFound, and NotReady where the shared list cannot be written.
+        """
         self.get(name)
         async with self._lock(name):
             adapter = self.get(name)
+            if share:
+                await self._unlist(name)
             del self._registered[name]
             await adapter.retire()
+
+    # the shared list
+
+    async def follow(self) -> None:
+        """Register what other servers have listed, and the other way round, until cancelled."""
+        while self._shared:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.catch_up()
+                self._told.pop("", None)
+            except OSError as error:
+                self._tell("", f"the shared list of adapters cannot be read: {error}")
+        await asyncio.Event().wait()
+
+    async def catch_up(self) -> None:
+        """Have what the shared list has. Raises OSError where it cannot be read.
+
+        What cannot be registered here is logged, and tried again at the next call.
+        """
+        if not self._shared:
+            return
+        listed, faults = await in_thread(self._shared.read)
+        for name, fault in faults.items():
+            self._tell(name, fault)
+        gone = self._applied.keys() - listed.keys() - faults.keys()
+        # Not at the first look: a router sends a deletion to all, and ours may be on its way.
+        gone, self._gone = gone & self._gone, gone
+        for name in gone:
+            del self._applied[name]
+            if name in self:
+                await self.unregister(name, share=False)
+        for name, entry in listed.items():
+            if self._applied.get(name) == entry:
+                continue
+            try:
+                await self._apply(name, entry)
+            except ServingError as error:
+                self._tell(name, f"adapter {name} of the shared list: {error}")
+            else:
+                self._applied[name] = entry
+                self._told.pop(name, None)
+
+    async def _apply(self, name: str, entry: Entry) -> None:
+        """Have an adapter as the shared list has it."""
+        known = self._registered.get(name)
+        if known and known.pin and not entry.pin:  # it was deleted and registered again
+            await self.unregister(name, share=False)
+            known = None
+        if not known:
+            await self.register(name, entry.src, entry.preload, entry.pin, share=False)
+        elif _entry(known) != entry:
+            await self.update(name, entry.src, entry.preload, entry.pin, share=False)
+        if self.get(name).digest != entry.digest:
+            log.warning(
+                "adapter %s: %s has other content than where it was registered", name, entry.src
+            )
+
+    def _tell(self, name: str, fault: str) -> None:
+        if self._told.get(name) != fault:
+            log.error("%s", fault)
+        self._told[name] = fault
+
+    async def _list(self, adapter: Adapter) -> None:
+        if self._shared:
+            with _writing():
+                await in_thread(self._shared.put, adapter.name, _entry(adapter))
+
+    async def _unlist(self, name: str) -> None:
+        if self._shared:
+            with _writing():
+                await in_thread(self._shared.drop, name)
 
     @contextlib.asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Adapter]:
@@ -183,3 +300,16 @@ class AdapterRegistry:
         if faults:
             raise AdapterRefused(f"adapter {name} cannot be used: {'; '.join(faults)}")
         return located
+
+
+def _entry(adapter: Adapter) -> Entry:
+    return Entry(adapter.src, adapter.digest, adapter.preload, adapter.pin)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Raise NotReady where the shared list cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise NotReady(f"the shared list of adapters cannot be written: {error}") from None

@@ -132,6 +132,7 @@ class Server:
         text = f"ready after {facts['elapsed_s']} s. Try:\n\n{self._to_try()}\n"
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
         failure = asyncio.create_task(self._failure(runtime.engine))
+        following = asyncio.create_task(runtime.follow())
         await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             end = await self._fail(DIED, "serving", failure.result())
@@ -140,6 +141,7 @@ class Server:
         else:
             end = await self._drain(requests, failure)
         failure.cancel()
+        following.cancel()
         try:
             await asyncio.wait_for(runtime.stop(), SHUTDOWN.engine)
         except TimeoutError:

@@ -30,6 +30,7 @@ from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
 from serving.lifecycle import Note, Step
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
+from serving.lora.shared_list import SharedList
 from serving.server.prepare import Deployment
 from serving.sources.hub import Hub
 from serving.sources.locate import downloads_folder
@@ -55,6 +56,11 @@ class Runtime:
     cache: CacheServer | None
     gpus: int = 0
     """How many of them the engine may use."""
+
+    async def follow(self) -> None:
+        """Keep adapters as other servers have them, until cancelled."""
+        if self.adapters:
+            await self.adapters.follow()
 
     async def stop(self) -> None:
         """Stop all of it, the cache server after the engine that uses it."""
@@ -222,9 +228,10 @@ async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> Adapte
     for path in sorted(found.iterdir()) if found else ():
         if path.is_dir():
             try:
-                await adapters.register(path.name, str(path), settings.lmi_preload)
+                await adapters.register(path.name, str(path), settings.lmi_preload, share=False)
             except ServingError as error:
                 raise EngineError(str(error)) from None
+    await adapters.catch_up()
     return adapters
 
 
@@ -248,7 +255,20 @@ def _registry(
         limit=settings.max_adapters,
         start_code=start_code,
         model_names=settings.model_names,
+        shared=_shared_list(settings),
     )
+
+
+def _shared_list(settings: Settings) -> SharedList | None:
+    """The list of adapters that all servers share. Raises EngineError where it cannot be read."""
+    if not settings.adapter_list:
+        return None
+    try:
+        shared = SharedList(Path(settings.adapter_list))
+        shared.read()
+    except OSError as error:
+        raise EngineError(f"OPTION_ADAPTER_LIST cannot be used: {error}") from None
+    return shared
 
 
 def _adapter_files(settings: Settings, folder: Path) -> AdapterFiles:

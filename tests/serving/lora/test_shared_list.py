@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that share a list of adapters, each over a fake engine."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from scripts.harness.wait import until_async
+from serving.lora import registry as registries
+from serving.lora.files import AdapterFiles
+from serving.lora.registry import AdapterRegistry
+from serving.lora.shared_list import SharedList
+from tests.serving.conftest import Running, running
+from tests.serving.lora.test_registry import BASE, write
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(registries, "LOOK_S", 0.02)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "adapters"
+
+
+@pytest.fixture
+def listed(tmp_path):
+    return tmp_path / "list"
+
+
+@contextlib.asynccontextmanager
+async def server(root: Path, listed: Path, limit: int = 100) -> AsyncIterator[Running]:
+    async with running() as it:
+        files = AdapterFiles((root.resolve(),), (), root.parent / "store", 20_000)
+        it.pipeline.adapters = AdapterRegistry(
+            it.engine, files, BASE, 16, 2, 2, limit, None, it.engine.names, SharedList(listed)
+        )
+        await it.pipeline.adapters.catch_up()
+        following = asyncio.create_task(it.pipeline.adapters.follow())
+        yield it
+        following.cancel()
+        for adapter in it.pipeline.adapters.listed():
+            await it.pipeline.adapters.unregister(adapter.name, share=False)
+
+
+async def names(it: Running) -> list[str]:
+    page = (await it.client.get("/adapters")).json()
+    return [adapter["name"] for adapter in page["adapters"]]
+
+
+async def has(it: Running, *wanted: str) -> None:
+    async def same() -> bool:
+        return await names(it) == [*wanted]
+
+    await until_async(same, 10)
+
+
+async def register(it: Running, name: str, src: Path, **more: str) -> None:
+    answer = await it.client.post("/adapters", params={"name": name, "src": str(src), **more})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_one_that_starts_late_has_all(root, listed):
+    async with server(root, listed) as first:
+        for name in ("one", "two"):
+            await register(first, name, write(root / name))
+        async with server(root, listed) as late:
+            assert await names(late) == ["one", "two"]
+            answer = await late.invoke({"prompt": "a b", "adapters": "one"})
+            assert answer.status_code == 200
+
+
+async def test_what_changes_on_one_changes_on_all(root, listed):
+    async with server(root, listed) as one, server(root, listed) as other:
+        await register(one, "a", write(root / "a"))
+        await has(other, "a")
+        await register(other, "b", write(root / "b"), preload="true")
+        await has(one, "a", "b")
+        assert (await one.client.get("/adapters/b")).json()["preload"] is True
+        new = write(root / "new", content=1)
+        answer = await one.client.post("/adapters/a/update", params={"src": str(new)})
+        assert answer.status_code == 200
+
+        async def is_new() -> bool:
+            return bool((await other.client.get("/adapters/a")).json()["src"] == str(new))
+
+        await until_async(is_new)
+        await one.client.delete("/adapters/a")
+        await has(other, "b")
+        await other.client.delete("/adapters/b")
+        await has(one)
+        assert not [*listed.iterdir()]
+
+
+async def test_new_content_at_the_same_place_reaches_all(root, listed):
+    async with server(root, listed) as one, server(root, listed) as other:
+        await register(one, "a", write(root / "a"))
+        await has(other, "a")
+        before = other.pipeline.adapters.get("a").digest
+        write(root / "a", content=1)
+        update = {"src": str(root / "a")}
+        assert (await one.client.post("/adapters/a/update", params=update)).status_code == 200
+        await until_async(lambda: other.pipeline.adapters.get("a").digest != before)
+        assert other.pipeline.adapters.get("a").digest == one.pipeline.adapters.get("a").digest
+
+
+async def test_the_same_call_on_all_is_no_conflict(root, listed):
+    """As the router makes it."""
+    async with server(root, listed) as one, server(root, listed) as other:
+        for n in range(5):
+            src = write(root / f"a{n}")
+            await asyncio.gather(*(register(it, f"a{n}", src) for it in (one, other)))
+            answers = await asyncio.gather(
+                *(it.client.delete(f"/adapters/a{n}") for it in (one, other))
+            )
+            assert {answer.status_code for answer in answers} <= {200, 404}
+        await has(one)
+        await has(other)
+
+
+async def test_what_cannot_be_registered_here_is_told_once_and_tried_again(root, listed, caplog):
+    write(root / "a")
+    async with server(root, listed) as one, server(root, listed, limit=1) as small:
+        await register(one, "a", root / "a")
+        await has(small, "a")
+        await register(one, "b", write(root / "b"))
+        await until_async(lambda: "adapter b of the shared list" in caplog.text)
+        (listed / "c.json").write_text("{")
+        (listed / "notes.txt").write_text("not an adapter")
+        await until_async(lambda: "c.json is no adapter's" in caplog.text)
+        await one.client.delete("/adapters/a")
+        await has(small, "b")
+        told = [line for line in caplog.records if line.levelno == logging.ERROR]
+        messages = [line.getMessage() for line in told]
+        assert len(messages) == len({*messages}) + 1  # the file that is none, on both
+
+
+async def test_a_list_that_cannot_be_used_changes_nothing(root, listed, caplog):
+    async with server(root, listed) as it:
+        await register(it, "a", write(root / "a"))
+        away = listed.rename(listed.with_name("away"))
+        await until_async(lambda: "the shared list of adapters cannot be read" in caplog.text)
+        assert await names(it) == ["a"]
+        more = {"name": "b", "src": str(write(root / "b"))}
+        answer = await it.client.post("/adapters", params=more)
+        assert answer.status_code == 503
+        assert "the shared list of adapters cannot be written" in answer.text
+        assert await names(it) == ["a"]
+        away.rename(listed)
+        await register(it, "b", root / "b")
+        assert {file.name for file in listed.iterdir()} == {"a.json", "b.json"}
+
+
+async def test_other_content_than_where_it_was_registered_is_told(root, listed, caplog):
+    async with server(root, listed) as one:
+        await register(one, "a", write(root / "a"))
+        entry = json.loads((listed / "a.json").read_text())
+        (listed / "a.json").write_text(json.dumps(entry | {"digest": "other"}))
+        async with server(root, listed) as late:
+            assert await names(late) == ["a"]
+        assert "has other content than where it was registered" in caplog.text
+
+
+async def test_one_that_was_pinned_may_be_registered_again_without(root, listed):
+    async with server(root, listed) as one, server(root, listed) as other:
+        await register(one, "a", write(root / "a"), pin="true")
+        await has(other, "a")
+        await one.client.delete("/adapters/a")
+        await register(one, "a", root / "a")
+
+        async def unpinned() -> bool:
+            found = await other.client.get("/adapters/a")
+            return found.status_code == 200 and found.json()["pin"] is False
+
+        await until_async(unpinned)
