@@ -66,10 +66,12 @@ async def prepared(
     parts = [
         part
         for part in _parts([request.get("messages"), request.get("input")])
-        if _as_openais(part) or not part.keys().isdisjoint(_OF_MEDIA)
+        if _is_of_messages(part) or not part.keys().isdisjoint(_OF_MEDIA)
     ]
     if not parts:
         return body
+    for part in filter(_is_of_messages, parts):
+        _as_url(part["source"])
     if sharers is not None and not named:
         raise BadRequest(
             "pictures beside a salt, a tenant or an adapter are taken on /v1/chat/completions only",
@@ -195,15 +197,16 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def _as_openais(part: dict[str, Any]) -> bool:
-    """Whether a part is a picture as Messages have them; its data then becomes a data: URI."""
-    source = part.get("source")
-    if part.get("type") != "image" or not isinstance(source, dict):
-        return False
-    if source.get("type") != "url":  # as vLLM reads it
-        media_type, data = source.get("media_type", "image/jpeg"), source.get("data", "")
-        part["source"] = {"type": "url", "url": f"data:{media_type};base64,{data}"}
-    return True
+def _is_of_messages(part: dict[str, Any]) -> bool:
+    """Whether a part is a picture as Messages have them."""
+    return part.get("type") == "image" and isinstance(part.get("source"), dict)
+
+
+def _as_url(source: dict[str, Any]) -> None:
+    """Give a picture of Messages that came as data the data: URI that vLLM makes of it."""
+    if source.get("type") != "url":
+        media_type, data = source.pop("media_type", "image/jpeg"), source.pop("data", "")
+        source |= {"type": "url", "url": f"data:{media_type};base64,{data}"}
 
 
 # In the order in which vLLM looks for them in a part that has no type, or a uuid.
