@@ -14,7 +14,7 @@ import msgspec
 from handlers import embeddings, lmi, openai
 from handlers.records import EngineCall, FormatError, read
 from serving.errors import BadRequest
-from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
+from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS
 
 MOST = 2048
 """Prompts of any request: limits.py has limits of each kind, for the engine's call."""
@@ -35,11 +35,12 @@ def formats(embeds: bool, normalize: bool) -> Mapping[str, Parse]:
 
     embeds: whether the model makes embeddings. normalize: whether they have the length 1.
     """
-    return {
+    found: dict[str, Parse] = {
         "prompt": openai.on(COMPLETIONS),
         "inputs": functools.partial(embeddings.parse, normalize=normalize) if embeds else lmi.parse,
         "messages": openai.on(CHAT_COMPLETIONS),
     }
+    return found | {"input": openai.on(EMBEDDINGS)} if embeds else found
 
 
 class RequestFields(msgspec.Struct, gc=False):
@@ -111,7 +112,8 @@ class RequestFields(msgspec.Struct, gc=False):
         for key, parse in known.items():
             if given(getattr(self, key)):
                 return parse
-        raise BadRequest("the body should have one of the keys prompt, inputs or messages")
+        *names, last = known
+        raise BadRequest(f"the body should have one of the keys {', '.join(names)} or {last}")
 
     def adapter_names(self) -> str | list[str] | None:
         """The adapters that the body names. Raises BadRequest, also for too many."""

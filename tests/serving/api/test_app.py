@@ -188,6 +188,20 @@ async def test_embeddings_of_inputs(shared):
         assert shared.engine.bodies[-1] == {"input": ["ab", "c"], "use_activation": True}
         answer = await shared.invoke({"inputs": {"a": 1}})
         assert answer.status_code == 424
+        answer = await shared.invoke({"text": "a"})
+        assert "keys prompt, inputs, messages or input" in answer.json()["error"]
+    finally:
+        shared.engine.embeds = False
+
+
+async def test_embeddings_as_openais_on_invocations(shared):
+    body = {"input": ["ab", "c"]}
+    assert (await shared.invoke(body)).status_code == 424
+    shared.engine.embeds = True
+    try:
+        answer = await shared.invoke(body)
+        assert answer.json() == (await shared.post("/v1/embeddings", body)).json()
+        assert (await shared.invoke({"input": ["a"] * 2049})).status_code == 424
     finally:
         shared.engine.embeds = False
 
