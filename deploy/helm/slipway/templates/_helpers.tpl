@@ -110,6 +110,18 @@ containers:
         valueFrom:
           fieldRef: {fieldPath: status.podIP}
       {{- end }}
+      {{- with .Values.adapters }}
+      {{- if .enabled }}
+      - {name: OPTION_ENABLE_LORA, value: "true"}
+      {{- if .volume }}
+      - {name: OPTION_ADAPTER_LIST, value: /mnt/adapters/list}
+      - {name: OPTION_ADAPTER_ROOTS, value: "/mnt/adapters,/opt/ml/model"}
+      {{- end }}
+      {{- with .buckets }}
+      - {name: OPTION_ADAPTER_BUCKETS, value: {{ join "," . | quote }}}
+      {{- end }}
+      {{- end }}
+      {{- end }}
       {{- if .Values.cache.enabled }}
       - {name: OPTION_KV_L2_URL, value: "redis://{{ .Release.Name }}-cache"}
       {{- end }}
@@ -166,6 +178,9 @@ limits:
 {{- if .Values.server.diskCache }}
 - {name: kv, mountPath: /tmp/lmcache}
 {{- end }}
+{{- if .Values.adapters.volume }}
+- {name: adapters, mountPath: /mnt/adapters}
+{{- end }}
 {{- if .Values.model.volume }}
 - {name: model, mountPath: /opt/ml/model, readOnly: true}
 {{- end }}
@@ -178,6 +193,10 @@ limits:
   emptyDir: {medium: Memory, sizeLimit: {{ .Values.server.sharedMemory }}}
 {{- with .Values.server.diskCache }}
 - name: kv
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.adapters.volume }}
+- name: adapters
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.model.volume }}
