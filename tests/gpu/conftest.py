@@ -100,9 +100,12 @@ def page(found: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for name, it in found["tests"].items():
-        figures = {key: it[key] for key in it if key not in ("outcome", "seconds")}
+        figures = {key: it[key] for key in it if key not in ("outcome", "seconds", "output")}
         told = ", ".join(f"{key} {number}" for key, number in figures.items())
         lines.append(f"| {name} | {it['outcome']} | {it['seconds']} | {told} |")
+    for name, it in found["tests"].items():
+        if "output" in it:
+            lines += ["", f"## {name}", "", "```text", it["output"].strip(), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -115,7 +118,15 @@ def _needs_a_gpu() -> None:
 @pytest.fixture(scope="session")
 def options(tiny_options) -> dict[str, str]:
     """In float32, where the rest of a batch does not decide between near ties."""
-    return {**tiny_options, "OPTION_DTYPE": "float32", "OPTION_TENSOR_PARALLEL_DEGREE": "1"}
+    alone = {"OPTION_DTYPE": "float32", "OPTION_TENSOR_PARALLEL_DEGREE": "1"}
+    return {**tiny_options, **alone, **shared()}
+
+
+def shared(part: str = "0.5") -> dict[str, str]:
+    """Options of a server beside others on the GPU: vLLM wants this part of it to be free when it
+    starts, whatever it takes.
+    """
+    return {} if ON_CPU else {"OPTION_GPU_MEMORY_UTILIZATION": part}
 
 
 def start(log: Path, **environ: str) -> Served:

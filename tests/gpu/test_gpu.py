@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has to hold on a GPU before anything else is worth measuring there."""
 
+import json
+import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,12 +17,27 @@ from lmi_config.facts.machine import KV
 from scripts.eagle import train
 from scripts.harness.wait import until
 from scripts.models import tiny, tiny_lora
+from scripts.rehearsal.shapes import MODELS
+from tests.e2e.conftest import ROOT
 from tests.e2e.test_kv_tiers import LMCACHE, ask, prompt
 from tests.e2e.test_speculative import HEADER
-from tests.gpu.conftest import FOUND, ON_CPU, start
+from tests.gpu.conftest import FOUND, ON_CPU, shared, start
 
 PROMPTS = ["The import statement", "An object", "for value in", "class"]
 TOKENS = 24
+COMPLETIONS = "/v1/completions"
+FILLING = 80
+"""Prompts that are more than the tier in memory has room for."""
+LARGE = {"fp8": 9, "mistral": 15, "deepseek": 32, "qwen3_moe": 61}
+"""Shapes of scripts/rehearsal, with the GB of their weights."""
+BENCHES = {
+    "overhead": (["--rounds=3", "--scale=0.3"], ["--rounds=1", "--scale=0.05"]),
+    "long_documents": (
+        ["--model=tiny", "--published", "--arms", "none", "l1", "disk"],
+        ["--model=tiny", "--documents=3", "--length=600", "--arms", "none", "l1"],
+    ),
+}
+"""Arguments on a GPU, and where the suite itself is tried."""
 
 
 def generated(served, text, adapter=None, tokens=TOKENS):
@@ -69,7 +90,7 @@ def test_sigterm_under_load_loses_nothing(options, tmp_path):
     body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
     with start(tmp_path / "log", **options) as served, ThreadPoolExecutor(8) as pool:
         served.ready()
-        asked = [pool.submit(served.client.post, "/v1/completions", json=body) for _ in range(8)]
+        asked = [pool.submit(served.client.post, COMPLETIONS, json=body) for _ in range(8)]
         until(lambda: served.metric("vllm:num_requests_running") > 0)
         served.process.send_signal(signal.SIGTERM)
         answered = [it.result() for it in asked]
@@ -128,6 +149,13 @@ def test_tiers(options, tmp_path, record_property):
         again, cached = ask(served, prompt("one"))
         assert (again, cached > 0) == (text, True)
         record_property("cached_tokens", cached)
+        # The memory is given to the GPU's driver, and has less room than is asked for.
+        capacity = served.metric("slipway_kv_tier_capacity_bytes")
+        for number in range(FILLING):
+            ask(served, prompt(f"other {number}"))
+        until(lambda: served.total("lmcache_mp_l1_memory_usage_bytes") > capacity / 2)
+        assert served.total("lmcache_mp_l1_memory_usage_bytes") <= capacity
+        assert served.metric("slipway_kv_cache_server_restarts_total") == 0
         until(lambda: [*(tmp_path / "kv" / KV).rglob("*.data")])
     with start(tmp_path / "log", **options, **more) as served:
         served.ready()
@@ -143,6 +171,88 @@ def test_eagle3(server, options, tmp_path):
         for text in PROMPTS:
             assert generated(served, text) == generated(server, text)
         assert served.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+def cache_tokens(served):
+    """Tokens that the engine's KV cache has room for."""
+    (found,) = set(
+        re.findall('kv_cache_size_tokens="([0-9]+)"', served.client.get("/metrics").text)
+    )
+    return int(found)
+
+
+def test_a_quantised_kv_cache(options, tmp_path, record_property):
+    """KV in FP8 beside bfloat16: twice the tokens in the same memory; greedy answers repeat."""
+    tokens = {}
+    for kind in ("auto", "fp8"):
+        more = {"OPTION_DTYPE": "bfloat16", "OPTION_KV_CACHE_DTYPE": kind}
+        with start(tmp_path / kind, **{**options, **more}) as served:
+            served.ready()
+            tokens[kind] = cache_tokens(served)
+            for text in PROMPTS:
+                assert generated(served, text) == generated(served, text) != ""
+    assert tokens["fp8"] == pytest.approx(2 * tokens["auto"], rel=0.02)
+    record_property("tokens", tokens["fp8"])
+
+
+@pytest.mark.skipif(ON_CPU, reason="without a GPU vLLM has no sleep mode")
+def test_sleep_mode(server, options, tmp_path):
+    """Weights and KV in vLLM's own allocator, which can put them to sleep: the same answers."""
+    with start(tmp_path / "log", **options, OPTION_ENABLE_SLEEP_MODE="true") as served:
+        served.ready()
+        for text in PROMPTS:
+            assert generated(served, text) == generated(server, text)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_shapes(name, tmp_path, record_property):
+    """Published shapes with random weights: a long prompt and eight answers at a time."""
+    if ON_CPU and name == "fp8":
+        pytest.skip("the CPU engine has no FP8 weights")
+    memory = min((gpu.memory or 0 for gpu in FOUND.shown), default=0)
+    if not ON_CPU and memory < 1.4e9 * LARGE[name]:
+        pytest.skip(f"its weights of {LARGE[name]} GB and their KV want a larger GPU")
+    config = {**MODELS[name], "vocab_size": tiny.VOCABULARY}
+    if ON_CPU:
+        config |= {"num_hidden_layers": 2, "intermediate_size": 1024}
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.make(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config))
+    asked = {
+        "OPTION_MODEL_ID": str(folder),
+        "OPTION_LOAD_FORMAT": "dummy",
+        "OPTION_MAX_MODEL_LEN": "9k",
+        "OPTION_TENSOR_PARALLEL_DEGREE": "1",
+        # Of a GPU the module's server has a part.
+        **({"OPTION_KV_CACHE_MEMORY_BYTES": "512M"} if ON_CPU else shared("0.85")),
+    }
+    with start(tmp_path / "log", **asked) as served:
+        began = time.monotonic()
+        served.ready()
+        record_property("start_s", round(time.monotonic() - began))
+        length = 500 if ON_CPU else 8000
+        body = {"prompt": [*range(10, 110)] * (length // 100), "max_tokens": 1}
+        began = time.monotonic()
+        served.client.post(COMPLETIONS, json=body).raise_for_status()
+        record_property("prefill_tokens_per_second", round(length / (time.monotonic() - began)))
+        tokens = 16 if ON_CPU else 256
+        body = {"prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}
+        with ThreadPoolExecutor(8) as pool:
+            began = time.monotonic()
+            for it in pool.map(lambda _: served.client.post(COMPLETIONS, json=body), range(8)):
+                it.raise_for_status()
+        record_property("tokens_per_second", round(8 * tokens / (time.monotonic() - began)))
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_benches(bench, record_property):
+    """What Slipway costs over plain vLLM at this GPU's rates, and what KV cache tiers win."""
+    arguments, on_cpu = BENCHES[bench]
+    command = (sys.executable, "-m", f"scripts.bench.{bench}", *(on_cpu if ON_CPU else arguments))
+    environ = {**os.environ, "OPTION_TENSOR_PARALLEL_DEGREE": "1", **shared()}
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    record_property("output", ended.stdout)
 
 
 @pytest.mark.skipif(not ON_CPU and len(FOUND.shown) < 2, reason="there is only one GPU")
