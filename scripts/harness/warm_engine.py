@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a warm Python imports for `serve`, and what a server forked from it does differently: its
 engine's processes are forked, too, where vLLM spawns them on CPUs.
-
-Not for servers that propose tokens by n-gram: numba's threads and a fork do not mix.
 """
 
 # ruff: noqa: E402  # the variables first: libraries read them when they are imported
@@ -10,7 +8,8 @@ import os
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # threads do not come along
+    "NUMBA_NUM_THREADS": "1",  # threads do not come along
+    "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CONFIGURE_LOGGING": "0",  # each server does it for itself
     "VLLM_NO_USAGE_STATS": "1",

@@ -2,13 +2,13 @@
 """Real servers: our program in a process of its own, the real engine in it, a real socket.
 
 Most are forked from a process that has imported the engine already. Those start as `entrypoint.sh`
-starts them whose start, processes or signals are what is tested, or whose engine a fork does not
-suit: several ranks, drafts by n-gram.
+starts them whose start is what is tested.
 """
 
 import contextlib
 import functools
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +26,6 @@ from scripts.harness.process import (
     AS_ENTRYPOINT_SH,
     PYTHON_SERVES,
     ROOT,
-    SERVE,
     START_S,
     Forkable,
 )
@@ -36,6 +35,16 @@ from scripts.models import tiny
 PYTHON = PYTHON_SERVES[:-1]
 __all__ = ["ROOT", "START_S", "Served", "serving"]
 
+
+def _as_ctrl_c(*_: object) -> None:
+    """What ends the tests ends their servers, those of pytest-xdist's processes too."""
+    for child in psutil.Process().children():
+        if "execnet" in " ".join(child.cmdline()):
+            child.send_signal(signal.SIGINT)
+    raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGTERM, _as_ctrl_c)
 _session = contextlib.ExitStack()
 _stopping: list[Future[None]] = []
 
@@ -116,10 +125,9 @@ class Served(Warm):
         _stopping.append(_stopper().submit(super().__exit__, *error))
 
 
-def serving(log: Path, *command: str, warm: Any = True, **environ: str) -> Served:
-    """A server to be entered. warm: to be forked, where no other command is given."""
-    if not command:
-        command = PYTHON_SERVES if warm else SERVE
+def serving(log: Path, *command: str, **environ: str) -> Served:
+    """A server to be entered; it is forked where no other command is given."""
+    command = command or PYTHON_SERVES
     if command[0] == sys.executable:
         environ = {**AS_ENTRYPOINT_SH, **environ}
     return Served(log, *command, **environ)

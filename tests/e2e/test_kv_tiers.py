@@ -329,7 +329,7 @@ def test_hits_with_all_else_that_changes_how_prompts_are_computed(tiers, tmp_pat
         "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is cut up decides between near ties
     }
     options = tiers("evicting", l1=0.04, **options)
-    with serving(tmp_path / "log", warm=False, **options) as served:
+    with serving(tmp_path / "log", **options) as served:
         served.ready()
         names = [f"evicted {number}" for number in range(12)]
         texts, folder = [], disk(options)

@@ -79,7 +79,7 @@ def test_the_default_model_knows_the_capital_of_france(served):
     assert "Paris" in served.invoke(body).json()["generated_text"]
     answer = served.openai.chat.completions.create(
         model="SmolLM2-135M-Instruct",
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        messages=[{"role": "user", "content": "Name the capital of France."}],
         max_tokens=20,
         temperature=0,
     )
@@ -163,7 +163,7 @@ def parallel(tiny_options, tmp_path_factory, collector):
         "SOME_API_KEY": "very-secret-key",
         "OPTION_LOG_LEVEL": "debug",
     }
-    with serving(log, **tiny_options, **environ, warm=False) as it:
+    with serving(log, **tiny_options, **environ) as it:
         it.ready()
         yield it
 

@@ -84,8 +84,7 @@ OF_OURS = pytest.param("eagle3", marks=pytest.mark.nightly)  # as speculators', 
 @pytest.fixture(scope="module", params=["ngram", "draft model", "eagle", OF_OURS, "speculators"])
 def speculating(request, options, tmp_path_factory):
     more = drafted(request.param)
-    log, warm = tmp_path_factory.mktemp("speculating") / "log", request.param != "ngram"
-    with serving(log, warm=warm, **options, **more) as it:
+    with serving(tmp_path_factory.mktemp("speculating") / "log", **options, **more) as it:
         it.ready()
         register(it, options)
         yield it
@@ -123,7 +122,7 @@ def test_all_together(options, tmp_path):
         **eagle("eagle"),
         "OPTION_LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml"),
     }
-    with serving(tmp_path / "log", warm=False, **options, **more) as it:
+    with serving(tmp_path / "log", **options, **more) as it:
         it.ready()
         register(it, options)
         assert len(it.children("VLLM::Worker")) == 2
