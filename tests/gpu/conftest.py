@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lmi_config.facts import gpus
+from scripts.harness.process import SERVE
 from tests.e2e.conftest import ROOT, Served, serving, tiny_options
 
 __all__ = ["tiny_options"]  # a fixture
@@ -131,4 +132,4 @@ def shared(part: str = "0.5") -> dict[str, str]:
 
 def start(log: Path, **environ: str) -> Served:
     """A server to be entered. CUDA must not be forked, so nothing is forked where it is used."""
-    return serving(log, warm=ON_CPU, **environ)
+    return serving(log, *(() if ON_CPU else SERVE), **environ)
