@@ -67,9 +67,8 @@ _REMEDIES = tuple(
             "OPTION_KV_CACHE_MEMORY_BYTES, or on a GPU OPTION_GPU_MEMORY_UTILIZATION",
         ),
         (
-            r"has no attribute 'image_token_index'",  # of a model that sees, beside a draft
-            'set OPTION_HF_OVERRIDES={"image_token_index": N}, where N is the image_token_id of '
-            "the model's config.json, or leave the draft out",
+            r"has no attribute 'image_token_index'|target model does not have 'model' attribute",
+            "leave the draft out: vLLM does not run this model, which sees, with one",
         ),
         (
             r"max_model_len .* is greater than",

@@ -71,6 +71,11 @@ SEEING_WITH_EAGLE3 = (
     *("Qwen3_5", "Qwen3_5Moe", "VibeVoiceAsr"),
 )
 """Those that vLLM runs with an EAGLE-3 draft (SupportsEagle3), without that ending."""
+SEEING_WITHOUT_EAGLE = ("Idefics3", "SmolVLM")
+"""Those with which vLLM ends when it loads any EAGLE draft: it looks for `image_token_index`, which
+their configuration has not, and for a `model` in what get_language_model() gives
+(vllm/v1/spec_decode/llm_base_proposer.py).
+"""
 
 # What vLLM always runs as multi-token prediction layers when it is given as a draft.
 _MTP_TYPES = re.compile(
@@ -299,10 +304,14 @@ def _eagle_faults(draft: Draft, target: ModelFacts) -> Iterator[str]:
             "architecture of Llama, as most have"
         )
     sees = next((it for it in target.architectures if it.endswith(_SEES)), None)
-    known_not = sees and sees.removesuffix(_SEES) not in SEEING_WITH_EAGLE3
-    if draft.method == "eagle3" and known_not:
+    kind = sees and sees.removesuffix(_SEES)
+    known_not = kind in SEEING_WITHOUT_EAGLE
+    if draft.method == "eagle3":
+        known_not = bool(kind) and kind not in SEEING_WITH_EAGLE3
+    if known_not:
+        name = "EAGLE" if draft.method == "eagle" else "EAGLE-3"
         yield (
-            f"vLLM 0.32 does not run {sees} with an EAGLE-3 draft; leave it out, or let n-grams of "
+            f"vLLM 0.32 does not run {sees} with an {name} draft; leave it out, or let n-grams of "
             'the prompt guess (OPTION_SPECULATIVE_CONFIG={"method":"ngram",'
             '"num_speculative_tokens":3,"prompt_lookup_max":4})'
         )

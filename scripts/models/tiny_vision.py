@@ -71,16 +71,3 @@ def write(folder: Path) -> None:
 
 def make() -> Path:
     return kept(cache() / NAME, write)
-
-
-def text_model(folder: Path) -> Path:
-    """Write what of it writes text as a model of its own, for which a draft can be trained."""
-    from transformers import AutoTokenizer, Idefics3ForConditionalGeneration, LlamaForCausalLM
-
-    whole = Idefics3ForConditionalGeneration.from_pretrained(make())
-    text = LlamaForCausalLM(whole.config.text_config)
-    text.model.load_state_dict(whole.model.text_model.state_dict())
-    text.lm_head.load_state_dict(whole.lm_head.state_dict())
-    text.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(make()).save_pretrained(folder)
-    return folder

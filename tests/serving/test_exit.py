@@ -154,7 +154,7 @@ KNOWN = [
     ),
     (
         "AttributeError: 'Idefics3Config' object has no attribute 'image_token_index'",
-        "OPTION_HF_OVERRIDES",
+        "leave the draft out",
     ),
     ("max_model_len (100000) is greater than the derived max_model_len", "OPTION_MAX_MODEL_LEN"),
     ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", "--shm-size"),

@@ -503,6 +503,14 @@ CHOSEN = "what vLLM chooses by itself, {}"
             "it out, or let n-grams of the prompt guess (OPTION_SPECULATIVE_CONFIG="
             '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4})',
         ),
+        (
+            EAGLE,
+            EAGLE_TENSORS,
+            {"architectures": ("Idefics3ForConditionalGeneration",)},
+            "vLLM 0.32 does not run Idefics3ForConditionalGeneration with an EAGLE draft; leave "
+            "it out, or let n-grams of the prompt guess (OPTION_SPECULATIVE_CONFIG="
+            '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4})',
+        ),
         (MEDUSA, {}, {"hidden_size": 32}, OTHER_WIDTH.format(64, 32)),
         (without(MEDUSA, "hidden_size"), {}, {}, OTHER_WIDTH.format(4096, 64)),
         (

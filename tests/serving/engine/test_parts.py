@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from lmi_config.facts.draft import SEEING_WITH_EAGLE3
+from lmi_config.facts.draft import SEEING_WITH_EAGLE3, SEEING_WITHOUT_EAGLE
 from lmi_config.options.declared import LOAD_FORMATS
 from serving.server.prepare import PARTS
 
@@ -57,3 +57,16 @@ def test_the_vision_models_that_vllm_runs_with_eagle3():
     assert {it for it in seeing if it.endswith(ending) and has(seeing[it], "SupportsEagle3")} == {
         f"{it}{ending}" for it in SEEING_WITH_EAGLE3
     }
+
+
+def test_the_vision_models_that_vllm_does_not_run_with_eagle():
+    import transformers
+
+    spec = importlib.util.find_spec("vllm.v1.spec_decode.llm_base_proposer")
+    assert spec
+    assert spec.origin
+    loads = Path(spec.origin).read_text()
+    assert "target_model.config.image_token_index" in loads
+    for it in SEEING_WITHOUT_EAGLE:
+        assert f'"{it}ForConditionalGeneration"' not in loads
+        assert not hasattr(getattr(transformers, f"{it}Config")(), "image_token_index")
