@@ -54,6 +54,20 @@ class NotPermitted(ServingError):
     """The request's key is valid, and not for this."""
 
 
+class RateLimited(ServingError):
+    """A key has used up what it may. what: of which it has no more, in OpenAI's words. limit: how
+    much it may. retry_after: in seconds. said: headers of all its limits.
+    """
+
+    def __init__(
+        self, what: str, limit: str, retry_after: int, said: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        super().__init__(f"this key may use {limit}; try again in {retry_after} s")
+        self.what = what
+        self.retry_after = retry_after
+        self.said = said
+
+
 class MethodNotAllowed(ServingError):
     """The path is here but answers other methods: those that are allowed."""
 
@@ -171,6 +185,7 @@ _TABLE: Mapping[type[ServingError], _Row] = {
     Forbidden: _Row(403, 403, "PermissionDeniedError", "AccessDeniedException"),
     Unauthorized: _Row(401, 401, "invalid_request_error", "UnauthorizedException"),
     NotPermitted: _Row(403, 403, "PermissionDeniedError", "AccessDeniedException"),
+    RateLimited: _Row(429, 429, "RateLimitError", "ThrottlingException"),
     MethodNotAllowed: _Row(405, 405, "MethodNotAllowedError", "MethodNotAllowedException"),
     TooLarge: _Row(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
     Conflict: _Row(409, 409, "ConflictError", "IllegalArgumentException"),
@@ -194,6 +209,7 @@ _TABLE: Mapping[type[ServingError], _Row] = {
 _OPENAI_CODES: Mapping[type[ServingError], str] = {
     Unauthorized: "invalid_api_key",
     NotPermitted: "insufficient_permissions",
+    RateLimited: "rate_limit_exceeded",
 }
 """OpenAI's own words for some; the others have vLLM's, which is the status."""
 
@@ -223,6 +239,9 @@ def headers(error: ServingError) -> dict[str, str]:
             return {"retry-after": "1"}
         case Overloaded():
             return {"retry-after": str(error.retry_after)}
+        case RateLimited():
+            said = {name.decode(): value.decode() for name, value in error.said}
+            return {"retry-after": str(error.retry_after), **said}
         case Unauthorized():
             return {"www-authenticate": "Bearer"}
         case MethodNotAllowed():
@@ -279,7 +298,8 @@ class OpenAIErrors(ErrorShape):
     """As OpenAI has them."""
 
     def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
-        kind, parameter = _TABLE[type(error)].openai_type, getattr(error, "parameter", None)
+        kind = getattr(error, "what", None) or _TABLE[type(error)].openai_type
+        parameter = getattr(error, "parameter", None)
         named = _OPENAI_CODES.get(type(error), code)
         parts = {"message": str(error), "type": kind, "param": parameter, "code": named}
         return {"error": parts}
@@ -308,6 +328,7 @@ _ANTHROPIC = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

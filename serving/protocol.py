@@ -38,6 +38,9 @@ IDENTITY = b"x-slipway-identity"
 client's own goes nowhere.
 """
 
+RATE_LIMIT = b"x-ratelimit-"
+"""What OpenAI's headers of limits begin with."""
+
 PING = "/ping"
 HEALTH = "/health"
 """What vLLM's own server calls /ping, and load balancers before vLLM's image ask."""

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from serving.engine.base import USAGE, Tokens
 from serving.errors import AdapterFailed, AlreadyLoaded, NotLoaded
 
 
@@ -163,8 +164,14 @@ class FakeEngine:
             return JSONResponse(error(500, "the engine failed"), 500)
         if "raise" in words:
             raise RuntimeError("boom")
+        generated: list[str] = []  # so far
+        if usage := USAGE.get():
+            cached = words.count("cached")
+            usage.sources.append(lambda: Tokens(len(words), cached, len(generated)))
         if body.get("stream"):
-            return StreamingResponse(self.stream(words, key), media_type="text/event-stream")
+            return StreamingResponse(
+                self.stream(words, key, generated), media_type="text/event-stream"
+            )
         # As vLLM does it: whoever leaves cancels the work, and the answer goes nowhere.
         work = asyncio.ensure_future(self.work(words))
         leaving = asyncio.ensure_future(self.left(request))
@@ -173,6 +180,7 @@ class FakeEngine:
         if not work.done():
             work.cancel()
             return JSONResponse(None)
+        generated += words
         answers = [(it.split()[::-1], n) for n, it in enumerate(listed)]
         return JSONResponse(
             {
@@ -200,7 +208,7 @@ class FakeEngine:
         self.running += 1
         self.most = max(self.most, self.running)
 
-    async def stream(self, words: list[str], key: str) -> AsyncIterator[str]:
+    async def stream(self, words: list[str], key: str, generated: list[str]) -> AsyncIterator[str]:
         self.run()
         try:
             for place, word in enumerate(reversed(words)):
@@ -211,6 +219,7 @@ class FakeEngine:
                     raise RuntimeError("boom")
                 if place and "wait" in words:
                     await self.gate.wait()
+                generated.append(word)
                 last = place == len(words) - 1
                 kind, finish = key.replace("messages", "delta"), "length" if last else None
                 chunk = {"choices": [self.choice([word], 0, kind, finish)]}

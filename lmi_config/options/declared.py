@@ -43,6 +43,7 @@ from lmi_config.options.parsers import (
     replicas,
     size,
     some_of,
+    store,
     strictness,
     task,
     text,
@@ -917,6 +918,16 @@ class Settings:
         secret=True,
         help="A secret of at least 32 characters that `route` and its servers share. The router "
         "then tells them who sends a request, and they answer nobody else without a key of theirs.",
+    )
+
+    limits_url: str | None = _option(
+        store,
+        "OPTION_LIMITS_URL",
+        section=Section.ACCESS,
+        secret=True,
+        default_text="each process counts by itself",
+        help="Where keys' limits are counted for several processes and servers: `valkey://` or "
+        "`redis://HOST:6379`, `valkeys://` or `rediss://` with TLS.",
     )
 
     secure_mode: bool = _option(

@@ -34,6 +34,13 @@ def long_key(value: str) -> str:
     return key(value, 32)
 
 
+def store(value: str) -> str:
+    """Read the address of a Valkey or Redis."""
+    if not re.fullmatch(r"(valkey|redis)s?://[^/\s]+(/\d*)?", value):
+        raise ValueError("like valkey://host:6379, or valkeys:// with TLS")
+    return value
+
+
 def words(value: str) -> tuple[str, ...]:
     """Read a JSON list, JSON objects one after the other, or words between commas.
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access import keys
-from serving.access.caller import ANYBODY, Caller
+from serving.access.caller import ANYBODY, Caller, Limits
 from serving.access.follow import follow
 from serving.access.identity import Signer
 from serving.access.keys import Key, Keys
@@ -46,6 +48,9 @@ class Access:
         if settings.admin_api_key:
             admin = Caller(name="admin", tenant="admin", admin=True)
             self._single[keys.digest(settings.admin_api_key.encode())] = Key(admin)
+        self._routes = routes
+        self._alone = not settings.limits_url
+        self._processes = settings.router_processes if routes else 1
         self._listed = self._read() if self._file else _NO_KEYS
         if routes and self._file and not self._signer:
             raise SettingsError(
@@ -104,10 +109,12 @@ class Access:
         return self.closed or bool(self._single)
 
     def identity(self, caller: Caller) -> bytes | None:
-        """What tells a server who sends the request that is passed on to it; None where it reads
-        the client's credentials itself.
+        """What tells a server who sends the request that is passed on to it, and that its limits
+        were looked at; None where it reads the client's credentials itself.
         """
-        return self._signer.signed(caller) if self._signer else None
+        if not self._signer:
+            return None
+        return self._signer.signed(msgspec.structs.replace(caller, counted=True))
 
     def own_headers(self) -> dict[str, str]:
         """The headers by which a router may ask its servers what it wants to know."""
@@ -122,12 +129,28 @@ class Access:
         await asyncio.Event().wait()
 
     def _set(self, content: bytes) -> None:
-        self._listed = keys.parsed(content)
+        self._listed = self._counted(keys.parsed(content))
+
+    def _counted(self, found: Keys) -> Keys:
+        """The keys, once it is certain that their limits can be counted. Raises ValueError."""
+        for key in found.values():
+            limits = key.caller.limits
+            if self._alone and self._routes and limits.tokens:
+                raise ValueError(
+                    f"{key.caller.name} has tokens_per_minute, which a router counts with "
+                    "OPTION_LIMITS_URL alone, here and on the servers: they know the tokens"
+                )
+            if self._alone and self._processes > 1 and limits != Limits():
+                raise ValueError(
+                    f"{key.caller.name} has limits, which {self._processes} processes count with "
+                    "OPTION_LIMITS_URL alone"
+                )
+        return found
 
     def _read(self) -> Keys:
         assert self._file
         try:
-            return keys.read(self._file)
+            return self._counted(keys.read(self._file))
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise SettingsError([f"{self._option}={str(self._file)!r}: {reason}"]) from None

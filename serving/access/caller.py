@@ -41,6 +41,11 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     limits: Limits = Limits()
     counted: bool = False
 
+    @property
+    def limited(self) -> bool:
+        """Whether it is to be held to limits here."""
+        return not self.counted and self.limits != _UNLIMITED
+
     def require_path(self, path: str) -> None:
         """Raise NotPermitted for a path of the administration's."""
         if not self.admin and administers(path):
@@ -63,6 +68,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
             raise NotPermitted(f"this key may not use the model {models[0]!r:.100}")
 
 
+_UNLIMITED = Limits()
 ANYBODY = Caller(admin=True)
 """Who sends a request where no keys are asked for."""
 

@@ -4,6 +4,7 @@
 import datetime
 
 from lmi_config.options.declared import Settings
+from serving.access.limits import Limiter
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
 from serving.lifecycle import Lifecycle, Stage
@@ -20,6 +21,8 @@ class Backend:
         self._settings = settings
         self._pipeline: Pipeline | None = None
         self.error_rates = ErrorRates(settings)
+        self.limiter = Limiter(settings.limits_url)
+        """What holds keys to their limits."""
         self.gpus = 0
         """How many the engine may use."""
         self.opened = datetime.datetime.now(datetime.UTC)
@@ -33,7 +36,7 @@ class Backend:
         gpus: int = 0,
     ) -> Pipeline:
         """Answer requests from now on: the server is ready. code: the model's own model.py."""
-        self._pipeline = Pipeline(engine, adapters, code, self._settings)
+        self._pipeline = Pipeline(engine, adapters, code, self._settings, self.limiter)
         self.gpus = gpus
         self.opened = datetime.datetime.now(datetime.UTC)
         self._lifecycle.enter(Stage.READY)

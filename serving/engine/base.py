@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam: what the rest of Slipway knows of an engine, whichever it is."""
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -42,6 +44,38 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Stop the engine. Requests should have ended before."""
+
+
+class Tokens(NamedTuple):
+    """What an engine has worked on. cached: those of the prompts that it needed not compute."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+
+    def plus(self, other: "Tokens") -> "Tokens":
+        return Tokens(*map(sum, zip(self, other, strict=True)))
+
+
+class Usage:
+    """What the engine works on for one call, whatever becomes of the answer.
+
+    sources: the engine adds one for each of its own requests, which tells of it so far.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], Tokens]] = []
+
+    @property
+    def tokens(self) -> Tokens:
+        found = Tokens()
+        for source in self.sources:
+            found = found.plus(source())
+        return found
+
+
+USAGE: ContextVar[Usage | None] = ContextVar("usage", default=None)
+"""Of the call that is being made."""
 
 
 class Hits(NamedTuple):

@@ -6,7 +6,8 @@ import functools
 import random
 import signal
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from prometheus_client import REGISTRY
 from starlette.types import ASGIApp
 
 from serving.aio import in_thread
-from serving.engine.base import EngineError, Hits, Prefilled
+from serving.engine.base import USAGE, EngineError, Hits, Prefilled, Tokens
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
 from serving.protocol import COMPLETIONS, EMBEDDINGS, KV_EVENT_SOURCES
@@ -269,9 +270,62 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await init_app_state(client, app.state, args, tasks)
     from serving.engine.direct import Direct
 
+    _count_tokens(client.output_processor)
+    _name_adapters_publicly(client.output_processor.lora_states)
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))
     return VllmEngine(app, Direct(app), client, until_stopped)
+
+
+def _count_tokens(processor: Any) -> None:
+    """Have what reads vLLM's outputs tell USAGE of the requests that it gets.
+
+    Their states know the tokens of streams, too, and of requests that are broken off, when no
+    answer says how many there were. They count as in vLLM's series: a prompt when it is computed,
+    and once for all of its `n` answers.
+    """
+    processor_class: Any = type(processor)
+
+    class Counted(processor_class):  # type: ignore[misc]  # vLLM is not type-checked
+        def add_request(self, request: Any, *rest: Any, **more: Any) -> None:
+            super().add_request(request, *rest, **more)
+            if usage := USAGE.get():
+                state = self.request_states[request.request_id]
+                usage.sources.append(functools.partial(_tokens, state))
+
+    processor.__class__ = Counted
+
+
+def _name_adapters_publicly(states: Any) -> None:
+    """Have vllm:lora_requests_info name adapters as requests do: gateways route by it (the model
+    server protocol of Kubernetes' inference extension).
+    """
+    states_class: Any = type(states)
+
+    class PublicNames(states_class):  # type: ignore[misc]  # vLLM is not type-checked
+        def update_scheduler_stats(self, stats: Any) -> None:
+            super().update_scheduler_stats(stats)
+            if stats is not None:
+                stats.waiting_lora_adapters = _public(stats.waiting_lora_adapters)
+                stats.running_lora_adapters = _public(stats.running_lora_adapters)
+
+    states.__class__ = PublicNames
+
+
+def _public(counts: Mapping[str, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for inner, count in counts.items():
+        found[inner.rpartition("@")[0] or inner] += count
+    return dict(found)
+
+
+def _tokens(state: Any) -> Tokens:
+    if state.is_prefilling:
+        return Tokens()
+    generated = state.detokenizer.num_output_tokens() if state.detokenizer else 0
+    if state.request_index:  # its prompt is the first one's
+        return Tokens(generated=generated)
+    return Tokens(state.prompt_len, state.num_cached_tokens, generated)
 
 
 async def _warm_up(app: ASGIApp, tasks: Collection[str]) -> None:

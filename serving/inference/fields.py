@@ -177,7 +177,7 @@ def fields_of_json(body: bytes) -> RequestFields | None:
         return None
 
 
-def with_texts(body: bytes, **texts: str) -> bytes:
+def with_texts(body: bytes, **texts: str | int) -> bytes:
     """The JSON object with these keys, whatever it had under them: the last of two equal keys
     counts (vLLM reads bodies with Python's json). What is no object stays as it is.
     """

@@ -11,7 +11,8 @@ from starlette.types import Receive, Send
 from handlers.records import EngineCall, FormatError
 from lmi_config.options.declared import Settings
 from serving import protocol
-from serving.engine.base import Engine
+from serving.access.limits import Limiter
+from serving.engine.base import USAGE, Engine, Tokens, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
 from serving.errors import BadRequest, NotFound, NotReady
 from serving.http.bodies import Bodies, header
@@ -43,12 +44,14 @@ class Pipeline:
         adapters: AdapterRegistry | None,
         code: UserCode | None,
         settings: Settings,
+        limiter: Limiter,
     ) -> None:
         self.engine = engine
         self.adapters = adapters
         self.code = code
         """The model's own model.py."""
         self._settings = settings
+        self._limiter = limiter
         self._model_name = settings.model_names[0]
         self._queue = FairQueue(self._capacity)
         self.admission = Admission(
@@ -95,13 +98,18 @@ class Pipeline:
         with self.admission.admitted() as admitted:
             admitted.end_after(self._settings.stream_timeout)  # which is the longest
             share = self.bodies.share()
+            taken = None
             try:
                 with admitted.raising():
+                    taken = await self._limiter.take(call.record.caller)
+                    call.record.headers += taken.headers
                     body = await self.bodies.whole(call.scope, call.receive, share)
                 admitted.go_on()
                 yield ClientRequest(call.scope, call.send, admitted, call.record, call.errors, body)
             finally:
                 share.free()
+                if taken:
+                    self._limiter.give_back(taken)
 
     async def answer_once(
         self,
@@ -142,6 +150,8 @@ class Pipeline:
                 request = await self._formatted(request, adapter)
                 call, sequences = await self._engine_call(request, adapter)
                 ticket = await self._turn(request, sequences)
+            usage = Usage()
+            before = USAGE.set(usage)
             try:
                 if self.engine.failure:
                     raise NotReady("the engine failed while the request waited for it")
@@ -149,7 +159,16 @@ class Pipeline:
                 formatter = self._code(adapter, "output")
                 await Relay(request, call, adapter, formatter).run(self.engine.app)
             finally:
+                USAGE.reset(before)
                 self._queue.leave(ticket)
+                self._account(request, adapter, usage.tokens)
+
+    def _account(self, request: InferenceRequest, adapter: Adapter | None, tokens: Tokens) -> None:
+        """Charge a call's tokens to whoever has sent it, whatever became of the answer."""
+        client = request.client
+        tenant = (self.tenant(client) or "").removeprefix("\0")
+        client.record.used(tenant, adapter.name if adapter else "", *tokens)
+        self._limiter.charge(client.record.caller, tokens.prompt + tokens.generated)
 
     def _limit_time(self, request: InferenceRequest) -> None:
         request.cancellation.end_after(self._timeout(request))
@@ -243,7 +262,10 @@ class Pipeline:
         allowed = settings.allowed_media_domains
         named = call.path not in protocol.AGENTS_PATHS
         body = await media.prepared(call.body, allowed, settings.max_request_size, salt, named)
-        texts = {"cache_salt": salt} if salt else {}
+        texts: dict[str, str | int] = {"cache_salt": salt} if salt else {}
+        caller = request.client.record.caller
+        if caller.name and settings.engine.get("scheduling_policy") == "priority":
+            texts["priority"] = caller.priority  # in the place of the client's own
         if adapter:
             request.client.record.adapter = adapter.name
             texts["model"] = adapter.inner
@@ -258,7 +280,9 @@ class Pipeline:
         within = None
         if request.refusable:
             within = request.cancellation.time_left(self._timeout(request))
-        return await self._queue.turn(request.adapter or "", sequences, within)
+        tenant = request.client.record.caller.tenant
+        lane = f"{tenant}\0{request.adapter or ''}" if tenant else request.adapter or ""
+        return await self._queue.turn(lane, sequences, within)
 
     def _waiting_for_their_adapter(self) -> int:
         """Requests that wait for room for their adapter, which keep no others out."""

@@ -29,11 +29,19 @@ _SECONDS = Histogram(
     ["path"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 300),
 )
+_USED = Counter(
+    "slipway_tokens",
+    "Tokens that the engine has worked on, also for answers that were broken off.",
+    ["tenant", "adapter", "direction", "cached"],
+)
+TENANTS = 100
+"""Tenants that have series of their own, the first ones that are seen; the others share one."""
+PAIRS = 1000
+"""The same of tenants with an adapter."""
+OTHER = "other"
 CLIENT_LEFT = 499
 
 _AN_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what can stand in a header, a line, a path
-_TOKENS = re.compile(rb'"(prompt_tokens|completion_tokens)":(\d+)')
-_TAIL = 700  # bytes at the end of an answer of vLLM's that `usage` is in
 
 
 def request_id(headers: list[tuple[bytes, bytes]]) -> str:
@@ -66,6 +74,9 @@ class AccessRecord:
         """Who has sent it."""
         self.adapter: str | None = None
         self.error: ServingError | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
+        """What its answer's head has besides."""
+        self._tokens: tuple[int, int, int] | None = None
         self._header = (protocol.REQUEST_ID, self.id.encode())
         REQUEST_ID.set(self.id)
 
@@ -80,12 +91,28 @@ class AccessRecord:
         def recording(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), self._header]}
+                headers = [*message.get("headers", ()), *self.headers, self._header]
+                message = {**message, "headers": headers}
             elif not message.get("more_body"):
                 self._last = message
             return send(message)
 
         return recording
+
+    def used(self, tenant: str, adapter: str, prompt: int, cached: int, generated: int) -> None:
+        """The engine has worked on so many tokens for the request, or for a part of it. cached:
+        those of the prompt that it needed not compute.
+        """
+        before = self._tokens or (0, 0, 0)
+        self._tokens = (before[0] + prompt, before[1] + cached, before[2] + generated)
+        labels = _labels(tenant, adapter)
+        for number, *which in (
+            (prompt - cached, "input", "false"),
+            (cached, "input", "true"),
+            (generated, "output", "false"),
+        ):
+            if number > 0:
+                _USED.labels(*labels, *which).inc(number)
 
     def close(self) -> None:
         """Count the request and write its line, at its end."""
@@ -109,10 +136,29 @@ class AccessRecord:
             facts["error"] = type(self.error).__name__
         if self._last is None:
             facts["complete"] = False
-        elif body := self._last.get("body"):
-            for name, number in _TOKENS.findall(body, max(len(body) - _TAIL, 0)):
-                facts[name.decode()] = int(number)
+        if self._tokens:
+            names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+            facts |= zip(names, self._tokens, strict=True)
         logs.access(self.id, facts)
+
+
+_tenants: set[str] = set()
+_pairs: set[tuple[str, str]] = set()
+
+
+def _labels(tenant: str, adapter: str) -> tuple[str, str]:
+    """The labels of a tenant with an adapter, of which there are so many."""
+    if tenant and tenant not in _tenants:
+        if len(_tenants) >= TENANTS:
+            tenant = OTHER
+        else:
+            _tenants.add(tenant)
+    if adapter and (tenant, adapter) not in _pairs:
+        if len(_pairs) >= PAIRS:
+            adapter = OTHER
+        else:
+            _pairs.add((tenant, adapter))
+    return tenant, adapter
 
 
 @functools.cache

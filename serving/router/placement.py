@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from serving.access.limits import Limiter
 from serving.errors import NotReady
 from serving.router import metrics
 from serving.router.fleet.replicas import Replica, ReplicaPool
@@ -55,6 +56,8 @@ class Routing:
     """Chooses them for requests that any replica answers alike."""
     affinity: SessionAffinity
     peers: Peers
+    limiter: Limiter
+    """Holds keys to their limits."""
     retries: RetryBudget
     timeouts: Timeouts
     tally: Tally

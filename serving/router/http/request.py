@@ -8,6 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from serving.access.access import CREDENTIALS
+from serving.access.caller import ANYBODY
 from serving.errors import Malformed, ServingError, TooLarge
 from serving.protocol import IDENTITY, REQUEST_ID, SAGEMAKER
 from serving.router.http import buffers
@@ -47,6 +48,7 @@ class Request:
         "_head",
         "_weight",
         "body",
+        "caller",
         "complete",
         "expects",
         "forwarded",
@@ -102,6 +104,8 @@ class Request:
         """Bytes that the body will have, None where the client does not tell."""
         self.expects = not self.http10 and named.get(b"expect", b"").lower() == b"100-continue"
         """Whether the client keeps the body until it is asked for it."""
+        self.caller = ANYBODY
+        """Who sends it."""
         self.identity: bytes | None = None
         """What tells replicas who sends it; None where they read the client's credentials."""
         self.tenant: str | None = None
