@@ -157,10 +157,12 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
             ]
         )
     from serving.access.access import Access
+    from serving.http.tls import ServerTls
 
     Access(options, routes=True)  # which reads the file of keys: here it stops the start
     if options.epp and (faults := _epp_faults(options)):
         raise SettingsError(faults)
+    ServerTls(options)
     logs.set_format(options.log_format)
     logs.set_level(options.log_level)
     with tempfile.TemporaryDirectory(prefix="slipway-") as counters:

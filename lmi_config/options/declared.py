@@ -929,6 +929,36 @@ class Settings:
         help="Where keys' limits are counted for several processes and servers: `valkey://` or "
         "`redis://HOST:6379`, `valkeys://` or `rediss://` with TLS.",
     )
+    tls_cert_file: str | None = _option(
+        text,
+        "OPTION_TLS_CERT_FILE",
+        section=Section.ACCESS,
+        default_text="no TLS",
+        help="The certificate of `serve` or `route`, with those between it and its authority, in "
+        "PEM; read anew when it changes.",
+    )
+    tls_key_file: str | None = _option(
+        text,
+        "OPTION_TLS_KEY_FILE",
+        section=Section.ACCESS,
+        help="Its private key, in PEM and without a password.",
+    )
+    tls_client_ca_file: str | None = _option(
+        text,
+        "OPTION_TLS_CLIENT_CA_FILE",
+        section=Section.ACCESS,
+        default_text="clients need no certificate",
+        help="Authorities, in PEM, one of which has to have signed a client's certificate. Health "
+        "checks need one, too.",
+    )
+    router_ca_file: str | None = _option(
+        text,
+        "OPTION_ROUTER_CA_FILE",
+        section=Section.ACCESS,
+        default_text="the system's",
+        help="Authorities, in PEM, of the certificates of `https://` servers in "
+        "OPTION_ROUTER_REPLICAS.",
+    )
 
     secure_mode: bool = _option(
         boolean,

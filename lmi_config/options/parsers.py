@@ -429,7 +429,7 @@ class Endpoints(NamedTuple):
     port: str | int | None
 
 
-_REPLICA = re.compile(r"(?:http://)?(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
+_REPLICA = re.compile(r"(?:(https?)://)?(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
 _ENDPOINTS = re.compile(r"([a-z0-9-]*)/([\w./=!,() -]+)(?:\?port=([a-z0-9-]+))?", re.ASCII)
 
 
@@ -439,16 +439,16 @@ def replica(value: str) -> str:
     try:
         if not match:
             raise ValueError
-        host, port = match.groups(default="80")
-        number = integer(1, 65535)(port)
+        scheme, host, port = match.groups()
+        scheme = scheme or "http"
+        number = integer(1, 65535)(port or ("443" if scheme == "https" else "80"))
         if host.startswith("["):
             host = f"[{ipaddress.IPv6Address(host[1:-1])}]"
     except ValueError:
         raise ValueError(
-            "like http://10.0.0.5:8080: no user, path or query, and no https, since TLS to "
-            "replicas is not supported"
+            "like http://10.0.0.5:8080 or https://a.example:8443: no user, path or query"
         ) from None
-    return f"http://{host.lower()}:{number}"
+    return f"{scheme}://{host.lower()}:{number}"
 
 
 def is_address(url: str) -> bool:

@@ -51,6 +51,7 @@ class Access:
         self._routes = routes
         self._alone = not settings.limits_url
         self._processes = settings.router_processes if routes else 1
+        self._picks = routes and settings.epp
         self._listed = self._read() if self._file else _NO_KEYS
         if routes and self._file and not self._signer:
             raise SettingsError(
@@ -135,6 +136,10 @@ class Access:
         """The keys, once it is certain that their limits can be counted. Raises ValueError."""
         for key in found.values():
             limits = key.caller.limits
+            if self._picks and limits != Limits():
+                raise ValueError(
+                    f"{key.caller.name} has limits, which are not counted for gateways (OPTION_EPP)"
+                )
             if self._alone and self._routes and limits.tokens:
                 raise ValueError(
                     f"{key.caller.name} has tokens_per_minute, which a router counts with "

@@ -9,6 +9,7 @@ reaches it with the error as `scope["slipway.refusal"]`, and for one whose body 
 import asyncio
 import contextlib
 import functools
+import ssl
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -52,12 +53,14 @@ STALL_S = 300.0
 
 class HttpServer(uvicorn.Server):
     """Uvicorn's server, with our connections. most: as many as it takes. shutdown_s: seconds that
-    answers have at the end.
+    answers have at the end. tls: what clients are shown.
 
     Signals are the caller's: uvicorn would stop listening at once, and wait without end.
     """
 
-    def __init__(self, app: Any, most: int, shutdown_s: int) -> None:
+    def __init__(
+        self, app: Any, most: int, shutdown_s: int, tls: ssl.SSLContext | None = None
+    ) -> None:
         protocol = functools.partial(Connection, Connections(most))
         super().__init__(
             Config(
@@ -70,6 +73,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=shutdown_s,
+                ssl_context_factory=(lambda *_: tls) if tls else None,
             )
         )
         self._swept: float | None = None

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Routing:
     """Holds keys to their limits."""
     retries: RetryBudget
     timeouts: Timeouts
+    tls: ssl.SSLContext
+    """Knows the authorities of encrypted replicas."""
     tally: Tally
     read: Reader
     tokenise: Tokenise | None

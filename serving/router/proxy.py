@@ -146,6 +146,7 @@ class ProxiedRequest:
                     lambda: Upstream(replica.idle, decoding=self._request.http10),
                     replica.host,
                     replica.port,
+                    ssl=self._routing.tls if replica.encrypted else None,
                 )
         except (OSError, TimeoutError) as error:
             self._pending = None

@@ -5,11 +5,13 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
 from serving import errors, protocol
 from serving.access.access import Access
 from serving.access.limits import Limiter
@@ -23,7 +25,9 @@ from serving.errors import (
 )
 from serving.exit import DIED
 from serving.http.origins import Origins
+from serving.http.rules import HEAD_S
 from serving.http.sockets import Connections, most_routed
+from serving.http.tls import ServerTls
 from serving.kv_cache.salt import Tenants
 from serving.lifecycle import SHUTDOWN
 from serving.process import StopSignals
@@ -31,7 +35,7 @@ from serving.router import status
 from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
-from serving.router.fleet.health import HealthChecks, OwnHeaders
+from serving.router.fleet.health import Asking, HealthChecks
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
@@ -85,6 +89,7 @@ class Router:
         self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
         self._access = Access(settings, routes=True)
         self._tenants = Tenants(settings.cache_salt_header)
+        self._tls = ServerTls(settings)
         # clients
         named = (settings.cache_salt_header, settings.session_key)
         self.rules = Rules(
@@ -98,10 +103,11 @@ class Router:
         self.proxied: set[ProxiedRequest] = set()
         # replicas
         self.pool = ReplicaPool(self._on_ready, self._on_gone)
-        own_headers = self._access.own_headers
-        self._health = HealthChecks(self.pool, own_headers)
+        tls = _authorities(settings.router_ca_file)
+        asking = Asking(self._access.own_headers, tls)
+        self._health = HealthChecks(self.pool, asking)
         self._differences: dict[str, str] = {}
-        policy, self.kvaware = _strategy(settings, environ, own_headers)
+        policy, self.kvaware = _strategy(settings, environ, asking)
         affinity = SessionAffinity()
         self.routing = Routing(
             pool=self.pool,
@@ -113,6 +119,7 @@ class Router:
             limiter=Limiter(settings.limits_url),
             retries=RetryBudget(),
             timeouts=Timeouts(settings.router_first_byte_timeout, settings.router_idle_timeout),
+            tls=tls,
             tally=Tally(),
             read=RequestReader(
                 settings.routing_strategy,
@@ -122,7 +129,9 @@ class Router:
             ).read,
             tokenise=self.kvaware.tokenise if self.kvaware else None,
         )
-        self._broadcast = Broadcast(self.pool, self._health, settings.router_first_byte_timeout)
+        self._broadcast = Broadcast(
+            self.pool, self._health, settings.router_first_byte_timeout, asking
+        )
         self._changes: set[asyncio.Task[None]] = set()
         self._picker = self._endpoint_picker()
         # life
@@ -154,7 +163,14 @@ class Router:
         numbers = (signal.SIGTERM, signal.SIGINT)
         self._signals.listen(*(it for it in numbers if signal.getsignal(it) is not signal.SIG_IGN))
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._connection, sock=listener, backlog=2048)
+        tls = self._tls.context
+        server = await loop.create_server(
+            self._connection,
+            sock=listener,
+            backlog=2048,
+            ssl=tls,
+            ssl_handshake_timeout=HEAD_S if tls else None,
+        )
         host, port = listener.getsockname()[:2]
         strategy = self._settings.routing_strategy
         facts = {"host": host, "port": port, "strategy": strategy}
@@ -166,6 +182,7 @@ class Router:
             self.routing.peers.run(),
             self._sweep(),
             self._access.follow(),
+            self._tls.follow(),
         ]
         if self.kvaware:
             works.append(self.kvaware.run())
@@ -368,8 +385,17 @@ class Router:
             responder.fail(errors.unforeseen())
 
 
+def _authorities(file: str | None) -> ssl.SSLContext:
+    """What checks the certificates of encrypted replicas. Raises SettingsError."""
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:
+        reason = error.strerror if error.filename or not error.args else "it is not PEM"
+        raise SettingsError([f"OPTION_ROUTER_CA_FILE={file!r}: {reason}"]) from None
+
+
 def _strategy(
-    settings: Settings, environ: Mapping[str, str], own_headers: OwnHeaders
+    settings: Settings, environ: Mapping[str, str], asking: Asking
 ) -> tuple[Policy, KvAwareness | None]:
     """What chooses replicas, and what feeds it where it needs more than requests."""
     match settings.routing_strategy:
@@ -379,7 +405,7 @@ def _strategy(
             return Session(), None
         case "kvaware":
             index = KvIndex()
-            feeds = KvAwareness(index, settings, environ, FALLBACKS, own_headers)
+            feeds = KvAwareness(index, settings, environ, FALLBACKS, asking)
             return KvAware(PrefixIndex(), index), feeds
     return PrefixAware(PrefixIndex()), None
 

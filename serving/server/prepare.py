@@ -15,6 +15,7 @@ from lmi_config.options.settings import SettingsError
 from lmi_config.plan import kv_tiers, plan, speculation
 from lmi_config.plan.plan import EngineParts, Plan
 from serving.access.access import Access
+from serving.http.tls import ServerTls
 from serving.sources.locate import locate
 from serving.sources.source import Source, SourceError
 
@@ -45,7 +46,8 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     """
     options = settings.read(environ, argued)
     _require_secure(options)
-    Access(options)  # which reads the file of keys
+    Access(options)  # which reads the file of keys, as the next does certificates
+    ServerTls(options)
     with _blaming(options, "model_id", "OPTION_MODEL_ID"):
         source = _locate(options.model_id, options, environ, options.revision)
         checkpoint = source.checkpoint()

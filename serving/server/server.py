@@ -30,6 +30,7 @@ from serving.engine.base import Engine, EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, root_cause
 from serving.http.connections import HttpServer
 from serving.http.sockets import CannotListen, bound, most_connections, raise_open_files
+from serving.http.tls import ServerTls
 from serving.inference.admission import Admission
 from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
 from serving.observability.capture import causes
@@ -98,13 +99,15 @@ class Server:
         self._access = Access(settings)
         most = most_connections(settings.job_queue_size)
         app = create_app(self.backend, settings, self._access)
-        self._http = HttpServer(app, most, SHUTDOWN.connections)
+        self._tls = ServerTls(settings)
+        self._http = HttpServer(app, most, SHUTDOWN.connections, self._tls.context)
 
     async def run(self) -> Exit:
         """From listening to the end."""
         self._signals.listen(signal.SIGTERM, signal.SIGINT)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        tasks = [asyncio.create_task(it) for it in (process.reap(), self._access.follow())]
+        works = (process.reap(), self._access.follow(), self._tls.follow())
+        tasks = [asyncio.create_task(work) for work in works]
         host, port = self._listener.getsockname()[:2]
         text = f"listening on {_url(host, port)}; {PING} reports progress"
         log.info("listening", extra={"facts": {"host": host, "port": port}, "text": text})

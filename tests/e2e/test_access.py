@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from typing import Any
 
 import anthropic
@@ -162,15 +163,19 @@ def test_six_hundred_requests_of_three_keys(fleet):
 
     def ask(name):
         # A connection each: the kernel shares them out among the router's processes.
-        return name, httpx.post(
-            f"{router.url}/v1/completions", json=body, headers=bearer(name), timeout=60
-        )
+        url = httpx.URL(router.url)
+        connection = HTTPConnection(url.host, url.port, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(body), bearer(name))
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return name, answer
 
     began = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
         answers = [*pool.map(ask, [*LIMITS] * 200)]
     assert time.monotonic() - began < 60, "the minute was over"
-    counts = Counter((name, answer.status_code) for name, answer in answers)
+    counts = Counter((name, answer.status) for name, answer in answers)
     assert counts == {
         ("team-a", 200): 50,
         ("team-a", 429): 150,
@@ -180,7 +185,7 @@ def test_six_hundred_requests_of_three_keys(fleet):
     }
     for name, answer in answers:
         assert answer.headers["x-ratelimit-limit-requests"] == str(LIMITS[name])
-        assert answer.status_code == 200 or 0 < int(answer.headers["retry-after"]) <= 60
+        assert answer.status == 200 or 0 < int(answer.headers["retry-after"]) <= 60
     for name, count in (("team-a", 50), ("team-b", 120), ("team-c", 200)):
         labels = f'{{adapter="",cached="false",direction="output",tenant="{name}"}}'
         assert series(servers, f"slipway_tokens_total{labels}") == 2 * count

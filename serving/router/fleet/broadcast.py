@@ -9,7 +9,7 @@ import aiohttp
 
 from serving.errors import NotReady, ReplicaFailed
 from serving.protocol import ADAPTER_ALIAS, API_KEY, AUTHORIZATION, IDENTITY, REQUEST_ID
-from serving.router.fleet.health import HealthChecks, has_ended, session
+from serving.router.fleet.health import Asking, HealthChecks, has_ended
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.request import Request
 
@@ -30,9 +30,12 @@ class Answer(NamedTuple):
 class Broadcast:
     """Sends a request to all replicas that are ready."""
 
-    def __init__(self, pool: ReplicaPool, health: HealthChecks, timeout_s: float) -> None:
+    def __init__(
+        self, pool: ReplicaPool, health: HealthChecks, timeout_s: float, asking: Asking
+    ) -> None:
         """timeout_s: for the whole answer of one replica."""
         self._pool = pool
+        self._asking = asking
         self._health = health
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
@@ -41,7 +44,7 @@ class Broadcast:
         ready = self._pool.ready
         if not ready:
             raise NotReady(self._pool.trouble())
-        async with session() as client:
+        async with self._asking.session() as client:
             calls = (self._send_to(replica, request, client) for replica in ready)
             answers = await asyncio.gather(*calls, return_exceptions=True)
         self._health.expire_models(ready)

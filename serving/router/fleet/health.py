@@ -4,8 +4,10 @@
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -32,14 +34,19 @@ SPEEDS_S = 30.0
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
-OwnHeaders = Callable[[], Mapping[str, str]]
-"""The headers by which the router itself may ask replicas."""
+class Asking(NamedTuple):
+    """How the router itself asks replicas."""
 
+    headers: Callable[[], Mapping[str, str]]
+    """By which it may."""
+    tls: ssl.SSLContext
+    """Knows the authorities of encrypted ones."""
 
-def session() -> aiohttp.ClientSession:
-    """A client for as many replicas as there are."""
-    timeout = aiohttp.ClientTimeout(total=PING_TIMEOUT_S)
-    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+    def session(self) -> aiohttp.ClientSession:
+        """A client for as many replicas as there are."""
+        timeout = aiohttp.ClientTimeout(total=PING_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0, ssl=self.tls)
+        return aiohttp.ClientSession(timeout=timeout, connector=connector)
 
 
 async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
@@ -56,15 +63,15 @@ async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
 class HealthChecks:
     """Keeps a pool true to where replicas are, and to what they say of themselves."""
 
-    def __init__(self, pool: ReplicaPool, own_headers: OwnHeaders) -> None:
+    def __init__(self, pool: ReplicaPool, asking: Asking) -> None:
         self._pool = pool
-        self._own_headers = own_headers
+        self._asking = asking
         self._probes: dict[str, Probe] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, sets: AsyncIterator[frozenset[str]]) -> None:
         """Check until cancelled. sets: the replicas' URLs, each time they change."""
-        async with session() as client:
+        async with self._asking.session() as client:
             try:
                 async for urls in sets:
                     self._update(urls, client)
@@ -88,7 +95,7 @@ class HealthChecks:
         for replica in self._pool.replicas:
             if replica.name not in self._tasks:
                 probe = self._probes[replica.name] = Probe(
-                    self._pool, replica, client, self._own_headers
+                    self._pool, replica, client, self._asking
                 )
                 self._tasks[replica.name] = asyncio.create_task(probe.run())
 
@@ -101,9 +108,9 @@ class Probe:
         pool: ReplicaPool,
         replica: Replica,
         client: aiohttp.ClientSession,
-        own_headers: OwnHeaders,
+        asking: Asking,
     ) -> None:
-        self._own_headers = own_headers
+        self._asking = asking
         self._pool = pool
         self._replica = replica
         self._client = client
@@ -178,7 +185,7 @@ class Probe:
             self._pool.list_models(self._replica, names, adapters)
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        return await _get(self._client, self._replica.name + path, self._own_headers())
+        return await _get(self._client, self._replica.name + path, self._asking.headers())
 
 
 class _Model(msgspec.Struct):

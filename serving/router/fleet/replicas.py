@@ -47,6 +47,7 @@ class Replica(Load):
         # connections to it
         self.host = parts.hostname or ""
         self.port = parts.port or 80
+        self.encrypted = parts.scheme == "https"
         self.authority = parts.netloc.encode()
         host = f"[{self.host}]" if ":" in self.host else self.host
         self.endpoint = f"{host}:{self.port}"

@@ -8,7 +8,7 @@ as prefixaware.
 import asyncio
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
@@ -18,6 +18,7 @@ from prometheus_client import Counter
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
 from serving.protocol import KV_EVENT_SOURCES
+from serving.router.fleet.health import Asking
 from serving.router.fleet.replicas import Replica
 from serving.router.http.request import Request
 from serving.router.kv.events import Follower, sources
@@ -41,12 +42,12 @@ class KvAwareness:
         settings: Settings,
         environ: Mapping[str, str],
         fallbacks: Counter,
-        own_headers: Callable[[], Mapping[str, str]],
+        asking: Asking,
     ) -> None:
-        """fallbacks: counts requests, by the reason, for which something is missing. own_headers:
-        those by which the router itself may ask replicas.
+        """fallbacks: counts requests, by the reason, for which something is missing. asking: how
+        the router itself asks replicas.
         """
-        self._own_headers = own_headers
+        self._asking = asking
         self._index = index
         self._fallbacks = fallbacks
         self._settings = settings
@@ -157,8 +158,8 @@ class KvAwareness:
     async def _sources(self, replica: Replica) -> bytes:
         """Where the replica publishes, as it answers."""
         async with (
-            aiohttp.ClientSession() as session,
-            session.get(replica.name + KV_EVENT_SOURCES, headers=self._own_headers()) as answer,
+            self._asking.session() as session,
+            session.get(replica.name + KV_EVENT_SOURCES, headers=self._asking.headers()) as answer,
         ):
             return await answer.read()
 

@@ -44,6 +44,8 @@ async def test_a_request_is_one_line_without_its_prompt(shared, told, caplog):
     assert (await shared.invoke({"inputs": SECRET})).status_code == 200
     facts = await logged(told)
     assert 0 < facts.pop("ms") < 10_000
+    tokens = {name: facts.pop(f"{name}_tokens") for name in ("prompt", "cached", "completion")}
+    assert tokens == {"prompt": 4, "cached": 0, "completion": 4}
     assert facts == {"method": "POST", "path": "/invocations", "status": 200}
     assert SECRET not in caplog.text
 

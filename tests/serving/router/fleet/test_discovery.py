@@ -87,10 +87,10 @@ def test_what_says_where_replicas_are(where, source):
         ("", "URLs like"),
         (" , ", "URLs like"),
         *(
-            (where, "like http://10.0.0.5:8080: no user, path or query, and no https, since TLS to")
+            (where, "like http://10.0.0.5:8080 or https://a.example:8443: no user, path or query")
             for where in (
-                "https://a:8443",
-                "http://a:8080,https://b",
+                "ftp://a:8443",
+                "http://a:8080,https://b/v1",
                 "s3://bucket",
                 "http://",
                 "http://a:",
@@ -138,8 +138,8 @@ def test_what_does_not(where, should):
 @pytest.mark.anyio
 async def test_a_list_is_told_once():
     assert [found async for found in discovered(f"{A}, {B},{A}")] == [frozenset({A, B})]
-    with pytest.raises(ValueError, match="no https"):
-        await anext(discovered("https://a"))
+    with pytest.raises(ValueError, match="no user, path"):
+        await anext(discovered("https://a/b"))
 
 
 def test_kubernetes_is_imported_only_for_its_endpoints():

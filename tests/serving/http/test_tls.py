@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS of the server and the router, with real certificates that are swapped under load."""
+
+import asyncio
+import logging
+import shutil
+import ssl
+import subprocess
+from datetime import UTC, datetime, timedelta
+
+import httpx
+import pytest
+
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+from scripts.harness.wait import until_async
+from serving.access import follow
+from serving.http.tls import ServerTls
+from tests.serving.conftest import running
+from tests.serving.kv_cache.test_tls import certify
+from tests.serving.router.conftest import routing
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two folders with a certificate each, both by the first one's authority."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    certify(one)
+    shutil.copytree(one, two, dirs_exist_ok=True)
+    for command in (
+        "req -newkey rsa:2048 -nodes -keyout own.key -out own.csr -subj /CN=second",
+        "x509 -req -in own.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile names "
+        "-out own.pem",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=two, check=True, capture_output=True)
+    return one, two
+
+
+@pytest.fixture
+def files(folders, tmp_path, monkeypatch):
+    """The first certificate where it can be swapped, as options."""
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    for name in ("own.pem", "own.key", "ca.pem"):
+        shutil.copy(folders[0] / name, tmp_path)
+    return {
+        "tls_cert_file": str(tmp_path / "own.pem"),
+        "tls_key_file": str(tmp_path / "own.key"),
+    }
+
+
+def client(it, ca, **more):
+    url = it.url.replace("http://127.0.0.1", "https://localhost")
+    context = ssl.create_default_context(cafile=ca)
+    if "certificate" in more:
+        context.load_cert_chain(*more["certificate"])
+    return httpx.AsyncClient(base_url=url, verify=context, timeout=20)
+
+
+def shown(port):
+    """Whose certificate a new connection is shown, by openssl."""
+    command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-servername", "localhost"]
+    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return "second" if "CN=second" in found.stdout.replace(" ", "") else "first"
+
+
+async def swapped_under_load(ask, port, folders, tmp_path):
+    """Swap the certificate while requests are under way. Returns their statuses."""
+    statuses, stop = [], asyncio.Event()
+
+    async def asking():
+        while not stop.is_set():
+            statuses.append((await ask()).status_code)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(4):
+            tasks.create_task(asking())
+        assert await asyncio.to_thread(shown, port) == "first"
+        for name in ("own.key", "own.pem"):
+            shutil.copy(folders[1] / name, tmp_path)
+        while await asyncio.to_thread(shown, port) != "second":
+            pass
+        count = len(statuses)
+        await until_async(lambda: len(statuses) > count + 20)
+        stop.set()
+    return statuses
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_a_servers_certificate_is_swapped_and_no_request_lost(
+    files, folders, tmp_path, fresh, monkeypatch
+):
+    ca = str(tmp_path / "ca.pem")
+    async with running(wait=False, **files) as it, client(it, ca) as kept:
+
+        async def ask():
+            async with client(it, ca) if fresh else kept_open() as asking:
+                return await asking.post("/invocations", json={"inputs": "a"})
+
+        class kept_open:  # noqa: N801
+            async def __aenter__(self):
+                return kept
+
+            async def __aexit__(self, *_):
+                pass
+
+        while (await kept.get("/ping")).status_code != 200:
+            await asyncio.sleep(0.01)
+        port = httpx.URL(it.url).port
+        statuses = await swapped_under_load(ask, port, folders, tmp_path)
+        assert {*statuses} == {200}
+        with pytest.raises(httpx.HTTPError):
+            await it.client.get("/ping")
+
+
+async def test_the_router_speaks_tls_both_ways(files, folders, tmp_path):
+    """In front of an encrypted server, whose authority it knows, and to clients."""
+    ca = str(tmp_path / "ca.pem")
+    async with running(wait=False, **files) as server:
+        replica = server.url.replace("http://127.0.0.1", "https://localhost")
+        options = {"router_replicas": replica, "router_ca_file": ca}
+        async with routing(0, wait=False, **options, **files) as it:
+            await until_async(lambda: it.router.pool.ready)
+            async with client(it, ca) as asking:
+
+                async def ask():
+                    return await asking.post("/v1/completions", json={"prompt": "a b"})
+
+                statuses = await swapped_under_load(ask, it.port, folders, tmp_path)
+                assert {*statuses} == {200}
+                body = {"prompt": "one two", "stream": True}
+                async with asking.stream("POST", "/v1/completions", json=body) as answer:
+                    text = "".join([part async for part in answer.aiter_text()])
+                assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_replica_of_an_unknown_authority_is_not_asked(files):
+    async with running(wait=False, **files) as server:
+        replica = server.url.replace("http://127.0.0.1", "https://localhost")
+        async with routing(0, wait=False, router_replicas=replica) as it:
+            await until_async(lambda: [one.state for one in it.router.pool.replicas] == ["down"])
+            (one,) = it.router.pool.replicas
+            assert "certificate" in one.detail.lower()
+
+
+async def test_clients_need_a_certificate_where_the_operator_says_so(files, folders, tmp_path):
+    ca = str(tmp_path / "ca.pem")
+    async with running(wait=False, **files, tls_client_ca_file=ca) as it:
+        async with client(it, ca) as asking:
+            with pytest.raises(httpx.HTTPError):
+                await asking.get("/ping")
+        pair = (folders[1] / "own.pem", folders[1] / "own.key")
+        async with client(it, ca, certificate=pair) as asking:
+            assert (await asking.get("/ping")).status_code in (200, 503)
+
+
+async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    tls = ServerTls(Settings(**files))
+    following = asyncio.create_task(tls.follow())
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=tls.context)
+    port = server.sockets[0].getsockname()[1]
+    shutil.copy(folders[1] / "own.key", tmp_path)  # without its certificate
+    await until_async(lambda: "do not go together" in caplog.text)
+    assert await asyncio.to_thread(shown, port) == "first"
+    (tmp_path / "own.pem").write_text("nothing")
+    await until_async(lambda: caplog.text.count("stays as it was") > 1)
+    assert await asyncio.to_thread(shown, port) == "first"
+    shutil.copy(folders[1] / "own.pem", tmp_path)
+    while await asyncio.to_thread(shown, port) != "second":
+        pass
+    following.cancel()
+    server.close()
+
+
+def test_what_stops_the_start(files, tmp_path):
+    cert = {"tls_cert_file": files["tls_cert_file"]}
+    with pytest.raises(SettingsError, match="needs both"):
+        ServerTls(Settings(**cert))
+    with pytest.raises(SettingsError, match="No such file"):
+        ServerTls(Settings(**cert, tls_key_file=str(tmp_path / "none")))
+    with pytest.raises(SettingsError, match=r"not PEM|do not go together"):
+        ServerTls(Settings(**cert, tls_key_file=files["tls_cert_file"]))
+    with pytest.raises(SettingsError, match=r"own\.pem expired on 2"):
+        ServerTls(Settings(**files), now=lambda: datetime.now(UTC) + timedelta(days=3))
