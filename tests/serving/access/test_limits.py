@@ -187,35 +187,39 @@ def test_made_up_tenants_have_few_series(monkeypatch):
 async def test_a_server_counts_what_keys_use(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     rows = {
-        "team-a": {"requests_per_minute": 3, "tokens_per_minute": 1000, "concurrent_requests": 2},
-        "team-b": {"tokens_per_minute": 8},
+        "counted-a": {
+            "requests_per_minute": 3,
+            "tokens_per_minute": 1000,
+            "concurrent_requests": 2,
+        },
+        "counted-b": {"tokens_per_minute": 8},
     }
     async with running(api_keys_file=written(tmp_path / "keys.json", rows)) as it:
-        before = total(tenant="team-a", adapter="", direction="output", cached="false")
+        before = total(tenant="counted-a", adapter="", direction="output", cached="false")
         body = {"prompt": "one cached three"}
         for left in (2, 1, 0):
-            answer = await it.post("/v1/completions", body, headers=bearer("team-a"))
+            answer = await it.post("/v1/completions", body, headers=bearer("counted-a"))
             assert answer.status_code == 200
             assert answer.headers["x-ratelimit-limit-requests"] == "3"
             assert answer.headers["x-ratelimit-remaining-requests"] == f"{left}"
         assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 1000
-        answer = await it.post("/v1/completions", body, headers=bearer("team-a"))
+        answer = await it.post("/v1/completions", body, headers=bearer("counted-a"))
         assert answer.status_code == 429
         assert 50 < int(answer.headers["retry-after"]) <= 60
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        labels = {"tenant": "team-a", "adapter": ""}
+        labels = {"tenant": "counted-a", "adapter": ""}
         assert total(**labels, direction="output", cached="false") - before == 9
         assert total(**labels, direction="input", cached="true") == 3
         # A stream that is broken off counts up to there.
         stream = {"prompt": "wait for it now", "stream": True}
         it.engine.gate.clear()
         async with it.client.stream(
-            "POST", "/v1/completions", json=stream, headers=bearer("team-b")
+            "POST", "/v1/completions", json=stream, headers=bearer("counted-b")
         ) as answer:
             async for _ in answer.aiter_lines():
                 break
-        labels = {"tenant": "team-b", "adapter": "", "cached": "false"}
+        labels = {"tenant": "counted-b", "adapter": "", "cached": "false"}
         await until_async(lambda: total(**labels, direction="output") == 1)
         assert total(**labels, direction="input") == 4
         (facts,) = [
@@ -226,7 +230,7 @@ async def test_a_server_counts_what_keys_use(tmp_path, caplog):
         assert (facts["prompt_tokens"], facts["completion_tokens"]) == (4, 1)
         it.engine.gate.set()
         codes = [
-            (await it.post("/v1/completions", body, headers=bearer("team-b"))).status_code
+            (await it.post("/v1/completions", body, headers=bearer("counted-b"))).status_code
             for _ in range(2)
         ]
         assert codes == [200, 429]
