@@ -165,7 +165,8 @@ def test_six_hundred_requests_of_three_keys(fleet):
         # A connection each: the kernel shares them out among the router's processes.
         url = httpx.URL(router.url)
         connection = HTTPConnection(url.host, url.port, timeout=60)
-        connection.request("POST", "/v1/completions", json.dumps(body), bearer(name))
+        headers = {**bearer(name), "content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         answer.read()
         connection.close()
