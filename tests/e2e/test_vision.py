@@ -12,20 +12,14 @@ from tests.e2e.conftest import serving
 
 
 @pytest.fixture(scope="module")
-def environ(tiny_options):
-    """In float32: in 16 bits, which tokens share a step decides between near ties."""
-    return {
+def seeing(tiny_options, tmp_path_factory):
+    environ = {
         **tiny_options,
         "OPTION_MODEL_ID": str(tiny_vision.make()),
         "OPTION_MAX_MODEL_LEN": "1024",
         "OPTION_ALLOWED_MEDIA_DOMAINS": "localhost",
         "OPTION_CACHE_SALT_HEADER": "X-Tenant",
-        "OPTION_DTYPE": "float32",
     }
-
-
-@pytest.fixture(scope="module")
-def seeing(environ, tmp_path_factory):
     with serving(tmp_path_factory.mktemp("seeing") / "log", **environ) as it:
         it.ready()
         yield it
