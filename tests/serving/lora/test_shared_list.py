@@ -84,7 +84,8 @@ async def test_what_changes_on_one_changes_on_all(root, listed):
         await has(other, "a")
         await register(other, "b", write(root / "b"), preload="true")
         await has(one, "a", "b")
-        assert (await one.client.get("/adapters/b")).json()["preload"] is True
+        await until_async(lambda: one.pipeline.adapters.get("b").preload)
+        assert one.engine.loads
         new = write(root / "new", content=1)
         answer = await one.client.post("/adapters/a/update", params={"src": str(new)})
         assert answer.status_code == 200
