@@ -66,7 +66,7 @@ class What(StrEnum):
 
     INPUT = "input"  # data: (a request's body, its Content-Type) → the formatted one's JSON
     WHOLE = "whole"  # data: the engine's JSON answer → the formatted answer
-    CHUNK = "chunk"  # data: an event of its stream → the formatted one
+    CHUNKS = "chunks"  # data: events of its stream → Formatted
     HANDLE = "handle"  # data: (properties, body) → a custom handler's answer
     INIT = "init"  # data: properties → handle() is called with them and no content, as LMI does;
     # b"" where handle is the whole service and leaves nothing to the engine
@@ -84,6 +84,10 @@ class Kind(StrEnum):
     HEARD = "heard"  # of a CANCEL
     HEAD = "head"  # data: (status, headers) of a handler's answer
     PART = "part"  # data: the next piece of a handler's answer
+
+
+Formatted = tuple[list[bytes], str | None]
+"""What the output formatter has made of events, one by one, and why not of all of them."""
 
 
 class Fault(Exception):
@@ -161,10 +165,39 @@ class Code:
             result = await self._called("input", _payload(*data), **self._extras)
             if not isinstance(result, dict):
                 raise Fault(_returned("input_formatter", result, "a dict"))
+        elif what == What.CHUNKS:
+            yield Kind.DONE, msgspec.msgpack.encode(await self._formatted(data))
+            return
         else:
-            given = Response(json.loads(data)) if what == What.WHOLE else data.decode()
-            result = await self._called("output", given)
+            result = await self._called("output", Response(json.loads(data)))
         yield Kind.DONE, _encoded("the formatter", result)
+
+    async def _formatted(self, events: list[bytes]) -> Formatted:
+        """One after the other; in one go of a thread where it is sync."""
+        function = self.functions["output"]
+        texts = [event.decode() for event in events]
+        results: list[Any] = []
+        fault: str | None = None
+
+        def each() -> None:
+            for text in texts:
+                results.append(function(text))
+
+        try:
+            if inspect.iscoroutinefunction(function):
+                for text in texts:
+                    results.append(await self._called("output", text))
+            else:
+                await self._in_thread(each)
+        except Fault as error:
+            fault = str(error)
+        done: list[bytes] = []
+        try:
+            for result in results:
+                done.append(_encoded("the formatter", result))
+        except Fault as error:
+            fault = str(error)
+        return done, fault
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         function = self.functions[name]

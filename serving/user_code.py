@@ -31,7 +31,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from handlers import isolation
-from handlers.custom import FILE, HANDLE_OF_ADAPTER, LENGTH, WINDOW, Kind, What, framed, told
+from handlers.custom import (
+    FILE,
+    HANDLE_OF_ADAPTER,
+    LENGTH,
+    WINDOW,
+    Formatted,
+    Kind,
+    What,
+    framed,
+    told,
+)
 from lmi_config.facts.model import Checkpoint
 from lmi_config.options.declared import names_option
 from serving.errors import UserCodeFailed
@@ -191,9 +201,16 @@ class UserCode:
         """The engine's JSON answer as the output formatter makes it."""
         return await self._format(What.WHOLE, answer)
 
-    async def format_event(self, event: bytes) -> bytes:
-        """One event of the engine's stream as the output formatter makes it."""
-        return await self._format(What.CHUNK, event)
+    async def format_events(self, events: list[bytes]) -> tuple[list[bytes], UserCodeFailed | None]:
+        """Events of the engine's stream as the output formatter makes them, one by one, and why it
+        has not made all of them. Each may take as long as a call.
+        """
+        answer = await self._format(What.CHUNKS, events, len(events))
+        try:
+            done, fault = _FORMATTED.decode(answer)
+        except msgspec.MsgspecError as error:
+            raise _failed(What.CHUNKS, f"it sent what is no answer: {error}") from None
+        return done, _failed(What.CHUNKS, redacted(fault[:MESSAGE])) if fault else None
 
     async def handle(
         self, headers: Mapping[str, str], body: bytes
@@ -243,8 +260,9 @@ class UserCode:
             isolation.return_user(self._user)
             self._user = 0
 
-    async def _format(self, what: What, data: Any) -> bytes:
-        limit = self._limits.formatter_s
+    async def _format(self, what: What, data: Any, calls: int = 1) -> bytes:
+        """calls: of the user's function."""
+        limit = calls * self._limits.formatter_s
         for last in (False, True):
             answers = (await self._ready_process()).call(what, data, limit)
             try:
@@ -623,6 +641,7 @@ class _BadFrame(Exception):
     """A frame that is not of handlers/custom.py's format. The message says why."""
 
 
+_FORMATTED = msgspec.msgpack.Decoder(Formatted)
 _ANSWER = msgspec.msgpack.Decoder(tuple[int, Kind, Any])
 _DATA: Mapping[Kind, type | tuple[type, ...]] = {
     Kind.LOADED: list,

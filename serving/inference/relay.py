@@ -5,15 +5,19 @@ It is given to the engine's ASGI app in this process, and what comes back is ren
 needs no rendering is passed on byte for byte.
 """
 
+import asyncio
+import contextlib
 import enum
 import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from handlers.records import LEAN, EngineCall
 from serving import errors
-from serving.cancellation import ClientLeft
+from serving.cancellation import Cancellation, ClientLeft
 from serving.engine.base import CANCELLATION
 from serving.engine.vllm_errors import from_engine
 from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
@@ -45,6 +49,9 @@ class State(enum.Enum):
 _IN_BAND = (b'data: {"error"', b"event: error\n")
 """How the engine begins an event that is an error: OpenAI's way, and Anthropic's."""
 
+WINDOW, AT_ONCE = 64, 16
+"""Events that may wait for an output formatter, and that it gets at a time."""
+
 _NEXT = {
     State.WAITING: {State.STREAMING, State.PASSING, State.COLLECTING, State.REFUSED},
     State.STREAMING: {State.DONE},
@@ -53,6 +60,63 @@ _NEXT = {
     State.REFUSED: set[State](),
     State.DONE: set[State](),
 }
+
+
+class _Formatting:
+    """A stream's events on their way through an output formatter: in their order, several at a time
+    where they come faster than it makes them.
+
+    write: takes what was made of them.
+    """
+
+    def __init__(
+        self,
+        formatter: UserCode,
+        write: Callable[[list[bytes]], Awaitable[None]],
+        cancellation: Cancellation,
+    ) -> None:
+        self._formatter = formatter
+        self._write = write
+        self._cancellation = cancellation
+        self._pending: deque[bytes] = deque()
+        self._fewer = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def put(self, events: list[bytes]) -> None:
+        """Have these formatted; wait while too many are."""
+        self._pending += events
+        if self._pending and (not self._task or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+        while len(self._pending) > WINDOW and not self._cancellation.cause:
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    async def drained(self) -> None:
+        """Wait until all are written, or the request was ended because they cannot be."""
+        if self._task:
+            await asyncio.wait([self._task])
+
+    def end(self) -> None:
+        """Format no more."""
+        if self._task:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            while self._pending and not self._cancellation.cause:
+                count = min(len(self._pending), AT_ONCE)
+                events = [self._pending.popleft() for _ in range(count)]
+                texts, failure = await self._formatter.format_events(events)
+                await self._write(texts)
+                if failure:
+                    raise failure
+                self._fewer.set()
+        except UserCodeFailed as failure:
+            self._cancellation.cancel(failure)
+        except Exception:
+            self._cancellation.cancel(errors.unforeseen())
+        finally:
+            self._fewer.set()
 
 
 class Relay:
@@ -80,6 +144,10 @@ class Relay:
         self._adapter = adapter
         # The answer
         self._formatter = formatter
+        self._formatting = (
+            _Formatting(formatter, self._write_formatted, self._cancellation) if formatter else None
+        )
+        """Of a stream."""
         self._reply = None if formatter else call.reply
         self._verbatim = (
             not formatter and call.reply is None and request.framing in (SSE, NAMED_EVENTS)
@@ -98,10 +166,10 @@ class Relay:
         ClientLeft.
         """
         try:
-            await engine(self._engine_scope(), self._receive, self._send)
-        except Exception:
-            # Starlette raises an unforeseen exception once more after it has answered 500 for it.
-            log.exception("the engine raised while it answered a request")
+            await self._given_to(engine)
+        finally:
+            if self._formatting:
+                self._formatting.end()
         cause = self._cancellation.cause
         match self._state:
             case State.DONE:
@@ -116,6 +184,16 @@ class Relay:
                 await self._fail(EngineFailed("the engine broke off; the server's log says why"))
             case State.COLLECTING:
                 await self._answer(await self._rendered())
+
+    async def _given_to(self, engine: ASGIApp) -> None:
+        try:
+            await engine(self._engine_scope(), self._receive, self._send)
+        except Exception:
+            # Starlette raises an unforeseen exception once more after it has answered 500 for it.
+            log.exception("the engine raised while it answered a request")
+        if self._formatting:
+            with contextlib.suppress(ServingError, ClientLeft), self._cancellation.raising():
+                await self._formatting.drained()  # what came before the engine broke off
 
     def _enter(self, state: State) -> None:
         if state not in _NEXT[self._state]:
@@ -185,32 +263,34 @@ class Relay:
         self._head = message
 
     async def _stream(self, body: bytes, more: bool) -> None:
+        if self._formatting:
+            if not body.startswith(_IN_BAND):
+                events = [b"data: %b\n\n" % event for event in self._events(body)]
+                await self._formatting.put(events)
+                if more:
+                    return
+                body = b""
+            await self._formatting.drained()
+            if self._cancellation.cause:
+                return
         if body.startswith(_IN_BAND):
             error = self._in_band(body)
             if self._head:
                 self._cancellation.cancel(error)
                 return
             body = self._error_event(error)
-        elif not self._verbatim:
+        elif not self._verbatim and not self._formatting:
             try:
-                if self._formatter:
-                    body = await self._formatted(self._formatter, body)
-                else:
-                    body = b"".join(self._render(data) for data in self._events(body))
-            except UserCodeFailed as failure:
-                self._cancellation.cancel(failure)
-                return
+                body = b"".join(self._render(data) for data in self._events(body))
             except Exception:  # of our own reply: the engine is not to blame
                 self._cancellation.cancel(errors.unforeseen())
                 return
         if body or not more:
             await self._send_body(body, more)
 
-    async def _formatted(self, formatter: UserCode, body: bytes) -> bytes:
-        texts = [
-            await formatter.format_event(b"data: %b\n\n" % event) for event in self._events(body)
-        ]
-        return b"".join(self._framing.text(text) for text in texts if text)
+    async def _write_formatted(self, texts: list[bytes]) -> None:
+        if body := b"".join(self._framing.text(text) for text in texts if text):
+            await self._send_body(body, more=True)
 
     async def _rendered(self) -> bytes:
         """The answer that was collected, as the client gets it."""

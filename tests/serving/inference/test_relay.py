@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose fault it is when an answer breaks off."""
 
+import asyncio
+
 import pytest
 from starlette.responses import StreamingResponse
 
+from scripts.harness.wait import until_async
+from serving.inference.relay import AT_ONCE, WINDOW
+from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
+from tests.serving.inference.test_requests import OUTPUT, coded
 
 pytestmark = pytest.mark.anyio
 
@@ -51,3 +57,54 @@ async def test_who_is_blamed_for_a_stream_that_breaks_off(caplog, begun, last, m
         assert message in answer.text.splitlines()[-1]
     logged = {"a request failed unexpectedly", "the engine raised while it answered a request"}
     assert logged & {record.message for record in caplog.records} == {log}
+
+
+class Counted:
+    """An engine's app that streams so many events, and says how many were taken of it."""
+
+    def __init__(self, events):
+        self.taken, self.ended = 0, False
+        self.app = streaming(*(b'data: {"n": %d}\n\n' % number for number in range(events)))
+
+    async def __call__(self, scope, receive, send):
+        async def counting(message):
+            await send(message)
+            self.taken += 1
+
+        try:
+            await self.app(scope, receive, counting)
+        finally:
+            self.ended = True
+
+
+async def test_an_output_formatter_gets_events_in_order_and_holds_a_bounded_number(tmp_path):
+    events = 3 * (WINDOW + AT_ONCE)
+    async with running() as served, coded(served, tmp_path, OUTPUT) as held:
+        served.engine.app = engine = Counted(events)
+        answering = asyncio.create_task(served.invoke({"prompt": "a", "stream": True}))
+        await held.entered()
+        await until_async(lambda: engine.taken >= WINDOW)
+        await asyncio.sleep(0.2)  # it could go on, if it did not wait
+        assert engine.taken <= WINDOW + AT_ONCE + 2
+        assert held.calls == 1
+        held.go()
+        lines = (await answering).text.split()
+    assert lines == [it for number in range(events) for it in ("data:", '{"n":', f"{number}}}")]
+
+
+async def test_an_output_formatter_that_stalls_with_a_full_window_ends_the_request(tmp_path):
+    (tmp_path / "model.py").write_text(OUTPUT)
+    limits = Limits(formatter_s=1, handler_s=1, memory=0)
+    async with running() as served:
+        code = await start_user_code(tmp_path, tmp_path, limits)
+        assert code
+        served.pipeline.code = code
+        try:
+            served.engine.app = engine = Counted(1000)
+            answer = await served.invoke({"prompt": "a", "stream": True})
+            assert answer.status_code == 424
+            assert "it took longer than" in answer.text
+            await until_async(lambda: engine.ended)
+        finally:
+            served.pipeline.code = None
+            await code.stop()
