@@ -154,7 +154,9 @@ def test_an_untrusted_file_widens_nothing(channel, capsys, name, line):
 def test_the_same_is_fine_in_the_environment_and_in_trusted_files(channel, capsys, tmp_path):
     trusted = tmp_path / "trusted.yaml"
     trusted.write_text("allowed_media_domains: [example.org]\nLMCACHE_CHUNK_SIZE: 256\n")
-    given = {"OPTION_CHAT_TEMPLATE": str(tmp_path / "own.jinja")}
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    given = {"OPTION_CHAT_TEMPLATE": str(template)}
     asked = environ(channel, *ALL, OPTION_CONFIG_FILE=str(trusted), **given)
     assert refusal(capsys, asked) == ""
 
