@@ -2,6 +2,7 @@
 """More requests than the engine works on: who waits, who is refused, whose turn it is."""
 
 import asyncio
+import itertools
 import math
 import os
 import re
@@ -294,14 +295,14 @@ OTHER = st.tuples(st.sampled_from(["end", "leave"]), st.just(""), st.just(0), st
 )
 def test_tickets_at_random(steps, share):
     async def walk():
-        queue = FairQueue(lambda: share)
+        queue = FairQueue(lambda: share, clock=itertools.count().__next__)
         inside: list[Ticket] = []
         waiting: list[Ticket] = []
         passed: dict[str, dict[str, int]] = {}  # lanes that wait: how often others came before
 
         def look():
             """What has come in is inside now; no lane has come twice while another one waited."""
-            for ticket in [it for it in waiting if it.in_flight]:
+            for ticket in sorted((it for it in waiting if it.in_flight), key=lambda it: it.began):
                 assert ticket.called
                 assert ticket.called.done()
                 waiting.remove(ticket)
