@@ -115,7 +115,7 @@ def requests(draw: Any) -> Message:
     body = draw(bodies) if method == b"POST" or draw(st.booleans()) else b""
     if first in OWN:
         body = body[:BUFFER]
-    shown = [*draw(headers), (NUMBER, b"%d" % next(numbers))]
+    shown = [*draw(headers), (NUMBER, b"%09d" % next(numbers))]  # cuts are drawn from its length
     own: Headers = [(b"Host", b"any"), (b"TE", b"trailers")]
     version = draw(st.sampled_from([b"1.1"] * 9 + [b"1.0"]))
     ends = version == b"1.0" or draw(st.integers(0, 9)) == 9
