@@ -39,7 +39,10 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
 def _described(error: Exception) -> tuple[int, str, str | None]:
     """The status, the message and the parameter at fault."""
     if isinstance(error, RequestValidationError | pydantic.ValidationError):
-        return 400, *_first_fault(error.errors())
+        faults = error.errors()
+        if isinstance(faults[0], str):  # vLLM has one fault that is not pydantic's
+            return 400, "the Content-Type of the body has to be application/json", None
+        return 400, *_first_fault(faults)
     if isinstance(error, HTTPException):
         return error.status_code, str(error.detail), None
     if isinstance(error, EngineDeadError | EngineGenerateError):

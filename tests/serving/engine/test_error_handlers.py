@@ -3,9 +3,10 @@
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -26,7 +27,7 @@ def app():
     found = FastAPI()
     error_handlers.attach(found)
 
-    @found.post("/complete")
+    @found.post("/complete", dependencies=[Depends(validate_json_request)])
     async def complete(body: CompletionRequest) -> None: ...
 
     @found.get("/raise/{kind}")
@@ -36,10 +37,10 @@ def app():
     return found
 
 
-async def answer(app, method, path, content=None):
+async def answer(app, method, path, content=None, kind="application/json"):
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": kind}
         found = await client.request(method, path, content=content, headers=headers)
     assert "hush" not in found.text
     error = found.json()["error"]
@@ -73,3 +74,8 @@ async def test_a_body_that_is_no_json(app):
     status, message, parameter = await answer(app, "POST", "/complete", b'{"prompt": "hush"')
     assert (status, parameter) == (400, None)
     assert message.startswith("the body is not JSON: ")
+
+
+async def test_a_body_of_another_type(app):
+    found = await answer(app, "POST", "/complete", b"{}", kind="text/plain")
+    assert found == (400, "the Content-Type of the body has to be application/json", None)
