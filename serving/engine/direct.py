@@ -27,6 +27,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
+from vllm.parser.abstract_parser import DelegatingParser
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from handlers.records import LEAN
@@ -57,8 +58,24 @@ def _has_prompts(request: Any) -> bool:
     return several or bool(getattr(request, "prompt_embeds", None))
 
 
+def _parses(request: Any, serving: Any) -> bool:
+    """Whether vLLM's parsers may make of a token anything else than its text. Those of calls do not
+    where a request has no tools, but look at all that came before with each token.
+    """
+    parser = getattr(serving, "parser_cls", None)
+    if parser is None:
+        return False
+    passes_on = (
+        parser.parse_delta is DelegatingParser.parse_delta
+        and not parser.reasoning_parser_cls
+        and not parser.tool_parser_cls.engine_based_streaming
+        and request.tool_choice == "none"
+    )
+    return not passes_on
+
+
 VLLM_RENDERS: Mapping[str, Callable[[Any, Any], object]] = {
-    "calls of tools, reasoning": lambda request, chat: getattr(chat, "parser_cls", None),
+    "calls of tools, reasoning": _parses,
     "a log of outputs": lambda request, chat: getattr(chat, "enable_log_outputs", False),
     "usage in each event": lambda request, serving: (
         serving.enable_force_include_usage
@@ -85,7 +102,8 @@ class Stream:
     Iterated by vLLM's generator, it has the results that vLLM is to render.
 
     render: vLLM's generator of events over results. results: vLLM's; pairs of a prompt's number and
-    a result where `paired`. key: what stands before a token's text in an event.
+    a result where `paired`. key: what stands before a token's text in an event. has_blanks: whether
+    a token without a text has an event.
     """
 
     def __init__(
@@ -93,12 +111,15 @@ class Stream:
         render: Callable[["Stream"], AsyncGenerator[str, None]],
         results: AsyncGenerator[Any, None],
         key: bytes,
-        paired: bool,
+        *,
+        paired: bool = False,
+        has_blanks: bool = True,
     ) -> None:
         self._render = render
         self._results = results
         self._key = key
         self._paired = paired
+        self._has_blanks = has_blanks
         self._event: tuple[bytes, bytes] | None = None
         """What stands around a token's text, once vLLM has rendered one."""
         self._text = ""
@@ -137,7 +158,8 @@ class Stream:
                 return found
             self._unseen += output.token_ids
             before, after = self._event
-            await self._write(before + _encode(output.text) + after)
+            if output.text or self._has_blanks:
+                await self._write(before + _encode(output.text) + after)
 
 
 def _is_plain(request: Any, serving: Any) -> bool:
@@ -157,7 +179,8 @@ class Chats(OpenAIServingChat):  # type: ignore[misc]  # vLLM is not type-checke
 
         if not _how.get() or not _is_plain(request, self):
             return render(result_generator)
-        return Stream(render, result_generator, b'"delta":{"content":', paired=False)
+        has_blanks = self.parser_cls is None
+        return Stream(render, result_generator, b'"delta":{"content":', has_blanks=has_blanks)
 
 
 class Completions(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is not type-checked

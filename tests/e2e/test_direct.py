@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.parser import Parser, ParserManager
 
 from handlers import lmi
 from handlers.records import LEAN
@@ -23,7 +24,7 @@ from scripts.models import tiny
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine import vllm
 from serving.engine.base import CANCELLATION
-from serving.engine.direct import VLLM_RENDERS
+from serving.engine.direct import VLLM_RENDERS, _parses
 from serving.errors import NotReady, TimedOut
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -294,6 +295,48 @@ def test_a_lean_stream_has_the_tokens_of_vllms(run, more):
     run(both)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"allowed_token_ids": SPLIT}, {"tools": TOOLS, "tool_choice": "none"}],
+    ids=["alone", "parts of characters", "no tool"],
+)
+@pytest.mark.parametrize(
+    ("names", "is_past_vllm"),
+    [
+        ({"tool_parser_name": "hermes"}, True),
+        ({"tool_parser_name": "deepseek_v32"}, False),
+        ({"tool_parser_name": "kimi_k3"}, False),
+    ],
+    ids=str,
+)
+def test_the_same_streams_under_a_parser(run, monkeypatch, names, is_past_vllm, more):
+    body = {"messages": A, "max_tokens": 12, "stream": True, **more}
+    parser = ParserManager.get_parser(**names, enable_auto_tools=True)
+    rendered = []
+
+    def parses(*asked: Any) -> bool:
+        rendered.append(_parses(*asked))
+        return rendered[-1]
+
+    async def both(engine: Any) -> None:
+        chat = engine.app._app.state.openai_serving_chat
+        monkeypatch.setattr(chat, "parser_cls", parser)
+        monkeypatch.setattr(chat, "enable_auto_tools", True)
+        monkeypatch.setitem(VLLM_RENDERS, "calls of tools, reasoning", parses)
+        asked = (CHAT, json.dumps(body).encode())
+        with warnings.catch_warnings():  # of tools' strictness
+            warnings.simplefilter("ignore", DeprecationWarning)
+            vllms = await Asked(*asked).of(engine.app._app, direct=False)
+            ours = await Asked(*asked).of(engine.app)
+        assert ours[0] == vllms[0] == 200
+        assert joined(ours[2]) == joined(vllms[2])
+        assert len(ours[2]) > 5
+
+    run(both)
+    assert rendered == [not is_past_vllm]
+    assert _parses(SimpleNamespace(tool_choice="auto"), SimpleNamespace(parser_cls=parser))
+
+
 FEATURES: dict[str, dict[str, Any]] = {
     "usage in each event": {
         "stream_options": SimpleNamespace(include_usage=True, continuous_usage_stats=True)
@@ -306,7 +349,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "beam search": {"use_beam_search": True},
 }
 OF_SERVER = {
-    "calls of tools, reasoning": {"parser_cls": object},
+    "calls of tools, reasoning": {"parser_cls": Parser},
     "a log of outputs": {"enable_log_outputs": True},
     "usage in each event": {"enable_force_include_usage": True},
 }

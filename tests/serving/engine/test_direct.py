@@ -44,7 +44,7 @@ async def streamed(outputs, key=b'"text":', render=rendered):
     async def write(event):
         events.append(event.decode())
 
-    await Stream(vllms, results(), key, paired=False).run(write)
+    await Stream(vllms, results(), key).run(write)
     return got, events
 
 
