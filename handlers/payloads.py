@@ -10,7 +10,7 @@ import msgspec
 
 from handlers.records import FormatError
 
-KEYS = ("prompt", "inputs", "messages", "requestType")
+KEYS = ("prompt", "inputs", "messages", "input", "requestType")
 """One of these is in every JSON request."""
 
 JSON_LINES = ("application/jsonlines", "application/x-jsonlines", "application/jsonl")

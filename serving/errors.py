@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from lmi_config.options.declared import Settings
-from serving.protocol import INVOCATIONS_PATH, MESSAGES, OPENAI, RESPONSES
+from serving.protocol import ENGINE_PATHS, INVOCATIONS_PATH, MESSAGES, OPENAI, RESPONSES
 
 log = logging.getLogger(__name__)
 
@@ -344,7 +344,9 @@ def shape(path: str, codes: Codes = _NONE) -> ErrorShape:
         return AnthropicErrors(codes)
     if path == RESPONSES:
         return ResponsesErrors(codes)
-    return OpenAIErrors(codes) if path.startswith(OPENAI) else ErrorShape(codes)
+    if path.startswith(OPENAI) or path in ENGINE_PATHS:
+        return OpenAIErrors(codes)
+    return ErrorShape(codes)
 
 
 def unforeseen() -> ServingError:

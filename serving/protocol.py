@@ -84,7 +84,19 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 """Both Anthropic's."""
 AGENTS_PATHS = (RESPONSES, MESSAGES, COUNT_TOKENS)
 """Those whose streams have named events, and whose pictures have no names."""
-ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, *AGENTS_PATHS)
+RERANK, SCORE = "/rerank", "/score"
+RERANK_PATHS = (RERANK, "/v1/rerank", "/v2/rerank")
+"""Jina's and Cohere's, which are the same."""
+SCORE_PATHS = (SCORE, "/v1/score")
+PAIRS_PATHS = (*RERANK_PATHS, *SCORE_PATHS)
+"""Those that compare texts."""
+CLASSIFY = "/classify"
+POOLING = "/pooling"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TOKENIZER_PATHS = (TOKENIZE, DETOKENIZE)
+UNFORMATTED_PATHS = (*AGENTS_PATHS, *PAIRS_PATHS, CLASSIFY, POOLING, *TOKENIZER_PATHS)
+"""Those whose shapes no formatter of a model.py knows."""
+ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, *UNFORMATTED_PATHS)
 """The engine's own paths that are answered. No other path of the engine's is reachable."""
 MODELS = "/v1/models"
 KV_EVENT_SOURCES = "/kv_event_sources"

@@ -59,7 +59,7 @@ class FakeEngine:
         self.bodies: list[dict[str, object]] = []
         self.request_ids: list[str] = []
         self.concurrency = 4
-        self.embeds = False
+        self.embeds = self.classifies = False
         self.loaded: list[str] = []
         self.loads: list[str] = []
         self.misused: list[str] = []  # adapters that were loaded twice, or missing when needed

@@ -456,6 +456,14 @@ class Settings:
         "`ec_transfer_params`, `vllm_xargs`. Only for servers that only a trusted proxy can "
         "reach, as in disaggregated prefill.",
     )
+    enable_tokenize: bool | None = _option(
+        boolean,
+        "OPTION_ENABLE_TOKENIZE",
+        section=Section.SERVER,
+        default_text="true; false in secure mode",
+        help="Answer `/tokenize` and `/detokenize`, by which clients see the model's vocabulary "
+        "and its chat template at work.",
+    )
     enable_stateful_sessions: bool = _option(
         boolean,
         "OPTION_ENABLE_STATEFUL_SESSIONS",
@@ -1028,6 +1036,11 @@ class Settings:
     """What the operator should know of the options given: a sentence each."""
     interactive: bool = False
     """Whether SageMaker's limits to the time of an answer hold."""
+
+    @property
+    def tokenizes(self) -> bool:
+        """Whether clients may use the model's tokenizer."""
+        return not self.secure_mode if self.enable_tokenize is None else self.enable_tokenize
 
     @property
     def runs_adapter_code(self) -> bool:

@@ -72,7 +72,11 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
     router: ASGIApp = Router(
         [
             *(route(path, invocations, "POST") for path in protocol.INVOCATIONS),
-            *(route(path, openai, "POST") for path in protocol.ENGINE_PATHS),
+            *(
+                route(path, openai, "POST")
+                for path in protocol.ENGINE_PATHS
+                if settings.tokenizes or path not in protocol.TOKENIZER_PATHS
+            ),
             route(protocol.EXECUTION_PARAMETERS, info.Parameters(settings).answer, "GET"),
             route(protocol.MODELS, info.models, "GET"),
             route(protocol.KV_EVENT_SOURCES, info.kv_event_sources, "GET"),

@@ -5,15 +5,12 @@ from handlers import openai
 from serving.api.sessions import Sessions
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import (
-    NAMED_EVENTS,
     SSE,
     ClientRequest,
     HttpCall,
     InferenceRequest,
     adapter_named,
 )
-from serving.protocol import AGENTS_PATHS
-
 
 class OpenAI:
     """Answers the engine's own paths."""
@@ -37,7 +34,7 @@ class OpenAI:
             cancellation=client.admitted,
             body=client.body,
             fields=fields,
-            framing=NAMED_EVENTS if scope["path"] in AGENTS_PATHS else SSE,
+            framing=SSE,
             begun=client.admitted.go,
             parse=openai.on(scope["path"]),
         )

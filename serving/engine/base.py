@@ -26,6 +26,8 @@ class Engine(Protocol):
     """Requests that it works on at once; more wait in it."""
     embeds: bool
     """Whether the model makes embeddings rather than text."""
+    classifies: bool
+    """Whether it classifies rather than generates; rerankers do."""
 
     @property
     def failure(self) -> str | None:

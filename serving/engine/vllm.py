@@ -7,7 +7,7 @@ import random
 import signal
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from serving.aio import in_thread
 from serving.engine.base import USAGE, EngineError, Hits, Prefilled, Tokens
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
-from serving.protocol import COMPLETIONS, EMBEDDINGS, KV_EVENT_SOURCES
+from serving.protocol import (
+    CLASSIFY,
+    COMPLETIONS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    KV_EVENT_SOURCES,
+    TOKENIZE,
+)
 
 MEASURED = 1024  # tokens of the prompt that shows how fast the engine is
 TERM_S = 1.5  # between SIGTERM and SIGKILL of the engine's processes
@@ -51,14 +58,22 @@ class VllmEngine:
     """A running vLLM: its ASGI app and the client of its processes."""
 
     def __init__(
-        self, of_vllm: Any, app: ASGIApp, client: Any, until_stopped: contextlib.AsyncExitStack
+        self,
+        of_vllm: Any,
+        app: ASGIApp,
+        client: Any,
+        task: str,
+        until_stopped: contextlib.AsyncExitStack,
     ) -> None:
+        """task: what the model does, in vLLM's words."""
         self.app = app
         self._state = of_vllm.state
         config = client.vllm_config
         ranks = config.parallel_config.data_parallel_size
         self.concurrency: int = config.scheduler_config.max_num_seqs * ranks
-        self.embeds = client.model_config.runner_type == "pooling"
+        self.task = task
+        self.classifies = task == "classify"
+        self.embeds = task not in ("generate", "classify")
         self._client = client
         self._processes = client.engine_core.resources.engine_manager.processes
         self._until_stopped = until_stopped
@@ -143,7 +158,7 @@ async def start(arguments: list[str], note: Note) -> VllmEngine:
         note(Step.PREPARING)
         engine = await _serve(client, args)
         note(Step.WARMING_UP)
-        await _warm_up(engine.app, await client.get_supported_tasks())
+        await _warm_up(engine.app, engine.task)
         if args.kv_transfer_config:
             await _measure(engine.app, client.model_config)
     except EngineError:
@@ -240,10 +255,9 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.utils.server_utils import lifespan
     from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
-    from vllm.entrypoints.pooling.factories import register_pooling_api_routers
     from vllm.entrypoints.serve.instrumentator.basic import kv_event_sources
     from vllm.entrypoints.serve.instrumentator.metrics import attach_router as attach_metrics
-    from vllm.tasks import POOLING_TASKS
+    from vllm.entrypoints.serve.tokenize.api_router import detokenize, tokenize
 
     tasks = await client.get_supported_tasks()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -251,18 +265,17 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
 
     def attach() -> None:
         from serving.engine import error_handlers
+        from serving.engine.pooling_requests import JSON_ONLY
+        from serving.engine.pooling_requests import attach as attach_pooling
 
         attach_metrics(app)
         attach_models(app)
         app.add_api_route(KV_EVENT_SOURCES, kv_event_sources)
         if "generate" in tasks:
             register_generate_api_routers(app)
-        if "embed" in tasks:
-            from serving.engine.embedding_requests import router
-
-            app.include_router(router)  # before vLLM's: the first route that matches answers
-        if any(task in POOLING_TASKS for task in tasks):
-            register_pooling_api_routers(app, tasks, client.model_config)
+        attach_pooling(app, tasks, client.model_config)
+        for path, endpoint in ((TOKENIZE, tokenize), (DETOKENIZE, detokenize)):
+            app.add_api_route(path, endpoint, methods=["POST"], dependencies=JSON_ONLY)
         error_handlers.attach(app)
 
     await in_thread(attach)
@@ -274,7 +287,8 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     _name_adapters_publicly(client.output_processor.lora_states)
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))
-    return VllmEngine(app, Direct(app), client, until_stopped)
+    task = "generate" if "generate" in tasks else client.model_config.get_pooling_task(tasks)
+    return VllmEngine(app, Direct(app), client, task, until_stopped)
 
 
 def _count_tokens(processor: Any) -> None:
@@ -328,14 +342,16 @@ def _tokens(state: Any) -> Tokens:
     return Tokens(state.prompt_len, state.num_cached_tokens, generated)
 
 
-async def _warm_up(app: ASGIApp, tasks: Collection[str]) -> None:
+async def _warm_up(app: ASGIApp, task: str) -> None:
     """Have the engine answer once. vLLM's own health says nothing of whether it can."""
     prompt = "Say that you are ready."
-    if "generate" in tasks:
+    if task == "generate":
         # Drawn at random and with log probabilities: vLLM compiles both at their first use.
         path, body = COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "logprobs": 0}
-    elif "embed" in tasks:
+    elif task == "embed":
         path, body = EMBEDDINGS, {"input": prompt}
+    elif task == "classify":
+        path, body = CLASSIFY, {"input": prompt}
     else:
         return
     answer = await _post(app, path, body)

@@ -11,6 +11,7 @@ from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, Serving
 
 _PROMPT_KEYS = (
     *("prompt", "input", "messages", "suffix", "documents", "system", "instructions", "tools"),
+    *("query", "queries", "items", "data_1", "data_2", "text_1", "text_2", "instruction"),
 )
 _PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not what is in it
 _PIECE = 20  # characters

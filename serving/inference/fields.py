@@ -14,12 +14,23 @@ import msgspec
 from handlers import embeddings, lmi, openai
 from handlers.records import EngineCall, FormatError, read
 from serving.errors import BadRequest
-from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS
+from serving.protocol import (
+    CHAT_COMPLETIONS,
+    CLASSIFY,
+    COMPLETIONS,
+    EMBEDDINGS,
+    PAIRS_PATHS,
+    RERANK,
+    RESPONSES,
+    SCORE,
+)
 
 MOST = 2048
 """Prompts of any request: limits.py has limits of each kind, for the engine's call."""
 ADAPTERS = 1024
 """Names in a list of adapters."""
+PAIRS = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
+"""Keys of the texts that are compared."""
 
 _SHORT = 128 * 1024  # bytes in which no list is too long to be read whole
 _NONE = msgspec.Raw()
@@ -29,18 +40,22 @@ Parse = Callable[[bytes], EngineCall]
 
 
 @functools.cache
-def formats(embeds: bool, normalize: bool) -> Mapping[str, Parse]:
+def formats(embeds: bool, normalize: bool, classifies: bool = False) -> Mapping[str, Parse]:
     """The formats on /invocations by their keys: the first of them that a body has is its format,
     in the order in which LMI looks for them.
 
     embeds: whether the model makes embeddings. normalize: whether they have the length 1.
+    classifies: whether it classifies, as rerankers do.
     """
     found: dict[str, Parse] = {
         "prompt": openai.on(COMPLETIONS),
         "inputs": functools.partial(embeddings.parse, normalize=normalize) if embeds else lmi.parse,
         "messages": openai.on(CHAT_COMPLETIONS),
     }
-    return found | {"input": openai.on(EMBEDDINGS)} if embeds else found
+    if not embeds and not classifies:
+        return found | {"input": openai.on(RESPONSES)}
+    found |= {"query": openai.on(RERANK), "text_1": openai.on(SCORE)}
+    return found | {"input": openai.on(EMBEDDINGS if embeds else CLASSIFY)}
 
 
 class RequestFields(msgspec.Struct, gc=False):
@@ -80,6 +95,19 @@ class RequestFields(msgspec.Struct, gc=False):
     top_logprobs: msgspec.Raw = _NONE
     prompt_logprobs: msgspec.Raw = _NONE
     repetition_detection: msgspec.Raw = _NONE
+    # The texts that are compared, and what is added to each pair.
+    query: msgspec.Raw = _NONE
+    queries: msgspec.Raw = _NONE
+    text_1: msgspec.Raw = _NONE
+    data_1: msgspec.Raw = _NONE
+    documents: msgspec.Raw = _NONE
+    items: msgspec.Raw = _NONE
+    text_2: msgspec.Raw = _NONE
+    data_2: msgspec.Raw = _NONE
+    instruction: msgspec.Raw = _NONE
+    chat_template_kwargs: msgspec.Raw = _NONE
+    max_tokens_per_query: msgspec.Raw = _NONE
+    max_tokens_per_doc: msgspec.Raw = _NONE
     # Keys of Responses that refer to what would have been kept, or ask for it.
     previous_response_id: msgspec.Raw = _NONE
     previous_input_messages: msgspec.Raw = _NONE
@@ -91,16 +119,23 @@ class RequestFields(msgspec.Struct, gc=False):
         """Whether the client wants a stream."""
         return bytes(self.stream) not in (b"", b"null", b"false")
 
-    @property
-    def sequences(self) -> int:
-        """Those that the engine will work on at once, of its own call."""
+    def sequences(self, path: str) -> int:
+        """Those that the engine will work on at once, of its own call at this path."""
+        if path in PAIRS_PATHS:
+            return self.pairs
         count = prompts(self.prompt or self.input)
         return count * _number(self.n) if self.n else count
 
     @property
+    def pairs(self) -> int:
+        """Texts that are compared with others, at most."""
+        lists = (value for key in PAIRS if is_list(value := getattr(self, key)))
+        return max(map(length, lists), default=0) or 1
+
+    @property
     def session_command(self) -> str | None:
         """The requestType of a body that asks for nothing else."""
-        if self.prompt or self.inputs or self.messages:
+        if self.prompt or self.inputs or self.messages or self.input:
             return None
         try:
             return msgspec.json.decode(self.request_type, type=str)
@@ -208,13 +243,13 @@ def prompts(value: msgspec.Raw) -> int:
     beginning = bytes(memoryview(value)[:64])
     if not beginning.startswith(b"[") or beginning[1:].lstrip()[:1] in _OF_ONE:
         return 1
+    return length(value) or 1
+
+
+def length(value: msgspec.Raw) -> int:
+    """That of a list, read no further than is needed to know that it has more than MOST."""
     if len(value) <= _SHORT:
-        return len(msgspec.json.decode(value, type=list[msgspec.Raw])) or 1
-    return _counted(value)
-
-
-def _counted(value: msgspec.Raw) -> int:
-    """The length of a list, read no further than is needed to know that it is too long."""
+        return len(msgspec.json.decode(value, type=list[msgspec.Raw]))
     count = 0
 
     def look(kind: type, item: object) -> _Anything:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from serving.errors import BadRequest
-from serving.inference.fields import RequestFields, given, is_list, prompts
+from serving.inference.fields import PAIRS, RequestFields, given, is_list, length, prompts
 from serving.protocol import REQUEST_ID, VLLM_SESSION_ID
 
 T = TypeVar("T")
@@ -48,6 +48,14 @@ SEQUENCES = 1024
 """That one request may have generated: its prompts times `n`."""
 INPUTS = 2048
 """That one request may have embedded; OpenAI has this limit."""
+PAIRS_SIZE = 16 * 1024 * 1024
+"""Bytes that the pairs of one request may have: the query is read anew with each document."""
+SHORTENED = 1024 * 1024
+"""Bytes of texts to compare that may be shortened: vLLM does so on the event loop."""
+TOKENIZED = 1024 * 1024
+"""Bytes of a request for tokens, or for their text: vLLM has no limit, and answers on the event
+loop.
+"""
 TOKENS = 2 * 1024 * 1024
 """That the prompts or inputs of one request may have, where they come as tokens."""
 MESSAGES = 8192
@@ -92,6 +100,10 @@ class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw()
 
 
+class _Content(msgspec.Struct):
+    content: list[msgspec.Raw]
+
+
 class _Part(msgspec.Struct):
     tool: msgspec.Raw = msgspec.Raw()  # Messages may define tools in the middle of a conversation
 
@@ -108,6 +120,7 @@ _LISTS = {
 }
 _parts = _reader(list[_Part | str | int | float | bool | list[msgspec.Raw] | None])
 _messages, _conversations = _reader(list[_Message]), _reader(list[list[_Message]])
+_compared = _reader(str | _Content | list[str | _Content])
 _whole = _reader(int)
 _lax = _reader(int | float | bool)  # as vLLM takes it
 
@@ -151,6 +164,45 @@ def check_kept(call: RequestFields) -> None:
     for key, fix in KEPT.items():
         if bytes(getattr(call, key)) not in (b"", b"null", b"false"):
             raise BadRequest(f"{key}: no answers are kept here; {fix}", key)
+
+
+def check_pairs(call: RequestFields) -> None:
+    """Raise BadRequest for texts to compare that the engine may not get."""
+    parts = 0
+    for key in PAIRS:
+        if not given(value := getattr(call, key)):
+            continue
+        if is_list(value) and length(value) > INPUTS:
+            raise BadRequest(f"{key} may have at most {INPUTS} texts", key)
+        try:
+            found = _compared(value)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise BadRequest(f"{key} should be a text or a list of texts", key) from None
+        texts = found if isinstance(found, list) else [found]
+        parts += sum(len(text.content) for text in texts if isinstance(text, _Content))
+    if parts > MESSAGES:
+        raise BadRequest(f"the texts may have {MESSAGES} parts, and these have {parts}")
+    size = sum(len(getattr(call, key)) for key in PAIRS)
+    each = sum(
+        len(getattr(call, key))
+        for key in (*PAIRS, "instruction", "chat_template_kwargs")
+        if not is_list(value := getattr(call, key)) or length(value) == 1
+    )
+    if size + each * call.pairs > PAIRS_SIZE:
+        raise BadRequest(
+            f"the texts, with the query beside each document, may have {PAIRS_SIZE} bytes"
+        )
+    if (call.max_tokens_per_query or call.max_tokens_per_doc) and size > SHORTENED:
+        raise BadRequest(
+            f"texts of more than {SHORTENED} bytes are not shortened by max_tokens_per_query and "
+            "max_tokens_per_doc; shorten them before, or use truncate_prompt_tokens"
+        )
+
+
+def check_tokenized(body: bytes) -> None:
+    """Raise BadRequest for a request for tokens, or for their text, that is too large."""
+    if len(body) > TOKENIZED:
+        raise BadRequest(f"a request for tokens may have at most {TOKENIZED} bytes")
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -26,6 +26,7 @@ from PIL import Image, UnidentifiedImageError
 
 from serving.aio import in_thread
 from serving.errors import BadRequest
+from serving.inference.fields import PAIRS
 from serving.kv_cache.salt import scoped_name
 
 MEDIA = 32  # media that one request may have fetched; and audio, video and embeddings it may have
@@ -65,7 +66,7 @@ async def prepared(
         raise BadRequest("mm_processor_kwargs may name no URLs or files", "mm_processor_kwargs")
     parts = [
         part
-        for part in _parts([request.get("messages"), request.get("input")])
+        for part in _parts([request.get(key) for key in ("messages", "input", *PAIRS)])
         if _is_of_messages(part) or not part.keys().isdisjoint(_OF_MEDIA)
     ]
     if not parts:

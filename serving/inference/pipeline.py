@@ -19,10 +19,10 @@ from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
-from serving.inference.fields import bad_request, fields, formats, with_texts
+from serving.inference.fields import RequestFields, bad_request, fields, formats, with_texts
 from serving.inference.queue import QUEUED, FairQueue, Ticket
 from serving.inference.relay import Relay
-from serving.inference.request import ClientRequest, HttpCall, InferenceRequest
+from serving.inference.request import NAMED_EVENTS, ClientRequest, HttpCall, InferenceRequest
 from serving.kv_cache import salt as kv_salt
 from serving.kv_cache.salt import Tenants
 from serving.lora.adapter import Adapter
@@ -149,6 +149,8 @@ class Pipeline:
             with request.cancellation.raising():
                 request = await self._formatted(request, adapter)
                 call, sequences = await self._engine_call(request, adapter)
+                if call.path in protocol.AGENTS_PATHS:
+                    request = dataclasses.replace(request, framing=NAMED_EVENTS)
                 ticket = await self._turn(request, sequences)
             usage = Usage()
             before = USAGE.set(usage)
@@ -209,7 +211,7 @@ class Pipeline:
         """The request as the input formatter has it, where there is one: what the engine gets
         counts, not what the client sent.
         """
-        if request.client.scope["path"] in protocol.AGENTS_PATHS:
+        if request.client.scope["path"] in protocol.UNFORMATTED_PATHS:
             self._require_no_formatter(adapter)
         formatter = self._code(adapter, "input")
         if not formatter:
@@ -231,8 +233,8 @@ class Pipeline:
         """
         if self._code(adapter, "input") or self._code(adapter, "output"):
             raise BadRequest(
-                "this model's model.py formats requests and answers, which it can do on "
-                "/v1/chat/completions, /v1/completions and /invocations only"
+                "this model's model.py formats requests and answers, which it can do for "
+                "completions, chats and /invocations with inputs only"
             )
 
     async def _engine_call(
@@ -244,16 +246,16 @@ class Pipeline:
         settings = self._settings
         request.fields.require_few_prompts()
         parse = request.parse or request.fields.parser(
-            formats(self.engine.embeds, settings.normalize)
+            formats(self.engine.embeds, settings.normalize, self.engine.classifies)
         )
         try:
             call = parse(request.body)
         except FormatError as error:
             raise bad_request(error) from None
         call_fields = request.fields if call.body is request.body else fields(call.body)
-        limits.check(call_fields, settings.trust_request_internals)
-        if call.path == protocol.RESPONSES:
-            limits.check_kept(call_fields)
+        if call.path in protocol.AGENTS_PATHS:
+            self._require_no_formatter(adapter)
+        self._check(call, call_fields)
         scope = request.client.scope
         limits.check_headers(scope["headers"])
         inner = adapter.inner if adapter else None
@@ -262,7 +264,9 @@ class Pipeline:
         allowed = settings.allowed_media_domains
         named = call.path not in protocol.AGENTS_PATHS
         body = await media.prepared(call.body, allowed, settings.max_request_size, salt, named)
-        texts: dict[str, str | int] = {"cache_salt": salt} if salt else {}
+        texts: dict[str, str | int] = {}
+        if salt and call.path not in protocol.TOKENIZER_PATHS:
+            texts["cache_salt"] = salt
         caller = request.client.record.caller
         if caller.name and settings.engine.get("scheduling_policy") == "priority":
             texts["priority"] = caller.priority  # in the place of the client's own
@@ -273,7 +277,17 @@ class Pipeline:
             texts["model"] = self._model_name
         if texts or body is not call.body:
             call = dataclasses.replace(call, body=with_texts(body, **texts))
-        return call, call_fields.sequences
+        return call, call_fields.sequences(call.path)
+
+    def _check(self, call: EngineCall, found: RequestFields) -> None:
+        """Raise BadRequest for a call that the engine may not get."""
+        limits.check(found, self._settings.trust_request_internals)
+        if call.path == protocol.RESPONSES:
+            limits.check_kept(found)
+        elif call.path in protocol.PAIRS_PATHS:
+            limits.check_pairs(found)
+        elif call.path in protocol.TOKENIZER_PATHS:
+            limits.check_tokenized(call.body)
 
     async def _turn(self, request: InferenceRequest, sequences: int) -> Ticket:
         """The request's turn at the engine. Raises Overloaded where it would come too late."""

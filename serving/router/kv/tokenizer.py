@@ -18,7 +18,7 @@ import msgspec
 
 from handlers import lmi, payloads
 from lmi_config.facts.model import Checkpoint
-from serving.protocol import AGENTS_PATHS, CHAT_COMPLETIONS, COMPLETIONS, ENGINE_PATHS
+from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENGINE_PATHS, UNFORMATTED_PATHS
 from serving.sources.locate import locate
 
 LARGEST_FILE = 64 * 1024**2  # bytes of what can belong to a tokenizer
@@ -149,7 +149,7 @@ def _request(path: str, body: bytes, content_type: str) -> dict[str, Any] | None
 
     Raises FormatError, or whatever comes of wrong types.
     """
-    if path in AGENTS_PATHS:
+    if path in UNFORMATTED_PATHS:
         return None
     if path not in ENGINE_PATHS:
         (body,) = payloads.requests(body, content_type)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from serving.protocol import AGENTS_PATHS, RESPONSES
+from serving.protocol import ENGINE_PATHS, PAIRS_PATHS, RESPONSES, UNFORMATTED_PATHS
 from tests.fake_engine import error
 from tests.fuzzing import TIMES, examples
 from tests.serving.conftest import running
@@ -51,7 +51,10 @@ RANGES: dict[str, tuple[Any, float, float]] = {
     "truncate_prompt_tokens": (int, -1, 2**31),
 }
 
-PROMPTS = {"/v1/completions": "prompt", RESPONSES: "input"}
+PROMPTS = {
+    **{"/v1/completions": "prompt", RESPONSES: "input", "/classify": "input", "/pooling": "input"},
+    **{"/tokenize": "prompt", "/detokenize": "tokens", **dict.fromkeys(PAIRS_PATHS, "documents")},
+}
 
 
 class Engine:
@@ -63,7 +66,7 @@ class Engine:
     def __init__(self):
         self.bodies = []
         self.plain()
-        paths = (*OPENAI, *AGENTS_PATHS)
+        paths = (*OPENAI, *UNFORMATTED_PATHS)
         routes = [Route(path, self.post, methods=["POST"]) for path in paths]
         routes.append(Route("/kv_event_sources", self.kv_event_sources))
         self.app = Starlette(routes=[*routes, Route("/v1/models", self.models)])
@@ -151,7 +154,8 @@ def sound(answer, path):
             if path.startswith("/v1/messages"):
                 assert it["error"]["type"] != "api_error"
                 continue
-            code = it["error"]["code"] if path.startswith("/v1/") else it["code"]
+            openais = path.startswith("/v1/") or path in ENGINE_PATHS
+            code = it["error"]["code"] if openais else it["code"]
             assert isinstance(code, int)
             assert code not in (500, 502)
     assert answer.status_code not in (500, 502)

@@ -24,14 +24,23 @@ from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.api_router import create_responses
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.pooling.classify.api_router import create_classify
+from vllm.entrypoints.pooling.classify.protocol import ClassificationRequest
 from vllm.entrypoints.pooling.embed.api_router import create_embedding
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
+from vllm.entrypoints.pooling.pooling.api_router import create_pooling
+from vllm.entrypoints.pooling.pooling.protocol import IOProcessorRequest, PoolingRequest
+from vllm.entrypoints.pooling.scoring.api_router import create_score, do_rerank
+from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
+from vllm.entrypoints.serve.tokenize.api_router import detokenize, tokenize
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
-from serving.engine.embedding_requests import EmbeddingRequest as RequestReadOnce
+from serving.engine import pooling_requests as ours
 from serving.inference import limits, media
-from serving.protocol import ENGINE_PATHS
+from serving.inference.fields import PAIRS
+from serving.protocol import ENGINE_PATHS, RERANK_PATHS, SCORE_PATHS
 
 REQUESTS = {
     "/v1/chat/completions": (create_chat_completion, ChatCompletionRequest),
@@ -40,9 +49,18 @@ REQUESTS = {
     "/v1/responses": (create_responses, ResponsesRequest),
     "/v1/messages": (create_messages, AnthropicMessagesRequest),
     "/v1/messages/count_tokens": (count_tokens, AnthropicCountTokensRequest),
+    **dict.fromkeys(RERANK_PATHS, (do_rerank, RerankRequest)),
+    **dict.fromkeys(SCORE_PATHS, (create_score, ScoreRequest)),
+    "/classify": (create_classify, ClassificationRequest),
+    "/pooling": (create_pooling, PoolingRequest),
+    "/tokenize": (tokenize, TokenizeRequest),
+    "/detokenize": (detokenize, DetokenizeRequest),
 }
 
-LIMITED = {*limits._INTERNAL, *limits._LONGEST, *limits.COUNTED}
+LIMITED = {
+    *(*limits._INTERNAL, *limits._LONGEST, *limits.COUNTED, *PAIRS),
+    *("instruction", "chat_template_kwargs", "max_tokens_per_query", "max_tokens_per_doc"),
+}
 """By serving/inference/limits.py."""
 
 REWRITTEN = {
@@ -75,7 +93,7 @@ VLLM_LIMITS = {
 ONE_NUMBER = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
     *("temperature", "top_p", "top_k", "min_p", "seed", "stream_interval"),
-    "routed_experts_prompt_start",
+    *("routed_experts_prompt_start", "top_n"),
 )
 ONE_OF_A_FEW = (
     *("stream", "reasoning_effort", "include_reasoning", "parallel_tool_calls", "watermarking"),
@@ -83,7 +101,7 @@ ONE_OF_A_FEW = (
     *("spaces_between_special_tokens", "add_generation_prompt", "continue_final_message"),
     *("add_special_tokens", "return_tokens_as_token_ids", "return_token_ids", "mm_payload"),
     *("return_token_offsets", "return_prompt_text", "return_mm_kwargs", "encoding_format"),
-    *("embed_dtype", "endianness", "use_activation"),
+    *("embed_dtype", "endianness", "use_activation", "task", "return_token_strs"),
 )
 HARMLESS = {
     **dict.fromkeys(ONE_NUMBER, "one number, which costs the same whatever it is"),
@@ -102,8 +120,7 @@ HARMLESS = {
     "system": "becomes a part of the prompt",
     "stream_options": "two flags",
     "tool_choice": "compared with the names in `tools`",
-    "documents": "for the template, once; they count as prompt",
-    "chat_template_kwargs": "for the template, once, in a sandbox",
+    "tokens": "a list in a body that has a limit of its own",
 }
 NESTED = {
     "StreamOptions": "flags",
@@ -196,6 +213,9 @@ def models(*roots: Any) -> dict[Any, dict[str, Any]]:
 TOP = [
     *(ChatCompletionRequest, CompletionRequest, *get_args(get_args(EmbeddingRequest)[0])),
     *(ResponsesRequest, AnthropicMessagesRequest, AnthropicCountTokensRequest),
+    *(RerankRequest, *get_args(ScoreRequest), DetokenizeRequest, *get_args(TokenizeRequest)),
+    *get_args(get_args(ClassificationRequest)[0]),
+    *(it for it in get_args(get_args(PoolingRequest)[0]) if it is not IOProcessorRequest),
 ]
 
 
@@ -256,17 +276,37 @@ EMBEDDINGS = [
 ]
 
 
-@pytest.mark.parametrize("body", EMBEDDINGS)
-def test_a_request_for_embeddings_is_what_vllm_takes_it_for(body):
-    kinds: tuple[Any, Any] = (RequestReadOnce, EmbeddingRequest)
-    ours, theirs = (TypeAdapter(kind).validate_python(body) for kind in kinds)
-    assert type(ours) is type(theirs)
-    assert ours.model_dump(exclude={"request_id"}) == theirs.model_dump(exclude={"request_id"})
+PAIRED = [
+    {"text_1": "a", "text_2": ["b"]},
+    {"queries": ["a"], "documents": ["b"]},
+    {"queries": "a", "items": ["b"], "instruction": "c"},
+    {"queries": "a", "documents": ["c"], "items": ["b"]},
+    {"data_1": "a", "data_2": {"content": [{"type": "text", "text": "b"}]}},
+]
+READ_ONCE = [
+    *((ours.EmbeddingRequest, EmbeddingRequest, body) for body in EMBEDDINGS),
+    *((ours.ScoreRequest, ScoreRequest, body) for body in PAIRED),
+    *(
+        (one, theirs, body)
+        for one, theirs in (
+            (ours.ClassificationRequest, ClassificationRequest),
+            (ours.PoolingRequest, PoolingRequest),
+        )
+        for body in EMBEDDINGS[:6]
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "theirs", "body"), READ_ONCE, ids=lambda it: f"{it}"[-40:])
+def test_a_request_is_what_vllm_takes_it_for(one, theirs, body):
+    read, expected = (TypeAdapter(kind).validate_python(body) for kind in (one, theirs))
+    assert type(read) is type(expected)
+    assert read.model_dump(exclude={"request_id"}) == expected.model_dump(exclude={"request_id"})
 
 
 @pytest.mark.parametrize("body", [{"input": [None]}, {"messages": [[None]]}, {"input": [[{}]]}, []])
 def test_a_request_for_embeddings_is_read_as_one_kind(body):
     """vLLM's own union reads it as all five."""
     with pytest.raises(ValidationError) as error:
-        TypeAdapter(RequestReadOnce).validate_python(body)
+        TypeAdapter(ours.EmbeddingRequest).validate_python(body)
     assert len({it["loc"][0] for it in error.value.errors()}) == 1

@@ -28,8 +28,25 @@ from serving.inference.fields import RequestFields, fields, formats
 def test_how_many_sequences_a_request_is(body, sequences):
     content = json.dumps(body, indent=1).encode()
     call = fields(content).parser(formats(embeds=False, normalize=True))(content)
-    assert fields(call.body).sequences == sequences
-    assert fields(b'{"input": ["a", "b"]}').sequences == 2
+    assert fields(call.body).sequences(call.path) == sequences
+    assert fields(b'{"input": ["a", "b"]}').sequences("/v1/embeddings") == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "sequences"),
+    [
+        ({"query": "a", "documents": "b"}, 1),
+        ({"query": "a", "documents": []}, 1),
+        ({"query": "a", "documents": ["b", "c"], "messages": [{}]}, 2),
+        ({"query": "a", "documents": [{"content": []}] * 3}, 3),
+        ({"text_1": ["a", "b", "c"], "text_2": ["a", "b", "c"]}, 3),
+        ({"queries": "a", "items": ["b"] * 100_000}, 2049),
+    ],
+)
+def test_how_many_sequences_a_comparison_is(body, sequences):
+    content = json.dumps(body).encode()
+    assert fields(content).sequences("/v1/rerank") == sequences
+    assert fields(content).sequences("/v1/chat/completions") == 1
 
 
 @pytest.mark.parametrize(
