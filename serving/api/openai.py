@@ -12,6 +12,7 @@ from serving.inference.request import (
     adapter_named,
 )
 
+
 class OpenAI:
     """Answers the engine's own paths."""
 

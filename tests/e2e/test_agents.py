@@ -69,3 +69,26 @@ def test_a_model_that_is_not_here(server):
     assert answer.status_code == 404
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_responses_on_invocations(server):
+    body = {"input": "An import statement", "max_output_tokens": 4, "temperature": 0}
+    theirs, ours = server.client.post("/v1/responses", json=body), server.invoke(body)
+    assert ours.json()["output"][0]["content"] == theirs.json()["output"][0]["content"]
+    streamed = server.invoke(body | {"stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = [it.partition("\n")[0] for it in streamed.text.split("\n\n") if it]
+    assert events[0] == "event: response.created"
+    assert events[-1] == "event: response.completed"
+
+
+def test_tokens_of_a_chat(server):
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    tokens = server.client.post("/tokenize", json=chat).json()["tokens"]
+    text = server.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == "<|user|>Hello</s><|assistant|>"
+    usage = server.client.post("/v1/chat/completions", json=chat | {"max_tokens": 1}).json()
+    assert usage["usage"]["prompt_tokens"] == len(tokens)
+    for body in ({"prompt": "a", "model": "other"}, {"tokens": [2**40]}, {}):
+        answer = server.client.post("/detokenize" if "tokens" in body else "/tokenize", json=body)
+        assert answer.status_code in (400, 404), answer.text

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from lmi_config.options.declared import Settings
 from serving.inference.limits import INPUTS, MESSAGES, SHORTENED, TOKENIZED
-from serving.protocol import ENGINE_PATHS, PAIRS_PATHS, TOKENIZER_PATHS
+from serving.protocol import AGENTS_PATHS, PAIRS_PATHS, TOKENIZER_PATHS, UNFORMATTED_PATHS
 from serving.router.routes import Route as Routed
 from serving.router.routes import route_of
 from tests.serving.conftest import running
@@ -36,7 +36,7 @@ async def served(anyio_backend):
     async def repeat(request: Request) -> JSONResponse:
         return JSONResponse({"path": request.url.path, "body": await request.json()})
 
-    async with running(max_request_size=20_000_000, cache_salt_header="x-tenant") as it:
+    async with running(max_request_size=20_000_000) as it:
         app = it.engine.app
         app.router.routes += [  # type: ignore[attr-defined]  # Starlette's
             Route(path, repeat, methods=["POST"]) for path in (*BODIES, "/v1/responses")
@@ -45,11 +45,11 @@ async def served(anyio_backend):
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.items())
-async def test_bodies_pass_untouched_and_with_their_tenants_salt(served, path, body):
+async def test_bodies_pass_untouched_but_for_their_salt(served, path, body):
     answer = await served.post(path, body)
     assert answer.json() == {"path": path, "body": body}
-    of_tenant = (await served.post(path, body, headers={"x-tenant": "one"})).json()["body"]
-    assert ("cache_salt" in of_tenant) == (path not in TOKENIZER_PATHS)
+    salted = (await served.post(path, {**body, "cache_salt": "mine"})).json()["body"]
+    assert (salted["cache_salt"] == "mine") == (path in TOKENIZER_PATHS)  # which have no caches
     missing = await served.post(path, b"[")
     assert missing.status_code == 400
     assert missing.json()["error"].keys() == {"message", "type", "param", "code"}
@@ -172,5 +172,4 @@ async def test_responses_on_invocations_are_not_kept(served):
 
 
 def test_every_path_is_tried():
-    assert BODIES.keys() == {*ENGINE_PATHS} & BODIES.keys()
-    assert {*PAIRS_PATHS, *TOKENIZER_PATHS} <= BODIES.keys()
+    assert BODIES.keys() == {*UNFORMATTED_PATHS} - {*AGENTS_PATHS}

@@ -156,6 +156,7 @@ FIELDS = {
     },
     "AnthropicToolChangeReference": {"type", "name"},
     "AnthropicToolChangeDefinition": {"type", "definition"},
+    "ScoreMultiModalParam": {"content"},
     "AudioURL": {"url"},
     "VideoURL": {"url"},
     "PILImage": {"image_pil"},  # no JSON makes one
