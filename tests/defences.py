@@ -361,6 +361,14 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/inference/test_limits.py::test_one_request_asks_for_so_many_answers",
         {"serving.inference.limits:check": nothing},
     ),
+    "A long query compared with many documents": Removed(
+        "tests/serving/api/test_pooling.py::test_limits_of_comparisons",
+        {"serving.inference.limits:check_pairs": nothing},
+    ),
+    "Long texts made into tokens": Removed(
+        "tests/serving/api/test_pooling.py::test_tokens_have_a_limit",
+        {"serving.inference.limits:check_tokenized": nothing},
+    ),
     "Grammars that take long to compile": Removed(
         "tests/serving/inference/test_limits.py::test_what_costs_the_engine_more_than_the_client_has_a_limit",
         {"serving.inference.limits:_LONGEST": {}},
