@@ -148,7 +148,10 @@ class Pipeline:
         async with self._adapter(request) as adapter:
             with request.cancellation.raising():
                 request = await self._formatted(request, adapter)
-                call, sequences = await self._engine_call(request, adapter)
+                try:
+                    call, sequences = await self._engine_call(request, adapter)
+                except RecursionError:  # its parts are read anew, with less of the stack left
+                    raise BadRequest("the body is nested too deeply") from None
                 if call.path in protocol.AGENTS_PATHS:
                     request = dataclasses.replace(request, framing=NAMED_EVENTS)
                 ticket = await self._turn(request, sequences)

@@ -400,6 +400,7 @@ async def test_nesting_of_every_depth(fuzzed):
                 fuzzed.ask("POST", path, nested(depth, key))
                 fuzzed.ask("POST", path, nested(depth, "cache_salt"))
                 fuzzed.invoke(nested(depth, key))
+            fuzzed.ask("POST", "/rerank", nested(depth, "documents"))
 
     await run(check, fuzzed)
 
