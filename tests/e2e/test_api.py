@@ -115,7 +115,7 @@ def test_models_and_metrics(server, tiny_options):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/load_lora_adapter", "/tokenize", "/pooling", "/version", "/reset_prefix_cache"]
+    "path", ["/v1/load_lora_adapter", "/tokenizer_info", "/v2/embed", "/version", "/sleep"]
 )
 def test_the_engines_other_routes_are_not_there(server, path):
     assert server.client.post(path, json={}).status_code == 404
