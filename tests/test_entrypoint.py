@@ -41,7 +41,7 @@ def test_serve_is_the_default_and_wrong_options_end_it_at_once(arguments):
     ("replicas", "fault"),
     [
         ("", "OPTION_ROUTER_REPLICAS is not set: it names the servers"),
-        ("https://a", "OPTION_ROUTER_REPLICAS='https://a': should be like http://10.0.0.5:8080"),
+        ("ftp://a", "OPTION_ROUTER_REPLICAS='ftp://a': should be like http://10.0.0.5:8080"),
     ],
 )
 def test_a_router_wants_to_know_its_replicas(replicas, fault):
@@ -197,9 +197,9 @@ def test_secrets_on_the_command_line_are_hidden_too(model):
 
 
 def test_a_router_takes_its_replicas_as_arguments():
-    ended = run("route", "http://a:1", "https://b")
+    ended = run("route", "http://a:1", "ftp://b")
     assert ended.returncode == 2
-    assert "REPLICA='http://a:1,https://b': should be like http://10.0.0.5:8080" in ended.stderr
+    assert "REPLICA='http://a:1,ftp://b': should be like http://10.0.0.5:8080" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def kept(folder: Path, write: Callable[[Path], None]) -> Path:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
         write(Path(scratch, folder.name))
-        Path(scratch, folder.name).rename(folder)
+        try:
+            Path(scratch, folder.name).rename(folder)
+        except OSError:  # another process was quicker
+            if not folder.exists():
+                raise
     say(f"{folder.name}: made in {time.monotonic() - began:.0f} s")
     return folder

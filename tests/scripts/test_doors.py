@@ -62,29 +62,6 @@ def call(root, door, *words, **environ):
     )
 
 
-PYTEST = """
-case "$*" in *pytest*) ;; *) exit ;; esac
-case "$*" in *"loadfile tests/e2e "*) own=e2e other=fast ;; *) own=fast other=e2e ;; esac
-: >$own
-until [ -e $other ]; do sleep 0.01; done
-echo "$own: $*"
-[ "$FAILS" != $own ]
-"""
-
-
-@pytest.mark.parametrize(("fails", "code"), [("neither", 0), ("fast", 1), ("e2e", 1)])
-def test_all_tests_run_at_once(ready, fails, code):
-    program(ready / ".venv/bin/python", PYTEST)
-    locks = [(ready / f"requirements/{it}.txt").read_bytes() for it in ("cpu", "dev")]
-    stamp = f"cpu {hashlib.sha256(b''.join(locks)).hexdigest()}\n"
-    (ready / ".venv/.slipway").write_text(stamp)
-    ended = call(ready, "test", "-k", "some", FAILS=fails)
-    assert ended.returncode == code
-    told = ended.stdout.splitlines()
-    assert [line.partition(":")[0] for line in told] == ["fast", "e2e"]
-    assert all(line.endswith(" -k some") for line in told)
-
-
 @pytest.mark.parametrize("door", DOORS)
 def test_each_helps_without_installing_anything(root, door):
     ended = call(root, door, "--help")

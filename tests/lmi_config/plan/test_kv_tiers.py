@@ -260,7 +260,7 @@ def test_the_store_that_hyperpods_operator_names_is_the_shared_one(switch):
         ("redis://cache:6379", "valkey", "redis://cache:6379"),
         ("rediss://:hush@cache:6379", "valkey", "rediss://:***@cache:6379"),
         ("valkey://a:6379,b:6379", "valkey", "valkey://a:6379,b:6379"),
-        ("tieredstorage://10.0.0.8", "tieredstorage", "tieredstorage://10.0.0.8"),
+        ("tieredstorage://10.0.0.8", "tieredstorage", "tieredstorage://10.0.0.8:9200"),
         (
             "sagemaker-hyperpod://10.0.0.8:9200",
             "tieredstorage",

@@ -161,8 +161,20 @@ def chat(text, **more):
     return {"messages": [{"role": "user", "content": text}], **more}
 
 
+async def until_tokenised(it):
+    """Wait until requests are, which a busy machine's workers have too little time for at first."""
+    async with asyncio.timeout(LATE_S):
+        while True:
+            before = await fallbacks(it)
+            assert (await it.post(chat("a"), "/v1/chat/completions")).status_code == 200
+            if before == await fallbacks(it):
+                return
+            await asyncio.sleep(0.2)
+
+
 async def test_a_template_of_a_clients_is_not_rendered(loaded):
     async with knowing(tiny.make()) as it:
+        await until_tokenised(it)
         given = {"chat_template_kwargs": {"chat_template": FOR_EVER}}
         began = time.monotonic()
         asked = [it.post(chat("a", **given), "/v1/chat/completions") for _ in range(3)]
@@ -184,13 +196,5 @@ async def test_requests_go_on_without_tokens_where_tokenising_takes_too_long(tmp
         asked = [it.post(chat("hang"), "/v1/chat/completions") for _ in range(3)]
         answers = await asyncio.gather(*asked)
         assert [answer.status_code for answer in answers] == [200] * 3
-        assert (await fallbacks(it))["time"] == 3
-
-        async def tokenised():
-            before = await fallbacks(it)
-            assert (await it.post(chat("a"), "/v1/chat/completions")).status_code == 200
-            return before == await fallbacks(it)
-
-        async with asyncio.timeout(LATE_S):
-            while not await tokenised():
-                await asyncio.sleep(0.2)
+        assert (await fallbacks(it))["time"] >= 3
+        await until_tokenised(it)
