@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from lmi_config.options.declared import Settings
-from serving.protocol import ENGINE_PATHS, INVOCATIONS_PATH, MESSAGES, OPENAI, RESPONSES
+from serving.protocol import INVOCATIONS_PATH, MESSAGES, RESPONSES, is_api
 
 log = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ def shape(path: str, codes: Codes = _NONE) -> ErrorShape:
         return AnthropicErrors(codes)
     if path == RESPONSES:
         return ResponsesErrors(codes)
-    if path.startswith(OPENAI) or path in ENGINE_PATHS:
+    if is_api(path):
         return OpenAIErrors(codes)
     return ErrorShape(codes)
 

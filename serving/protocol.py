@@ -103,6 +103,11 @@ KV_EVENT_SOURCES = "/kv_event_sources"
 EXECUTION_PARAMETERS = "/execution-parameters"
 
 
+def is_api(path: str) -> bool:
+    """Whether a path is of one of the engine's APIs."""
+    return path.startswith(OPENAI) or path in ENGINE_PATHS
+
+
 def shown(name: bytes) -> str:
     """A header's name as it is written for people: X-Amzn-SageMaker-Session-Id."""
     return name.decode().title().replace("Sagemaker", "SageMaker")

@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from serving.errors import NotPermitted
-from serving.protocol import EXECUTION_PARAMETERS, INVOCATIONS_PATH, OPENAI, PROBES
+from serving.protocol import EXECUTION_PARAMETERS, INVOCATIONS_PATH, PROBES, is_api
 
 _FOR_ALL = re.compile(f"{INVOCATIONS_PATH}|{EXECUTION_PARAMETERS}")
 
@@ -75,4 +75,4 @@ ANYBODY = Caller(admin=True)
 
 def administers(path: str) -> bool:
     """Whether a path is for admin keys alone: all are, but for inference and health checks."""
-    return not (path.startswith(OPENAI) or _FOR_ALL.fullmatch(path) or path in PROBES)
+    return not (is_api(path) or _FOR_ALL.fullmatch(path) or path in PROBES)

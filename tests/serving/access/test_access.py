@@ -17,6 +17,7 @@ from serving.access.access import Access
 from serving.access.caller import Caller
 from serving.access.identity import Signer
 from serving.errors import Unauthorized
+from serving.protocol import ENGINE_PATHS
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -119,6 +120,13 @@ async def test_administration_is_for_admin_keys(kept):
             assert answer.status_code in (200, 400, 404)  # 400: LoRA is not on
     for path in ("/v1/models", "/execution-parameters"):
         assert (await kept.client.get(path, headers=bearer("team-a"))).status_code == 200
+
+
+@pytest.mark.parametrize("path", ENGINE_PATHS)
+async def test_what_the_engine_answers_is_for_every_key(kept, path):
+    answer = await kept.post(path, {"prompt": "a"}, headers=bearer("team-a"))
+    assert "admin key" not in answer.text
+    assert (await kept.post(path, {"prompt": "a"})).status_code == 401
 
 
 async def test_a_key_for_adapters_alone_does_not_get_the_model(kept):
