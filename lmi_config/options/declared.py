@@ -927,7 +927,6 @@ class Settings:
         help="A secret of at least 32 characters that `route` and its servers share. The router "
         "then tells them who sends a request, and they answer nobody else without a key of theirs.",
     )
-
     limits_url: str | None = _option(
         store,
         "OPTION_LIMITS_URL",

@@ -7,12 +7,12 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-ROOT = Path(__file__).parent.parent.parent
+from scripts.generate.files import ROOT, written
+
 CHART = ROOT / "deploy" / "helm" / "slipway"
 SCHEMA = CHART / "values.schema.json"
 PAGE = ROOT / "docs" / "reference" / "helm.md"
@@ -107,16 +107,7 @@ def page() -> str:
 
 
 def main(*, check: bool) -> int:
-    stale = False
-    for file, content in ((SCHEMA, schema()), (PAGE, page())):
-        if file.exists() and file.read_text() == content:
-            continue
-        if check:
-            print(f"{file.relative_to(ROOT)} is stale; run scripts/check --fix")
-            stale = True
-        else:
-            file.write_text(content)
-    return int(stale)
+    return written({SCHEMA: schema().encode(), PAGE: page().encode()}, check=check)
 
 
 if __name__ == "__main__":

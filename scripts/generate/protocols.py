@@ -8,7 +8,8 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
-ROOT = Path(__file__).parent.parent.parent
+from scripts.generate.files import ROOT, written
+
 LICENCE = b"# SPDX-License-Identifier: Apache-2.0\n"
 
 
@@ -32,17 +33,9 @@ def generated(source: Path) -> dict[Path, bytes]:
 
 
 def main(*, check: bool) -> int:
-    stale = False
-    for source in sorted((ROOT / "serving").rglob("*.proto")):
-        for file, content in generated(source).items():
-            if file.exists() and file.read_bytes() == content:
-                continue
-            if check:
-                print(f"{file.relative_to(ROOT)} is stale; run scripts/check --fix")
-                stale = True
-            else:
-                file.write_bytes(content)
-    return int(stale)
+    sources = sorted((ROOT / "serving").rglob("*.proto"))
+    files = {file: it for source in sources for file, it in generated(source).items()}
+    return written(files, check=check)
 
 
 if __name__ == "__main__":

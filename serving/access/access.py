@@ -11,7 +11,7 @@ import msgspec
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access import keys
-from serving.access.caller import ANYBODY, Caller, Limits
+from serving.access.caller import ANYBODY, Caller
 from serving.access.follow import follow
 from serving.access.identity import Signer
 from serving.access.keys import Key, Keys
@@ -40,7 +40,7 @@ class Access:
         """routes: whether requests go to other servers."""
         self._now = now
         self._file = Path(settings.api_keys_file) if settings.api_keys_file else None
-        self._option = settings.origins.get("api_keys_file", "OPTION_API_KEYS_FILE")
+        self._option = settings.named("api_keys_file")
         self._signer = Signer(settings.router_secret) if settings.router_secret else None
         self._single: dict[str, Key] = {}
         if settings.api_key:
@@ -135,17 +135,17 @@ class Access:
     def _counted(self, found: Keys) -> Keys:
         """The keys, once it is certain that their limits can be counted. Raises ValueError."""
         for key in found.values():
-            limits = key.caller.limits
-            if self._picks and limits != Limits():
+            limited = key.caller.limited
+            if self._picks and limited:
                 raise ValueError(
                     f"{key.caller.name} has limits, which are not counted for gateways (OPTION_EPP)"
                 )
-            if self._alone and self._routes and limits.tokens:
+            if self._alone and self._routes and key.caller.limits.tokens:
                 raise ValueError(
                     f"{key.caller.name} has tokens_per_minute, which a router counts with "
                     "OPTION_LIMITS_URL alone, here and on the servers: they know the tokens"
                 )
-            if self._alone and self._processes > 1 and limits != Limits():
+            if self._alone and self._processes > 1 and limited:
                 raise ValueError(
                     f"{key.caller.name} has limits, which {self._processes} processes count with "
                     "OPTION_LIMITS_URL alone"
