@@ -50,10 +50,23 @@ class KvShape:
 
         in_flight: tokens that it may be computing at the same time; what has left a window is freed
         only after them (SlidingWindowSpec in vllm/v1/kv_cache_interface.py). Blocks are not rounded
-        up, nor groups of layers filled up to the same size.
+        up.
         """
         kept = min(tokens, self.window - 1 + in_flight)
-        return self._bytes(tokens, kept, cache_dtype, model_dtype)
+        return self._in_groups()._bytes(tokens, kept, cache_dtype, model_dtype)
+
+    def _in_groups(self) -> "KvShape":
+        """With what vLLM wastes where layers with and without a window make groups of one size.
+
+        As _get_kv_cache_groups_uniform_page_size in vllm/v1/core/kv_cache_utils.py, for layers that
+        all keep as much: of 22 with a window and 4 without it makes 7 groups of 4.
+        """
+        few, many = sorted((self.full, self.windowed))
+        if not few:
+            return self
+        group = many if many < few * 1.5 else few
+        full, windowed = (-(-kept // group) * group for kept in (self.full, self.windowed))
+        return dataclasses.replace(self, full=full, windowed=windowed)
 
     def _bytes(self, full: int, kept: int, cache_dtype: str, model_dtype: str | None) -> int:
         """Bytes of so many tokens in the layers without a window, and in those with one."""

@@ -25,9 +25,6 @@ DRIVER = "580.65.06"
 CUDA = 13000
 ROUNDED = 0.005
 """The part of a KV cache by which `plan` may miss what vLLM counts: blocks are not divided."""
-FILLED = 0.07
-"""The same where vLLM fills groups of layers up, as for Gemma 3, of whose layers 4 attend to
-everything and 22 to a window."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +170,10 @@ def planned(case: Case, folder: Path) -> dict[str, Any]:
     spread = made.parallelism
     length = preflight.longest_request(settings, facts)
     cache = preflight.engine_cache(settings, here, spread, facts, made.memory, made.gpu)
-    filled = facts.kv and facts.kv.full and facts.kv.windowed % facts.kv.full
     arguments = vllm.arguments(made.engine(settings.model_id, environ.get(_DRAFT)))
     return {
         "judge": {"arguments": arguments, "memory": made.gpu.kv if made.gpu else None},
         "tokens": cache.tokens(length) if cache and length else None,
-        "within": FILLED if filled else ROUNDED,
         "environment": dict(made.environment),
         "tensor": spread.tensor,
         "length": settings.max_model_len or facts.max_length,
@@ -230,5 +225,5 @@ def disagreements(plan: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[
         if name in vllm and plan[name] != vllm[name]:
             yield f"{name}: plan {plan[name]}, vLLM {vllm[name]}"
     said, counted = plan.get("tokens"), vllm.get("tokens")
-    if said and counted and abs(said - counted) > plan["within"] * counted:
+    if said and counted and abs(said - counted) > ROUNDED * counted:
         yield f"tokens: plan {said}, vLLM {counted}"

@@ -6,9 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.core.kv_cache_utils import estimate_max_model_len, max_memory_usage_bytes
+from vllm.v1.core.kv_cache_utils import (
+    _estimate_max_model_len_from_groups,
+    _max_memory_usage_bytes_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from lmi_config.facts.kv import KvShape
@@ -32,18 +37,16 @@ MODELS = [GEMMA3_4B, GPT_OSS_20B, MISTRAL_V01, LLAMA_8B]
 def vllms(full, windowed, window, heads, size):
     shape = {"block_size": BLOCK, "num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
     specs = [FullAttentionSpec(**shape)] * full
-    return specs + [SlidingWindowSpec(**shape, sliding_window=window)] * windowed
+    specs += [SlidingWindowSpec(**shape, sliding_window=window)] * windowed
+    return get_kv_cache_groups(config(1), {str(number): it for number, it in enumerate(specs)})
 
 
 def config(length):
-    """What vLLM's sums read of its configuration."""
-    return SimpleNamespace(
-        max_in_flight_tokens=IN_FLIGHT,
-        model_config=SimpleNamespace(max_model_len=length),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-    )
+    found = VllmConfig()
+    found.model_config = SimpleNamespace(max_model_len=length, use_mla=False)
+    found.cache_config.kv_cache_layout = "NHD"
+    found.scheduler_config.max_num_batched_tokens = IN_FLIGHT
+    return found
 
 
 def ours(full, windowed, window, heads, size):
@@ -55,17 +58,17 @@ def ours(full, windowed, window, heads, size):
 @pytest.mark.parametrize("length", [1, 100, 5000, 32_768, 131_072])
 def test_a_request_takes_what_vllm_sets_aside(layers, length):
     # vLLM rounds up to blocks, and counts one more where a window begins within a block.
-    specs = vllms(*layers)
-    rounding = 2 * sum(spec.page_size_bytes for spec in specs)
+    groups = vllms(*layers)
+    rounding = 2 * sum(len(groups[0].layer_names) * it.kv_cache_spec.page_size_bytes for it in groups)
     taken = ours(*layers).bytes_per_request(length, IN_FLIGHT, "auto", "bfloat16")
-    assert taken <= max_memory_usage_bytes(config(length), specs) <= taken + rounding
+    assert taken <= _max_memory_usage_bytes_from_groups(config(length), groups) <= taken + rounding
 
 
 @pytest.mark.parametrize("layers", MODELS)
 def test_the_longest_request_that_fits_is_vllms(layers):
-    specs = {str(number): spec for number, spec in enumerate(vllms(*layers))}
-    room = max_memory_usage_bytes(config(50_000), specs.values())
-    fits = estimate_max_model_len(config(50_000), specs, room)
+    groups = vllms(*layers)
+    room = _max_memory_usage_bytes_from_groups(config(50_000), groups)
+    fits = _estimate_max_model_len_from_groups(config(100_000), groups, room)
     kv = ours(*layers)
     assert kv.bytes_per_request(fits, IN_FLIGHT, "auto", "bfloat16") <= room
     if kv.full:
