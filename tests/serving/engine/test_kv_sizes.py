@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.kv_cache_utils import (
@@ -59,7 +59,9 @@ def ours(full, windowed, window, heads, size):
 def test_a_request_takes_what_vllm_sets_aside(layers, length):
     # vLLM rounds up to blocks, and counts one more where a window begins within a block.
     groups = vllms(*layers)
-    rounding = 2 * sum(len(groups[0].layer_names) * it.kv_cache_spec.page_size_bytes for it in groups)
+    rounding = 2 * sum(
+        len(groups[0].layer_names) * it.kv_cache_spec.page_size_bytes for it in groups
+    )
     taken = ours(*layers).bytes_per_request(length, IN_FLIGHT, "auto", "bfloat16")
     assert taken <= _max_memory_usage_bytes_from_groups(config(length), groups) <= taken + rounding
 
