@@ -2,22 +2,22 @@
 """The GPUs that CUDA would show this process, as NVIDIA's driver describes them.
 
 Asked through NVML, as vLLM asks (vllm/platforms/cuda.py), and not through nvidia-smi, which need
-not be on the path where the driver is. Names and numbers are those of nvml.h of CUDA 13.
+not be on the path where the driver is.
 """
 
-import ctypes
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import pynvml
 
 LIBRARY = "libnvidia-ml.so.1"
 DRIVER = 580
 """The oldest driver for CUDA 13.0, which vLLM 0.32 is built with (CUDA's release notes)."""
 CUDA = 13000
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-_TEXT = 96  # bytes, as many as any of NVML's texts take
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,66 +43,6 @@ class Found:
     missing: str = ""
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-
-class _Failed(Exception):
-    """NVML has refused a call."""
-
-
-class _Nvml:
-    """NVML, initialised. Raises OSError where it is not installed, _Failed without a driver."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(LIBRARY)
-        self.call("nvmlInit_v2")
-
-    def call(self, name: str, *arguments: object) -> None:
-        try:
-            code = getattr(self._library, name)(*arguments)
-        except AttributeError:
-            code = None
-        if code != 0:
-            raise _Failed(f"{name} returned {code}")
-
-    def text(self, name: str, *arguments: object) -> str:
-        into = ctypes.create_string_buffer(_TEXT)
-        self.call(name, *arguments, into, _TEXT)
-        return into.value.decode(errors="replace")
-
-    def number(self, name: str, *arguments: object) -> int | None:
-        into = ctypes.c_uint()
-        try:
-            self.call(name, *arguments, ctypes.byref(into))
-        except _Failed:
-            return None
-        return into.value
-
-    def handle(self, name: str, *arguments: object) -> ctypes.c_void_p:
-        into = ctypes.c_void_p()
-        self.call(name, *arguments, ctypes.byref(into))
-        return into
-
-    def memory(self, device: ctypes.c_void_p) -> int | None:
-        """A container that has a slice of a GPU may not read the GPU's own."""
-        into = _Memory()
-        try:
-            self.call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(into))
-        except _Failed:
-            return None
-        return int(into.total)
-
-    def capability(self, device: ctypes.c_void_p) -> tuple[int, int] | None:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        into = (ctypes.byref(major), ctypes.byref(minor))
-        try:
-            self.call("nvmlDeviceGetCudaComputeCapability", device, *into)
-        except _Failed:
-            return None
-        return major.value, minor.value
-
-
 def vllm_wants_them() -> bool:
     """Whether the vLLM that is installed is built for CUDA; vllm/platforms asks its version."""
     try:
@@ -115,20 +55,17 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
     """Look at the GPUs. root stands before /dev, which tests bring along."""
     device = next((it for it in ("nvidia0", "nvidiactl") if (root / "dev" / it).exists()), None)
     try:
-        nvml = _Nvml()
-    except OSError:
+        pynvml.nvmlInit()
+        present = dict(_present())
+    except pynvml.NVMLError_LibraryNotFound:
         if device:
             return Found(
                 missing=f"/dev/{device} is there, but not the driver's {LIBRARY}; set "
                 "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
             )
         return Found(missing="there is no NVIDIA driver here")
-    except _Failed:
-        return Found(missing="the NVIDIA driver does not answer")
-    try:
-        present = dict(_present(nvml))
-    except _Failed as error:
-        return Found(missing=f"the NVIDIA driver does not list its GPUs ({error})")
+    except pynvml.NVMLError as error:
+        return Found(missing=f"the NVIDIA driver does not answer: {error}")
     if not present:
         return Found(missing="the NVIDIA driver shows no GPU")
     visible = environ.get(VISIBLE)
@@ -140,33 +77,42 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
     return Found(shown=shown)
 
 
-def _present(nvml: _Nvml) -> Iterator[tuple[str, Gpu]]:
+def _present() -> Iterator[tuple[str, Gpu]]:
     """All GPUs in NVML's order, each slice after its own: identifier and what it is."""
-    driver = nvml.text("nvmlSystemGetDriverVersion")
-    cuda = nvml.number("nvmlSystemGetCudaDriverVersion_v2")
-    for index in range(nvml.number("nvmlDeviceGetCount_v2") or 0):
-        device = nvml.handle("nvmlDeviceGetHandleByIndex_v2", index)
-        name = nvml.text("nvmlDeviceGetName", device)
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    cuda = _told(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        device = pynvml.nvmlDeviceGetHandleByIndex(index)
+        name = pynvml.nvmlDeviceGetName(device)
         gpu = Gpu(
             name=name,
-            memory=nvml.memory(device),
+            memory=_memory(device),
             driver=driver,
             cuda=cuda,
-            capability=nvml.capability(device),
+            capability=_told(pynvml.nvmlDeviceGetCudaComputeCapability, device),
         )
-        yield nvml.text("nvmlDeviceGetUUID", device), gpu
-        for part in _slices(nvml, device):
-            size = nvml.memory(part)
-            found = dataclasses.replace(gpu, name=f"a slice of {name}", memory=size, slice=True)
-            yield nvml.text("nvmlDeviceGetUUID", part), found
+        yield pynvml.nvmlDeviceGetUUID(device), gpu
+        for place in range(_told(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0):
+            part = _told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, place)
+            if part:  # places may be empty
+                found = dataclasses.replace(
+                    gpu, name=f"a slice of {name}", memory=_memory(part), slice=True
+                )
+                yield pynvml.nvmlDeviceGetUUID(part), found
 
 
-def _slices(nvml: _Nvml, device: ctypes.c_void_p) -> Iterator[ctypes.c_void_p]:
-    for index in range(nvml.number("nvmlDeviceGetMaxMigDeviceCount", device) or 0):
-        try:
-            yield nvml.handle("nvmlDeviceGetMigDeviceHandleByIndex", device, index)
-        except _Failed:  # places may be empty
-            continue
+def _memory(device: Any) -> int | None:
+    """A container that has a slice of a GPU may not read the GPU's own."""
+    found = _told(pynvml.nvmlDeviceGetMemoryInfo, device)
+    return found and int(found.total)
+
+
+def _told(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What the driver answers, or None where it refuses."""
+    try:
+        return call(*arguments)
+    except pynvml.NVMLError:
+        return None
 
 
 def _shown(present: Mapping[str, Gpu], visible: str | None) -> Iterator[Gpu]:

@@ -107,7 +107,7 @@ def test_gpus_are_those_that_cuda_would_show(libraries, gpus, visible, found):
         (TWO, "2", "CUDA_VISIBLE_DEVICES='2' shows none of this machine's (GPUs 0 to 1)"),
         (OLD, "GPU-f", "CUDA_VISIBLE_DEVICES='GPU-f' shows none of this machine's (GPU 0)"),
         ("0,none,0,9.0,580.65.06,13000,0,0", "0", "the NVIDIA driver shows no GPU"),
-        ("not a machine", "0", "the NVIDIA driver does not answer"),
+        ("not a machine", "0", "the NVIDIA driver does not answer: Driver Not Loaded"),
     ],
 )
 def test_why_there_is_none(libraries, gpus, visible, missing):
