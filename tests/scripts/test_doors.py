@@ -126,7 +126,7 @@ def test_a_plan_sets_up_no_engine(root):
     ended = call(root, "plan", "org/m")
     asked = ended.stderr.partition("uv was asked: ")[2]
     assert asked.startswith("run --quiet --no-project --isolated")
-    assert asked.count("--with ") == asked.count("==") == 5
+    assert asked.count("--with ") == asked.count("==") == 9
     assert "vllm" not in asked
     assert asked.endswith("scripts/plan org/m\n")
 
