@@ -6,8 +6,9 @@ believe it.
 
 Columns: percentiles of the time to first token (TTFT) in seconds, over the requests of all seeds;
 "gap": time between the tokens of an answer; "hit": prompt tokens from an engine's cache / prompt
-tokens; "hot": replicas x the largest share of requests that one got; "failed": requests that had
-not ended 60 s after the last one came, which count as the slowest.
+tokens; "hot": replicas x the largest share of requests that one got; "loads": of adapters, for each
+request; "failed": requests that had not ended 60 s after the last one came, which count as the
+slowest.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main() -> None:
         return
     cases = workloads(options.quick)
     seeds = options.seeds or (1 if options.quick else 3)
-    print(f"{REPLICAS} replicas, {seeds} seeds; times in s")
+    print(f"{REPLICAS} replicas where nothing else is said, {seeds} seeds; times in s")
     found: dict[str, Found] = {}
     for name in options.workload or (QUICK if options.quick else cases):
         fewer = FEW if options.quick or name in SWEPT else ("cache_aware",)

@@ -17,7 +17,7 @@ from serving.router.policy.policies import Load, Work
 
 BUDGET, SEATS = 8192, 256
 """Prompt tokens of a step, and sequences that run at once, at most."""
-LORA_SLOTS, LORA_LOAD_S = 8, 0.2
+LORA_LOAD_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +122,9 @@ class Listener(Protocol):
 
 
 class Engine:
-    """One replica. slow: how many times as long computing takes. tiers: behind its cache."""
+    """One replica. slow: how many times as long computing takes. tiers: behind its cache.
+    adapter_slots: adapters that it keeps.
+    """
 
     def __init__(
         self,
@@ -132,9 +134,11 @@ class Engine:
         fleet: Listener,
         slow: float = 1.0,
         tiers: Tiers | None = None,
+        adapter_slots: int = 8,
     ) -> None:
         self.name, self.profile, self.slow = name, profile, slow
         self._tiers = tiers
+        self._adapter_slots = adapter_slots
         self._clock, self._fleet = clock, fleet
         self._version = 0
         self.restart()
@@ -207,7 +211,7 @@ class Engine:
         ):
             run = self._waiting.popleft()
             run.request.cached = run.done
-            self._load_adapter(run.request.adapter)
+            self._load_adapter(run.request)
             if self._load(run):
                 continue
             self._prefilling.append(run)
@@ -240,14 +244,16 @@ class Engine:
         self._blocks.store(run, start, run.done)
         return run.done - start
 
-    def _load_adapter(self, adapter: int) -> None:
+    def _load_adapter(self, request: Request) -> None:
+        adapter = request.adapter
         if not adapter:
             return
         if adapter not in self._adapters:
             self._loading += LORA_LOAD_S
+            request.adapter_loads += 1
         self._adapters[adapter] = None
         self._adapters.move_to_end(adapter)
-        if len(self._adapters) > LORA_SLOTS:
+        if len(self._adapters) > self._adapter_slots:
             self._adapters.popitem(last=False)
 
     def _stepped(self, version: int) -> None:

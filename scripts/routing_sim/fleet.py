@@ -5,7 +5,7 @@ import random
 from functools import partial
 
 from scripts.routing_sim.engine import Clock, Engine, Run
-from scripts.routing_sim.model import BLOCK, REPLICAS, Case, Prompt, Request, chain
+from scripts.routing_sim.model import BLOCK, Case, Prompt, Request, chain
 from scripts.routing_sim.rivals import ARMS, WITH_EVENTS
 from scripts.routing_sim.tiers import Shared, Tiers
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
@@ -36,7 +36,7 @@ class Fleet:
         self._up: list[Load] = []
         self._runs: dict[Run, None] = {}
         self._l2 = Shared(case.l2) if case.l2 else None
-        for number in range(REPLICAS):
+        for number in range(case.replicas):
             self._add(f"replica{number}", 1 if number else case.slow)
         if case.restart:
             self.clock.at(case.seconds * (1 + WARM_UP) / 2, self._restart)
@@ -48,8 +48,10 @@ class Fleet:
     def _add(self, name: str, slow: float = 1.0) -> None:
         it, l1, l2 = self.case.profile, self.case.l1, self.case.l2
         tiers = Tiers(l1, self._l2, it) if l1 else None
-        self._engines[name] = Engine(name, it, self.clock, self, slow, tiers)
-        self._up.append(Load(name, prices=self._prices))
+        self._engines[name] = Engine(
+            name, it, self.clock, self, slow, tiers, self.case.adapter_slots
+        )
+        self._up.append(Load(name, prices=self._prices, adapter_slots=self.case.adapter_slots))
         capacity = Capacity(
             engine=it.kv_tokens,
             memory=l1.tokens if l1 else 0,

@@ -90,6 +90,7 @@ class Request:
     first: float = math.inf
     end: float = math.inf
     cached: int = 0
+    adapter_loads: int = 0
     of_l1: int = 0
     of_l2: int = 0
     replica: str = ""
@@ -129,7 +130,8 @@ class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
 @dataclass(frozen=True)
 class Case:
     """A workload at a load, which is requests/s or users. slow: how many times as long the first
-    replica takes. restart: whether one is lost in the middle of what is measured. l1: memory behind
+    replica takes. restart: whether one is lost in the middle of what is measured. replicas: how
+    many there are; adapter_slots: adapters that each keeps. l1: memory behind
     each engine's cache; l2: the store behind all of them.
     """
 
@@ -140,5 +142,7 @@ class Case:
     seconds: float
     slow: float = 1.0
     restart: bool = False
+    replicas: int = REPLICAS
+    adapter_slots: int = 8
     l1: Tier | None = None
     l2: Tier | None = None

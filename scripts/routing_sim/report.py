@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from scripts.routing_sim.engine import BUDGET
 from scripts.routing_sim.fleet import WARM_UP, Fleet
-from scripts.routing_sim.model import REPLICAS, Case
+from scripts.routing_sim.model import Case
 from scripts.routing_sim.rivals import BASE, OURS
 from scripts.routing_sim.workloads import chat
 
@@ -21,7 +21,7 @@ from scripts.routing_sim.workloads import chat
 class Outcome:
     """ttfts, gaps: seconds to the first token, and between tokens, of each request, in order;
     math.inf: failed. rate: output tokens/s. hit, of_l1, of_l2: prompt tokens that came from the
-    engine's cache and from each tier / prompt tokens.
+    engine's cache and from each tier / prompt tokens. loads: loads of adapters / requests.
     """
 
     ttfts: list[float]
@@ -31,6 +31,7 @@ class Outcome:
     hot: float
     of_l1: float = 0.0
     of_l2: float = 0.0
+    loads: float = 0.0
 
     @property
     def failed(self) -> float:
@@ -48,7 +49,7 @@ def percentile(values: list[float], share: float) -> float:
 def simulate(case: Case, arm: str, seeds: Iterable[int]) -> Outcome:
     """Percentiles are of all seeds' requests, the other figures means."""
     ttfts, gaps, rates, hots = [], [], [], []
-    cached = of_l1 = of_l2 = prompt = 0
+    cached = of_l1 = of_l2 = prompt = loads = 0
     began = case.seconds * WARM_UP
     for seed in seeds:
         fleet = Fleet(case, arm, seed)
@@ -59,28 +60,30 @@ def simulate(case: Case, arm: str, seeds: Iterable[int]) -> Outcome:
             of_l1 += it.of_l1
             of_l2 += it.of_l2
             prompt += it.tokens
+            loads += it.adapter_loads
             failed = math.isinf(it.end)
             ttfts.append(math.inf if failed else it.first - it.at)
             gaps.append(math.inf if failed else (it.end - it.first) / (it.output - 1))
         output = sum(it.output for it in fleet.requests if began <= it.end <= case.seconds)
         rates.append(output / (case.seconds - began))
         most = max(Counter(it.replica for it in counted).values())
-        hots.append(REPLICAS * most / len(counted))
+        hots.append(case.replicas * most / len(counted))
     rate, hot = statistics.mean(rates), statistics.mean(hots)
     return Outcome(
         *(sorted(ttfts), sorted(gaps), rate, cached / prompt, hot),
-        *(of_l1 / prompt, of_l2 / prompt),
+        *(of_l1 / prompt, of_l2 / prompt, loads / len(ttfts)),
     )
 
 
-COLUMNS = ("", "TTFT P50", "P90", "P99", "gap P90", "tokens/s", "hit", "hot", "failed")
+COLUMNS = ("", "TTFT P50", "P90", "P99", "gap P90", "tokens/s", "hit", "hot", "loads", "failed")
 
 
 def cells(arm: str, it: Outcome) -> list[str]:
     ttfts = [f"{it.ttft(share):.3f}" for share in (0.5, 0.9, 0.99)]
     gap = f"{percentile(it.gaps, 0.9) * 1e3:.0f} ms"
+    loads = f"{it.loads:.2f}" if it.loads else "-"
     failed = f"{it.failed:.1%}" if it.failed else "-"
-    return [arm, *ttfts, gap, f"{it.rate:,.0f}", f"{it.hit:.2f}", f"{it.hot:.2f}", failed]
+    return [arm, *ttfts, gap, f"{it.rate:,.0f}", f"{it.hit:.2f}", f"{it.hot:.2f}", loads, failed]
 
 
 def line(row: Sequence[str]) -> str:

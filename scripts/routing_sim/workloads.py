@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from scripts.routing_sim.engine import LORA_SLOTS
 from scripts.routing_sim.model import B32, B70, REPLICAS, Case, Parts, Request
 
 
@@ -94,11 +93,19 @@ def document_case(length: int, times: float, load: float, count: int, hot: float
     return Case(name, B70, requests, load, count / load)
 
 
-def unshared_case(load: float, count: int, system: int = 0, adapters: int = 0) -> Case:
+def unshared_case(load: float, count: int, system: int = 0) -> Case:
     shared = f"the same {4 * system:,} characters before each; " if system else ""
-    loras = f"{adapters} LoRA adapters, {LORA_SLOTS} fit; " if adapters else ""
-    requests = partial(unshared, system=system, adapters=adapters)
-    return Case(f"unshared prompts; {shared}{loras}32B", B32, requests, load, count / load)
+    requests = partial(unshared, system=system)
+    return Case(f"unshared prompts; {shared}32B", B32, requests, load, count / load)
+
+
+def adapters_case(
+    adapters: int, slots: int, load: float, count: int, replicas: int = REPLICAS
+) -> Case:
+    """slots: adapters that each replica keeps."""
+    name = f"{adapters:,} LoRA adapters, {slots} fit on each of {replicas}; unshared prompts; 32B"
+    requests = partial(unshared, adapters=adapters)
+    return Case(*(name, B32, requests, load, count / load), replicas=replicas, adapter_slots=slots)
 
 
 LOADS_8K = (14, 20, 26, 28, 30, 35, 40, 50, 60)
@@ -125,5 +132,9 @@ def workloads(quick: bool) -> dict[str, list[Case]]:
             replace(restart, name=f"a replica restarts; {restart.name}", restart=True),
             replace(slow, name=f"a replica is half as fast; {slow.name}", slow=2.0),
         ],
-        "adapters": [unshared_case(60, few, adapters=20)],
+        "adapters": [
+            adapters_case(20, 8, 60, few),
+            adapters_case(2_000, 64, 12, few, replicas=3),
+            adapters_case(2_000, 700, 12, many, replicas=3),
+        ],
     }

@@ -25,6 +25,7 @@ of the one that got its slot first; after twice as long those of the first two, 
 """
 
 _LOADED = Gauge("slipway_adapters_loaded", "Adapters that the engine has.")
+_SLOTS = Gauge("slipway_adapter_slots", "Adapters that the engine has room for.")
 _EVICTED = Counter("slipway_adapter_evictions", "Adapters that made room for others.")
 
 T = TypeVar("T")
@@ -176,6 +177,7 @@ class EngineSlots(Generic[R]):
         self._recent: dict[R, None] = {}  # the one used last at the end
         self._changed = asyncio.Event()
         _LOADED.set_function(lambda: len(self._recent))
+        _SLOTS.set(number)
 
     @property
     def pinned(self) -> int:

@@ -74,6 +74,7 @@ def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[
         "kept_from_requests": replica.breaker.is_open(time.monotonic()),
         "models": sorted(replica.models - replica.adapters),
         "adapters": len(replica.adapters),
+        "adapter_slots": replica.adapter_slots,
         "tenant_header": replica.tenant_header,
         "kv_cache_tokens": capacity.engine,
         "kv_tier_tokens": {

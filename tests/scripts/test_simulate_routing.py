@@ -11,12 +11,11 @@ import pytest
 
 from scripts.routing_sim import __main__ as routing_sim
 from scripts.routing_sim import combined
-from scripts.routing_sim import fleet as fleet_module
 from scripts.routing_sim.fleet import Fleet
 from scripts.routing_sim.model import B32, B70, Case, Request, Tier
 from scripts.routing_sim.report import simulate
 from scripts.routing_sim.rivals import ARMS
-from scripts.routing_sim.workloads import chat, document_case, unshared_case
+from scripts.routing_sim.workloads import adapters_case, chat, document_case, unshared_case
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +27,11 @@ def _as_before():
 
 
 @pytest.fixture
-def one(monkeypatch):
+def one():
     """Simulates requests before one replica, and returns them."""
-    monkeypatch.setattr(fleet_module, "REPLICAS", 1)
 
     def run(*requests, profile=B32, **more):
-        case = Case("", profile, lambda rng, load: iter(requests), 1.0, 1000, **more)
+        case = Case("", profile, lambda rng, load: iter(requests), 1.0, 1000, replicas=1, **more)
         fleet = Fleet(case, "prefixaware", 0)
         fleet.run()
         return fleet, requests
@@ -157,37 +155,39 @@ def test_l1_is_full(one):
     assert again.of_l1 == (12_000 - 10_240) // 256 * 256
 
 
-def second_replica(monkeypatch, store):
+def second_replica(store):
     """A request that another replica has answered before."""
-    monkeypatch.setattr(fleet_module, "REPLICAS", 2)
     again = Request(10.0, (DOCUMENT,), 2)
     requests = Request(0.0, (DOCUMENT,), 2), again
-    case = Case("", B32, lambda rng, load: iter(requests), 1.0, 1000, l1=NEAR, l2=store)
+    case = Case(
+        *("", B32, lambda rng, load: iter(requests), 1.0, 1000), replicas=2, l1=NEAR, l2=store
+    )
     Fleet(case, "roundrobin", 0).run()
     return again
 
 
-def test_l2(monkeypatch):
+def test_l2():
     store = Tier(100_000, 10e9, 0.002)
-    again = second_replica(monkeypatch, store)
+    again = second_replica(store)
     assert (again.cached, again.of_l1, again.of_l2) == (0, 0, 10_240 - 256)
     first = B32.overhead_s + loading(store, 10_240 - 256) + B32.step_s + 256 / B32.rate
     assert again.first - again.at == pytest.approx(first)
 
 
-def test_a_store_that_is_slower_than_computing_is_not_read(monkeypatch):
-    again = second_replica(monkeypatch, Tier(100_000, 1e9, 0.002))
+def test_a_store_that_is_slower_than_computing_is_not_read():
+    again = second_replica(Tier(100_000, 1e9, 0.002))
     assert (again.of_l1, again.of_l2) == (0, 0)
 
 
-def test_readers_of_one_link_wait_for_each_other(monkeypatch):
-    monkeypatch.setattr(fleet_module, "REPLICAS", 3)
+def test_readers_of_one_link_wait_for_each_other():
     both = Request(10.0, (DOCUMENT,), 2), Request(10.0, (DOCUMENT,), 2)
 
     def seconds(one_link):
         requests = (Request(0.0, (DOCUMENT,), 2), *both)
         store = Tier(100_000, 10e9, 0.002, one_link=one_link)
-        case = Case("", B32, lambda rng, load: iter(requests), 1.0, 1000, l1=NEAR, l2=store)
+        case = Case(
+            *("", B32, lambda rng, load: iter(requests), 1.0, 1000), replicas=3, l1=NEAR, l2=store
+        )
         Fleet(case, "roundrobin", 0).run()
         return sorted(it.first - it.at for it in both)
 
@@ -239,6 +239,13 @@ def test_the_figure_has_every_arm_beside_the_published_ones(monkeypatch, tmp_pat
     combined.plot({"8k": found, "64k": found}, tmp_path / "it.png")
     assert drawn == [*[*found][1:], combined.PUBLISHED] * 2
     assert (tmp_path / "it.png").stat().st_size
+
+
+def test_adapters_are_shared_out():
+    """They fit on the replicas together, and not on each."""
+    case = adapters_case(120, 50, 20, 2000, replicas=3)
+    loads = {arm: simulate(case, arm, [0]).loads for arm in ("roundrobin", "prefixaware")}
+    assert loads["prefixaware"] < 0.05 < 0.3 < loads["roundrobin"]
 
 
 def test_prices():

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 
+from serving.router.policy.policies import ADAPTERS
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
 
@@ -16,7 +17,7 @@ class Facts:
 
     born: when its process started, where it says so. chunk: tokens by which its tiers find KV, 0
     where it has none. tenant_header: what tells its tenants apart, "" for nothing; None where it
-    does not say.
+    does not say. adapter_slots: adapters that its engine keeps.
     """
 
     born: bytes | None
@@ -24,6 +25,7 @@ class Facts:
     prices: Prices
     chunk: int
     tenant_header: str | None
+    adapter_slots: int
 
 
 _BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
@@ -34,6 +36,7 @@ _STORE = re.compile(rb'^slipway_kv_shared_store_info\{store="(\w+)"\} 1', re.MUL
 _LOAD = re.compile(rb'^slipway_kv_tier_load_seconds_per_token\{tier="(\w+)"\} (\S+)', re.MULTILINE)
 _CHUNK = re.compile(rb"^slipway_kv_chunk_tokens (\S+)", re.MULTILINE)
 _TENANTS = re.compile(rb'^slipway_tenants_info\{header="([^"]*)"\} 1', re.MULTILINE)
+_ADAPTERS = re.compile(rb"^slipway_adapter_slots (\S+)", re.MULTILINE)
 _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
 
 
@@ -48,6 +51,7 @@ def read(metrics: bytes) -> Facts:
     loads = {name: _positive(value) for name, value in _LOAD.findall(metrics)} if prefill else {}
     measured = {tier: load / prefill for tier, load in loads.items() if load}
     chunk, tenants = _CHUNK.search(metrics), _TENANTS.search(metrics)
+    adapters = _ADAPTERS.search(metrics)
     return Facts(
         born[1] if born else None,
         Capacity(
@@ -63,6 +67,7 @@ def read(metrics: bytes) -> Facts:
         ),
         int(_positive(chunk[1])) if chunk else 0,
         tenants[1].decode("latin-1") if tenants else None,
+        int(_positive(adapters[1])) or ADAPTERS if adapters else ADAPTERS,
     )
 
 

@@ -94,6 +94,7 @@ class Replica(Load):
         before, self._born = self._born, facts.born
         self.capacity, self.prices = facts.capacity, facts.prices
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
+        self.adapter_slots = facts.adapter_slots
         self.breaker = CircuitBreaker()
         return not before or before != facts.born
 

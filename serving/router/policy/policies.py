@@ -9,7 +9,7 @@ import hashlib
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from serving.router.policy.prefix_index import PrefixIndex
@@ -32,13 +32,18 @@ NEAR = 300
 request, which spaces arrivals as round-robin does.
 """
 ADAPTER_LOAD = 2_000
-"""For an adapter that has to be loaded: some 0.1 s."""
+"""For an adapter that has to be loaded: some 0.1 s ..."""
+AWAY = 500
+"""... and where that is not on the replica that it belongs to, by rendezvous hashing. So routers
+that do not know of each other load an adapter on the same one. With 0, two of them load a tenth
+more, and with 1,000 adapters wait for their replica while others have nothing to do.
+"""
 PREFILL_RATE = 20_000.0
 """Prompt tokens that a replica is taken to compute in a second, where no stream shows when it has
 (10,000 to 40,000: a little worse).
 """
 ADAPTERS = 64
-"""Adapters that a replica is taken to have loaded: those it was asked for last."""
+"""Adapters that a replica is taken to have room for, where it does not say."""
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of
 requests under way ("Consistent Hashing with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam) ...
@@ -74,6 +79,8 @@ class Load:
     """Prompt tokens of all requests under way."""
     prices: Prices = DEFAULT_PRICES
     """Of what it loads."""
+    adapter_slots: int = ADAPTERS
+    """Adapters that its engine keeps."""
     # When what is queued will be computed, where that can only be guessed.
     _computed_at: float = dataclasses.field(default=0.0, init=False)
     _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
@@ -157,6 +164,8 @@ class _Cheapest:
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         costs: list[tuple[float, Load, Held]] = []
+        adapter = request.adapter
+        home = _highest(adapter, replicas) if adapter else None
         for replica in replicas:
             replica.settle(now)
             held = Held.of(self.reach(request, replica.name, now), request.tokens)
@@ -166,8 +175,8 @@ class _Cheapest:
                 + PER_REQUEST * replica.in_flight
                 + replica.context / CONTEXT
             )
-            if request.adapter and request.adapter not in self._loaded(replica.name):
-                cost += ADAPTER_LOAD
+            if adapter and not self._has(replica, adapter):
+                cost += ADAPTER_LOAD + (replica is not home) * AWAY
             costs.append((cost, replica, held))
         most = min([cost for cost, _, _ in costs]) + NEAR
         near = [entry for entry in costs if entry[0] <= most]
@@ -181,18 +190,20 @@ class _Cheapest:
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         self._chosen[replica] = now
         if request.adapter:
-            loaded = self._adapters.setdefault(replica, OrderedDict())
-            loaded[request.adapter] = None
-            loaded.move_to_end(request.adapter)
-            if len(loaded) > ADAPTERS:
-                loaded.popitem(last=False)
+            used = self._adapters.setdefault(replica, OrderedDict())
+            used[request.adapter] = None
+            used.move_to_end(request.adapter)
 
     def forget(self, replica: str) -> None:
         self._chosen.pop(replica, None)
         self._adapters.pop(replica, None)
 
-    def _loaded(self, replica: str) -> Collection[str]:
-        return self._adapters.get(replica, ())
+    def _has(self, replica: Load, adapter: str) -> bool:
+        """Whether the replica has the adapter, most likely: it is of those that were used last."""
+        used = self._adapters.get(replica.name, OrderedDict())
+        while len(used) > replica.adapter_slots:
+            used.popitem(last=False)
+        return adapter in used
 
 
 class PrefixAware(_Cheapest):
@@ -278,9 +289,14 @@ class Session(_Cheapest):
         under_way = sum(replica.in_flight for replica in replicas)
         bound = max(BATCH, math.ceil(BOUND * (under_way + 1) / len(replicas)))
         free = [replica for replica in replicas if replica.in_flight < bound]
-        return Choice(max(free, key=lambda replica: _weight(request.session, replica.name)))
+        return Choice(_highest(request.session, free))
 
 
-def _weight(session: str, replica: str) -> bytes:
+def _highest(key: str, replicas: Sequence[Load]) -> Load:
+    """The replica that something belongs to, by rendezvous hashing."""
+    return max(replicas, key=lambda replica: _weight(key, replica.name))
+
+
+def _weight(key: str, replica: str) -> bytes:
     # Not Python's hash: routers on other machines, and the next one here, are to agree.
-    return hashlib.blake2b(f"{replica}\0{session}".encode(), digest_size=8).digest()
+    return hashlib.blake2b(f"{replica}\0{key}".encode(), digest_size=8).digest()

@@ -304,6 +304,7 @@ async def test_the_one_used_longest_ago_makes_room(served, root):
     series = (await served.client.get("/metrics")).text.splitlines()
     assert "slipway_adapters_registered 3.0" in series
     assert "slipway_adapters_loaded 2.0" in series
+    assert "slipway_adapter_slots 2.0" in series
     assert any(it.startswith('slipway_adapter_requests_total{adapter="three"}') for it in series)
 
 

@@ -4,6 +4,7 @@
 import pytest
 
 from serving.router.fleet.facts import read
+from serving.router.policy.policies import ADAPTERS
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity
 
 ENGINE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
@@ -68,3 +69,11 @@ def test_by_which_keys_its_caches_are_found():
 def test_when_it_started():
     assert read(b"process_start_time_seconds 1.5e9\n").born == b"1.5e9"
     assert read(b"").born is None
+
+
+@pytest.mark.parametrize(
+    ("metrics", "slots"),
+    [("", ADAPTERS), ("slipway_adapter_slots 4.0\n", 4), ("slipway_adapter_slots 0\n", ADAPTERS)],
+)
+def test_room_for_adapters(metrics, slots):
+    assert read(metrics.encode()).adapter_slots == slots

@@ -11,6 +11,7 @@ from serving.router.policy import kv_index
 from serving.router.policy.kv_index import BlockStored, KvIndex
 from serving.router.policy.policies import (
     ADAPTER_LOAD,
+    AWAY,
     BATCH,
     NEAR,
     PER_REQUEST,
@@ -113,6 +114,30 @@ def test_an_adapter_is_loaded_where_it_is_already():
     assert policy.choose(asked, fleet(has=(many, 0), **other), 1).replica.name == "not"
     policy.forget("has")
     assert policy.choose(asked, fleet(has=(20, 0), **other), 1).replica.name == "not"
+
+
+def test_a_replica_has_as_many_adapters_as_it_has_room_for():
+    policy = PrefixAware(PrefixIndex())
+    for n in range(3):
+        policy.learn(RoutingRequest(tokens=100, adapter=f"a{n}"), "busy", n)
+    replicas = fleet(busy=(NEAR // PER_REQUEST + 1, 0), idle=(0, 0))
+    replicas[0].adapter_slots = 2
+    for adapter, chosen in (("a2", "busy"), ("a1", "busy"), ("a0", "idle")):
+        found = policy.choose(RoutingRequest(tokens=100, adapter=adapter), replicas, 9)
+        assert found.replica.name == chosen, adapter
+
+
+def test_routers_that_do_not_talk_load_an_adapter_on_the_same_replica():
+    one, other = PrefixAware(PrefixIndex()), PrefixAware(PrefixIndex())
+    other.learn(RoutingRequest(tokens=100), "r0", 0)  # it has another order
+    chosen: Counter[str] = Counter()
+    for n in range(300):
+        asked = RoutingRequest(tokens=100, adapter=f"a{n}")
+        (name,) = {it.choose(asked, idle(3), 1).replica.name for it in (one, other)}
+        chosen[name] += 1
+        home = {"r0": (0, 0), "r1": (0, 0), "r2": (0, 0), name: (AWAY // PER_REQUEST + 11, 0)}
+        assert one.choose(asked, fleet(**home), 1).replica.name != name  # which has more to do
+    assert 70 < min(chosen.values()) <= max(chosen.values()) < 130
 
 
 def test_a_prompt_is_queued_until_its_answer_begins_or_should_have():
