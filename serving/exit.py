@@ -95,7 +95,7 @@ _REMEDIES = tuple(
             "set OPTION_TRUST_REMOTE_CODE=true, if you trust the model's code",
         ),
         (
-            r"architectures? .*not supported|no vLLM implementation|failed to be inspected"
+            r"architectures? .*not supported|no vLLM implementation"
             r"|does not recognize this architecture",
             "use a model that vLLM supports: docs.vllm.ai lists them",
         ),
@@ -109,6 +109,11 @@ _REMEDIES = tuple(
             r"\bNCCL\b|ProcessGroup",
             "see that the GPUs reach each other and that /dev/shm is large enough; NCCL_DEBUG=INFO "
             "tells more",
+        ),
+        (
+            r"failed to be inspected|No module named 'torchvision'",
+            "see the lines above; where they name torchvision, which the engine for CPUs has not, "
+            "serve the model on a GPU",
         ),
         (
             r"ModuleNotFoundError|ImportError|undefined symbol",

@@ -170,6 +170,8 @@ KNOWN = [
     ("Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down", "more memory"),
     ("Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting", "more memory"),
     ("RuntimeError: NCCL error in: x.cpp:1", "NCCL_DEBUG"),
+    ("Model architectures ['X'] failed to be inspected. Please check the logs", "on a GPU"),
+    ("ModuleNotFoundError: No module named 'torchvision'", "on a GPU"),
     ("ModuleNotFoundError: No module named 'vllm.pynccl'", "as it was built"),
     ("RuntimeError: aggregated wrongly", "the lines above"),
 ]
