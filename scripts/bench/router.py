@@ -68,7 +68,15 @@ ALONE = Workload("short prompts, one client", 1, 150)
 STREAMS = Workload("64 streams of 50 tokens/s", 64, 150, rate=50)
 FLOOD = Workload("256 streams of 200 tokens/s: 51,200 offered", 256, 150, rate=200)
 LONG = Workload("prompts of 32 KB, concurrency 8", 8, 32_000)
-WORKLOADS = (SMALL, ALONE, STREAMS, FLOOD, LONG)
+LONGER = Workload("prompts of 256 KB, concurrency 8", 8, 256_000)
+WORKLOADS = {
+    "small": SMALL,
+    "alone": ALONE,
+    "streams": STREAMS,
+    "flood": FLOOD,
+    "32k": LONG,
+    "256k": LONGER,
+}
 
 
 class Round(NamedTuple):
@@ -348,6 +356,7 @@ def main() -> None:
     )
     parser.add_argument("--vllm-router", required=True, help="its command")
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES, help="ours to measure")
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=[*WORKLOADS])
     parser.add_argument("--rounds", type=int, default=9, help="2 or more")
     parser.add_argument("--seconds", type=float, default=4, help="of load on one arm in a round")
     parser.add_argument("--before", type=Path, help="a checkout to measure as well")
@@ -357,11 +366,13 @@ def main() -> None:
         f"{psutil.cpu_count()} CPUs; arms in turn: {', '.join((DIRECT, PEER, *options.strategies))}"
     )
     found = {}
-    for workload in WORKLOADS:
+    for name in options.workloads:
+        workload = WORKLOADS[name]
         found[workload] = compare(workload, options)
         report(workload, found[workload])
-    report_targets(found, options.strategies)
-    if options.plot:
+    if {SMALL, ALONE, STREAMS} <= found.keys():
+        report_targets(found, options.strategies)
+    if options.plot and {SMALL, STREAMS} <= found.keys():
         plot(found, options.plot)
 
 

@@ -93,7 +93,7 @@ class Placement:
         self.replica: Replica | None = None
         """The one that it is with."""
 
-    def read(self, request: Request, body: bytes) -> None:
+    def read(self, request: Request, body: bytes | bytearray) -> None:
         """Learn of the request what the strategy wants to know, but for its tokens."""
         self._routing.retries.earn()
         if self.inference:

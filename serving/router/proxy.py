@@ -89,10 +89,9 @@ class ProxiedRequest:
 
     def _read(self) -> None:
         placement, request = self.placement, self._request
-        body = bytes(request.body) if placement.inference else b""
-        placement.read(request, body)
+        placement.read(request, request.body)
         if placement.inference and (tokenise := self._routing.tokenise):
-            self._spawn(self._tokenise, tokenise, body)
+            self._spawn(self._tokenise, tokenise, bytes(request.body))
         else:
             self._choose()
 
@@ -163,7 +162,8 @@ class ProxiedRequest:
         request = self._request
         upstream.send(
             self,
-            (request.head(replica.authority), request.framed()),
+            request.head(replica.authority),
+            request.framed(),
             head_only=request.method == b"HEAD",
             complete=request.complete,
         )

@@ -136,17 +136,18 @@ class Downstream(FlowControl):
             if not self._start:
                 self._start_at = now
             data = self._start + data
-            head, end, _ = data.partition(b"\r\n\r\n")
-            if len(head) > MAX_HEAD:
+            end = data.find(b"\r\n\r\n")
+            if (len(data) if end < 0 else end) > MAX_HEAD:
                 self._refuse(HeadTooLarge(MAX_HEAD))
                 self._advance()
                 return
-            if not end:
+            if end < 0:
                 self._start = data
                 return
             self._start = b""
+            head = data[:end]
             if b"pgrade" in head or b"PGRADE" in head:
-                data = _UPGRADE.sub(b"\r\nx-not-taken:", head) + data[len(head) :]
+                data = _UPGRADE.sub(b"\r\nx-not-taken:", head) + data[end:]
         else:
             self._stuck += len(data)
             self._body_due = min(now + BEHIND_S, self._body_due + len(data) / LEAST_RATE)

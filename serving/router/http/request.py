@@ -113,8 +113,10 @@ class Request:
         self.refusal = refusal
         """Why it is not answered as the client wants."""
         # body
-        self.body = bytearray()
-        """What has come of it and is not sent on yet."""
+        self.body: bytes | bytearray = b""
+        """What has come of it and is not sent on yet. What is here is never changed, but replaced
+        or added to, so that connections can write it without a copy.
+        """
         self.size = 0
         """Bytes that have come."""
         self.complete = False
@@ -168,7 +170,12 @@ class Request:
     def receive(self, body: bytes) -> bool:
         """More of the body has come. Whether there is room to hold it."""
         room = self._buffers.add(body)
-        self.body += body
+        if not self.body:  # mostly it comes at once
+            self.body = body
+        elif isinstance(self.body, bytes):
+            self.body = bytearray().join((self.body, body))
+        else:
+            self.body += body
         self.size += len(body)
         if room and len(self.body) <= buffers.MAX_BODY:
             return True
@@ -192,7 +199,7 @@ class Request:
         self._buffers.bodies -= len(self.body)
         self._buffers.heads -= self._weight
         self._weight = 0
-        self.body = bytearray()
+        self.body = b""
 
     # as it is sent on
 
@@ -222,18 +229,18 @@ class Request:
         line = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority)
         return line + self._head
 
-    def framed(self) -> bytes:
+    def framed(self) -> bytes | bytearray:
         """The body; where it is streamed, what has come of it since the last call, which is
         forgotten here.
         """
-        body = bytes(self.body)
+        body = self.body
         if not self.streamed:
             return body
-        self.body.clear()
+        self.body = b""
         self._buffers.bodies -= len(body)
         self._forwarding = True
         self.forwarded = self.complete
         if self.length is not None:
             return body
-        chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        chunk = b"%x\r\n%b\r\n" % (len(body), bytes(body)) if body else b""
         return chunk + b"0\r\n\r\n" if self.complete else chunk

@@ -6,7 +6,7 @@ ends in the bytes that are passed on httptools does not say, so they are searche
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import httptools
@@ -19,6 +19,9 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade".split()
 )
+
+JOINED = 4096
+"""Bytes of a body below which a copy of it is cheaper than a second buffer for the kernel."""
 
 
 def is_framed(headers: Mapping[bytes, bytes]) -> bool:
@@ -82,7 +85,13 @@ class Upstream(FlowControl):
         self._body: list[bytes] = []  # where it is decoded: what is not passed on yet
 
     def send(
-        self, listener: Listener, request: Sequence[bytes], *, head_only: bool, complete: bool
+        self,
+        listener: Listener,
+        head: bytes,
+        body: bytes | bytearray,
+        *,
+        head_only: bool,
+        complete: bool,
     ) -> None:
         """Send a request. head_only: it is a HEAD request, whose answer has no body. complete:
         whether this is all of it.
@@ -90,9 +99,12 @@ class Upstream(FlowControl):
         self._listener = listener
         self._request_sent = complete
         self._reset(head_only=head_only)
-        self.transport.write(b"".join(request))
+        if len(body) < JOINED:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
 
-    def send_more(self, data: bytes, *, complete: bool) -> None:
+    def send_more(self, data: bytes | bytearray, *, complete: bool) -> None:
         """Send more of the request's body, framed. complete: whether that is the last of it."""
         self._request_sent = complete
         self.transport.write(data)

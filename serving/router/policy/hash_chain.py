@@ -6,14 +6,16 @@ which are forked from one and so hash alike.
 """
 
 import bisect
+import struct
 from collections.abc import Callable, Sequence
 
 
-def links(content: bytes, width: int, start: int) -> list[int]:
+def links(content: bytes | memoryview, width: int, start: int) -> list[int]:
     """A hash for each whole piece of `width` bytes, which covers all before it, and the start."""
     chain = []
-    for place in range(0, len(content) - width + 1, width):
-        start = hash((start, content[place : place + width]))
+    whole = memoryview(content)[: len(content) // width * width]
+    for (piece,) in struct.iter_unpack(f"{width}s", whole):
+        start = hash((start, piece))
         chain.append(start)
     return chain
 

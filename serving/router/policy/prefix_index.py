@@ -25,7 +25,7 @@ MOST_LINKS = 250_000
 """Of one cache, some 25 MB: 32 million tokens."""
 
 
-def chain(prompt: bytes, seed: object) -> list[int]:
+def chain(prompt: bytes | memoryview, seed: object) -> list[int]:
     """A link for each whole chunk of the prompt. seed: what else has to be equal."""
     return links(prompt, CHUNK, hash(seed))
 
@@ -46,7 +46,14 @@ class _Caches:
         engine = _count(DEFAULT_TOKENS if capacity.engine is None else capacity.engine)
         memory = max(engine, _count(capacity.memory))
         disk = max(memory, _count(capacity.disk))
-        self._sizes = engine, memory - engine, disk - memory
+        sizes = engine, memory - engine, disk - memory
+        # What each drops goes to the next one that has room at all.
+        below: OrderedDict[int, float] | None = None
+        overflows = []
+        for level, size in zip(reversed(self._levels), reversed(sizes), strict=True):
+            overflows.append((level, size, below))
+            below = level if size else below
+        self._overflows = overflows[::-1]
         self._memory, self._disk = bool(capacity.memory), bool(capacity.disk)
 
     def insert(self, chain: Sequence[int], until: float) -> None:
@@ -57,12 +64,11 @@ class _Caches:
             engine.move_to_end(link)
             for level in others:
                 level.pop(link, None)
-        for place, size in enumerate(self._sizes):
-            level = self._levels[place]
-            while len(level) > size:
+        for level, size, below in self._overflows:
+            for _ in range(len(level) - size):
                 link, last = level.popitem(last=False)
-                if place < 2:
-                    self._levels[place + 1][link] = last
+                if below is not None:
+                    below[link] = last
 
     def held(self) -> tuple[int, int, int]:
         """How many links each cache has; memory and disk have those of the caches before, too."""

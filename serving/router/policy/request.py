@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What strategies know of a request, and how it is read from its headers and body.
 
-Of a JSON body only the keys that matter are looked at, in one decoding, and prompts stay the bytes
-they are. Bodies are judged by the replicas: what cannot be read here goes its way all the same.
+Of a JSON body only the keys that matter are looked at, and prompts stay the bytes that they are,
+where they are. Bodies are judged by the replicas: what cannot be read here goes its way all the
+same.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import cast
 from urllib.parse import parse_qs
 
@@ -53,7 +54,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its answer is."""
 
 
-Reader = Callable[[Mapping[bytes, bytes], bytes, bytes, str | None], RoutingRequest]
+Body = bytes | bytearray
+Reader = Callable[[Mapping[bytes, bytes], Body, bytes, str | None], RoutingRequest]
 """Reads a request's headers, by their names in lower case, its body, its target and its tenant."""
 
 
@@ -69,7 +71,17 @@ class _Keys(msgspec.Struct):
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     inputs: msgspec.Raw = _NONE
+    input: msgspec.Raw = _NONE
     request_type: msgspec.Raw = msgspec.field(default=_NONE, name="requestType")
+
+
+class _Message(msgspec.Struct):
+    """One of `messages`, as far as it may have media."""
+
+    content: msgspec.Raw = _NONE
+
+
+_messages = msgspec.json.Decoder(list[_Message]).decode
 
 
 class RequestReader:
@@ -100,7 +112,7 @@ class RequestReader:
             bases=(_Keys,),
             rename=fields,
         )
-        self._decode = cast(Callable[[bytes], _Keys], msgspec.json.Decoder(body).decode)
+        self._decode = cast(Callable[[Body], _Keys], msgspec.json.Decoder(body).decode)
         self._unreadable = cast(_Keys, body())
         self._session_headers = headers
         self._session_fields = tuple(fields)
@@ -111,7 +123,7 @@ class RequestReader:
     def read(
         self,
         headers: Mapping[bytes, bytes],
-        body: bytes,
+        body: Body,
         target: bytes = b"",
         tenant: str | None = None,
     ) -> RoutingRequest:
@@ -122,15 +134,18 @@ class RequestReader:
             keys = self._decode(body)
         except _UNREADABLE:
             keys = self._unreadable
-        prompt = bytes(keys.prompt) or bytes(keys.inputs) or bytes(keys.messages) or body
-        if keys.system:
-            prompt = bytes(keys.system) + prompt
+        given = keys.prompt or keys.inputs or keys.messages or keys.input
+        prompt = memoryview(given or body)
+        tokens = _tokens(prompt, body, chat=bool(given) and given is keys.messages)
+        if system := bytes(keys.system):
+            prompt = memoryview(system + prompt)
+            tokens += len(system) // BYTES_PER_TOKEN
         adapter = self._adapter(headers, keys, target)
         # What else decides whether KV caches of equal prompts are one.
         tools = bytes(keys.tools)
         seed = (adapter, tenant, bytes(keys.cache_salt), tools)
         return RoutingRequest(
-            tokens=_tokens(prompt) + len(tools) // BYTES_PER_TOKEN,
+            tokens=tokens + len(tools) // BYTES_PER_TOKEN,
             chain=chain(prompt, seed) if self._chained else (),
             model=self._model(keys),
             adapter=adapter,
@@ -186,12 +201,30 @@ def _text(raw: msgspec.Raw) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _tokens(prompt: bytes) -> int:
-    """About how many tokens a prompt has."""
-    size = len(prompt)
-    media = 0
-    if b'"data:' in prompt:
-        for medium in _MEDIA.finditer(prompt):
+def _tokens(prompt: memoryview, body: Body, *, chat: bool) -> int:
+    """About how many tokens a prompt has. chat: whether it is the body's messages."""
+    size, media = len(prompt), 0
+    for part in _with_media(prompt, body, chat=chat):
+        for medium in _MEDIA.finditer(part):
             size -= len(medium[0])
             media += _MEDIA_TOKENS
     return size // BYTES_PER_TOKEN + media
+
+
+def _with_media(
+    prompt: memoryview, body: Body, *, chat: bool
+) -> Iterable[memoryview | msgspec.Raw]:
+    """The parts of a prompt that can have media. To search a long text for one costs more than all
+    else that is done with it, and a text has none: its quotes are escaped.
+    """
+    if prompt[:1].tobytes() == b'"':
+        return ()
+    if not chat:
+        return (prompt,)
+    if body.find(b"[", body.find(b"[") + 1) < 0:  # no list but that of the messages
+        return ()
+    try:
+        contents = [message.content for message in _messages(prompt)]
+    except _UNREADABLE:
+        return (prompt,)
+    return [content for content in contents if memoryview(content)[:1].tobytes() == b"["]

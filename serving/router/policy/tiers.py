@@ -39,9 +39,9 @@ class Held(NamedTuple):
         """tokens: the prompt's."""
         held, before = [], 0
         for upto in reach:
-            upto = min(upto, tokens)
-            held.append(max(upto - before, 0))
-            before = max(upto, before)
+            further = min(upto, tokens) - before if upto > before else 0
+            held.append(further)
+            before += further
         return cls(*held)
 
 
@@ -67,8 +67,12 @@ class Prices(NamedTuple):
 
     def work(self, tokens: int, held: Held) -> int:
         """What a prompt of so many tokens costs a replica that holds these of them."""
-        loaded = zip(held[1:], self, strict=True)
-        return round(tokens - held.tokens + sum(count * min(price, 1.0) for count, price in loaded))
+        engine, *loaded = held
+        left = float(tokens - engine)
+        for count, price in zip(loaded, self, strict=True):
+            if count and price < 1.0:
+                left -= count * (1.0 - price)
+        return round(left)
 
 
 DEFAULT_PRICES = Prices()

@@ -120,10 +120,25 @@ def test_sessions(key, body, headers, session):
     assert asked(body, headers, RequestReader("session", key, ()).read).session == session
 
 
-def test_images_do_not_count_as_text():
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
-    found = asked({"messages": [{"role": "user", "content": [image, image]}]})
-    assert 2_000 <= found.tokens < 2_100
+URL = "data:image/png;base64," + "A" * 400_000
+IMAGE = {"type": "image_url", "image_url": {"url": URL}}
+TURN = {"role": "user", "content": [IMAGE, IMAGE]}
+
+
+@pytest.mark.parametrize(
+    ("body", "least"),
+    [
+        ({"messages": [TURN]}, 2_000),
+        ({"messages": [{"role": "system", "content": LONG}, TURN]}, 2_000 + len(LONG) // 4),
+        ({"input": [TURN]}, 2_000),
+        ({"image": URL}, 1_000),
+        ({"messages": [{"role": "user", "content": json.dumps(IMAGE)}]}, 100_000),  # a text
+        ({"tools": [], "messages": [{"role": "user", "content": json.dumps(IMAGE)}]}, 100_000),
+        ({"prompt": json.dumps(IMAGE)}, 100_000),
+    ],
+)
+def test_images_do_not_count_as_text_unless_they_are_text(body, least):
+    assert least <= asked(body).tokens < least + 100
 
 
 @pytest.mark.parametrize(
