@@ -2,9 +2,25 @@
 """The engine's own formats, OpenAI's and Anthropic's: bodies and answers pass untouched."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from handlers.records import EngineCall
+
+_ONE_TOKEN = {"max_tokens": 1, "stream": False}
+_ONE_SEQUENCE = {
+    **_ONE_TOKEN,
+    **{"n": 1, "min_tokens": 0, "use_beam_search": False},
+    **dict.fromkeys(("stream_options", "logprobs", "prompt_logprobs")),
+}
+PROMPT_ALONE: Mapping[str, Mapping[str, object]] = {
+    "/v1/completions": {**_ONE_SEQUENCE, "echo": False},
+    "/v1/chat/completions": {
+        **_ONE_SEQUENCE,
+        **{"max_completion_tokens": None, "top_logprobs": 0},
+    },
+    "/v1/messages": _ONE_TOKEN,
+}
+"""By path, the keys with which the engine computes a body's prompt and little else."""
 
 
 @functools.cache

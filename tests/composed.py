@@ -28,6 +28,7 @@ _KINDS = {"Counter", "CounterMetricFamily", "Gauge", "GaugeMetricFamily", "Histo
 _OF_INFO = {
     "slipway_build": frozenset(("version", "vllm", "lmcache")),
     "slipway_tenants": frozenset(("header",)),
+    "slipway_role": frozenset(("role",)),
 }
 """Labels that are given when a server begins, not when the series is declared."""
 

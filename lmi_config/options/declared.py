@@ -875,6 +875,22 @@ class Settings:
         default=300,
         help="Idle timeout between bytes of an answer, in seconds.",
     )
+    server_role: str = _option(
+        choice("both", "prefill", "decode"),
+        "OPTION_SERVER_ROLE",
+        section=Section.ROUTER,
+        default="both",
+        help="What `route` has this server do: `prefill` computes long prompts for the servers "
+        "that `decode`, which load them from the shared KV store (OPTION_KV_L2_URL).",
+    )
+    router_prefill_tokens: int = _option(
+        integer(low=1),
+        "OPTION_ROUTER_PREFILL_TOKENS",
+        section=Section.ROUTER,
+        default=4096,
+        help="A prompt with at least so many tokens that a `decode` server has not cached is "
+        "computed on a `prefill` server first. Needs OPTION_ROUTER_SECRET.",
+    )
     kv_events: bool = _option(
         boolean,
         "OPTION_KV_EVENTS",

@@ -120,6 +120,11 @@ def faults(settings: Settings) -> list[str]:
             "OPTION_LMCACHE_AUTO_CONFIG and OPTION_LMCACHE_CONFIG_FILE exclude each other; leave "
             "the file out, or set OPTION_LMCACHE_AUTO_CONFIG=false"
         )
+    if settings.server_role != "both" and not settings.router_secret:
+        found.append(
+            f"{_role(settings)} needs OPTION_ROUTER_SECRET, here and at the router: by it the "
+            "server knows which prompts the router has it compute for others"
+        )
     config = settings.kv_transfer_config
     if config is not None and "kv_connector" in config and "kv_role" not in config:
         found.append(
@@ -131,6 +136,23 @@ def faults(settings: Settings) -> list[str]:
             "would need another; leave it out, or the options for tiers"
         )
     return found
+
+
+def _role(settings: Settings) -> str:
+    return f"{settings.named('server_role')}={settings.server_role}"
+
+
+def handover_faults(settings: Settings, tiers: "Tiers | NoTiers") -> list[str]:
+    """Why a server with a role can never hand KV over. Without room for tiers it serves all the
+    same, and the router says that it shares nothing.
+    """
+    shares = tiers.shared is not None if isinstance(tiers, Tiers) else wanted(settings)
+    if settings.server_role == "both" or shares:
+        return []
+    return [
+        f"{_role(settings)}: KV is handed over through a shared store, and there is none; name the "
+        "same OPTION_KV_L2_URL on all servers"
+    ]
 
 
 def plan(

@@ -130,6 +130,8 @@ def make(
         raise SettingsError(faults)
     cached = budget.with_cache_server()
     tiers = kv_tiers.plan(settings, machine, spread, model, cached, environ, lmcache_file, to_fetch)
+    if faults := kv_tiers.handover_faults(settings, tiers):
+        raise SettingsError(faults)
     derived: dict[str, Any] = vllm.parsers(settings, chat)
     cache_environment: dict[str, str] = {}
     if budget.kv is not None:

@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from scripts.routing_sim import combined
+from scripts.routing_sim import apart, combined
 from scripts.routing_sim.model import REPLICAS
 from scripts.routing_sim.report import Found, plot, run, targets
 from scripts.routing_sim.rivals import ARMS, BASE, OURS
@@ -43,6 +43,7 @@ def main() -> None:
     tiers.add_argument("--users", type=int, help="at a time (default: by size)")
     price = "of one replica's machine, in $ (default: %(default)s)"
     tiers.add_argument("--price-per-hour", type=float, default=40.0, help=price)
+    parser.add_argument("--apart", action="store_true", help="prefill and decode apart, that alone")
     options = parser.parse_args()
     if options.price_per_hour < 0:
         parser.error(f"--price-per-hour {options.price_per_hour:g}: is 0 or more")
@@ -50,6 +51,10 @@ def main() -> None:
         parser.error(f"--users {options.users}: is 1 or more")
     if options.combined:
         run_combined(options)
+        return
+    if options.apart:
+        seconds = apart.SECONDS / (2 if options.quick else 1)
+        apart.run(seconds, options.seeds or 1, say=partial(print, flush=True))
         return
     cases = workloads(options.quick)
     seeds = options.seeds or (1 if options.quick else 3)

@@ -8,13 +8,16 @@ from scripts.routing_sim.engine import Clock, Engine, Run
 from scripts.routing_sim.model import BLOCK, Case, Prompt, Request, chain
 from scripts.routing_sim.rivals import ARMS, WITH_EVENTS
 from scripts.routing_sim.tiers import Shared, Tiers
+from serving.router.policy import phases
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
-from serving.router.policy.policies import Load
+from serving.router.policy.policies import Choice, Load
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
 EVENTS_S = 0.005
 """How old KV events are when they arrive."""
+HANDOVER_S = 2.0
+"""How long a prompt's KV is waited for where it is handed over."""
 WARM_UP, DRAIN_S, DOWN_S = 1 / 3, 60.0, 20.0
 """The share of a run that only fills caches; seconds after the last request in which all may end;
 seconds that a lost replica is away."""
@@ -36,8 +39,12 @@ class Fleet:
         self._up: list[Load] = []
         self._runs: dict[Run, None] = {}
         self._l2 = Shared(case.l2) if case.l2 else None
+        self._prefilling: list[Load] = []
+        self._prefills: dict[Run, Request] = {}
         for number in range(case.replicas):
             self._add(f"replica{number}", 1 if number else case.slow)
+        if case.apart:
+            self._prefilling = [self._up.pop() for _ in range(case.apart.replicas)]
         if case.restart:
             self.clock.at(case.seconds * (1 + WARM_UP) / 2, self._restart)
 
@@ -71,19 +78,35 @@ class Fleet:
         self.requests.append(request)
         self._send(request)
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: Request, divisible: bool = True) -> None:
         now = self.clock.now
         answer = (-request.parts[-1][0], request.output)
         links = chain((*request.parts, answer), BLOCK, request.adapter)
         prompt = Prompt.of(request, links, self._listens)
-        load, held = self._policy.choose(prompt, self._up, now)
+        choice = self._policy.choose(prompt, self._up, now)
+        apart = self.case.apart
+        first = None
+        if divisible and apart and prompt.tokens - choice.held.tokens >= apart.least:
+            first = phases.prefills(self._policy, prompt, choice, self._prefilling, now)
+        if first:
+            # A second token, as an engine's run has one that is decoded: one short step.
+            run = self._run(Request(now, request.parts, 2), prompt, links, first, now)
+            self._prefills[run] = request
+            return
+        request.replica = choice.replica.name
+        self._run(request, prompt, links, choice, now)
+
+    def _run(
+        self, request: Request, prompt: Prompt, links: list[int], choice: Choice, now: float
+    ) -> Run:
+        load, held = choice
         self._policy.learn(prompt, load.name, now)
         work = load.begin(prompt.tokens, held, streamed=True, now=now)
-        request.replica = load.name
         engine = self._engines[load.name]
         run = Run(request, prompt.tokens, links, engine, load, work)
         self._runs[run] = None
         self.clock.at(now + self.case.profile.overhead_s, partial(engine.receive, run))
+        return run
 
     def first(self, run: Run) -> None:
         """The answer's first byte."""
@@ -94,6 +117,11 @@ class Fleet:
         run.load.end(run.work)
         run.request.end = self.clock.now
         del self._runs[run]
+        if request := self._prefills.pop(run, None):
+            stored = self._l2.stored_at(run.links, run.tokens) if self._l2 else 0.0
+            at = min(max(stored, self.clock.now), self.clock.now + HANDOVER_S)
+            self.clock.at(at, partial(self._send, request, divisible=False))
+            return
         follows = run.request.after and run.request.after(self.clock.now)
         if follows and follows.at < self.case.seconds:
             self.clock.at(follows.at, partial(self._arrive, follows))

@@ -128,11 +128,19 @@ class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
 
 
 @dataclass(frozen=True)
+class Apart:
+    """replicas: that only prefill, of all. least: uncached tokens of prompts that they compute."""
+
+    replicas: int
+    least: int
+
+
+@dataclass(frozen=True)
 class Case:
     """A workload at a load, which is requests/s or users. slow: how many times as long the first
     replica takes. restart: whether one is lost in the middle of what is measured. replicas: how
-    many there are; adapter_slots: adapters that each keeps. l1: memory behind
-    each engine's cache; l2: the store behind all of them.
+    many there are; adapter_slots: adapters that each keeps. l1: memory behind each engine's cache;
+    l2: the store behind all of them. apart: prefill and decode apart.
     """
 
     name: str
@@ -146,3 +154,4 @@ class Case:
     adapter_slots: int = 8
     l1: Tier | None = None
     l2: Tier | None = None
+    apart: Apart | None = None

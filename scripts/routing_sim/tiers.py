@@ -40,6 +40,10 @@ class Chunks:
     def has(self, link: int, now: float) -> bool:
         return self._since.get(link, now + 1) <= now
 
+    def since(self, link: int) -> float:
+        """Since when it can be read, 0 where it is not here."""
+        return self._since.get(link, 0.0)
+
     def add(self, links: Sequence[int], since: float) -> None:
         """Those that are there already are only used again. The first of them go last, since the
         others are of no use without them.
@@ -60,6 +64,11 @@ class Shared:
     def __init__(self, tier: Tier) -> None:
         self.tier, self.chunks = tier, Chunks(tier.tokens)
         self._reads, self._writes = Link(), Link()
+
+    def stored_at(self, links: Sequence[int], tokens: int) -> float:
+        """When all of a prompt's blocks are here; at once where some never will be."""
+        ends = links[CHUNK - 1 : tokens // BLOCK : CHUNK]
+        return max((self.chunks.since(link) for link in ends), default=0.0)
 
     def links(self) -> tuple[Link, Link]:
         """A replica's: to read and to write."""

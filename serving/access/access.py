@@ -11,7 +11,7 @@ import msgspec
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access import keys
-from serving.access.caller import ANYBODY, Caller
+from serving.access.caller import ANYBODY, Caller, Phase
 from serving.access.follow import follow
 from serving.access.identity import Signer
 from serving.access.keys import Key, Keys
@@ -109,13 +109,14 @@ class Access:
     def _guards(self) -> bool:
         return self.closed or bool(self._single)
 
-    def identity(self, caller: Caller) -> bytes | None:
-        """What tells a server who sends the request that is passed on to it, and that its limits
-        were looked at; None where it reads the client's credentials itself.
+    def identity(self, caller: Caller, phase: Phase = "") -> bytes | None:
+        """What tells a server who sends the request that is passed on to it, that its limits were
+        looked at, and which phase of it the server is to do; None where it reads the client's
+        credentials itself.
         """
         if not self._signer:
             return None
-        return self._signer.signed(msgspec.structs.replace(caller, counted=True))
+        return self._signer.signed(msgspec.structs.replace(caller, counted=True, phase=phase))
 
     def own_headers(self) -> dict[str, str]:
         """The headers by which a router may ask its servers what it wants to know."""

@@ -4,6 +4,7 @@ signed, are read into.
 """
 
 import re
+from typing import Literal
 
 import msgspec
 
@@ -23,13 +24,19 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     concurrent: int | None = None
 
 
+Phase = Literal["", "prefill", "decode"]
+"""Of a request that a router has two servers answer: one computes its prompt, and the other loads
+what that has stored. "" for all of it.
+"""
+
+
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who sends a request.
 
     name: its key's, "" where nobody has to have one. tenant: those who share caches, None where a
     key says nothing of it. models, adapters: the names that may be asked for, None for all.
     priority: at the engine, the lowest first. admin: whether it may administer. counted: whether a
-    router has held it to its limits already.
+    router has held it to its limits already. phase: what of its request a router has a server do.
     """
 
     name: str = ""
@@ -40,6 +47,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     admin: bool = False
     limits: Limits = Limits()
     counted: bool = False
+    phase: Phase = ""
 
     @property
     def limited(self) -> bool:

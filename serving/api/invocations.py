@@ -14,7 +14,7 @@ from lmi_config.options.declared import Settings
 from serving.aio import in_thread
 from serving.api.parts import answer_lines, answer_list
 from serving.api.sessions import Sessions
-from serving.errors import InternalFunction
+from serving.errors import BadRequest, InternalFunction
 from serving.http.bodies import header
 from serving.inference.custom_handler import CustomHandlerCall
 from serving.inference.fields import RequestFields, bad_request, fields
@@ -61,6 +61,8 @@ class Invocations:
         self, handler: UserCode, client: ClientRequest, call: HttpCall, pipeline: Pipeline
     ) -> None:
         """Have the model's own handler answer, or the engine what that leaves to it."""
+        if client.record.caller.phase == "prefill":
+            raise BadRequest("what this model's model.py answers is not computed for other servers")
         pipeline.require_permission(client, "")
         pipeline.admission.require_places(0, room=False)  # the engine's does not help it
         send = await self._sessions.joined(client)

@@ -76,6 +76,11 @@ class Usage:
         return found
 
 
+HANDED_OVER = "slipway_handed_over"
+"""The key of a call's kv_transfer_params that says that another server has just computed the call's
+prompt, whose KV is in the shared store by now or in a moment.
+"""
+
 USAGE: ContextVar[Usage | None] = ContextVar("usage", default=None)
 """Of the call that is being made."""
 

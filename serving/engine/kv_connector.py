@@ -9,6 +9,8 @@ vLLM has forgotten. What LMCache's connector (0.5.6) leaves to chance is decided
   try. LMCache reports blocks, those too that other requests share and compute with.
 - Nothing that storing or loading raises leaves a worker's step.
 - A request's blocks are freed once, when nobody reads or writes them any more (see Transfers).
+- A prompt that another server has just computed is stored behind that one's answer. So it is looked
+  up again for a moment, until all of it is there.
 - A request waits for the tiers for a limited time only. LMCache waits for the server's answer
   however long a store behind it takes; a store that hangs would hold every request.
 """
@@ -27,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
 from serving.engine import kv_copy
+from serving.engine.base import HANDED_OVER
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -53,6 +56,12 @@ work. An answer from memory takes a few milliseconds.
 """
 STORE_PAUSE_S = 0.002
 """Between two such answers that a store is being read."""
+HANDOVER_LIMIT_S = 2.0
+"""How long a prompt that another server has computed is looked up again. That one copies some 3 GB
+of a large model's KV meanwhile; what takes longer is computed here.
+"""
+HANDOVER_PAUSE_S = 0.01
+"""Between two such look-ups."""
 END_LIMIT_S = 1.0
 """For the server to acknowledge that an engine ends; it need not."""
 MOST_REPORTS = 10_000
@@ -94,6 +103,35 @@ class Transfers:
         return going_on, free
 
 
+class HandOvers:
+    """The scheduler's record of the prompts that other servers have computed, and that it looks up
+    again. Once one did not come, the others wait for the short limit until one does.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, tuple[float, float]] = {}
+        """When each was looked up first, and when it may be looked up again."""
+        self.in_vain = False
+
+    def is_early(self, request_id: str, now: float) -> bool:
+        """Whether it was looked up a moment ago."""
+        return request_id in self.requests and now < self.requests[request_id][1]
+
+    def try_again(self, request_id: str, complete: bool, now: float) -> bool:
+        """Whether to look a prompt up again. complete: whether all of it was found."""
+        began, _ = self.requests.get(request_id, (now, now))
+        limit = UNRESPONSIVE_LIMIT_S if self.in_vain else HANDOVER_LIMIT_S
+        again = not complete and now - began < limit
+        if not again:
+            self.in_vain = not complete
+        self.requests[request_id] = began, now + HANDOVER_PAUSE_S * again
+        return again
+
+    def end(self, request_id: str) -> None:
+        """The request has ended."""
+        self.requests.pop(request_id, None)
+
+
 class _Reported(dict[str, None]):
     """The set of requests that a worker has reported last, so that it reports none twice. LMCache
     keeps all of them for ever; they come again within a few steps, if at all.
@@ -122,6 +160,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         super().__init__(vllm_config, role, kv_cache_config)
         self._report_request_errors = True
         self._transfers = Transfers()
+        self._handovers = HandOvers()
         self._failed_loads: set[str] = set()
         if role == KVConnectorRole.WORKER:
             self.worker_adapter._returned_finished = _Reported()
@@ -135,6 +174,8 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
     ) -> tuple[int | None, bool]:
         if request.request_id in self._failed_loads:
             return self._bypass(request)
+        if self._handovers.is_early(request.request_id, monotonic()):
+            return None, True
         tracker = self.request_trackers.get(request.request_id)
         began = (tracker and tracker.lookup_started_at) or monotonic()
         match: tuple[int | None, bool]
@@ -152,7 +193,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
             # A prompt shorter than a chunk is answered at once, whatever hangs.
             if request.num_tokens >= adapter.lmcache_tokens_per_chunk:
                 self._unresponsive = not match[0] and waited > SERVER_LIMIT_S
-            return match
+            return (None, True) if self._is_coming(request, num_computed_tokens) else match
         acknowledged = request.request_id not in adapter._unacked_lookups
         limit = STORE_LIMIT_S if acknowledged else SERVER_LIMIT_S
         if waited < (UNRESPONSIVE_LIMIT_S if self._is_hurried(request, began) else limit):
@@ -177,6 +218,31 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         return monotonic() < deadline and all(
             future.wait(max(deadline - monotonic(), 0)) for future in futures
         )
+
+    def _is_coming(self, request: "Request", computed: int) -> bool:
+        """Whether the rest of a prompt is to be looked up again, since another server has just
+        computed it. computed: tokens that the engine has.
+        """
+        if not (request.kv_transfer_params or {}).get(HANDED_OVER):
+            return False
+        adapter, name = self.scheduler_adapter, request.request_id
+        tracker = self.request_trackers[name]
+        if tracker.state == LMCacheMPRequestState.BYPASS_LMCACHE:
+            return False
+        found = adapter._finished_lookup_results.get(name, 0)
+        chunk = adapter.lmcache_tokens_per_chunk
+        whole = (request.num_prompt_tokens - 1) // chunk * chunk
+        complete = max(found, computed) >= whole or not adapter.is_healthy
+        if not self._handovers.try_again(name, complete, monotonic()):
+            return False
+        if found:
+            adapter.free_lookup_locks(
+                *(tracker.get_token_ids(), 0, found, name),
+                *(tracker.cache_salt, tracker.request_configs),
+            )
+        adapter.cleanup_lookup_result(name)
+        self.request_trackers.pop(name)
+        return True
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Any:
         self._is_idle = not scheduler_output.total_num_scheduled_tokens
@@ -222,7 +288,8 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         if kept:
             self._transfers.end(request.request_id)
         self._failed_loads.discard(request.request_id)
-        return kept, parameters
+        self._handovers.end(request.request_id)
+        return kept, parameters or None  # which would stand in the client's answer
 
     # in the workers
 

@@ -212,16 +212,16 @@ def fields_of_json(body: bytes) -> RequestFields | None:
         return None
 
 
-def with_texts(body: bytes, **texts: str | int) -> bytes:
+def with_keys(body: bytes, **keys: object) -> bytes:
     """The JSON object with these keys, whatever it had under them: the last of two equal keys
     counts (vLLM reads bodies with Python's json). What is no object stays as it is.
     """
     start = body.rstrip()
-    if not texts or not start.endswith(b"}"):
+    if not keys or not start.endswith(b"}"):
         return body
     start = start[:-1].rstrip()
     comma = b"" if start.endswith(b"{") else b","
-    return b"".join((start, comma, msgspec.json.encode(texts)[1:]))
+    return b"".join((start, comma, msgspec.json.encode(keys)[1:]))
 
 
 def given(value: msgspec.Raw) -> bool:

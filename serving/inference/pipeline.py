@@ -4,22 +4,23 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.types import Receive, Send
 
+from handlers.openai import PROMPT_ALONE
 from handlers.records import EngineCall, FormatError
 from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.access.limits import Limiter
-from serving.engine.base import USAGE, Engine, Tokens, Usage
+from serving.engine.base import HANDED_OVER, USAGE, Engine, Tokens, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
 from serving.errors import BadRequest, NotFound, NotReady
 from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
-from serving.inference.fields import RequestFields, bad_request, fields, formats, with_texts
+from serving.inference.fields import RequestFields, bad_request, fields, formats, with_keys
 from serving.inference.queue import QUEUED, FairQueue, Ticket
 from serving.inference.relay import Relay
 from serving.inference.request import NAMED_EVENTS, ClientRequest, HttpCall, InferenceRequest
@@ -119,7 +120,8 @@ class Pipeline:
     ) -> None:
         """Have a request answered, or share the answer to an equal one that is under way."""
         admitted, key = client.admitted, None
-        if 0 < len(header(client.scope, protocol.INFERENCE_ID)) <= 64:
+        prefill = client.record.caller.phase == "prefill"  # nobody else's answer
+        if not prefill and 0 < len(header(client.scope, protocol.INFERENCE_ID)) <= 64:
             with admitted.raising():
                 key = await shared_key(client, self._tenants)
         if not key:
@@ -161,7 +163,8 @@ class Pipeline:
                 if self.engine.failure:
                     raise NotReady("the engine failed while the request waited for it")
                 request.begun()
-                formatter = self._code(adapter, "output")
+                prefill = request.client.record.caller.phase == "prefill"
+                formatter = None if prefill else self._code(adapter, "output")
                 await Relay(request, call, adapter, formatter).run(self.engine.app)
             finally:
                 USAGE.reset(before)
@@ -169,8 +172,12 @@ class Pipeline:
                 self._account(request, adapter, usage.tokens)
 
     def _account(self, request: InferenceRequest, adapter: Adapter | None, tokens: Tokens) -> None:
-        """Charge a call's tokens to whoever has sent it, whatever became of the answer."""
+        """Charge a call's tokens to whoever has sent it, whatever became of the answer. Those of a
+        prompt that is computed for another server are charged there.
+        """
         client = request.client
+        if client.record.caller.phase == "prefill":
+            return
         tenant = (self.tenant(client) or "").removeprefix("\0")
         client.record.used(tenant, adapter.name if adapter else "", *tokens)
         self._limiter.charge(client.record.caller, tokens.prompt + tokens.generated)
@@ -267,19 +274,24 @@ class Pipeline:
         allowed = settings.allowed_media_domains
         named = call.path not in protocol.AGENTS_PATHS
         body = await media.prepared(call.body, allowed, settings.max_request_size, salt, named)
-        texts: dict[str, str | int] = {}
+        keys: dict[str, object] = {}
         if salt and call.path not in protocol.TOKENIZER_PATHS:
-            texts["cache_salt"] = salt
+            keys["cache_salt"] = salt
         caller = request.client.record.caller
         if caller.name and settings.engine.get("scheduling_policy") == "priority":
-            texts["priority"] = caller.priority  # in the place of the client's own
+            keys["priority"] = caller.priority  # in the place of the client's own
         if adapter:
             request.client.record.adapter = adapter.name
-            texts["model"] = adapter.inner
+            keys["model"] = adapter.inner
         elif request.adapter == "":
-            texts["model"] = self._model_name
-        if texts or body is not call.body:
-            call = dataclasses.replace(call, body=with_texts(body, **texts))
+            keys["model"] = self._model_name
+        if caller.phase == "prefill":
+            keys |= _prompt_alone(call)
+            call = dataclasses.replace(call, reply=None)
+        elif caller.phase == "decode" and call.path in PROMPT_ALONE:
+            keys["kv_transfer_params"] = {HANDED_OVER: True}
+        if keys or body is not call.body:
+            call = dataclasses.replace(call, body=with_keys(body, **keys))
         return call, call_fields.sequences(call.path)
 
     def _check(self, call: EngineCall, found: RequestFields) -> None:
@@ -316,3 +328,12 @@ class Pipeline:
         if self._settings.engine.get("scheduling_policy") == "priority":
             return concurrency + self._settings.job_queue_size
         return concurrency + math.ceil(concurrency * AHEAD)
+
+
+def _prompt_alone(call: EngineCall) -> Mapping[str, object]:
+    """The keys with which the engine computes a call's prompt alone. Raises BadRequest where it
+    would have to do more.
+    """
+    if call.path not in PROMPT_ALONE:
+        raise BadRequest(f"prompts on {call.path} are not computed for other servers")
+    return PROMPT_ALONE[call.path]

@@ -130,6 +130,8 @@ class AccessRecord:
             facts["key"] = self.caller.name
         if self.caller.tenant:
             facts["tenant"] = self.caller.tenant
+        if self.caller.phase:
+            facts["phase"] = self.caller.phase
         if self.adapter:
             facts["adapter"] = redacted(self.adapter)
         if self.error:

@@ -29,6 +29,16 @@ PROMPT_TOKENS = Counter("slipway_router_prompt_tokens", "Prompt tokens, about.")
 CACHED_TOKENS = Counter(
     "slipway_router_cached_tokens", "Prompt tokens that their replica was expected to have cached."
 )
+PREFILLS = Counter(
+    "slipway_router_prefills",
+    "Long prompts for servers that decode: handed over by one that prefills, or why that was not.",
+    ["end"],
+)
+PREFILL = Histogram(
+    "slipway_router_prefill_seconds",
+    "What it took to have a prompt computed that was handed over.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+)
 USAGE = Counter(
     "slipway_router_usage_tokens",
     "Tokens that answers say they have used, as an endpoint picker sees them pass.",

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from serving.access.caller import Caller, Phase
 from serving.access.limits import Limiter
 from serving.errors import NotReady
 from serving.router import metrics
@@ -20,10 +21,12 @@ from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.request import Request
 from serving.router.metrics import Tally
 from serving.router.peers import Peers
+from serving.router.policy import phases
 from serving.router.policy.policies import Choice, Policy, Work
 from serving.router.policy.request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
+from serving.router.routes import generates
 from serving.router.session_affinity import SessionAffinity
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,10 @@ class Routing:
     read: Reader
     tokenise: Tokenise | None
     """Adds a request's tokens, where the strategy wants them."""
+    identity: Callable[[Caller, Phase], bytes | None]
+    """What tells a replica who sends a request, and which phase of it to do."""
+    prefill_tokens: int
+    """Uncached tokens from which on prompts are computed apart; 0 for never."""
 
     async def first_probe(self) -> None:
         """Wait until it is known which replicas can serve, or for FIRST_PROBE_S."""
@@ -87,6 +94,8 @@ class Placement:
         self._among = among
         self._work: Work | None = None
         self._reason = Held(), False  # what its replica should have, and whether it has its session
+        self._divisible = False
+        self._prefilled_on = ""
         self.inference = inference
         self.features = _UNREAD
         self.tried: list[Replica] = []
@@ -97,6 +106,7 @@ class Placement:
         """Learn of the request what the strategy wants to know, but for its tokens."""
         self._routing.retries.earn()
         if self.inference:
+            self._divisible = not request.streamed and generates(request.path)
             self.features = self._routing.read(request.named, body, request.target, request.tenant)
 
     def candidates(self, now: float) -> list[Replica]:
@@ -104,6 +114,42 @@ class Placement:
         pool = self._routing.pool
         named = self.features
         return pool.candidates(named.model, named.adapter, self.tried, now, self._among)
+
+    def choose_prefilling(self) -> Replica | None:
+        """Have its prompt go to a replica that computes it for the one that will answer. None where
+        that one is to compute it, as it is where this was asked before.
+        """
+        routing, features = self._routing, self.features
+        divisible, self._divisible = self._divisible, False
+        least = routing.prefill_tokens
+        if not (divisible and least and features.tokens >= least) or features.begins_session:
+            return None
+        if features.session and routing.affinity.replica(features.session):
+            return None
+        now = time.monotonic()
+        decoding = [it for it in self.candidates(now) if it.role == "decode"]
+        if not decoding:
+            return None
+        answers = self._policy.choose(features, self.candidates(now), now)
+        if answers.replica not in decoding or features.tokens - answers.held.tokens < least:
+            return None
+        assert isinstance(answers.replica, Replica)
+        pool = routing.pool
+        prefilling = pool.prefilling(features.model, features.adapter, answers.replica, now)
+        if not prefilling:
+            metrics.PREFILLS.labels("none").inc()
+            return None
+        if not (choice := phases.prefills(self._policy, features, answers, prefilling, now)):
+            metrics.PREFILLS.labels("busy").inc()
+            return None
+        self._go(choice, now)
+        self.tried.pop()  # should nobody else be left, it can answer as well
+        return self.replica
+
+    def handed_over(self) -> None:
+        """Its replica has computed the prompt for the one that will answer."""
+        assert self.replica
+        self._prefilled_on = self.replica.name
 
     def choose(self) -> Replica | None:
         """Have it go to the best replica that was not tried. None where there is none."""
@@ -171,7 +217,8 @@ class Placement:
         held, bound = self._reason
         strategy = "session" if bound else self._routing.strategy
         known = f"{described(held)} of {self.features.tokens:,} tokens"
-        return f"{strategy}: {self.replica.name} {known}"
+        prefilled = f", prefilled on {self._prefilled_on}" if self._prefilled_on else ""
+        return f"{strategy}: {self.replica.name} {known}{prefilled}"
 
     def computed(self) -> None:
         """Its answer has begun, so its prompt is computed."""

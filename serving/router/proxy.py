@@ -2,6 +2,7 @@
 """One request's way: to a replica, to another where that helps, and its answer to the client."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVarTuple
@@ -11,6 +12,7 @@ from serving.access.limits import Taken
 from serving.errors import RateLimited, ReplicaFailed, ReplicaTimedOut, ServingError
 from serving.protocol import RATE_LIMIT, REQUEST_ID, ROUTE
 from serving.router import metrics
+from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica
 from serving.router.http.ports import Responder
 from serving.router.http.request import Request
@@ -18,6 +20,8 @@ from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
 from serving.router.placement import TRIES, Placement, Routing, Tokenise
 
 CONNECT_S = 3.0
+PREFILL_S = 60.0
+"""For another replica to compute the prompt; then the one that answers does so itself."""
 REFUSED = frozenset((429, 503))
 """What a replica answers that has not begun the work: it has too much of it, or is stopping."""
 RETRIED = REFUSED | {502}
@@ -61,6 +65,7 @@ class ProxiedRequest:
         self._pending: asyncio.Task[None] | None = None  # on the way to an upstream
         self._upstream: Upstream | None = None
         self._sent = False  # to any replica
+        self._prefilling = False
         # answer
         self.begun = False
         self._status = 0
@@ -120,12 +125,53 @@ class ProxiedRequest:
 
     def _choose(self, failure: ServingError | None = None) -> None:
         """Send it to the best replica that was not tried. failure: what the one before did."""
-        if replica := self.placement.choose():
+        if replica := self.placement.choose_prefilling():
+            self._prefilling = True
+            self._spawn(self._prefill, replica)
+        elif replica := self.placement.choose():
             self._connect(replica, reuse=True)
         elif failure or self._routing.pool.probed.is_set():
             self._fail(failure or self.placement.trouble())
         else:
             self._spawn(self._await_first_probe)
+
+    async def _prefill(self, replica: Replica) -> None:
+        """Have a replica compute the prompt for the one that will answer."""
+        routing, request = self._routing, self._request
+        identity = routing.identity(request.caller, "prefill")
+        assert identity  # else nothing is computed apart
+        end = "timeout"
+        began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(PREFILL_S, routing.timeouts.first_byte)):
+                end = await self._prefilled(replica, identity)
+        if end == "handed_over":
+            metrics.PREFILL.observe(time.monotonic() - began)
+            self.placement.handed_over()
+            request.identity = routing.identity(request.caller, "decode")
+        self._pending = None
+        self._decode(end)
+
+    async def _prefilled(self, replica: Replica, identity: bytes) -> str:
+        """How it ended that a replica was to compute the prompt."""
+        breaker = replica.breaker
+        try:
+            status = await prefill(replica, self._request, identity, self._routing.tls)
+        except OSError:
+            breaker.unreachable(time.monotonic())
+            return "connect"
+        if not status:
+            breaker.unreachable(time.monotonic())
+            return "lost"
+        breaker.answered(status, time.monotonic())
+        return "handed_over" if status == 200 else "refused"
+
+    def _decode(self, prefilled: str) -> None:
+        """Go on after the prompt was computed, or was not. prefilled: how that ended."""
+        metrics.PREFILLS.labels(prefilled).inc()
+        self._prefilling = False
+        self._leave_replica()
+        self._choose()
 
     def _connect(self, replica: Replica, *, reuse: bool) -> None:
         self._progress_at = time.monotonic()
@@ -303,6 +349,8 @@ class ProxiedRequest:
 
     def check_timeouts(self, now: float) -> None:
         """End it if it has waited for too long."""
+        if self._prefilling:  # which has a limit of its own
+            return
         waited = now - self._progress_at
         timeouts = self._routing.timeouts
         first = timeouts.first_byte if self._request.complete else timeouts.idle
@@ -314,7 +362,9 @@ class ProxiedRequest:
 
     def replica_down(self) -> None:
         """Its replica is down. What that has not begun to answer goes to another."""
-        if not self.begun and self.placement.replica:
+        if self._prefilling:
+            self._decode("down")
+        elif not self.begun and self.placement.replica:
             self._retry("down", ReplicaFailed("the replica does not answer any more"))
 
     def _fail(self, error: ServingError) -> None:

@@ -128,6 +128,8 @@ class Router:
                 self.pool.apart,
             ).read,
             tokenise=self.kvaware.tokenise if self.kvaware else None,
+            identity=self._access.identity,
+            prefill_tokens=settings.router_prefill_tokens if self._divides(policy) else 0,
         )
         self._broadcast = Broadcast(
             self.pool, self._health, settings.router_first_byte_timeout, asking
@@ -138,6 +140,12 @@ class Router:
         self.draining = False
         self._signals = StopSignals()
         self._idle = asyncio.Event()
+
+    def _divides(self, policy: Policy) -> bool:
+        """Whether a request can go to two replicas: they are told so, and the strategy knows what
+        is cached.
+        """
+        return bool(self._settings.router_secret) and isinstance(policy, PrefixAware)
 
     def _endpoint_picker(self) -> EndpointPicking | None:
         """What answers gateways, where one is to be."""
@@ -264,7 +272,9 @@ class Router:
             log.warning("%s", self._differences[what])
 
     def _different(self) -> dict[str, str]:
-        return differences(self.pool.replicas, (self._settings.cache_salt_header or "").lower())
+        header = (self._settings.cache_salt_header or "").lower()
+        divides = bool(self.routing.prefill_tokens)
+        return differences(self.pool.replicas, header, divides=divides)
 
     def _on_gone(self, replica: Replica) -> None:
         if self.kvaware:

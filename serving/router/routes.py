@@ -7,10 +7,13 @@ import re
 from serving.protocol import (
     ADAPTER_ID,
     ADAPTERS_PATH,
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
     ENGINE_PATHS,
     EXECUTION_PARAMETERS,
     INVOCATIONS_PATH,
     MANAGEMENT_PATH,
+    MESSAGES,
     MODELS,
     REQUEST_ID,
     SESSION_ID,
@@ -33,6 +36,7 @@ class Route(enum.Enum):
 
 
 _INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS)))
+_GENERATES = re.compile("|".join((INVOCATIONS_PATH, CHAT_COMPLETIONS, COMPLETIONS, MESSAGES)))
 _READ = re.compile("|".join((MODELS, EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?")))
 _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
 
@@ -55,6 +59,11 @@ def route_of(method: bytes, path: str) -> Route | None:
     if method in (b"POST", b"DELETE") and _CHANGE.fullmatch(path):
         return CHANGE
     return None
+
+
+def generates(path: str) -> bool:
+    """Whether what is asked for on a path may be text for a prompt, which two replicas can make."""
+    return bool(_GENERATES.fullmatch(path))
 
 
 def methods(path: str) -> list[str]:

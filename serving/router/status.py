@@ -68,6 +68,7 @@ def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[
     row = {
         "replica": replica.name,
         "state": replica.state,
+        "role": replica.role,
         "detail": replica.detail,
         "requests_under_way": replica.in_flight,
         "prompt_tokens_queued": replica.queued,

@@ -49,6 +49,7 @@ BLAMED_S = 60.0
 _START_SECONDS = Gauge("slipway_start_seconds", "How long each step of the start took.", ["step"])
 _BUILD = Info("slipway_build", "What is running here.")
 _TENANTS = Info("slipway_tenants", "By which header tenants are told apart.")
+_ROLE = Info("slipway_role", "What a router has this server do.")
 
 Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 
@@ -95,6 +96,7 @@ class Server:
         self.backend = Backend(self.lifecycle, settings)
         _BUILD.info({"version": VERSION, **{name: version(name) for name in ("vllm", "lmcache")}})
         _TENANTS.info({"header": (settings.cache_salt_header or "").lower()})
+        _ROLE.info({"role": settings.server_role})
         self._signals = StopSignals()
         self._access = Access(settings)
         most = most_connections(settings.job_queue_size)

@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 
 from scripts.routing_sim import __main__ as routing_sim
+from scripts.routing_sim import apart as apart_module
 from scripts.routing_sim import combined
 from scripts.routing_sim.fleet import Fleet
-from scripts.routing_sim.model import B32, B70, Case, Request, Tier
+from scripts.routing_sim.model import B32, B70, Apart, Case, Request, Tier
 from scripts.routing_sim.report import simulate
 from scripts.routing_sim.rivals import ARMS
 from scripts.routing_sim.workloads import adapters_case, chat, document_case, unshared_case
@@ -262,3 +263,33 @@ def test_bad_options(monkeypatch, capsys, words):
     with pytest.raises(SystemExit):
         routing_sim.main()
     assert f"{words.replace('=', ' ')}: is" in capsys.readouterr().err
+
+
+def test_a_long_prompt_is_prefilled_apart():
+    """By hand: one engine computes it, and the other loads it and answers."""
+    memory, store = Tier(10**6, 1e12, 0.0), Tier(10**6, 1e12, 0.0)
+    found = []
+    for least in (4000, 4001):
+        long, short = Request(0.0, ((5000, 4000),), 3), Request(0.2, ((6000, 100),), 3)
+        case = Case("", B32, lambda *_, it=(long, short): iter(it), 1.0, 1000)
+        case = replace(case, replicas=2, l1=memory, l2=store, apart=Apart(1, least))
+        Fleet(case, "prefixaware", 0).run()
+        assert long.replica == short.replica
+        found.append((long, short))
+    (apart, undisturbed), (together, disturbed) = found
+    assert (apart.of_l2, together.of_l2) == (3840, 0)
+    assert apart.first > together.first
+    # Who comes meanwhile finds the engine that answers idle.
+    once = B32.overhead_s + B32.step_s + 100 / B32.rate
+    assert undisturbed.first - undisturbed.at == pytest.approx(once)
+    assert disturbed.first - disturbed.at > 1.5 * once
+
+
+def test_what_is_compared_apart(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["simulate", "--apart", "--quick"])
+    monkeypatch.setattr(apart_module, "SECONDS", 10.0)
+    monkeypatch.setattr(apart_module, "LOADS", (5,))
+    monkeypatch.setattr(apart_module, "LEASTS", (1024,))
+    routing_sim.main()
+    shown = capsys.readouterr().out
+    assert all(it in shown for it in ("together", "5 + 2 prefill", "1,024 tokens"))

@@ -9,13 +9,29 @@ SHOWN = 3
 """Replicas that are named of those that are alike."""
 
 
-def differences(replicas: Sequence[Replica], tenant_header: str) -> dict[str, str]:
-    """What differs (`models`, `tenants`, `chunks`, `stores`) → how, and what follows from it.
+def differences(
+    replicas: Sequence[Replica], tenant_header: str, *, divides: bool
+) -> dict[str, str]:
+    """What differs (`roles`, `models`, `tenants`, `chunks`, `stores`) → how, and what follows.
 
-    tenant_header: by which the router tells tenants apart, "" for none. What a replica does not say
-    is no difference.
+    tenant_header: by which the router tells tenants apart, "" for none. divides: whether the router
+    has prompts computed by those that prefill. What a replica does not say is no difference.
     """
     found = {}
+    prefilling = [it for it in replicas if it.role == "prefill"]
+    shared = {it.capacity.store for it in prefilling if it.capacity.store}
+    if prefilling and not divides:
+        found["roles"] = (
+            "servers with the role prefill are not used while others are ready: the router needs "
+            "OPTION_ROUTER_SECRET, and the strategy prefixaware or kvaware"
+        )
+    elif alone := [
+        (it.role, it) for it in replicas if it.role == "decode" and it.capacity.store not in shared
+    ]:
+        found["roles"] = (
+            f"{_listed(_by(alone))} share no KV store with a server of the role prefill, and "
+            "compute all prompts themselves"
+        )
     models = _by((it.model, it) for it in replicas if it.model)
     if len(models) > 1:
         found["models"] = (

@@ -17,7 +17,8 @@ class Facts:
 
     born: when its process started, where it says so. chunk: tokens by which its tiers find KV, 0
     where it has none. tenant_header: what tells its tenants apart, "" for nothing; None where it
-    does not say. adapter_slots: adapters that its engine keeps.
+    does not say. adapter_slots: adapters that its engine keeps. role: `prefill` for one that
+    computes prompts for those that `decode`; `both` for one that does all of a request.
     """
 
     born: bytes | None
@@ -26,6 +27,7 @@ class Facts:
     chunk: int
     tenant_header: str | None
     adapter_slots: int
+    role: str
 
 
 _BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
@@ -37,6 +39,7 @@ _LOAD = re.compile(rb'^slipway_kv_tier_load_seconds_per_token\{tier="(\w+)"\} (\
 _CHUNK = re.compile(rb"^slipway_kv_chunk_tokens (\S+)", re.MULTILINE)
 _TENANTS = re.compile(rb'^slipway_tenants_info\{header="([^"]*)"\} 1', re.MULTILINE)
 _ADAPTERS = re.compile(rb"^slipway_adapter_slots (\S+)", re.MULTILINE)
+_ROLE = re.compile(rb'^slipway_role_info\{role="(prefill|decode|both)"\} 1', re.MULTILINE)
 _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
 
 
@@ -52,6 +55,7 @@ def read(metrics: bytes) -> Facts:
     measured = {tier: load / prefill for tier, load in loads.items() if load}
     chunk, tenants = _CHUNK.search(metrics), _TENANTS.search(metrics)
     adapters = _ADAPTERS.search(metrics)
+    role = _ROLE.search(metrics)
     return Facts(
         born[1] if born else None,
         Capacity(
@@ -68,6 +72,7 @@ def read(metrics: bytes) -> Facts:
         int(_positive(chunk[1])) if chunk else 0,
         tenants[1].decode("latin-1") if tenants else None,
         int(_positive(adapters[1])) or ADAPTERS if adapters else ADAPTERS,
+        role[1].decode() if role else "both",
     )
 
 

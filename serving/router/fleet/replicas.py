@@ -68,7 +68,8 @@ class Replica(Load):
         """Of its KV caches, as far as it says."""
         self.chunk = 0
         self.tenant_header: str | None = None
-        """Both as its Facts have them."""
+        self.role = "both"
+        """All as its Facts have them."""
         self._born: bytes | None = None
         # the router's other processes
         self._peer_load: Share = (0, 0, 0)
@@ -95,6 +96,7 @@ class Replica(Load):
         self.capacity, self.prices = facts.capacity, facts.prices
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
         self.adapter_slots = facts.adapter_slots
+        self.role = facts.role
         self.breaker = CircuitBreaker()
         return not before or before != facts.born
 
@@ -159,7 +161,31 @@ class ReplicaPool:
     ) -> list[Replica]:
         """The replicas that a request can go to, without those it was tried on. model: the one of
         `apart` that it names, or "". among: the endpoints that it may go to; None for all.
+
+        Those that prefill are among them only where there are no others.
         """
+        able = self._able(model, adapter, tried, now, among)
+        return [replica for replica in able if replica.role != "prefill"] or able
+
+    def prefilling(self, model: str, adapter: str, like: Replica, now: float) -> list[Replica]:
+        """The replicas that can compute a prompt for one that answers, which this is like."""
+        return [
+            replica
+            for replica in self._able(model, adapter, (), now)
+            if replica.role == "prefill"
+            and replica.capacity.store
+            and replica.capacity.store == like.capacity.store
+            and not replica.breaker.is_open(now)
+        ]
+
+    def _able(
+        self,
+        model: str,
+        adapter: str,
+        tried: Sequence[Replica],
+        now: float,
+        among: Set[str] | None = None,
+    ) -> list[Replica]:
         ready = [replica for replica in self.replicas if replica.state is _READY]
         if model:
             ready = [replica for replica in ready if model in replica.models]

@@ -208,26 +208,32 @@ class Request:
         """Whether all that has come of it is here, to be sent, or sent once more."""
         return not self._forwarding
 
-    def head(self, authority: bytes) -> bytes:
-        """Its head for a replica, whose host and port are the authority."""
-        if not self._head:
-            own = self.connections_own
-            dropped = _DROPPED | own if own else _DROPPED
-            if self.identity:
-                dropped |= CREDENTIALS
-            lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in dropped]
-            if self.identity:
-                lines.append(b"%b: %b\r\n" % (IDENTITY, self.identity))
-            if not self.streamed:
-                if self.body or self.method == b"POST":
-                    lines.append(b"content-length: %d\r\n" % len(self.body))
-            elif self.length is None:
-                lines.append(b"transfer-encoding: chunked\r\n")
-            else:
-                lines.append(b"content-length: %d\r\n" % self.length)
-            self._head = b"".join(lines) + b"\r\n"
-        line = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority)
-        return line + self._head
+    def head(self, authority: bytes, identity: bytes | None = None) -> bytes:
+        """Its head for a replica, whose host and port are the authority. identity: in the place of
+        the request's own.
+        """
+        if identity:
+            lines = self._lines(identity)
+        else:
+            lines = self._head = self._head or self._lines(self.identity)
+        return b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority) + lines
+
+    def _lines(self, identity: bytes | None) -> bytes:
+        own = self.connections_own
+        dropped = _DROPPED | own if own else _DROPPED
+        if identity:
+            dropped |= CREDENTIALS
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in dropped]
+        if identity:
+            lines.append(b"%b: %b\r\n" % (IDENTITY, identity))
+        if not self.streamed:
+            if self.body or self.method == b"POST":
+                lines.append(b"content-length: %d\r\n" % len(self.body))
+        elif self.length is None:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        else:
+            lines.append(b"content-length: %d\r\n" % self.length)
+        return b"".join(lines) + b"\r\n"
 
     def framed(self) -> bytes | bytearray:
         """The body; where it is streamed, what has come of it since the last call, which is

@@ -16,6 +16,7 @@ from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from tests.lmi_config.examples import DISK, GIB, H100, PARTS, machine, model
 
 AUTO = {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
+ROLE = {"OPTION_SERVER_ROLE": "prefill", "OPTION_ROUTER_SECRET": "secret" * 8}
 
 
 def planned(environ=AUTO, here=None, facts=None, file=None, to_fetch=0):
@@ -317,6 +318,13 @@ def test_expert_parallelism_is_no_hindrance():
         ({"OPTION_KV_L2_URL": "gopher://a"}, None, "OPTION_KV_L2_URL: "),
         ({**AUTO, "OPTION_KV_DISK_SIZE": "1T"}, None, "is 1024.0 GiB, and /tmp/lmcache has 500.0"),
         ({**AUTO, "OPTION_NNODES": "2"}, None, "OPTION_NNODES=2: KV cache tiers serve the ranks"),
+        ({**AUTO, **ROLE}, None, "OPTION_SERVER_ROLE=prefill: KV is handed over through a shared"),
+        (ROLE, None, "OPTION_SERVER_ROLE=prefill: KV is handed over through a shared store"),
+        (
+            {"OPTION_SERVER_ROLE": "decode", "OPTION_KV_L2_URL": "redis://a"},
+            None,
+            "OPTION_SERVER_ROLE=decode needs OPTION_ROUTER_SECRET, here and at the router",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(environ, file, fault):

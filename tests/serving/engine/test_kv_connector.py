@@ -41,6 +41,7 @@ from lmi_config.plan import kv_tiers
 from lmi_config.plan.kv_tiers import Tiers
 from scripts.models import tiny
 from serving.engine import kv_connector
+from serving.engine.base import HANDED_OVER
 from serving.engine.kv_connector import FaultTolerantConnector
 from serving.server.prepare import PARTS
 from tests.lmi_config.examples import machine
@@ -139,10 +140,16 @@ class Engine:
         self.loaded: set[str] = set()
 
     def ask(
-        self, first: int, length: int = PROMPT, tokens: int = 1, salt: str | None = None
+        self,
+        first: int,
+        length: int = PROMPT,
+        tokens: int = 1,
+        salt: str | None = None,
+        handed_over: bool = False,
     ) -> str:
         name = uuid.uuid4().hex
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": {HANDED_OVER: True}} if handed_over else None
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra)
         prompt = [first, *range(length - 1)]
         self.scheduler.add_request(
             Request(name, prompt, sampling, None, cache_salt=salt, block_hasher=self._hasher)
@@ -239,6 +246,7 @@ def engine(server):
     server.resume()
     found.idle()
     assert not any(vars(found.scheduler.connector._transfers).values())
+    assert not found.scheduler.connector._handovers.requests
     found.worker.shutdown()
     found.scheduler.shutdown()
 
@@ -262,6 +270,52 @@ def test_a_prompt_is_loaded(engine):
     assert engine.step().finished_recving == {name}
     assert engine.kv.unique().tolist() == [0, 1]
     engine.answer(name)
+
+
+@pytest.fixture
+def other(server):
+    """Another engine with the same server."""
+    found = Engine(server.port)
+    yield found
+    found.idle()
+    found.worker.shutdown()
+    found.scheduler.shutdown()
+
+
+@pytest.mark.parametrize("before", [0, CHUNK + 1])
+def test_a_prompt_that_another_engine_is_about_to_store_is_loaded(
+    engine, other, before, monkeypatch
+):
+    """before: tokens of it that are there when it is looked up first."""
+    monkeypatch.setattr(kv_connector, "HANDOVER_LIMIT_S", 60.0)
+    first = 40 + before
+    if before:
+        other.answer(other.ask(first, length=before))
+        other.idle()
+    name = engine.ask(first, handed_over=True)
+    request = engine.scheduler.requests[name]
+    for _ in range(20):
+        engine.step()
+        time.sleep(0.01)
+    assert not request.num_computed_tokens
+    other.known(first)
+    engine.kv.zero_()
+    engine.answer(name)
+    assert name in engine.loaded
+    # The lookups before it keep nothing in the server's memory.
+    assert engine.kv.unique().tolist() == [0, first]
+
+
+def test_a_prompt_that_was_handed_over_and_never_comes_is_computed(engine, monkeypatch):
+    monkeypatch.setattr(kv_connector, "HANDOVER_LIMIT_S", 0.2)
+    waited = []
+    for first in (50, 51):
+        began = time.monotonic()
+        engine.answer(name := engine.ask(first, handed_over=True))
+        waited.append(time.monotonic() - began)
+        assert name not in engine.loaded
+    assert waited[0] >= 0.2
+    assert engine.scheduler.connector._handovers.in_vain
 
 
 def test_an_engine_with_nothing_to_compute_waits_for_the_answer(engine, monkeypatch):

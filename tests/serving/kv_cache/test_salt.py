@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.errors import BadRequest
-from serving.inference.fields import fields, with_texts
+from serving.inference.fields import fields, with_keys
 from serving.kv_cache import salt as kv_salt
 from tests.serving.conftest import running
 
@@ -18,7 +18,7 @@ PLAIN = b'{"prompt": "a"}'
 
 def salted(body: bytes, tenant: str | None) -> bytes:
     found = kv_salt.digest(tenant, fields(body).salt(), None)
-    return with_texts(body, **({"cache_salt": found} if found else {}))
+    return with_keys(body, **({"cache_salt": found} if found else {}))
 
 
 def salt(body: bytes, tenant: str | None = None) -> str:
@@ -50,14 +50,14 @@ def test_the_engine_gets_a_digest():
 
 @pytest.mark.parametrize("untouched", [b"", b"[]", b"\xff"])
 def test_what_is_no_object_stays_as_it_is(untouched):
-    assert with_texts(untouched, cache_salt="a") == untouched
-    assert with_texts(untouched + b"}") == untouched + b"}"
+    assert with_keys(untouched, cache_salt="a") == untouched
+    assert with_keys(untouched + b"}") == untouched + b"}"
 
 
 def test_all_texts_are_added_at_once():
-    found = with_texts(b'{"model": "c", "n": 1} \n', cache_salt="a", model="b")
+    found = with_keys(b'{"model": "c", "n": 1} \n', cache_salt="a", model="b")
     assert found == b'{"model": "c", "n": 1,"cache_salt":"a","model":"b"}'
-    assert with_texts(b"{ }", model="b") == b'{"model":"b"}'
+    assert with_keys(b"{ }", model="b") == b'{"model":"b"}'
 
 
 @pytest.mark.parametrize("refused", [b'{"cache_salt": ["a"]}', b'{"cache_salt": 3}'])

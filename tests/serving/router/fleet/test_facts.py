@@ -66,6 +66,12 @@ def test_by_which_keys_its_caches_are_found():
     assert (read(b"").tenant_header, read(b"").chunk) == (None, 0)
 
 
+def test_its_role():
+    assert read(b'slipway_role_info{role="prefill"} 1.0\n').role == "prefill"
+    for other in (b"", b'slipway_role_info{role="boss"} 1.0\n'):
+        assert read(other).role == "both"
+
+
 def test_when_it_started():
     assert read(b"process_start_time_seconds 1.5e9\n").born == b"1.5e9"
     assert read(b"").born is None

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a prompt is computed by another replica than the one that answers, and by which."""
+
+from collections.abc import Sequence
+
+from serving.router.policy.policies import Choice, Load, Policy
+from serving.router.policy.request import RoutingRequest
+
+LONGER = 2.0
+"""How many times what an idle replica takes to compute the prompt it may wait at a replica that
+prefills, beyond its wait at the one that answers.
+"""
+
+
+def prefills(
+    policy: Policy,
+    request: RoutingRequest,
+    decoding: Choice,
+    prefilling: Sequence[Load],
+    now: float,
+) -> Choice | None:
+    """The replica to compute the prompt first, of those that prefill, at least one. None where the
+    one that answers would be done so much sooner that it had better compute it itself. decoding:
+    that one.
+    """
+    choice = policy.choose(request, prefilling, now)
+    uncached = request.tokens - decoding.held.tokens
+    if choice.replica.queued - decoding.replica.queued > LONGER * uncached:
+        return None
+    return choice

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long prompts that one replica computes and another answers. A request never fails for it."""
+
+import asyncio
+import itertools
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from prometheus_client import REGISTRY
+
+from scripts.harness.wait import until_async
+from serving.access.caller import Phase
+from serving.access.identity import Signer
+from serving.router import proxy
+from tests.serving.access.test_access import SECRET
+from tests.serving.router.conftest import FakeReplica, Routed, routing, sends, whole
+
+pytestmark = pytest.mark.anyio
+
+TOLD = """slipway_role_info{{role="{role}"}} 1.0
+slipway_kv_shared_store_info{{store="{store}"}} 1.0
+slipway_kv_chunk_tokens 256.0
+"""
+LEAST = 1000
+"""Tokens of 4 bytes from which on a prompt is computed apart."""
+_numbers = itertools.count()
+
+
+def long() -> dict[str, object]:
+    return {"prompt": f"{next(_numbers)} " + "word " * 2000, "stream": True, "max_tokens": 9}
+
+
+class Divided(NamedTuple):
+    routed: Routed
+    prefills: FakeReplica
+    decodes: FakeReplica
+
+    def phases(self) -> dict[str, list[Phase]]:
+        """What each was asked to do, as the router has signed it; they forget it."""
+        found = {}
+        for name, replica in (("prefills", self.prefills), ("decodes", self.decodes)):
+            tokens = [it.headers["x-slipway-identity"] for it in replica.asked]
+            found[name] = [Signer(SECRET).caller(it.encode()).phase for it in tokens]
+            replica.asked.clear()
+        return found
+
+
+@asynccontextmanager
+async def divided(stores: str = "aa", **settings: Any):
+    options = {"router_secret": SECRET, "router_prefill_tokens": LEAST, **settings}
+    async with routing(2, wait=False, **options) as it:
+        for replica, role, store in zip(it.fleet, ("prefill", "decode"), stores, strict=True):
+            replica.tiers = TOLD.format(role=role, store=store)
+        await it.ready()
+        yield Divided(it, *it.fleet)
+
+
+def ended(how: str) -> float:
+    return REGISTRY.get_sample_value("slipway_router_prefills_total", {"end": how}) or 0.0
+
+
+async def test_a_long_prompt_is_computed_on_one_replica_and_answered_by_the_other():
+    async with divided() as it:
+        body = long()
+        answer = await it.routed.post(
+            body, headers={b"x-slipway-route": b"1", b"x-tenant": b"\xe9"}
+        )
+        assert answer.json()["replica"] == it.decodes.url
+        # The prompt is in the store by then, but for what is no whole chunk.
+        why = answer.headers["x-slipway-route"]
+        assert why.startswith(f"prefixaware: {it.decodes.url} engine 0 shared 2,432 of 2,50")
+        assert why.endswith(f" tokens, prefilled on {it.prefills.url}")
+        (first,), (second,) = it.prefills.asked, it.decodes.asked
+        assert (first.json(), first.target) == (body, second.target)
+        first.headers.pop("x-slipway-identity"), second.headers.pop("x-slipway-identity")
+        assert {**first.headers, "host": ""} == {**second.headers, "host": ""}
+
+
+async def test_each_is_told_its_phase_and_only_the_router_can_say_it():
+    async with divided() as it:
+        body = long()
+        assert (await it.routed.post(body)).status_code == 200
+        assert it.phases() == {"prefills": ["prefill"], "decodes": ["decode"]}
+        # What is cached or short is answered at once.
+        for again in (body, {"prompt": "Hi"}):
+            assert (await it.routed.post(again)).status_code == 200
+            assert it.phases() == {"prefills": [], "decodes": [""]}
+        # So is what is no text for a prompt.
+        await it.routed.post({"input": "word " * 2000}, path="/v1/embeddings")
+        assert it.phases() == {"prefills": [], "decodes": [""]}
+        forged = await it.routed.post(long(), headers={"x-slipway-identity": "prefill"})
+        assert forged.status_code == 401
+
+
+async def breaks(replica, asked, writer):
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [
+        (breaks, "lost"),
+        (sends(whole(503, b"busy")), "refused"),
+        (sends(whole(400, b"what?")), "refused"),
+        (sends(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", 9), "timeout"),
+        (sends(b"", 9), "timeout"),
+    ],
+)
+async def test_what_goes_wrong_with_a_prefill_costs_no_answer(answer, end, monkeypatch):
+    monkeypatch.setattr(proxy, "PREFILL_S", 0.2)
+    async with divided() as it:
+        it.prefills.answer = answer
+        before = ended(end)
+        found = await it.routed.post(long())
+        assert (found.status_code, found.json()["replica"]) == (200, it.decodes.url)
+        assert it.phases() == {"prefills": ["prefill"], "decodes": [""]}
+        assert ended(end) == before + 1
+        assert it.prefills.gone == (end == "timeout")  # its work is not awaited, and ended
+        assert not it.routed.router.pool.replicas[0].in_flight
+
+
+async def test_a_prefill_server_that_dies_in_the_middle():
+    async with divided() as it:
+        it.prefills.answer = sends(b"", 60)
+        before = ended("lost") + ended("down")
+        asked = asyncio.create_task(it.routed.post(long()))
+        await until_async(lambda: it.prefills.asked)
+        await it.prefills.stop()
+        assert (await asked).json()["replica"] == it.decodes.url
+        assert ended("lost") + ended("down") == before + 1
+        await it.routed.ready(1)
+        before = ended("none")
+        assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
+        assert ended("none") == before + 1
+
+
+async def test_where_nobody_else_is_left_a_prefill_server_answers():
+    async with divided() as it:
+        await it.decodes.stop()
+        for _ in range(2):  # before and after the router has noticed
+            answer = await it.routed.post(long())
+            assert answer.json()["replica"] == it.prefills.url
+            await it.routed.ready(1)
+        assert it.phases()["prefills"][-1] == ""
+
+
+async def test_a_client_that_leaves_ends_the_prefill():
+    async with divided() as it:
+        it.prefills.answer = sends(b"", 60)
+        asked = asyncio.create_task(it.routed.post(long()))
+        await until_async(lambda: it.prefills.asked)
+        asked.cancel()
+        await until_async(lambda: it.prefills.gone == 1)
+        assert not it.decodes.asked
+
+
+@pytest.mark.parametrize(
+    ("stores", "settings", "warning"),
+    [
+        ("ab", {}, "decode ({decodes}) share no KV store with a server of the role prefill"),
+        ("aa", {"router_secret": None}, "the router needs OPTION_ROUTER_SECRET"),
+        ("aa", {"routing_strategy": "session"}, "and the strategy prefixaware or kvaware"),
+    ],
+)
+async def test_what_keeps_prompts_from_being_handed_over_is_a_warning(stores, settings, warning):
+    async with divided(stores, **settings) as it:
+        assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
+        assert not it.prefills.asked
+        shown = (await it.routed.client.get("/replicas")).json()
+        assert [row["role"] for row in shown["replicas"]] == [
+            role for _, role in sorted([(it.prefills.url, "prefill"), (it.decodes.url, "decode")])
+        ]
+        assert warning.format(decodes=it.decodes.url) in " ".join(shown["warnings"])
