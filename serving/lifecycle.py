@@ -28,6 +28,8 @@ class Shutdown(NamedTuple):
     """Handlers, the engine's processes and the cache server end by themselves."""
     connections: int = 1
     """Connections are closed."""
+    traces: float = 0.3
+    """Spans are sent."""
     log: float = 0.5
     """What children wrote last is logged."""
 

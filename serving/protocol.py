@@ -38,6 +38,10 @@ IDENTITY = b"x-slipway-identity"
 client's own goes nowhere.
 """
 
+TRACEPARENT = b"traceparent"
+TRACE_CONTEXT = (TRACEPARENT, b"tracestate")
+"""W3C's trace context, level 1."""
+
 RATE_LIMIT = b"x-ratelimit-"
 """What OpenAI's headers of limits begin with."""
 

@@ -390,8 +390,9 @@ class Settings:
         section=Section.SERVER,
         default_text="`OTEL_EXPORTER_OTLP_ENDPOINT`, or no traces",
         vllm="otlp_traces_endpoint",
-        help="Where OpenTelemetry traces go. `OTEL_SERVICE_NAME` and the SDK's other variables "
-        "work too; the protocol is `grpc` unless they say `http/protobuf`.",
+        help="Where the OpenTelemetry traces of `serve`, its engine and `route` go. "
+        "`OTEL_SERVICE_NAME` and the SDK's other variables work too; the protocol is `grpc` unless "
+        "they say `http/protobuf`.",
     )
     error_rate_wlm: tuple[int, int] | None = _option(
         rate,
@@ -890,6 +891,14 @@ class Settings:
         default=4096,
         help="A prompt with at least so many tokens that a `decode` server has not cached is "
         "computed on a `prefill` server first. Needs OPTION_ROUTER_SECRET.",
+    )
+    router_access_log: bool = _option(
+        boolean,
+        "OPTION_ROUTER_ACCESS_LOG",
+        section=Section.ROUTER,
+        default=True,
+        help="Whether `route` logs a line for each request that it sends to a server "
+        "(docs/reference/logs.md).",
     )
     kv_events: bool = _option(
         boolean,

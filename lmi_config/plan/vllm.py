@@ -133,6 +133,9 @@ def _incomplete(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]
         if options.get(name) and not options.get(needed):
             option = settings.named(name)
             yield f"{option}: vLLM refuses it without OPTION_{needed.upper()}; set both or neither"
+    if options.get("otlp_traces_endpoint") and options.get("disable_log_stats"):
+        option = settings.named("disable_log_stats")
+        yield f"{option}: vLLM's traces need its statistics, and its engine dies without them"
 
 
 def _unknown(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
@@ -165,6 +168,8 @@ def environment(
         wanted["HF_HUB_OFFLINE"] = "1"
     if settings.otlp_traces_endpoint:
         wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = traces_protocol(environ)
+        if "service.name" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+            wanted["OTEL_SERVICE_NAME"] = "slipway"  # vLLM would be an unknown service
     if "SAGEMAKER_SAFE_PORT_RANGE" in environ and len(machine.ports) > 2:
         wanted["VLLM_PORT"] = str(machine.ports[-1] + 1)
     if not machine.gpus:

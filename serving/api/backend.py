@@ -10,6 +10,7 @@ from serving.inference.pipeline import Pipeline
 from serving.lifecycle import Lifecycle, Stage
 from serving.lora.registry import AdapterRegistry
 from serving.observability.error_rate import ErrorRates
+from serving.observability.tracing import tracer
 from serving.user_code import UserCode
 
 
@@ -21,6 +22,8 @@ class Backend:
         self._settings = settings
         self._pipeline: Pipeline | None = None
         self.error_rates = ErrorRates(settings)
+        self.tracer = tracer(settings, "slipway")
+        """What sends spans, where there is somewhere to send them to."""
         self.limiter = Limiter(settings.limits_url)
         """What holds keys to their limits."""
         self.gpus = 0

@@ -19,6 +19,7 @@ from serving.http.origins import Origins
 from serving.inference.request import HttpCall
 from serving.observability.access_log import AccessRecord
 from serving.observability.error_rate import ErrorRates
+from serving.observability.tracing import Tracer
 
 Answer = Callable[[HttpCall], Awaitable[None]]
 
@@ -44,7 +45,7 @@ class RecordedEndpoint:
     """A route of the API: what it answers is recorded, and its errors are counted.
 
     route: its path as the log and the series have it. shape: of its errors, by the path that was
-    asked for.
+    asked for. tracer: sends its spans; None where they go nowhere.
     """
 
     def __init__(
@@ -54,15 +55,17 @@ class RecordedEndpoint:
         gate: "Gate",
         shape: Callable[[str], ErrorShape],
         rates: ErrorRates,
+        tracer: Tracer | None,
     ) -> None:
         self._route = route
         self._answer = answer
         self._gate = gate
         self._shape = shape
         self._rates = rates
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = AccessRecord(self._route, scope)
+        record = AccessRecord(self._route, scope, self._tracer)
         scope["headers"] = record.with_id(scope["headers"])
         send, shape = record.wrap(send), self._shape(scope["path"])
 

@@ -17,7 +17,7 @@ vLLM has forgotten. What LMCache's connector (0.5.6) leaves to chance is decided
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from time import monotonic, sleep
+from time import monotonic, sleep, time_ns
 from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
@@ -27,6 +27,7 @@ from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.platform.torch_ops import mp_mem_kernels
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
+from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
 from serving.engine import kv_copy
 from serving.engine.base import HANDED_OVER
@@ -172,12 +173,21 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        tracker = self.request_trackers.get(request.request_id)
+        began = (tracker and tracker.lookup_started_at) or monotonic()
+        match = self._matched(request, num_computed_tokens, began)
+        if request.trace_headers and match[0] is not None:
+            _send_span(request, began, match[0])
+        return match
+
+    def _matched(
+        self, request: "Request", num_computed_tokens: int, began: float
+    ) -> tuple[int | None, bool]:
+        """began: when the tiers were asked first, by the clock."""
         if request.request_id in self._failed_loads:
             return self._bypass(request)
         if self._handovers.is_early(request.request_id, monotonic()):
             return None, True
-        tracker = self.request_trackers.get(request.request_id)
-        began = (tracker and tracker.lookup_started_at) or monotonic()
         match: tuple[int | None, bool]
         try:
             match = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -339,6 +349,19 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         if self.role == KVConnectorRole.WORKER:
             self.worker_adapter._mq_timeout = END_LIMIT_S
         super().shutdown()
+
+
+def _send_span(request: "Request", began: float, matched: int) -> None:
+    """Send the span of a lookup that is over: a part of the engine's work for the request."""
+    now = time_ns()
+    instrument_manual(
+        "kv_cache_lookup",
+        now - int((monotonic() - began) * 1e9),
+        now,
+        {"slipway.prompt_tokens": request.num_tokens, "slipway.tier_tokens": matched},
+        extract_trace_context(request.trace_headers),
+        SpanKind.INTERNAL,
+    )
 
 
 def _without_error(future: "MessagingFuture[bool]") -> "MessagingFuture[bool]":

@@ -17,7 +17,7 @@ import msgspec
 
 from serving.errors import BadRequest
 from serving.inference.fields import PAIRS, RequestFields, given, is_list, length, prompts
-from serving.protocol import REQUEST_ID, VLLM_SESSION_ID
+from serving.protocol import REQUEST_ID, TRACE_CONTEXT, VLLM_SESSION_ID
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ of each, some 200 bytes large, before it answers.
 HEADERS = frozenset(
     (
         *(b"content-type", b"content-length", REQUEST_ID),
-        *(b"traceparent", b"tracestate", VLLM_SESSION_ID),
+        *(*TRACE_CONTEXT, VLLM_SESSION_ID),
     )
 )
 """All that the engine may see of a request's headers.

@@ -33,6 +33,17 @@ from serving.user_code import UserCode
 AHEAD = 0.25
 """Sequences that the engine is given beside those it works on, as a share of these."""
 
+OPERATIONS = {
+    protocol.CHAT_COMPLETIONS: "chat",
+    protocol.RESPONSES: "chat",
+    protocol.MESSAGES: "chat",
+    protocol.COMPLETIONS: "text_completion",
+    protocol.EMBEDDINGS: "embeddings",
+}
+"""Path of the engine → what it does, in the words of OpenTelemetry's conventions for generative AI;
+others are called by their paths' last part.
+"""
+
 _NO_ADAPTER: contextlib.nullcontext[Adapter | None] = contextlib.nullcontext(None)
 
 
@@ -163,13 +174,39 @@ class Pipeline:
                 if self.engine.failure:
                     raise NotReady("the engine failed while the request waited for it")
                 request.begun()
-                prefill = request.client.record.caller.phase == "prefill"
-                formatter = None if prefill else self._code(adapter, "output")
-                await Relay(request, call, adapter, formatter).run(self.engine.app)
+                await self._answered(request, call, adapter, usage)
             finally:
                 USAGE.reset(before)
                 self._queue.leave(ticket)
                 self._account(request, adapter, usage.tokens)
+
+    async def _answered(
+        self, request: InferenceRequest, call: EngineCall, adapter: Adapter | None, usage: Usage
+    ) -> None:
+        """Have the engine answer, which is a part of the request's trace."""
+        record = request.client.record
+        formatter = None if record.caller.phase == "prefill" else self._code(adapter, "output")
+        trace = record.trace
+        if not trace:
+            await Relay(request, call, adapter, formatter).run(self.engine.app)
+            return
+        operation = OPERATIONS.get(call.path) or call.path.rpartition("/")[2]
+        model = adapter.name if adapter else self._model_name
+        with trace.call(f"{operation} {model}") as span:
+            span.note(
+                gen_ai__operation__name=operation,
+                gen_ai__provider__name="vllm",
+                gen_ai__request__model=model,
+            )
+            relay = Relay(request, call, adapter, formatter, span.headers())
+            try:
+                await relay.run(self.engine.app)
+            finally:
+                span.note(
+                    gen_ai__usage__input_tokens=usage.tokens.prompt,
+                    gen_ai__usage__output_tokens=usage.tokens.generated,
+                    gen_ai__usage__cache_read__input_tokens=usage.tokens.cached,
+                )
 
     def _account(self, request: InferenceRequest, adapter: Adapter | None, tokens: Tokens) -> None:
         """Charge a call's tokens to whoever has sent it, whatever became of the answer. Those of a
@@ -204,7 +241,10 @@ class Pipeline:
         if request.refusable:
             self.admission.require_room(self._waiting_for_their_adapter())
         async with contextlib.AsyncExitStack() as stack:
-            with request.cancellation.raising():
+            with request.client.record.part("adapter") as span, request.cancellation.raising():
+                if span:
+                    known = adapters.get(name)
+                    span.note(slipway__adapter=name, slipway__adapter__loaded=known.loaded)
                 adapter = await stack.enter_async_context(adapters.using(name))
             yield adapter
 
@@ -311,7 +351,8 @@ class Pipeline:
             within = request.cancellation.time_left(self._timeout(request))
         tenant = request.client.record.caller.tenant
         lane = f"{tenant}\0{request.adapter or ''}" if tenant else request.adapter or ""
-        return await self._queue.turn(lane, sequences, within)
+        with request.client.record.part("queue"):
+            return await self._queue.turn(lane, sequences, within)
 
     def _waiting_for_their_adapter(self) -> int:
         """Requests that wait for room for their adapter, which keep no others out."""

@@ -10,7 +10,7 @@ import contextlib
 import enum
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
@@ -24,6 +24,7 @@ from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
 from serving.inference.limits import HEADERS
 from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
+from serving.protocol import TRACE_CONTEXT
 from serving.user_code import UserCode
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,8 @@ class Relay:
     """One request's passage through the engine.
 
     adapter: the one the call goes to, whose inner name no client sees. formatter: it has the last
-    word on the answer, in the place of the call's own reply.
+    word on the answer, in the place of the call's own reply. context: the headers of its trace, of
+    which the engine's work is a part; where there are none, the client's are passed on.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Relay:
         call: EngineCall,
         adapter: Adapter | None,
         formatter: UserCode | None,
+        context: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         # The request
         self._client = request.client
@@ -140,6 +143,7 @@ class Relay:
         self._framing = request.framing
         # The engine's call
         self._call = call
+        self._context = context
         self._given = False
         self._adapter = adapter
         # The answer
@@ -208,6 +212,9 @@ class Relay:
             # On /invocations every body is JSON, whatever its content type says; vLLM insists.
             passed = HEADERS - {b"content-type", b"content-length"}
             added.append((b"content-type", b"application/json"))
+        if self._context:
+            passed = passed.difference(TRACE_CONTEXT)
+            added += self._context
         headers = [header for header in scope["headers"] if header[0] in passed] + added
         return {
             "type": "http",

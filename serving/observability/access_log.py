@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is kept of each request: its id, a line in the log, and series for Prometheus."""
 
+import contextlib
 import functools
 import random
 import re
@@ -17,6 +18,7 @@ from serving.errors import ServingError
 from serving.observability import logs
 from serving.observability.logs import REQUEST_ID
 from serving.observability.redaction import redacted
+from serving.observability.tracing import Span, Tracer
 
 _REQUESTS = Counter(
     "slipway_requests",
@@ -40,6 +42,7 @@ PAIRS = 1000
 """The same of tenants with an adapter."""
 OTHER = "other"
 CLIENT_LEFT = 499
+_UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
 
 _AN_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what can stand in a header, a line, a path
 
@@ -62,7 +65,7 @@ class AccessRecord:
     the one it went to. error: what it was answered with, or what broke off a stream.
     """
 
-    def __init__(self, route: str, scope: Scope) -> None:
+    def __init__(self, route: str, scope: Scope, tracer: Tracer | None = None) -> None:
         self._route = route
         self._method = scope["method"]
         self._began = time.perf_counter()
@@ -78,6 +81,10 @@ class AccessRecord:
         """What its answer's head has besides."""
         self._tokens: tuple[int, int, int] | None = None
         self._header = (protocol.REQUEST_ID, self.id.encode())
+        self.trace: Span | None = None
+        """All that is done for it here, where spans are sent."""
+        if tracer:
+            self.trace = tracer.begin(f"{self._method} {route}", scope["headers"])
         REQUEST_ID.set(self.id)
 
     def with_id(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -114,8 +121,12 @@ class AccessRecord:
             if number > 0:
                 _USED.labels(*labels, *which).inc(number)
 
+    def part(self, name: str) -> contextlib.AbstractContextManager[Span | None]:
+        """The span of a part of what is done for it."""
+        return self.trace.part(name) if self.trace else _UNTRACED
+
     def close(self) -> None:
-        """Count the request and write its line, at its end."""
+        """Count the request, write its line and end its span, at its end."""
         seconds = time.perf_counter() - self._began
         status = self.status or CLIENT_LEFT
         _requests(self._route, self.adapter is not None, status // 100).inc()
@@ -141,7 +152,22 @@ class AccessRecord:
         if self._tokens:
             names = ("prompt_tokens", "cached_tokens", "completion_tokens")
             facts |= zip(names, self._tokens, strict=True)
+        if self.trace:
+            facts["trace_id"] = self.trace.trace_id
+            self._end_trace(self.trace, status)
         logs.access(self.id, facts)
+
+    def _end_trace(self, trace: Span, status: int) -> None:
+        trace.note(
+            http__request__method=self._method,
+            http__route=self._route,
+            http__response__status_code=status,
+            slipway__request_id=self.id,
+        )
+        why = type(self.error).__name__ if self.error else str(status)
+        trace.note(error__type=why if status >= 400 or self.error else None)
+        # What a client did wrong is no fault of this server's, by the conventions.
+        trace.end(why if status >= 500 or (self.error and status < 400) else None)
 
 
 _tenants: set[str] = set()

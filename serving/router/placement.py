@@ -11,11 +11,16 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from serving import errors
 from serving.access.caller import Caller, Phase
 from serving.access.limits import Limiter
-from serving.errors import NotReady
+from serving.errors import NotReady, ServingError
+from serving.observability import logs
+from serving.observability.redaction import redacted
+from serving.observability.tracing import Span, Tracer
+from serving.protocol import REQUEST_ID
 from serving.router import metrics
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.request import Request
@@ -26,7 +31,7 @@ from serving.router.policy.policies import Choice, Policy, Work
 from serving.router.policy.request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
-from serving.router.routes import generates
+from serving.router.routes import generates, template
 from serving.router.session_affinity import SessionAffinity
 
 log = logging.getLogger(__name__)
@@ -35,6 +40,8 @@ FIRST_PROBE_S = 3.0
 """A router that has just started lets requests wait so long to learn which replicas can serve."""
 TRIES = 4
 """Replicas that one request is sent to, at most."""
+CLIENT_LEFT = 499
+"""The status of a request whose client left before it had an answer's."""
 
 _UNREAD = RoutingRequest()
 
@@ -67,6 +74,9 @@ class Routing:
     tls: ssl.SSLContext
     """Knows the authorities of encrypted replicas."""
     tally: Tally
+    access_log: bool
+    """Whether each request leaves a line in the log."""
+    tracer: Tracer | None
     read: Reader
     tokenise: Tokenise | None
     """Adds a request's tokens, where the strategy wants them."""
@@ -80,6 +90,22 @@ class Routing:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PROBE_S):
                 await self.pool.probed.wait()
+
+
+class Outcome(NamedTuple):
+    """How a request ended.
+
+    end: as its series has it. status: of its replica's answer, 0 without one. began, first_byte:
+    when it and its answer did, by the clock. sent: bytes of the answer's body, with its framing.
+    error: what it was answered with instead.
+    """
+
+    end: str
+    status: int
+    began: float
+    first_byte: float | None
+    sent: int
+    error: ServingError | None
 
 
 class Placement:
@@ -214,11 +240,21 @@ class Placement:
     def decision(self) -> str:
         """Which replica it goes to, and why: what that is expected to have of its prompt."""
         assert self.replica
-        held, bound = self._reason
-        strategy = "session" if bound else self._routing.strategy
-        known = f"{described(held)} of {self.features.tokens:,} tokens"
+        known = f"{described(self._reason[0])} of {self.features.tokens:,} tokens"
         prefilled = f", prefilled on {self._prefilled_on}" if self._prefilled_on else ""
-        return f"{strategy}: {self.replica.name} {known}{prefilled}"
+        return f"{self.strategy}: {self.replica.name} {known}{prefilled}"
+
+    @property
+    def strategy(self) -> str:
+        """What has chosen its replica."""
+        if not self.inference:
+            return "roundrobin"
+        return "session" if self._reason[1] else self._routing.strategy
+
+    @property
+    def cached(self) -> int:
+        """Tokens of its prompt that its replica is expected to have cached."""
+        return self._reason[0].tokens
 
     def computed(self) -> None:
         """Its answer has begun, so its prompt is computed."""
@@ -237,3 +273,62 @@ class Placement:
         if replica and self._work:
             replica.end(self._work)
             self._work = None
+
+    def over(self, request: Request, outcome: Outcome, trace: Span | None) -> None:
+        """It has ended: count it, write its line, end its span, and leave its replica."""
+        name = self.replica.name if self.replica else ""
+        self.leave()
+        self._routing.tally.requests[name, outcome.status, outcome.end] += 1
+        error, status = outcome.error, outcome.status or CLIENT_LEFT
+        if error:
+            status = errors.shape(request.path).status(error)
+        if self._routing.access_log:
+            facts = self._facts(request, outcome, status, name)
+            if trace:
+                facts["trace_id"] = trace.trace_id
+            own = REQUEST_ID not in request.named  # else it is the client's, and may be anything
+            known_as = request.id.decode("latin-1")
+            logs.access(known_as if own else redacted(known_as), facts)
+        if trace:
+            trace.note(
+                http__request__method=request.method.decode("latin-1"),
+                http__route=template(request.path),
+                http__response__status_code=status,
+                slipway__attempts=len(self.tried),
+            )
+            broken = outcome.end if outcome.end != "finished" else str(status)
+            why = type(error).__name__ if error else broken
+            trace.note(error__type=why if status >= 400 or outcome.end != "finished" else None)
+            # What a client did wrong is no fault of this server's, by the conventions.
+            trace.end(why if status >= 500 or outcome.end == "cut" else None)
+
+    def _facts(
+        self, request: Request, outcome: Outcome, status: int, replica: str
+    ) -> dict[str, Any]:
+        first = outcome.first_byte
+        facts: dict[str, Any] = {
+            "method": request.method.decode("latin-1"),
+            "path": template(request.path),
+            "status": status,
+            "ms": round(1000 * (time.monotonic() - outcome.began), 1),
+            "end": outcome.end,
+            "strategy": self.strategy,
+            "attempts": len(self.tried),
+            "bytes_in": request.size,
+            "bytes_out": outcome.sent,
+        }
+        if replica:
+            facts["replica"] = replica
+        if self._prefilled_on:
+            facts["prefilled_on"] = self._prefilled_on
+        if first is not None:
+            facts["first_byte_ms"] = round(1000 * (first - outcome.began), 1)
+        if request.caller.name:
+            facts["key"] = request.caller.name
+        if request.caller.tenant:
+            facts["tenant"] = request.caller.tenant
+        if (adapter := self.features.adapter) in self._routing.pool.adapters:
+            facts["adapter"] = adapter
+        if outcome.error:
+            facts["error"] = type(outcome.error).__name__
+        return facts

@@ -10,14 +10,16 @@ from typing import Any, TypeVarTuple
 from serving import errors
 from serving.access.limits import Taken
 from serving.errors import RateLimited, ReplicaFailed, ReplicaTimedOut, ServingError
+from serving.observability.tracing import Span
 from serving.protocol import RATE_LIMIT, REQUEST_ID, ROUTE
 from serving.router import metrics
 from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica
 from serving.router.http.ports import Responder
-from serving.router.http.request import Request
+from serving.router.http.request import NO_HEADERS, Headers, Request
 from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
-from serving.router.placement import TRIES, Placement, Routing, Tokenise
+from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenise
+from serving.router.routes import template
 
 CONNECT_S = 3.0
 PREFILL_S = 60.0
@@ -72,8 +74,18 @@ class ProxiedRequest:
         self._computing = True  # its first byte is not here
         self._over = False
         self._taken: Taken | None = None  # of its caller's limits
+        self._bytes = 0
+        self._error: ServingError | None = None  # instead of one
         # time
         self._began = self._progress_at = time.monotonic()
+        self._first_byte_at: float | None = None
+        # trace, where there is one
+        self._trace: Span | None = None
+        self._choosing: Span | None = None
+        self._attempt: Span | None = None
+        if routing.tracer:
+            name = f"{request.method.decode('latin-1')} {template(request.path)}"
+            self._trace = routing.tracer.begin(name, request.headers)
 
     def start(self) -> None:
         if self.placement.inference and self._request.caller.limited:
@@ -93,6 +105,8 @@ class ProxiedRequest:
         self._read()
 
     def _read(self) -> None:
+        if self._trace:
+            self._choosing = self._trace.part("choose")
         placement, request = self.placement, self._request
         placement.read(request, request.body)
         if placement.inference and (tokenise := self._routing.tokenise):
@@ -108,8 +122,7 @@ class ProxiedRequest:
         try:
             await work(*args)
         except Exception:
-            self.cancel()
-            self._responder.fail(errors.unforeseen())
+            self._fail(errors.unforeseen())
 
     async def _tokenise(self, tokenise: Tokenise, body: bytes) -> None:
         placement = self.placement
@@ -127,8 +140,12 @@ class ProxiedRequest:
         """Send it to the best replica that was not tried. failure: what the one before did."""
         if replica := self.placement.choose_prefilling():
             self._prefilling = True
+            if self._trace:
+                self._begin_attempt(self._trace, replica, "prefill")
             self._spawn(self._prefill, replica)
         elif replica := self.placement.choose():
+            if self._trace:
+                self._begin_attempt(self._trace, replica, self._request.method.decode("latin-1"))
             self._connect(replica, reuse=True)
         elif failure or self._routing.pool.probed.is_set():
             self._fail(failure or self.placement.trouble())
@@ -156,7 +173,9 @@ class ProxiedRequest:
         """How it ended that a replica was to compute the prompt."""
         breaker = replica.breaker
         try:
-            status = await prefill(replica, self._request, identity, self._routing.tls)
+            status = await prefill(
+                replica, self._request, self._context(), identity, self._routing.tls
+            )
         except OSError:
             breaker.unreachable(time.monotonic())
             return "connect"
@@ -171,7 +190,38 @@ class ProxiedRequest:
         metrics.PREFILLS.labels(prefilled).inc()
         self._prefilling = False
         self._leave_replica()
-        self._choose()
+        self._end_attempt(0, None if prefilled == "handed_over" else prefilled)
+        self._choose_again()
+
+    def _begin_attempt(self, trace: Span, replica: Replica, name: str) -> None:
+        placement = self.placement
+        if choosing := self._choosing:
+            choosing.note(slipway__strategy=placement.strategy, slipway__replica=replica.name)
+            if placement.inference:
+                choosing.note(
+                    slipway__prompt_tokens_about=placement.features.tokens,
+                    slipway__cached_tokens_expected=placement.cached,
+                )
+            choosing.end()
+            self._choosing = None
+        attempt = self._attempt = trace.call(name)
+        attempt.note(
+            http__request__method=self._request.method.decode("latin-1"),
+            server__address=replica.host,
+            server__port=replica.port,
+            slipway__replica=replica.name,
+            http__request__resend_count=max(len(placement.tried) - 1, 0) or None,
+        )
+
+    def _context(self) -> Headers:
+        """What its replica gets of the trace."""
+        return self._attempt.headers() if self._attempt else NO_HEADERS
+
+    def _end_attempt(self, status: int, error: str | None = None) -> None:
+        if self._attempt:
+            self._attempt.note(http__response__status_code=status or None)
+            self._attempt.end(error or (str(status) if status >= 400 else None))
+            self._attempt = None
 
     def _connect(self, replica: Replica, *, reuse: bool) -> None:
         self._progress_at = time.monotonic()
@@ -208,7 +258,7 @@ class ProxiedRequest:
         request = self._request
         upstream.send(
             self,
-            request.head(replica.authority),
+            request.head(replica.authority, self._context()),
             request.framed(),
             head_only=request.method == b"HEAD",
             complete=request.complete,
@@ -221,10 +271,16 @@ class ProxiedRequest:
         if not self.placement.replica:
             return
         self._leave_replica()
+        self._end_attempt(0, reason)
         if not self._take_retry():
             self._fail(failure)
             return
         metrics.RETRIES.labels(reason).inc()
+        self._choose_again(failure)
+
+    def _choose_again(self, failure: ServingError | None = None) -> None:
+        if self._trace:
+            self._choosing = self._trace.part("choose")
         self._choose(failure)
 
     def _take_retry(self, *, refused: bool = False) -> bool:
@@ -286,8 +342,9 @@ class ProxiedRequest:
         if _helps(status, headers) and self._take_retry(refused=status in REFUSED):
             self._upstream = None  # it looks after itself
             self._leave_replica()
+            self._end_attempt(status)
             metrics.RETRIES.labels(str(status)).inc()
-            self._choose()
+            self._choose_again()
             return False
         self.begun = True
         self._progress_at = now
@@ -305,12 +362,14 @@ class ProxiedRequest:
             body=body,
         )
         self._computing = not body  # some servers send the head before they have anything to say
+        self._bytes = len(body)
         if body:
             self._first_byte()
         return True
 
     def on_data(self, data: bytes) -> None:
         self._progress_at = time.monotonic()
+        self._bytes += len(data)
         if self._computing:
             self._first_byte()
         write = self._responder.write  # in two steps: Python 3.11 is slow to call attributes
@@ -319,6 +378,7 @@ class ProxiedRequest:
     def _first_byte(self) -> None:
         """The answer's first byte is here, so its prompt is computed."""
         self._computing = False
+        self._first_byte_at = self._progress_at
         metrics.FIRST_BYTE.observe(self._progress_at - self._began)
         self.placement.computed()
 
@@ -368,6 +428,7 @@ class ProxiedRequest:
             self._retry("down", ReplicaFailed("the replica does not answer any more"))
 
     def _fail(self, error: ServingError) -> None:
+        self._error = error
         self._end("failed")
         self._responder.fail(error)
 
@@ -382,10 +443,16 @@ class ProxiedRequest:
         self._over = True
         if self._taken:
             self._routing.limiter.give_back(self._taken)
-        replica = self.placement.replica
-        name = replica.name if replica else ""
+        if self._trace:
+            broken = None if how == "finished" else how
+            if self._choosing:
+                self._choosing.end(broken)
+                self._choosing = None
+            self._end_attempt(self._status, broken)
+        first = self._first_byte_at
+        outcome = Outcome(how, self._status, self._began, first, self._bytes, self._error)
+        self.placement.over(self._request, outcome, self._trace)
         self._leave_replica()
-        self._routing.tally.requests[name, self._status, how] += 1
         self._ended(self)
 
 

@@ -30,6 +30,7 @@ from serving.http.sockets import Connections, most_routed
 from serving.http.tls import ServerTls
 from serving.kv_cache.salt import Tenants
 from serving.lifecycle import SHUTDOWN
+from serving.observability.tracing import tracer
 from serving.process import StopSignals
 from serving.router import status
 from serving.router.fleet.broadcast import Broadcast
@@ -121,6 +122,8 @@ class Router:
             timeouts=Timeouts(settings.router_first_byte_timeout, settings.router_idle_timeout),
             tls=tls,
             tally=Tally(),
+            access_log=settings.router_access_log,
+            tracer=tracer(settings, "slipway-router"),
             read=RequestReader(
                 settings.routing_strategy,
                 settings.session_key,
@@ -208,6 +211,8 @@ class Router:
         server.close()
         await self._farewell()
         await self.routing.limiter.close()
+        if self.routing.tracer:
+            await self.routing.tracer.stop()
         await _cancel(stop, *tasks, *self._changes)
         return code
 

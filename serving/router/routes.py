@@ -6,16 +6,21 @@ import re
 
 from serving.protocol import (
     ADAPTER_ID,
+    ADAPTERS,
     ADAPTERS_PATH,
     CHAT_COMPLETIONS,
     COMPLETIONS,
     ENGINE_PATHS,
     EXECUTION_PARAMETERS,
+    INVOCATIONS,
     INVOCATIONS_PATH,
+    MANAGED,
+    MANAGEMENT,
     MANAGEMENT_PATH,
     MESSAGES,
     MODELS,
     REQUEST_ID,
+    SERVER_LOGGING,
     SESSION_ID,
     VLLM_SESSION_ID,
 )
@@ -64,6 +69,24 @@ def route_of(method: bytes, path: str) -> Route | None:
 def generates(path: str) -> bool:
     """Whether what is asked for on a path may be text for a prompt, which two replicas can make."""
     return bool(_GENERATES.fullmatch(path))
+
+
+_TEMPLATES = [
+    (re.compile(re.sub("{[^}]*}", "[^/]+", template)), template)
+    for template in (
+        *INVOCATIONS,
+        *(f"{path}{rest}" for path in ADAPTERS for rest in ("", "/{name}", "/{name}/update")),
+        *(*MANAGEMENT, *MANAGED, SERVER_LOGGING),
+    )
+]
+_PLAIN = frozenset((*ENGINE_PATHS, MODELS, EXECUTION_PARAMETERS))
+
+
+def template(path: str) -> str:
+    """A path that has a route, as logs and spans have it: without the names in it."""
+    if path in _PLAIN:
+        return path
+    return next((name for pattern, name in _TEMPLATES if pattern.fullmatch(path)), "other")
 
 
 def methods(path: str) -> list[str]:

@@ -119,6 +119,8 @@ class Server:
             self._http.should_exit = True
             await http
             await self.backend.limiter.close()
+            if self.backend.tracer:
+                await self.backend.tracer.stop()
             for task in tasks:
                 task.cancel()
 

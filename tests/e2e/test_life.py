@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, stop and death of real servers."""
 
-import gzip
 import json
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from scripts.harness.process import STOP_S
 from scripts.harness.wait import until
+from tests.collector import collecting
 from tests.e2e.conftest import START_S, serving
 
 
@@ -121,34 +117,10 @@ def test_sigterm_under_load_loses_nothing(served):
     assert ready["elapsed_s"] == pytest.approx(sum(ready["steps"].values()), abs=0.5)
 
 
-class Traces(BaseHTTPRequestHandler):
-    """What an OpenTelemetry collector is to who sends it traces over HTTP."""
-
-    spans: ClassVar[list[Span]] = []
-
-    def do_POST(self):
-        assert self.path == "/v1/traces"
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.headers.get("content-encoding") == "gzip":
-            body = gzip.decompress(body)
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            for scope in resource.scope_spans:
-                self.spans.extend(scope.spans)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture(scope="module")
 def collector():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Traces) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with collecting() as it:
+        yield it
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +129,7 @@ def parallel(tiny_options, tmp_path_factory, collector):
     log = tmp_path_factory.mktemp("parallel") / "log"
     environ = {
         "OPTION_TENSOR_PARALLEL_DEGREE": "2",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
-        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-        "OTEL_BSP_SCHEDULE_DELAY": "100",  # ms
+        **collector.environ(),
         "SOME_API_KEY": "very-secret-key",
         "OPTION_LOG_LEVEL": "debug",
     }
@@ -178,14 +148,18 @@ def test_tensor_parallel(parallel):
     )
 
 
-def test_a_trace_goes_on_where_the_client_began_it(parallel):
+def test_a_trace_goes_on_where_the_client_began_it(parallel, collector):
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     headers = {"traceparent": f"00-{trace}-{parent}-01"}
     assert parallel.invoke({"inputs": "traced"}, **headers).status_code == 200
-    until(lambda: [span for span in Traces.spans if span.trace_id.hex() == trace])
-    (span,) = [span for span in Traces.spans if span.trace_id.hex() == trace]
-    assert span.parent_span_id.hex() == parent
-    assert span.name == "llm_request"
+    until(lambda: len(collector.of(trace)) >= 4)
+    found = collector.of(trace)
+    assert [it.name for it in found] == [
+        *("POST /invocations", "queue", "text_completion tiny-llama-1", "llm_request")
+    ]
+    root, _, engine, _ = found
+    assert [it.parent for it in found] == [parent, root.id, root.id, engine.id]
+    assert {it.service for it in found} == {"slipway"}
 
 
 def test_a_requests_id_is_in_our_lines_and_the_engines(parallel):

@@ -3,10 +3,13 @@
 several can do.
 """
 
+import contextlib
+import json
 import random
 import signal
 import threading
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -15,6 +18,7 @@ import pytest
 from scripts.harness import ports
 from scripts.harness.wait import until
 from scripts.models import tiny, tiny_lora
+from tests.collector import collecting
 from tests.e2e.conftest import Served, serving
 
 WORDS = "".join(f"import statement {n}. " for n in range(60))  # two blocks
@@ -132,9 +136,16 @@ TOKEN = 2048
 
 
 @pytest.fixture(scope="module")
-def engines_with_memory(tiny_options, tmp_path_factory):
+def collector():
+    with collecting() as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def engines_with_memory(tiny_options, tmp_path_factory, collector):
     """Two engines whose caches hold three documents of 1,280 tokens, and whose L1 holds thirty."""
     folder = tmp_path_factory.mktemp("memory")
+    tiny_lora.write(folder / "one", 1)
     (folder / "lmcache.yaml").write_text("max_local_cpu_size: 0.08\n")
     environ = {
         **tiny_options,
@@ -142,6 +153,9 @@ def engines_with_memory(tiny_options, tmp_path_factory):
         "OPTION_KV_CACHE_MEMORY_BYTES": str(34 * BLOCK * TOKEN),
         "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
         "OPTION_KV_EVENTS": "true",
+        "OPTION_ENABLE_LORA": "true",
+        "OPTION_ADAPTER_ROOTS": str(folder),
+        **collector.environ(),
     }
     with ExitStack() as stack:
         running = [
@@ -206,6 +220,100 @@ def reported(rows: list[dict[str, Any]], strategy: str) -> bool:
     return all(row["kv_tier_tokens"]["memory"] > 30 * 5 * CHUNK for row in rows) and (
         strategy != "kvaware" or known >= DOCUMENTS * 5 * CHUNK
     )
+
+
+@contextlib.contextmanager
+def refusing(engine: Served):
+    """A replica that looks as this one does, and has no room for any request."""
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer = httpx.get(engine.url + self.path)
+            self.answer(answer.status_code, answer.content)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.answer(503, b"{}")
+
+        def answer(self, status, body):
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.05])
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def whole(collector, trace, parent):
+    """The spans of a trace, once those have come that are sent last by their processes."""
+
+    def last():
+        found = collector.of(trace)
+        return {"llm_request", "kv_cache_lookup"} <= {it.name for it in found} and (
+            parent in [it.parent for it in found]
+        )
+
+    until(last)
+    return collector.of(trace)
+
+
+def test_a_trace_goes_from_the_client_into_the_engine(engines_with_memory, collector, tmp_path):
+    """Of a request that one replica refuses, and whose adapter the other one loads."""
+    engine, parent, id_ = engines_with_memory[0], "7" * 16, "sk-proj-" + "x" * 48
+    source = {"name": "one", "src": str(engine.log.parent / "one")}
+    body = {"model": "one", "prompt": f"my own words {WORDS}", "max_tokens": 4}
+    trace, found = "", []
+    log = tmp_path / "log"
+    with refusing(engine) as busy:
+        options = collector.environ() | {"OPTION_ROUTING_STRATEGY": "roundrobin"}
+        options["OPTION_ROUTER_REPLICAS"] = f"{busy},{engine.url}"
+        with serving(log, "./entrypoint.sh", "route", **options) as routed:
+            ready(routed)
+            for n in range(1, 3):  # one of them goes to the busy one first
+                assert engine.client.post("/adapters", params=source).status_code == 200
+                trace = f"{n}" * 32
+                headers = {"traceparent": f"00-{trace}-{parent}-01", "x-request-id": id_}
+                answer = routed.client.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+                assert engine.client.delete("/adapters/one").status_code == 200
+                found = whole(collector, trace, parent)
+                if any(it.failed for it in found):
+                    break
+    by_id = {it.id: it for it in found}
+    edges = [(it.service, it.name, getattr(by_id.get(it.parent), "name", "")) for it in found]
+    api, engines_own = "POST /v1/completions", "text_completion one"
+    assert sorted(edges) == sorted(
+        [
+            ("slipway-router", api, ""),
+            *[("slipway-router", "choose", api), ("slipway-router", "POST", api)] * 2,
+            ("slipway", api, "POST"),
+            ("slipway", "adapter", api),
+            ("slipway", "queue", api),
+            ("slipway", engines_own, api),
+            ("slipway", "llm_request", engines_own),
+            ("slipway", "kv_cache_lookup", engines_own),
+        ]
+    )
+    for it in found:
+        if outer := by_id.get(it.parent):
+            assert outer.span.start_time_unix_nano <= it.span.start_time_unix_nano
+            assert it.span.end_time_unix_nano <= outer.span.end_time_unix_nano
+    (adapter,) = [it for it in found if it.name == "adapter"]
+    assert adapter.attributes == {"slipway.adapter": "one", "slipway.adapter.loaded": False}
+    assert "my own words" not in str([it.span for it in found])
+    for file, fact in ((log, "attempts"), (engine.log, "adapter")):
+        (line,) = [it for it in file.read_text().splitlines() if f'"trace_id":"{trace}"' in it]
+        assert json.loads(line)[fact] == {"attempts": 2, "adapter": "one"}[fact]
+        assert json.loads(line)["status"] == 200
+        assert id_ not in line
 
 
 def test_adapters_are_registered_everywhere(engines, routed):

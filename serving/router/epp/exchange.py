@@ -4,6 +4,7 @@ the endpoints that it may go to are the answer; then the head and body of its an
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Set
@@ -12,6 +13,7 @@ from typing import NamedTuple, Protocol
 from serving import errors
 from serving.access.access import CREDENTIALS
 from serving.errors import Malformed, ServingError, TooLarge
+from serving.observability.tracing import Span
 from serving.protocol import IDENTITY, REQUEST_ID, ROUTE
 from serving.router import metrics
 from serving.router.epp import ext_proc_pb2 as pb
@@ -21,7 +23,8 @@ from serving.router.epp.usage import UsageReader
 from serving.router.http.buffers import Buffers
 from serving.router.http.ports import WholeResponder
 from serving.router.http.request import Request, Rules
-from serving.router.placement import Placement, Routing
+from serving.router.placement import Outcome, Placement, Routing
+from serving.router.routes import template
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +91,14 @@ class Exchange:
         self._request_full_duplex = self._answer_full_duplex = True
         # answer
         self._status = 0
+        self._error: ServingError | None = None  # instead of one
         self._began = time.monotonic()
+        self._first_byte_at: float | None = None
+        self._bytes = 0
         self._computing = True  # its first byte is not here
         self._finished = False
         self._usage = UsageReader()
+        self._trace: Span | None = None
 
     async def responses(
         self, incoming: AsyncIterator[pb.ProcessingRequest]
@@ -213,6 +220,14 @@ class Exchange:
         if placement is None:
             return await whole.given
         self._placement = placement
+        if tracer := routing.tracer:
+            name = f"{request.method.decode('latin-1')} {template(request.path)}"
+            self._trace = tracer.begin(name, request.headers)
+        with self._trace.part("choose") if self._trace else contextlib.nullcontext():
+            return await self._chosen(request, placement)
+
+    async def _chosen(self, request: Request, placement: Placement) -> list[str]:
+        routing = self._routing
         body = bytes(request.body) if placement.inference else b""
         placement.read(request, body)
         if placement.inference and routing.tokenise:
@@ -230,6 +245,7 @@ class Exchange:
     def _refuse(self, error: ServingError) -> Responses:
         assert self._request
         self._failed = True
+        self._error = error
         whole = WholeAnswer(self._request)
         whole.fail(error)
         return iter((whole.given.result(),))
@@ -262,6 +278,7 @@ class Exchange:
 
     def _on_answer_body(self, message: pb.HttpBody) -> Responses:
         if message.body:
+            self._bytes += len(message.body)
             if self._computing:
                 self._first_byte()
             self._usage.feed(message.body)
@@ -272,8 +289,9 @@ class Exchange:
     def _first_byte(self) -> None:
         """The answer's first byte is here, so its prompt is computed."""
         self._computing = False
+        self._first_byte_at = time.monotonic()
         if self._placement:
-            metrics.FIRST_BYTE.observe(time.monotonic() - self._began)
+            metrics.FIRST_BYTE.observe(self._first_byte_at - self._began)
             self._placement.computed()
 
     def _end_answer(self) -> None:
@@ -287,8 +305,8 @@ class Exchange:
         """The gateway has no more to say of it."""
         if self._request:
             self._request.release()
-        if placement := self._placement:
-            how = "failed" if self._failed else "finished" if self._finished else "cancelled"
-            name = placement.replica.name if placement.replica else ""
-            self._routing.tally.requests[name, self._status, how] += 1
-            placement.leave()
+        if self._request and self._placement:
+            end = "failed" if self._failed else "finished" if self._finished else "cancelled"
+            first = self._first_byte_at
+            outcome = Outcome(end, self._status, self._began, first, self._bytes, self._error)
+            self._placement.over(self._request, outcome, self._trace)

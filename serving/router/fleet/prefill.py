@@ -5,7 +5,7 @@ import asyncio
 import ssl
 
 from serving.router.fleet.replicas import Replica
-from serving.router.http.request import Request
+from serving.router.http.request import Headers, Request
 from serving.router.http.upstream import Upstream
 
 
@@ -38,11 +38,14 @@ class _Answer:
             self.status.set_result(self._status)
 
 
-async def prefill(replica: Replica, request: Request, identity: bytes, tls: ssl.SSLContext) -> int:
+async def prefill(
+    replica: Replica, request: Request, context: Headers, identity: bytes, tls: ssl.SSLContext
+) -> int:
     """Have a replica compute a request's prompt and store it. Returns the status of its answer, 0
     where it broke off. Raises OSError where it cannot be reached.
 
-    identity: by which the replica knows what it is to do. Where this is cancelled, so is its work.
+    context: of its trace. identity: by which the replica knows what it is to do. Where this is
+    cancelled, so is its work.
     """
     _, upstream = await asyncio.get_running_loop().create_connection(
         lambda: Upstream(replica.idle),
@@ -51,7 +54,7 @@ async def prefill(replica: Replica, request: Request, identity: bytes, tls: ssl.
         ssl=tls if replica.encrypted else None,
     )
     answer = _Answer()
-    head = request.head(replica.authority, identity)
+    head = request.head(replica.authority, context, identity)
     upstream.send(answer, head, request.framed(), head_only=False, complete=True)
     try:
         return await answer.status

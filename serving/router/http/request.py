@@ -10,12 +10,13 @@ from typing import NamedTuple
 from serving.access.access import CREDENTIALS
 from serving.access.caller import ANYBODY
 from serving.errors import Malformed, ServingError, TooLarge
-from serving.protocol import IDENTITY, REQUEST_ID, SAGEMAKER
+from serving.protocol import IDENTITY, REQUEST_ID, SAGEMAKER, TRACE_CONTEXT
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
 from serving.router.http.upstream import HOP_BY_HOP
 
 Headers = list[tuple[bytes, bytes]]
+NO_HEADERS: Headers = []
 
 HEADER = 200
 """What a header takes of memory besides its bytes, about."""
@@ -208,21 +209,26 @@ class Request:
         """Whether all that has come of it is here, to be sent, or sent once more."""
         return not self._forwarding
 
-    def head(self, authority: bytes, identity: bytes | None = None) -> bytes:
-        """Its head for a replica, whose host and port are the authority. identity: in the place of
-        the request's own.
+    def head(
+        self, authority: bytes, context: Headers = NO_HEADERS, identity: bytes | None = None
+    ) -> bytes:
+        """Its head for a replica, whose host and port are the authority. context: of its trace, in
+        the place of the client's. identity: in the place of the request's own.
         """
         if identity:
-            lines = self._lines(identity)
+            lines = self._lines(identity, context)
         else:
-            lines = self._head = self._head or self._lines(self.identity)
-        return b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority) + lines
+            lines = self._head = self._head or self._lines(self.identity, context)
+        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority)
+        return head + b"".join([b"%b: %b\r\n" % header for header in context]) + lines
 
-    def _lines(self, identity: bytes | None) -> bytes:
+    def _lines(self, identity: bytes | None, context: Headers) -> bytes:
         own = self.connections_own
         dropped = _DROPPED | own if own else _DROPPED
         if identity:
             dropped |= CREDENTIALS
+        if context:
+            dropped |= frozenset(TRACE_CONTEXT)
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in dropped]
         if identity:
             lines.append(b"%b: %b\r\n" % (IDENTITY, identity))

@@ -162,7 +162,19 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
                 "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
             },
             GPU,
-            {"HF_HUB_OFFLINE": "1", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
+            {
+                "HF_HUB_OFFLINE": "1",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+                "OTEL_SERVICE_NAME": "slipway",
+            },
+        ),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317",
+                "OTEL_RESOURCE_ATTRIBUTES": "service.name=mine",
+            },
+            GPU,
+            {"HF_HUB_OFFLINE": "1", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"},
         ),
         (
             {"SAGEMAKER_SAFE_PORT_RANGE": "5001-5009"},
@@ -230,6 +242,15 @@ def test_no_value_becomes_an_option(environ, origin):
 def test_what_vllm_refuses_without_another_option_is_refused_by_the_plan(environ, needed):
     name = next(iter(environ))
     with pytest.raises(SettingsError, match=f"{name}: vLLM refuses it without {needed}"):
+        command(environ, machine())
+
+
+def test_traces_without_statistics_which_would_end_the_engine_are_refused():
+    environ = {
+        "OPTION_DISABLE_LOG_STATS": "true",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
+    }
+    with pytest.raises(SettingsError, match="OPTION_DISABLE_LOG_STATS: vLLM's traces need"):
         command(environ, machine())
 
 
