@@ -45,8 +45,8 @@ RUN packages="ca-certificates libgomp1 libnuma1 python3" \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/apt \
         /var/log/dpkg.log /usr/lib/gcc/*/*/lto1 /usr/lib/gcc/*/*/lib*san* \
         /usr/lib/*/libpython3*.a /usr/lib/python3*/config-*/*.a
-# Modules are compiled: a root that cannot be written keeps no bytecode, and the engine imports them
-# in three processes at every start.
+# In two layers, which are pulled side by side, the first not with every release: torch and what it
+# loads of CUDA, then the engine.
 RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=bind,source=requirements,target=/run/build/requirements \
     --mount=type=bind,from=uv,source=/uv,target=/run/build/uv \
@@ -54,20 +54,23 @@ RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=cache,target=/root/.cache/uv \
     --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
     bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
-        . /run/build/scripts/env.sh; \
-        export SLIPWAY_UV=/run/build/uv UV_LINK_MODE=copy; venv=/opt/venv; \
-        if [ "$ENGINE" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi; \
+        . /run/build/scripts/env.sh; in_image; \
         uv venv --quiet --python /usr/bin/python3 "$venv"; \
+        install <(grep -E "^(torch|triton|nvidia-.+)==" "$root/requirements/$ENGINE.txt"); \
+        if [ "$ENGINE" = gpu ]; then complete_cuda; fi; \
+        slim'
+RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
+    --mount=type=bind,source=requirements,target=/run/build/requirements \
+    --mount=type=bind,from=uv,source=/uv,target=/run/build/uv \
+    --mount=type=bind,from=wheels,target=/run/build/wheels \
+    --mount=type=cache,target=/root/.cache/uv \
+    --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
+    bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
+        . /run/build/scripts/env.sh; in_image; \
         install "$root/requirements/$ENGINE.txt"; \
         works; \
-        if [ "$ENGINE" = cpu ]; then \
-            name_vllm; \
-            find "$venv" -type d -name tests -prune -exec rm -rf {} +; \
-            exit; \
-        fi; \
-        complete_cuda; \
-        slim_cuda; \
-        ln -s "$(site)/nvidia/cu13" /usr/local/cuda'
+        slim; \
+        if [ "$ENGINE" = cpu ]; then name_vllm; else ln -s "$(site)/nvidia/cu13" /usr/local/cuda; fi'
 
 
 FROM engine AS engine-cpu

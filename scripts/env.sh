@@ -166,23 +166,37 @@ complete_cuda() {
 # Remove what no engine of Slipway's loads, which scripts/test rehearsal does too, and then runs:
 # tests, what profilers use, what only other GPUs than NVIDIA's do, one linear system over several
 # GPUs, vLLM's other front end, and names for debuggers in the libraries that have many. Others can
-# be broken by that: where a wheel's tools have moved their parts.
-slim_cuda() {
+# be broken by that: where a wheel's tools have moved their parts. Doing it again changes nothing,
+# so that the image's layers have no file twice.
+slim() {
     local file files
     (
         cd "$(site)" || exit
+        find . -type d -name tests -prune -exec rm -rf {} +
+        if [ "$ENGINE" = cpu ]; then exit; fi
         rm -rf {triton,tokenspeed_triton}/backends/nvidia/lib/cupti triton/_C/libproton.so \
             tokenspeed_triton/backends/amd/lib tilelang/3rdparty/composable_kernel \
             nvidia/cu13/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt,nvperf_}* \
             nccl/*/lib/cu12 vllm/vllm-rs
-        find . -type d -name tests -prune -exec rm -rf {} +
-        mapfile -t files < <(find {cupy,llvmlite,lmcache,torch,triton,vllm} -type f -size +1M -name "*.so*")
+        mapfile -t files < <(find {cupy,llvmlite,lmcache,torch,triton,vllm} -type f -size +1M \
+            -name "*.so*" 2>/dev/null)
         for file in "${files[@]}"; do
             strip --strip-unneeded -o "$file.new" "$file"
-            chmod --reference "$file" "$file.new"
-            mv "$file.new" "$file"
+            if [ "$(stat -c %s "$file.new")" -lt "$(stat -c %s "$file")" ]; then
+                chmod --reference "$file" "$file.new"
+                mv "$file.new" "$file"
+            else
+                rm "$file.new"
+            fi
         done
     )
+}
+
+# The variables that installing in the image's build takes.
+in_image() {
+    export SLIPWAY_UV=/run/build/uv UV_LINK_MODE=copy
+    venv=/opt/venv
+    if [ "$ENGINE" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi
 }
 
 # Name in DOCKER an engine for containers that runs: what it names already, docker, or podman.
