@@ -233,7 +233,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         """Whether the rest of a prompt is to be looked up again, since another server has just
         computed it. computed: tokens that the engine has.
         """
-        if not (request.kv_transfer_params or {}).get(HANDED_OVER):
+        if not (request.kv_transfer_params or {}).get(HANDED_OVER) or request.num_output_tokens:
             return False
         adapter, name = self.scheduler_adapter, request.request_id
         tracker = self.request_trackers[name]

@@ -21,7 +21,6 @@ from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
 from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenise
 from serving.router.routes import template
 
-CONNECT_S = 3.0
 PREFILL_S = 60.0
 """For another replica to compute the prompt; then the one that answers does so itself."""
 REFUSED = frozenset((429, 503))
@@ -234,15 +233,8 @@ class ProxiedRequest:
             self._spawn(self._connect_anew, replica)
 
     async def _connect_anew(self, replica: Replica) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_S):  # wait_for() may miss that it is cancelled
-                _, upstream = await loop.create_connection(
-                    lambda: Upstream(replica.idle, decoding=self._request.http10),
-                    replica.host,
-                    replica.port,
-                    ssl=self._routing.tls if replica.encrypted else None,
-                )
+            upstream = await replica.connect(self._routing.tls, decoding=self._request.http10)
         except (OSError, TimeoutError) as error:
             self._pending = None
             reason = str(error) or "it takes no connections"

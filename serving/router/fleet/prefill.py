@@ -6,7 +6,6 @@ import ssl
 
 from serving.router.fleet.replicas import Replica
 from serving.router.http.request import Headers, Request
-from serving.router.http.upstream import Upstream
 
 
 class _Answer:
@@ -47,12 +46,7 @@ async def prefill(
     context: of its trace. identity: by which the replica knows what it is to do. Where this is
     cancelled, so is its work.
     """
-    _, upstream = await asyncio.get_running_loop().create_connection(
-        lambda: Upstream(replica.idle),
-        replica.host,
-        replica.port,
-        ssl=tls if replica.encrypted else None,
-    )
+    upstream = await replica.connect(tls)
     answer = _Answer()
     head = request.head(replica.authority, context, identity)
     upstream.send(answer, head, request.framed(), head_only=False, complete=True)

@@ -4,6 +4,7 @@
 import asyncio
 import enum
 import logging
+import ssl
 import time
 from collections.abc import Callable, Sequence, Set
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from serving.router.policy.tiers import Capacity
 
 log = logging.getLogger(__name__)
 
+CONNECT_S = 3.0
 IDLE_S = 60.0
 """An idle connection is kept for so long; servers drop theirs after 75 s, or earlier."""
 COUNTED_S = 600.0
@@ -112,6 +114,20 @@ class Replica(Load):
         for upstream in [it for it in self.idle if now - it.idle_since > IDLE_S]:
             upstream.drop()
         return state is not before
+
+    async def connect(self, tls: ssl.SSLContext, *, decoding: bool = False) -> Upstream:
+        """A new connection. tls: for encrypted replicas. decoding: as Upstream has it. Raises
+        OSError, TimeoutError.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):  # wait_for() may miss that it is cancelled
+            _, upstream = await loop.create_connection(
+                lambda: Upstream(self.idle, decoding=decoding),
+                self.host,
+                self.port,
+                ssl=tls if self.encrypted else None,
+            )
+        return upstream
 
     def take_idle(self) -> Upstream | None:
         """A connection that waits for a request, if there is one."""

@@ -3,7 +3,8 @@
 
 import asyncio
 import itertools
-from contextlib import asynccontextmanager
+import socket
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from scripts.harness.wait import until_async
 from serving.access.caller import Phase
 from serving.access.identity import Signer
 from serving.router import proxy
+from serving.router.fleet import replicas
 from tests.serving.access.test_access import SECRET
 from tests.serving.router.conftest import FakeReplica, Routed, routing, sends, whole
 
@@ -172,3 +174,20 @@ async def test_what_keeps_prompts_from_being_handed_over_is_a_warning(stores, se
             role for _, role in sorted([(it.prefills.url, "prefill"), (it.decodes.url, "decode")])
         ]
         assert warning.format(decodes=it.decodes.url) in " ".join(shown["warnings"])
+
+
+async def test_a_prefill_server_that_takes_no_connections(monkeypatch):
+    """It is not asked again for a while."""
+    monkeypatch.setattr(replicas, "CONNECT_S", 0.1)
+    async with divided() as it:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
+            for _ in range(3):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(silent.getsockname())
+            prefills = next(row for row in it.routed.router.pool.replicas if row.role == "prefill")
+            prefills.port = silent.getsockname()[1]
+            before = ended("connect")
+            for _ in range(4):
+                assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
+            assert ended("connect") == before + 3  # then its circuit breaker is open

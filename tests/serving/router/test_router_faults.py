@@ -20,8 +20,7 @@ from scripts.harness import stub_replica
 from scripts.harness.process import ROUTE, Program
 from scripts.harness.wait import until_async
 from serving.http.sockets import most_routed, raise_open_files
-from serving.router import proxy
-from serving.router.fleet import health
+from serving.router.fleet import health, replicas
 from serving.router.http import buffers
 from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, whole
 
@@ -339,7 +338,7 @@ async def test_slow_readers(told, count):
 
 async def test_a_replica_that_goes_down_while_it_is_connected_to(monkeypatch):
     """The request is with another by then, and stays there."""
-    monkeypatch.setattr(proxy, "CONNECT_S", 0.2)
+    monkeypatch.setattr(replicas, "CONNECT_S", 0.2)
 
     async def slow(replica, asked, writer):
         await asyncio.sleep(0.5)
