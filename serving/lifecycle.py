@@ -116,6 +116,14 @@ class Lifecycle:
         self._step = step
         self.detail = text or step.sentence
 
+    @property
+    def progress(self) -> dict[Step, float]:
+        """Seconds that each step of the start has taken so far, also the one under way."""
+        if self.stage is not Stage.STARTING:
+            return self.steps
+        since = self._clock() - self._step_began
+        return self.steps | {self._step: self.steps.get(self._step, 0.0) + since}
+
     def _end_step(self) -> None:
         now = self._clock()
         self.steps[self._step] = self.steps.get(self._step, 0.0) + now - self._step_began

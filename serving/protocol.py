@@ -59,6 +59,9 @@ MANAGED = ("/models/{model}", "/workflows/{model}")
 HANDLER = b"handler"
 """By this LMI's server tells its Python side which function is meant. It is no client's to send."""
 REPLICAS = "/replicas"
+UI = "/ui"
+UI_STATUS = f"{UI}/status"
+"""The page for people, and what it shows that nothing else says. The page itself holds nothing."""
 INVOCATIONS = (
     *("/invocations", "/predictions"),
     *("/predictions/{model}", "/models/{model}/invoke"),

@@ -10,6 +10,7 @@ Every command-line option of vLLM that is not declared here can be given by its 
 import dataclasses
 import enum
 import functools
+import ipaddress
 import json
 import re
 from collections.abc import Mapping
@@ -288,6 +289,14 @@ class Settings:
         default_text="the server's own",
         help="Comma-separated origins whose web pages may call, like `https://app.example`; `*` "
         "allows all.",
+    )
+    ui: bool | None = _option(
+        boolean,
+        "OPTION_UI",
+        section=Section.SERVER,
+        default_text="true on a loopback address, except in secure mode",
+        help="Serve a page for browsers at `/ui`: the start, the plan, requests, latencies, "
+        "adapters, replicas and a chat; docs/guides/ui.md.",
     )
     max_request_size: int = _option(
         integer(low=1),
@@ -1065,6 +1074,19 @@ class Settings:
     def tokenizes(self) -> bool:
         """Whether clients may use the model's tokenizer."""
         return not self.secure_mode if self.enable_tokenize is None else self.enable_tokenize
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether connections are accepted from this machine only."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def serves_ui(self) -> bool:
+        """Whether there is a page for browsers."""
+        return self.on_loopback and not self.secure_mode if self.ui is None else self.ui
 
     @property
     def runs_adapter_code(self) -> bool:

@@ -287,6 +287,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def summary(plan: Plan) -> dict[str, Any]:
+    """The plan for a page: as_text()'s table, the options that were given or follow, and what is
+    to know.
+    """
+    return {
+        "rows": [list(row) for row in rows(plan)],
+        "options": [list(row) for row in options(plan) if row[2] != "default"],
+        "findings": list(plan.findings),
+    }
+
+
 def _tiers_as_json(tiers: Tiers, each: int | None, engine: int | None) -> dict[str, Any]:
     disk, size = tiers.disk, tiers.disk.size if tiers.disk else 0
     return {

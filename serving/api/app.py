@@ -23,13 +23,14 @@ from serving.http.origins import Origins
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
 from serving.kv_cache.salt import Tenants
+from serving.ui import page as ui
 
 Handler = Callable[[HttpCall, Pipeline], Awaitable[None]]
 
 
 def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
-    """The app that answers SageMaker's paths, the OpenAI paths and /metrics. access: who may call
-    all of them but health checks.
+    """The app that answers SageMaker's paths, the OpenAI paths, /metrics and /ui. access: who may
+    call all of them but health checks and the page, which holds nothing.
     """
     codes = errors.codes(settings)
     origins = Origins(settings.cors_allowed_origin, settings.host)
@@ -69,6 +70,10 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
     invocations = Invocations(settings, sessions).answer
     openai = OpenAI(sessions).answer
     management = info.Management(settings, backend)
+    pages = [
+        *(plain(path, info.page, None, "GET") for path in ui.FILES),
+        plain(protocol.UI_STATUS, info.Status(backend), access, "GET"),
+    ]
     router: ASGIApp = Router(
         [
             *(route(path, invocations, "POST") for path in protocol.INVOCATIONS),
@@ -102,6 +107,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
                 plain(path, info.metrics, access, "GET")
                 for path in (protocol.METRICS, protocol.SERVER_METRICS)
             ),
+            *(pages if settings.serves_ui else ()),
         ],
         redirect_slashes=False,
         default=RecordedEndpoint(

@@ -2,24 +2,34 @@
 """What stands behind the API, from the server's start to its end."""
 
 import datetime
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from lmi_config.options.declared import Settings
+from serving import VERSION
 from serving.access.limits import Limiter
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
-from serving.lifecycle import Lifecycle, Stage
+from serving.lifecycle import Lifecycle, Stage, Step
 from serving.lora.registry import AdapterRegistry
 from serving.observability.error_rate import ErrorRates
 from serving.observability.tracing import tracer
 from serving.user_code import UserCode
 
+NO_PLAN: Mapping[str, Any] = MappingProxyType({"rows": (), "options": (), "findings": ()})
+
 
 class Backend:
     """Nothing while the server starts; from then on a pipeline."""
 
-    def __init__(self, lifecycle: Lifecycle, settings: Settings) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, settings: Settings, plan: Mapping[str, Any] = NO_PLAN
+    ) -> None:
+        """plan: as explain.summary() has it."""
         self._lifecycle = lifecycle
         self._settings = settings
+        self._plan = plan
         self._pipeline: Pipeline | None = None
         self.error_rates = ErrorRates(settings)
         self.tracer = tracer(settings, "slipway")
@@ -52,6 +62,25 @@ class Backend:
         self._lifecycle.require_ready()
         assert self._pipeline
         return self._pipeline
+
+    def status(self) -> dict[str, object]:
+        """What the page shows and nothing else says: the plan, the start, which adapters the engine
+        has, and whose requests are there.
+        """
+        progress, pipeline = self._lifecycle.progress, self._pipeline
+        adapters = pipeline.adapters if pipeline else None
+        return {
+            "version": VERSION,
+            "models": self._settings.model_names,
+            "plan": dict(self._plan),
+            "steps": [
+                {"step": step, "text": step.sentence or step, "seconds": progress.get(step)}
+                for step in Step
+                if step is not Step.PLANNING
+            ],
+            "requests": pipeline.requests if pipeline else [],
+            "adapters_loaded": adapters and [it.name for it in adapters.listed() if it.loaded],
+        }
 
     def health(self) -> tuple[int, dict[str, object]]:
         """The status and JSON body that /ping answers with now."""

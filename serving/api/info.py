@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from prometheus_client import REGISTRY, make_asgi_app
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lmi_config.options.declared import Settings
@@ -19,6 +19,7 @@ from serving.engine.vllm_errors import from_engine
 from serving.errors import Conflict
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
+from serving.ui import page as ui
 
 # vLLM registers its series with the process's default registry.
 _prometheus = make_asgi_app(REGISTRY)
@@ -33,6 +34,24 @@ class Ping:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, answer = self._backend.health()
         await JSONResponse(answer, status)(scope, receive, send)
+
+
+class Status:
+    """/ui/status: what the page shows and nothing else says."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await JSONResponse(self._backend.status())(scope, receive, send)
+
+
+async def page(scope: Scope, receive: Receive, send: Send) -> None:
+    """/ui and its files."""
+    kind, content = ui.FILES[scope["path"]]
+    response = Response(content)
+    response.raw_headers += [*ui.HEADERS.items(), (b"content-type", kind)]
+    await response(scope, receive, send)
 
 
 async def metrics(scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 from starlette.types import Receive, Send
 
@@ -78,6 +79,15 @@ class Pipeline:
     def waiting(self) -> int:
         """Requests that wait for the engine."""
         return self._queue.waiting + self._waiting_for_their_adapter()
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """By tenant and adapter: how many requests wait for the engine, and how many it has."""
+        names = ("tenant", "adapter", "waiting", "in_flight")
+        return [
+            dict(zip(names, (*lane.rpartition("\0")[::2], *counts), strict=True))
+            for lane, counts in self._queue.lanes.items()
+        ]
 
     @property
     def preloads(self) -> bool:

@@ -10,6 +10,7 @@ adapters take turns at what becomes free. What a request costs is not known befo
 import asyncio
 import math
 import time
+from collections import Counter as Counts
 from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -68,6 +69,7 @@ class FairQueue:
         self._lanes: dict[str, dict[Ticket, None]] = {}  # the next one's first; none is empty
         self._sequences = 0  # in the engine
         self._taken_s: float | None = None  # what a request takes, times its sequences
+        self._in_flight = Counts[str]()  # by lane; none is 0
         self.waiting = 0
         self.in_flight = 0
         _IN_FLIGHT.set_function(lambda: self.in_flight)
@@ -76,6 +78,14 @@ class FairQueue:
     def room(self) -> int:
         """Sequences that the engine may be asked for besides those it has."""
         return max(self._capacity() - self._sequences, 0)
+
+    @property
+    def lanes(self) -> dict[str, tuple[int, int]]:
+        """By lane: how many requests wait, and how many the engine has."""
+        return {
+            lane: (len(self._lanes.get(lane, ())), self._in_flight[lane])
+            for lane in {**self._lanes, **self._in_flight}
+        }
 
     async def turn(self, lane: str, sequences: int, within: float | None) -> Ticket:
         """Wait for a turn, as join() has it; leave() has to be called when it is over."""
@@ -116,6 +126,9 @@ class FairQueue:
         """End a turn that has come, or the wait for it."""
         if ticket.in_flight:
             self.in_flight -= 1
+            self._in_flight[ticket.lane] -= 1
+            if not self._in_flight[ticket.lane]:
+                del self._in_flight[ticket.lane]
             self._sequences -= ticket.sequences
             taken = (self._clock() - ticket.began) * ticket.sequences
             if self._taken_s is None:
@@ -141,6 +154,7 @@ class FairQueue:
     def _go(self, ticket: Ticket) -> None:
         ticket.in_flight = True
         self.in_flight += 1
+        self._in_flight[ticket.lane] += 1
         self._sequences += ticket.sequences
 
     def _drop(self, ticket: Ticket) -> None:

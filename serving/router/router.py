@@ -55,6 +55,7 @@ from serving.router.proxy import ProxiedRequest
 from serving.router.retry import RetryBudget
 from serving.router.routes import CHANGE, END_TO_END, INFERENCE, Route, methods, route_of
 from serving.router.session_affinity import SessionAffinity
+from serving.ui import page as ui
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Router:
         self._settings = settings
         self._origins = Origins(settings.cors_allowed_origin, settings.host)
         self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
+        self._page = ui.FILES if settings.serves_ui else {}
         self._access = Access(settings, routes=True)
         self._tenants = Tenants(settings.cache_salt_header)
         self._tls = ServerTls(settings)
@@ -324,7 +326,7 @@ class Router:
         """The route of a request that a single replica answers. None: it is answered here.
         Raises ServingError where its sender may not send it.
         """
-        if request.path not in protocol.PROBES:
+        if request.path not in protocol.PROBES and request.path not in self._page:
             self._identify(request)
         route = route_of(request.method, request.path)
         if route is None:
@@ -357,12 +359,11 @@ class Router:
                 self.routing.tally.flush()
                 responder.respond(200, *status.metrics(self.pool))
             case protocol.REPLICAS if reads:
-                accept = request.named.get(b"accept", b"")
-                warnings = [*self._different().values()]
-                found = status.replicas(
-                    self.pool, self.routing.policy, self.kvaware, warnings, accept
-                )
-                responder.respond(200, *found)
+                responder.respond(200, *self._replicas(request.named.get(b"accept", b"")))
+            case path if reads and path in self._page:
+                responder.respond(200, *self._page[path], *ui.LINES)
+            case protocol.UI_STATUS if reads and self._page:
+                responder.respond(200, *self._replicas(b""))
             case (
                 protocol.PING
                 | protocol.HEALTH
@@ -371,10 +372,17 @@ class Router:
                 | protocol.REPLICAS
             ) as path:
                 raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
+            case path if path in self._page or (path == protocol.UI_STATUS and self._page):
+                raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
             case path if allowed := methods(path):
                 raise MethodNotAllowed(path, request.method.decode(), allowed)
             case path:
                 raise NotFound(f"there is nothing at {path}")
+
+    def _replicas(self, accept: bytes) -> tuple[bytes, bytes]:
+        """The kind and body of an answer about replicas."""
+        warnings = [*self._different().values()]
+        return status.replicas(self.pool, self.routing.policy, self.kvaware, warnings, accept)
 
     def _change(self, responder: WholeResponder, request: Request) -> None:
         """Have all replicas answer. Their bodies are sent to each, so they have to be here."""

@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +25,7 @@ from lmi_config.plan import explain
 from serving import VERSION, process
 from serving.access.access import Access
 from serving.api.app import create_app
-from serving.api.backend import Backend
+from serving.api.backend import NO_PLAN, Backend
 from serving.engine.base import Engine, EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, root_cause
 from serving.http.connections import HttpServer
@@ -74,7 +74,8 @@ def serve(deployment: Deployment) -> Exit:
     # vLLM leaves the sockets it talks to its processes over where it has put them.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
-        server = Server(listener, settings, lambda note: start(deployment, note))
+        about = explain.summary(deployment.plan)
+        server = Server(listener, settings, lambda note: start(deployment, note), about)
         try:
             return uvloop.run(server.run())
         finally:
@@ -86,14 +87,22 @@ def serve(deployment: Deployment) -> Exit:
 class Server:
     """A server's life: it listens, starts, serves, drains and ends."""
 
-    def __init__(self, listener: socket.socket, settings: Settings, start: Start) -> None:
-        """start: brings up what serves, and notes meanwhile what it is busy with."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        settings: Settings,
+        start: Start,
+        plan: Mapping[str, Any] = NO_PLAN,
+    ) -> None:
+        """start: brings up what serves, and notes meanwhile what it is busy with. plan: as the page
+        at /ui shows it.
+        """
         self._listener = listener
         self._settings = settings
         self._start = start
         self.lifecycle = Lifecycle()
         self._memory_kills = out_of_memory_kills()
-        self.backend = Backend(self.lifecycle, settings)
+        self.backend = Backend(self.lifecycle, settings, plan)
         _BUILD.info({"version": VERSION, **{name: version(name) for name in ("vllm", "lmcache")}})
         _TENANTS.info({"header": (settings.cache_salt_header or "").lower()})
         _ROLE.info({"role": settings.server_role})

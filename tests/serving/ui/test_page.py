@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page for people: what is served, and what a real Chromium makes of it. Its engine is fake."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from playwright.async_api import async_playwright, expect
+
+from lmi_config.options.declared import Settings
+from scripts.harness.wait import until_async
+from serving.engine.base import EngineError
+from serving.ui.page import FILES
+from tests.serving.conftest import running
+from tests.serving.router.conftest import routing
+from tests.tools import chromium
+
+pytestmark = pytest.mark.anyio
+
+KEY, ADMIN = "the-key-of-all-clients", "the-key-of-the-operator"
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+VIEWS = ("Chat", "Activity", "Adapters", "Plan")
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+# What is served
+
+
+@pytest.mark.parametrize(
+    ("served", "settings"),
+    [
+        (True, {}),
+        (True, {"host": "::1"}),
+        (True, {"host": "localhost"}),
+        (True, {"host": "0.0.0.0", "ui": True}),
+        (True, {"secure_mode": True, "ui": True}),
+        (False, {"host": "0.0.0.0"}),
+        (False, {"host": "10.0.0.1"}),
+        (False, {"host": "app.example"}),
+        (False, {"secure_mode": True}),
+        (False, {"ui": False}),
+    ],
+)
+def test_there_is_a_page_on_a_laptop_and_elsewhere_where_it_is_asked_for(served, settings):
+    assert Settings(**settings).serves_ui is served
+
+
+async def test_the_page_needs_no_key_and_what_it_shows_an_admin_key():
+    keys: dict[str, Any] = {"api_key": KEY, "admin_api_key": ADMIN}
+    async with running(**keys) as server, routing(1, **keys) as router:
+        for it in (server, router):
+            for path in FILES:
+                answer = await it.client.get(path)
+                assert answer.status_code == 200
+                policy = answer.headers["content-security-policy"]
+                assert policy.startswith("default-src 'none';")
+                assert "unsafe" not in policy
+                assert answer.headers["x-content-type-options"] == "nosniff"
+                assert (await it.client.head(path)).content == b""
+                refused = await it.client.post(path)
+                assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+            for headers, status in (({}, 401), (bearer(KEY), 403), (bearer(ADMIN), 200)):
+                answer = await it.client.get("/ui/status", headers=headers)
+                assert answer.status_code == status
+            assert (await it.client.post("/ui/status", headers=bearer(ADMIN))).status_code == 405
+            for path in ("/ui", "/ui/status"):  # of another name for this machine
+                answer = await it.client.get(path, headers={"host": "evil.example"})
+                assert answer.status_code == 403
+
+
+async def test_without_the_page_there_is_nothing_in_its_place():
+    async with running(ui=False) as server, routing(1, ui=False) as router:
+        for it in (server, router):
+            for path in (*FILES, "/ui/status"):
+                assert (await it.client.get(path)).status_code == 404
+
+
+async def test_the_status_says_what_the_start_is_at_and_whose_requests_are_there(tmp_path):
+    async with running(wait=False, api_key=KEY) as it:
+        it.may_start.clear()
+        await it.client.get("/ping")
+        status = (await it.client.get("/ui/status", headers=bearer(KEY))).status_code
+        assert status == 403  # with keys nobody administers by a client's
+        it.may_start.set()
+    async with running(wait=False) as it:
+        it.may_start.clear()
+        await until_async(lambda: it.server.lifecycle.detail == "pretending")
+        found = (await it.client.get("/ui/status")).json()
+        reached = {step["step"] for step in found["steps"] if step["seconds"] is not None}
+        assert (reached, found["requests"]) == ({"beginning", "fetching"}, [])
+        it.may_start.set()
+        await it.ready()
+        asked = [asyncio.create_task(it.invoke({"inputs": "wait"})) for _ in range(7)]
+        await until_async(lambda: it.pipeline.waiting == 2)
+        found = (await it.client.get("/ui/status")).json()
+        rows = [{"tenant": "", "adapter": "", "waiting": 2, "in_flight": 5}]
+        assert (found["requests"], found["adapters_loaded"]) == (rows, None)
+        it.engine.gate.set()
+        await asyncio.gather(*asked)
+        assert (await it.client.get("/ui/status")).json()["requests"] == []
+
+
+# What a browser makes of it
+
+
+@pytest.fixture(scope="module")
+async def browser(anyio_backend):
+    async with async_playwright() as playwright:
+        it = await playwright.chromium.launch(**chromium())
+        yield it
+        await it.close()
+
+
+@pytest.fixture
+async def page(browser):
+    """A page, which has to ask its own server only, and to be without faults."""
+    context = await browser.new_context()
+    it = await context.new_page()
+    faults: list[str] = []
+    it.on("pageerror", lambda error: faults.append(str(error)))
+    it.on("console", lambda said: faults.append(said.text) if "Content" in said.text else None)
+    hosts = set()
+    it.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    yield it
+    await context.close()
+    assert faults == []
+    assert len(hosts) == 1
+
+
+async def test_from_the_start_to_a_chat_by_keyboard(page):
+    async with running(wait=False) as it:
+        it.may_start.clear()
+        await page.goto(f"{it.url}/ui")
+        await expect(page.get_by_role("status").first).to_have_text("starting")
+        await expect(page.get_by_role("heading", name="Starting, for")).to_be_visible()
+        await expect(page.locator("li[aria-current=step]")).to_contain_text("fetching")
+        await expect(page.get_by_label("Message")).to_be_disabled()
+        it.may_start.set()
+        await expect(page.get_by_role("status").first).to_have_text("ready")
+        await page.get_by_label("Message").focus()
+        await page.keyboard.type("a b c")
+        await page.keyboard.press("Enter")
+        answer = page.get_by_role("article", name="Model")
+        await expect(answer).to_contain_text("cba")
+        await expect(answer).to_contain_text("first token")
+        assert it.engine.bodies[-1]["messages"] == [{"role": "user", "content": "a b c"}]
+        # An answer that is stopped stays, and the engine works on it no longer.
+        await page.keyboard.type("wait x")
+        await page.keyboard.press("Enter")
+        await expect(answer.last).to_contain_text("x")
+        await page.keyboard.press("Escape")
+        await expect(answer.last).to_contain_text("Stopped.")
+        await until_async(lambda: it.engine.running == 0)
+        for text, said in (("refuse", "not like this"), ("fault x", "failed")):
+            await page.keyboard.type(text)
+            await page.keyboard.press("Enter")
+            await expect(answer.last).to_contain_text(said)
+
+
+async def test_nothing_that_models_or_clients_write_becomes_html(page):
+    async with running() as it:
+        rows = [{"name": HOSTILE, "src": HOSTILE, "preload": False, "pin": False}]
+        labels = f'tenant="{HOSTILE}",adapter="{HOSTILE}",direction="input",cached="false"'
+
+        async def adapters(route):
+            await route.fulfill(json={"adapters": rows})
+
+        async def models(route):
+            await route.fulfill(json={"data": [{"id": HOSTILE, "parent": "lmi"}]})
+
+        async def metrics(route):
+            await route.fulfill(body=f"slipway_tokens_total{{{labels}}} 3\n")
+
+        async def status(route):
+            found = await (await route.fetch()).json()
+            found["plan"]["rows"], found["plan"]["findings"] = [[HOSTILE] * 3], [HOSTILE]
+            await route.fulfill(json=found)
+
+        await page.route("**/adapters*", adapters)
+        await page.route("**/v1/models", models)
+        await page.route("**/metrics", metrics)
+        await page.route("**/ui/status", status)
+        await page.goto(f"{it.url}/ui")
+        await expect(page.get_by_role("status").first).to_have_text("ready")
+        await page.unroute("**/v1/models")
+        await page.evaluate("models = [{ id: 'fake' }]")
+        await page.get_by_label("Message").fill(HOSTILE)
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.get_by_role("article", name="You")).to_have_text(HOSTILE)
+        answer = page.get_by_role("article", name="Model")
+        await expect(answer).to_contain_text("onerror=document.title='owned'>src=x<img")
+        for view, count in (("Activity", 2), ("Adapters", 2), ("Plan", 3)):
+            await page.get_by_role("link", name=view).click()
+            cells = page.locator("section:visible td", has_text=HOSTILE)
+            await expect(cells).to_have_count(count)
+        assert await page.locator("img").count() == 0
+        assert "owned" not in await page.title()
+
+
+async def test_the_browser_itself_refuses_html_and_other_hosts(browser):
+    context = await browser.new_context()
+    page = await context.new_page()
+    async with running() as it:
+        await page.goto(f"{it.url}/ui")
+        made = (
+            "() => { try { document.body.innerHTML = '<b>' } catch (error) { return `${error}` } }"
+        )
+        assert "TrustedHTML" in await page.evaluate(made)
+        asked = """() => new Promise((resolve) => {
+            const refused = (event) => resolve(event.violatedDirective);
+            document.addEventListener("securitypolicyviolation", refused);
+            fetch("http://localhost:1/").then(() => resolve("none"), () => 0);
+        })"""
+        assert await page.evaluate(asked) == "connect-src"
+    await context.close()
+
+
+async def test_a_key_shows_what_it_may_and_stays_in_its_tab(page):
+    async with running(api_key=KEY, admin_api_key=ADMIN) as it:
+        await page.goto(f"{it.url}/ui#activity")
+        await expect(page.locator("#refused")).to_contain_text("send a valid API key")
+        charts = page.locator("figure")
+        for key, refusal in ((KEY, "needs an admin key"), (ADMIN, None)):
+            await page.get_by_label("Key").fill(key)
+            await page.get_by_label("Key").press("Enter")
+            if refusal:
+                await expect(page.locator("#refused")).to_contain_text(refusal)
+                assert await charts.count() == 0
+                await page.get_by_role("link", name="Chat").click()
+                await expect(page.get_by_label("Message")).to_be_enabled()
+                await page.get_by_role("link", name="Activity").click()
+            else:
+                await expect(page.locator("#refused")).to_be_hidden()
+                await expect(charts.first).to_be_visible()
+        kept = "[sessionStorage.length, localStorage.length, document.cookie, location.search]"
+        assert await page.evaluate(kept) == [1, 0, "", ""]
+        await page.reload()
+        await expect(charts.first).to_be_visible()
+
+
+async def test_the_end_is_shown(page):
+    async with running(wait=False) as it:
+        it.may_start.clear()
+        it.start_error = EngineError("the engine did not start: no memory")
+        await page.goto(f"{it.url}/ui")
+        await expect(page.get_by_role("status").first).to_have_text("starting")
+        it.may_start.set()
+        await asyncio.wait_for(it.task, 10)
+        await expect(page.get_by_role("status").first).to_have_text("unreachable")
+        await expect(page.locator("#start")).to_be_visible()
+
+
+async def test_draining_is_shown(page):
+    async with running() as it:
+        await page.goto(f"{it.url}/ui")
+        await expect(page.get_by_role("status").first).to_have_text("ready")
+        asked = asyncio.create_task(it.invoke({"inputs": "wait"}))
+        await until_async(lambda: it.engine.running == 1)
+        it.server.stop()
+        await expect(page.get_by_role("status").first).to_have_text("draining")
+        await expect(page.get_by_label("Message")).to_be_disabled()
+        it.engine.gate.set()
+        assert (await asked).status_code == 200
+
+
+async def test_it_fits_a_phone(page):
+    async with running() as it:
+        await page.set_viewport_size({"width": 360, "height": 640})
+        await page.goto(f"{it.url}/ui")
+        for view in VIEWS:
+            await page.get_by_role("link", name=view).click()
+            wide = await page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= 360, view
+
+
+async def test_the_router_shows_its_replicas(page):
+    async with routing(2) as it:
+        await page.goto(f"{it.url}/ui#replicas")
+        for replica in it.fleet:
+            await expect(page.get_by_role("row", name=replica.url)).to_contain_text("ready")
+        await expect(page.get_by_role("link", name="Plan")).to_be_hidden()
