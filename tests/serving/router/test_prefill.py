@@ -49,11 +49,12 @@ class Divided(NamedTuple):
 
 
 @asynccontextmanager
-async def divided(stores: str = "aa", **settings: Any):
+async def divided(stores: str = "aa", role: str = "decode", **settings: Any):
+    """role: of the one that answers."""
     options = {"router_secret": SECRET, "router_prefill_tokens": LEAST, **settings}
     async with routing(2, wait=False, **options) as it:
-        for replica, role, store in zip(it.fleet, ("prefill", "decode"), stores, strict=True):
-            replica.tiers = TOLD.format(role=role, store=store)
+        for replica, name, store in zip(it.fleet, ("prefill", role), stores, strict=True):
+            replica.tiers = TOLD.format(role=name, store=store)
         await it.ready()
         yield Divided(it, *it.fleet)
 
@@ -191,3 +192,20 @@ async def test_a_prefill_server_that_takes_no_connections(monkeypatch):
             for _ in range(4):
                 assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
             assert ended("connect") == before + 3  # then its circuit breaker is open
+
+
+async def test_a_prompt_does_not_wait_for_prefill_servers_that_have_much_to_do():
+    async with divided() as it:
+        prefills = next(row for row in it.routed.router.pool.replicas if row.role == "prefill")
+        before = ended("busy")
+        for queued, phases in ((2 * 2500, ["decode"]), (3 * 2500, [""])):
+            prefills.queued = queued
+            assert (await it.routed.post(long())).status_code == 200
+            assert it.phases()["decodes"] == phases
+        assert ended("busy") == before + 1
+
+
+async def test_servers_without_a_role_do_all_of_a_request():
+    async with divided(role="both") as it:
+        assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
+        assert it.phases() == {"prefills": [], "decodes": [""]}
