@@ -212,6 +212,10 @@ DEFENCES: Mapping[str, Removed] = {
         f"{ACCESS}test_access.py::test_a_key_overrules_the_header_that_names_tenants",
         {"serving.kv_cache.salt:Tenants.tenant": first_tenant},
     ),
+    "What models write, or names of adapters and tenants, becomes HTML or script in `/ui`": Removed(
+        "tests/serving/ui/test_page.py::test_the_browser_itself_refuses_html_and_other_hosts",
+        {"serving.ui.page:HEADERS": {}},
+    ),
     "A client says of itself what a router says of callers": Removed(
         f"{ACCESS}test_identity.py::test_what_is_made_up_is_refused[nonsense]",
         {"serving.access.identity:Signer._decode": unsigned},
