@@ -23,6 +23,7 @@ if __name__ == "__main__":
             signal.signal(_number, _stop_early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # entrypoint.sh has them wait until here
 
+import asyncio
 import functools
 import json
 import tempfile
@@ -111,6 +112,7 @@ def _run(
 
 
 def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
+    from serving.access.access import Access
     from serving.kv_cache import pool
     from serving.observability.capture import capture_output
     from serving.server.prepare import prepare
@@ -120,6 +122,7 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
         options = deployment.plan.settings
         logs.set_format(options.log_format)
         logs.set_level(options.log_level)
+        asyncio.run(Access(options).require())
         os.environ.update(deployment.plan.environment)  # vLLM reads it when it is imported
         os.environ.update(logs.engine_environment(environ, options.log_level))
         with capture_output():
@@ -159,12 +162,13 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     from serving.access.access import Access
     from serving.http.tls import ServerTls
 
-    Access(options, routes=True)  # which reads the file of keys: here it stops the start
+    access = Access(options, routes=True)  # which reads the file of keys: here it stops the start
     if options.epp and (faults := _epp_faults(options)):
         raise SettingsError(faults)
     ServerTls(options)
     logs.set_format(options.log_format)
     logs.set_level(options.log_level)
+    asyncio.run(access.require())
     with tempfile.TemporaryDirectory(prefix="slipway-") as counters:
         if options.router_processes > 1:  # Prometheus' client reads it when it is imported
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = counters

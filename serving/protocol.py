@@ -62,6 +62,9 @@ REPLICAS = "/replicas"
 UI = "/ui"
 UI_STATUS = f"{UI}/status"
 """The page for people, and what it shows that nothing else says. The page itself holds nothing."""
+LIVE = "/livez"
+"""Whether a router works, whatever its replicas do."""
+ROUTER_PROBES = (*PROBES, LIVE)
 INVOCATIONS = (
     *("/invocations", "/predictions"),
     *("/predictions/{model}", "/models/{model}/invoke"),

@@ -215,7 +215,7 @@ def test_a_plan_has_the_rows_that_are_shown(command):
 @functools.cache
 def paths() -> list[str]:
     described = yaml.safe_load((ROOT / "docs/reference/openapi.yaml").read_text())["paths"]
-    return [re.sub(r"{\w+}", "[^/]+", it) for it in [*described, "/replicas"]]
+    return [re.sub(r"{\w+}", "[^/]+", it) for it in [*described, "/replicas", "/livez"]]
 
 
 CURLS = [it for it in COMMANDS if it.line.startswith("curl ")]

@@ -30,6 +30,7 @@ from lmi_config.options.parsers import (
     dtype,
     entry_point,
     fraction,
+    https_url,
     integer,
     inverted,
     json_object,
@@ -943,6 +944,36 @@ class Settings:
         section=Section.ACCESS,
         help="A YAML or JSON file with hashes of keys, each with its name, tenant and limits; read "
         "anew when it changes. `python -m serving keys new NAME` makes a key.",
+    )
+    jwt_issuer: str | None = _option(
+        text,
+        "OPTION_JWT_ISSUER",
+        section=Section.ACCESS,
+        default_text="no tokens are taken",
+        help="Take JSON web tokens of this issuer in the place of keys: the `iss` that they have, "
+        "an `https://` URL under which its OpenID discovery is.",
+    )
+    jwt_audience: tuple[str, ...] = _option(
+        words,
+        "OPTION_JWT_AUDIENCE",
+        section=Section.ACCESS,
+        default=(),
+        help="Comma-separated: what the issuer calls this server, one of which a token's `aud` has "
+        "to have. OPTION_JWT_ISSUER needs it.",
+    )
+    jwt_jwks_url: str | None = _option(
+        https_url,
+        "OPTION_JWT_JWKS_URL",
+        section=Section.ACCESS,
+        default_text="what the issuer's discovery says",
+        help="Where the issuer's public keys are.",
+    )
+    jwt_tenant_claim: str = _option(
+        text,
+        "OPTION_JWT_TENANT_CLAIM",
+        section=Section.ACCESS,
+        default="sub",
+        help="The claim of a token that names its tenant, one that users cannot choose.",
     )
     admin_api_key: str | None = _option(
         key,

@@ -41,6 +41,15 @@ def store(value: str) -> str:
     return value
 
 
+def https_url(value: str) -> str:
+    """Read a URL whose answers nobody on the way can change."""
+    match = re.fullmatch(r"(https?)://(\[[0-9a-f:]+\]|[^/\s:@\[\]]+)(:\d+)?(/[^\s#]*)?", value)
+    here = match and match[2] in ("localhost", "127.0.0.1", "[::1]")
+    if not match or (match[1] == "http" and not here):
+        raise ValueError("like https://host/path; http:// is for this machine alone")
+    return value
+
+
 def words(value: str) -> tuple[str, ...]:
     """Read a JSON list, JSON objects one after the other, or words between commas.
 

@@ -2,7 +2,9 @@
 """Who may ask: a request's headers → who sends it."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
+from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,16 +14,18 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access import keys
 from serving.access.caller import ANYBODY, Caller, Phase
-from serving.access.follow import follow
 from serving.access.identity import Signer
+from serving.access.issuer import Issuer
 from serving.access.keys import Key, Keys
+from serving.access.tokens import Refused
 from serving.errors import Unauthorized
+from serving.follow import FaultLog, changes
 from serving.protocol import API_KEY, AUTHORIZATION, IDENTITY
+
+log = logging.getLogger(__name__)
 
 CREDENTIALS = frozenset((AUTHORIZATION, API_KEY, IDENTITY))
 """Headers that say who sends a request. They go no further than here."""
-
-_NO_KEYS: Keys = {}
 
 
 def _now() -> datetime:
@@ -31,7 +35,7 @@ def _now() -> datetime:
 class Access:
     """Who may ask, as the operator has it.
 
-    Raises SettingsError where the file of keys cannot be used.
+    Raises SettingsError where the file of keys, or the issuer of tokens, cannot be used.
     """
 
     def __init__(
@@ -49,19 +53,23 @@ class Access:
             admin = Caller(name="admin", tenant="admin", admin=True)
             self._single[keys.digest(settings.admin_api_key.encode())] = Key(admin)
         self._routes = routes
+        self._issuer = Issuer(settings) if settings.jwt_issuer else None
         self._alone = not settings.limits_url
         self._processes = settings.router_processes if routes else 1
-        self._picks = routes and settings.epp
-        self._listed = self._read() if self._file else _NO_KEYS
-        if routes and self._file and not self._signer:
+        self._content = b""
+        self._listed = self._read() if self._file else Keys()
+        if routes and (self._file or self._issuer) and not self._signer:
+            named = self._option if self._file else "OPTION_JWT_ISSUER"
             raise SettingsError(
                 [
-                    f"{self._option} needs OPTION_ROUTER_SECRET, here and on the servers: by it "
+                    f"{named} needs OPTION_ROUTER_SECRET, here and on the servers: by it "
                     "the router tells them whose request it is (`openssl rand -hex 32` makes one)"
                 ]
             )
         # Of a server that has a secret the router's identity is asked for.
-        self.closed = bool(settings.api_key or self._file or (self._signer and not routes))
+        others = bool(settings.api_key or self._listed.by_digest or (self._signer and not routes))
+        self._only_tokens = bool(self._issuer) and not others
+        self.closed = others or bool(self._file or self._issuer)
         """Whether nobody is answered without a key."""
         self._anybody = Caller(admin=not settings.admin_api_key and not self.closed)
         own = settings.admin_api_key or settings.api_key
@@ -83,7 +91,7 @@ class Access:
             if len(identities) > 1:
                 raise Unauthorized("the request has several identities of a router")
             return self._signer.caller(identities.pop())
-        if len(given) == 1 and (found := self._key(given.pop())):
+        if len(given) == 1 and (found := self._named(given.pop())):
             return found
         if not self.closed:
             return self._anybody
@@ -91,14 +99,23 @@ class Access:
             raise Unauthorized("the request has several keys; send one")
         raise Unauthorized("send a valid API key, as `Authorization: Bearer KEY` or `x-api-key`")
 
-    def _key(self, given: bytes) -> Caller | None:
+    def _named(self, given: bytes) -> Caller | None:
+        """Whose key or token this is, if anybody's. Raises ServingError."""
         digest = keys.digest(given)
-        key = self._single.get(digest) or self._listed.get(digest)
+        key = self._single.get(digest) or self._listed.by_digest.get(digest)
         if key is None:
-            return None
+            return self._of_token(given) if self._issuer and given.count(b".") == 2 else None
         if key.expires and key.expires <= self._now():
             raise Unauthorized(f"the key {key.caller.name} has expired; ask for a new one")
         return key.caller
+
+    def _of_token(self, given: bytes) -> Caller | None:
+        assert self._issuer
+        try:
+            tenant = self._issuer.tenant(given, self._now().timestamp())
+        except Refused:  # the log says why; who has made it up learns nothing
+            return None
+        return self._listed.of_token(tenant)
 
     def without_credentials(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """A request's headers for all that works on it, in which nobody's key is."""
@@ -124,31 +141,47 @@ class Access:
             return {IDENTITY.decode(): self._signer.signed(ANYBODY).decode()}
         return {AUTHORIZATION.decode(): self._own} if self._own else {}
 
+    async def require(self) -> None:
+        """Wait for the keys of the issuer. Raises SettingsError where they do not come and nobody
+        can be let in without them.
+        """
+        if self._issuer and self._only_tokens:
+            await self._issuer.require()
+
+    async def open(self) -> None:
+        """Fetch what is needed for the first request, or have the log say why it is not here."""
+        if self._issuer:
+            await self._issuer.refresh()
+
     async def follow(self) -> None:
-        """Read the file of keys anew whenever it changes, until cancelled."""
-        if self._file:
-            await follow(self._file.read_bytes, self._set, f"the keys' file {self._file}")
+        """Read the keys in the file, and the issuer's, anew until cancelled."""
+        works = [self._follow_file()] if self._file else []
+        works += [self._issuer.follow()] if self._issuer else []
+        await asyncio.gather(*works)
         await asyncio.Event().wait()
 
-    def _set(self, content: bytes) -> None:
-        self._listed = self._counted(keys.parsed(content))
+    async def _follow_file(self) -> None:
+        assert self._file
+        faults = FaultLog("the keys", self._file)
+        found = changes(self._file.read_bytes, self._parsed, faults, self._content)
+        async with aclosing(found):
+            async for self._listed in found:
+                log.info("the keys in %s were read anew", self._file)
 
-    def _counted(self, found: Keys) -> Keys:
+    def _parsed(self, content: bytes) -> Keys:
         """The keys, once it is certain that their limits can be counted. Raises ValueError."""
-        for key in found.values():
-            limited = key.caller.limited
-            if self._picks and limited:
+        found = keys.parsed(content)
+        if found.by_tenant is not None and not self._issuer:
+            raise ValueError("`jwt` needs OPTION_JWT_ISSUER")
+        for caller in found.callers:
+            if self._alone and self._routes and caller.limits.tokens:
                 raise ValueError(
-                    f"{key.caller.name} has limits, which are not counted for gateways (OPTION_EPP)"
-                )
-            if self._alone and self._routes and key.caller.limits.tokens:
-                raise ValueError(
-                    f"{key.caller.name} has tokens_per_minute, which a router counts with "
+                    f"{caller.name} has tokens_per_minute, which a router counts with "
                     "OPTION_LIMITS_URL alone, here and on the servers: they know the tokens"
                 )
-            if self._alone and self._processes > 1 and limited:
+            if self._alone and self._processes > 1 and caller.limited:
                 raise ValueError(
-                    f"{key.caller.name} has limits, which {self._processes} processes count with "
+                    f"{caller.name} has limits, which {self._processes} processes count with "
                     "OPTION_LIMITS_URL alone"
                 )
         return found
@@ -156,7 +189,8 @@ class Access:
     def _read(self) -> Keys:
         assert self._file
         try:
-            return self._counted(keys.read(self._file))
+            self._content = self._file.read_bytes()
+            return self._parsed(self._content)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise SettingsError([f"{self._option}={str(self._file)!r}: {reason}"]) from None

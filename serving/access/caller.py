@@ -65,15 +65,10 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     def may_use(self, adapter: str) -> bool:
         return self.adapters is None or adapter in self.adapters
 
-    def require(self, adapter: str, models: tuple[str, ...]) -> None:
-        """Raise NotPermitted for what its key does not allow. adapter: its name, or "" for the base
-        model. models: the names of that.
-        """
-        if adapter:
-            if not self.may_use(adapter):
-                raise NotPermitted(f"this key may not use the adapter {adapter!r:.100}")
-        elif self.models is not None and not set(self.models) & set(models):
-            raise NotPermitted(f"this key may not use the model {models[0]!r:.100}")
+    def require_model(self, names: tuple[str, ...]) -> None:
+        """Raise NotPermitted where its key does not allow the base model, which has these names."""
+        if self.models is not None and not set(self.models) & set(names):
+            raise NotPermitted(f"this key may not use the model {names[0]!r:.100}")
 
 
 _UNLIMITED = Limits()

@@ -11,16 +11,18 @@ import json
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import yaml
 
 from serving.access.caller import Caller, Limits
+from serving.errors import NotPermitted
 
 PREFIX = "sk-slipway-"
 """What keys begin with, so that they are known for secrets wherever they turn up."""
+TOKEN = "jwt:"
+"""What a caller's name begins with who has a token of an issuer. No key's name has a colon."""
 
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 _Amount = Annotated[int, msgspec.Meta(ge=1)]
@@ -33,28 +35,71 @@ class Key(NamedTuple):
     expires: datetime | None = None
 
 
-Keys = Mapping[str, Key]
-"""By the SHA-256 of the key, in hexadecimal digits."""
+class Keys(NamedTuple):
+    """What a file says. by_digest: keys by their SHA-256, in hexadecimal digits. by_tenant: what
+    tokens of an issuer allow, "" for tenants that are not named; None where it does not say so.
+    """
+
+    by_digest: Mapping[str, Key] = {}
+    by_tenant: Mapping[str, Caller] | None = None
+
+    @property
+    def callers(self) -> list[Caller]:
+        return [*(it.caller for it in self.by_digest.values()), *(self.by_tenant or {}).values()]
+
+    def of_token(self, tenant: str) -> Caller:
+        """Who has sent a token of this tenant's. Raises NotPermitted."""
+        if self.by_tenant is None:
+            return Caller(name=TOKEN + tenant, tenant=tenant)
+        found = self.by_tenant.get(tenant) or self.by_tenant.get("")
+        if found is None:
+            raise NotPermitted("the token's tenant may not use this server")
+        return msgspec.structs.replace(found, name=TOKEN + tenant, tenant=tenant)
 
 
-class _Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A key in the file."""
+class _Allowed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What an entry in the file allows."""
 
-    name: _Name
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    tenant: _Name | None = None
     models: tuple[str, ...] | None = None
     adapters: tuple[str, ...] | None = None
     requests_per_minute: _Amount | None = None
     tokens_per_minute: _Amount | None = None
     concurrent_requests: _Amount | None = None
     priority: int = 0
-    expires: str | None = None
     admin: bool = False
+
+    def caller(self, name: str, tenant: str) -> Caller:
+        return Caller(
+            name=name,
+            tenant=tenant,
+            models=self.models,
+            adapters=self.adapters,
+            priority=self.priority,
+            admin=self.admin,
+            limits=Limits(
+                self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests
+            ),
+        )
+
+
+class _Row(_Allowed, forbid_unknown_fields=True, kw_only=True):
+    """A key in the file."""
+
+    name: _Name
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    tenant: _Name | None = None
+    expires: str | None = None
+
+
+class _TokenRow(_Allowed, forbid_unknown_fields=True, kw_only=True):
+    """What tokens of a tenant allow, or of all tenants that are not named."""
+
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    keys: list[_Row]
+    keys: list[_Row] | msgspec.UnsetType = msgspec.UNSET
+    jwt: list[_TokenRow] | None = None
 
 
 def digest(key: bytes) -> str:
@@ -67,15 +112,10 @@ def made() -> str:
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def read(path: Path) -> Keys:
-    """The keys in a file of YAML or JSON. Raises ValueError for what cannot be used, without
-    repeating it, and OSError.
-    """
-    return parsed(path.read_bytes())
-
-
 def parsed(content: bytes) -> Keys:
-    """The same from a file's content."""
+    """The keys in a file of YAML or JSON. Raises ValueError for what cannot be used, without
+    repeating it.
+    """
     try:
         file = msgspec.convert(_dates_as_text(yaml.safe_load(content)), _File)
     except yaml.MarkedYAMLError as error:
@@ -85,29 +125,22 @@ def parsed(content: bytes) -> Keys:
         raise ValueError("it is not YAML") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"it should have `keys`, a list: {error}") from None
+    if file.keys is msgspec.UNSET and file.jwt is None:
+        raise ValueError("it should have `keys`, a list, or `jwt`")
     found: dict[str, Key] = {}
     names: set[str] = set()
-    for row in file.keys:
+    for row in file.keys or ():
         if row.name in names:
             raise ValueError(f"two keys are called {row.name}")
         if row.sha256 in found:
             raise ValueError(f"{row.name} has the sha256 of {found[row.sha256].caller.name}")
         names.add(row.name)
         found[row.sha256] = _key(row)
-    return found
+    return Keys(found, None if file.jwt is None else _of_tokens(file.jwt))
 
 
 def _key(row: _Row) -> Key:
-    limits = Limits(row.requests_per_minute, row.tokens_per_minute, row.concurrent_requests)
-    caller = Caller(
-        name=row.name,
-        tenant=row.tenant or row.name,
-        models=row.models,
-        adapters=row.adapters,
-        priority=row.priority,
-        admin=row.admin,
-        limits=limits,
-    )
+    caller = row.caller(row.name, row.tenant or row.name)
     if row.expires is None:
         return Key(caller)
     try:
@@ -117,6 +150,23 @@ def _key(row: _Row) -> Key:
             f"{row.name}: expires should be a date or time, like 2027-01-31T12:00:00Z"
         ) from None
     return Key(caller, expires if expires.tzinfo else expires.replace(tzinfo=UTC))
+
+
+def _of_tokens(rows: list[_TokenRow]) -> Mapping[str, Caller]:
+    """What tokens allow, by their tenants. Raises ValueError."""
+    found: dict[str, Caller] = {}
+    for row in rows:
+        tenant = row.tenant or ""
+        if tenant in found:
+            raise ValueError(
+                f"two entries below `jwt` have the tenant {tenant!r}"
+                if tenant
+                else "two entries below `jwt` have no tenant"
+            )
+        if row.admin and not tenant:
+            raise ValueError("`admin: true` below `jwt` needs a tenant")
+        found[tenant] = row.caller(TOKEN + tenant, tenant)
+    return found
 
 
 def _dates_as_text(value: Any) -> Any:

@@ -38,6 +38,8 @@ CONNECTIONS, POOL_S = 32, 10.0
 """To the store at most, and for how many seconds one is waited for."""
 PAUSE_S = 5.0
 """After the store has failed it is not asked for so long."""
+WINDOWS = 1000
+"""In memory, before those that have ended are let go: tokens name tenants without end."""
 NAMESPACE = "slipway-limits"
 """What keys in the store begin with."""
 
@@ -73,6 +75,7 @@ class Memory(Storage):
     def __init__(self) -> None:
         super().__init__()
         self._windows: dict[str, tuple[float, int]] = {}  # their ends and counts
+        self._most = WINDOWS
 
     @property
     def base_exceptions(self) -> type[Exception]:
@@ -83,6 +86,10 @@ class Memory(Storage):
         end, count = self._windows.get(key, (0.0, 0))
         if end <= now:
             end, count = now + expiry, 0
+            if len(self._windows) >= self._most:
+                left = {name: window for name, window in self._windows.items() if window[0] > now}
+                self._windows = left
+                self._most = max(2 * len(self._windows), WINDOWS)
         self._windows[key] = end, count + amount
         return count + amount
 
@@ -171,6 +178,8 @@ class Limiter:
                 self._spawn(self._leave(self._store, key, taken.place))
         elif taken.caller.limits.concurrent and not taken.caller.counted:
             self._at_once[taken.caller.name] -= 1
+            if not self._at_once[taken.caller.name]:
+                del self._at_once[taken.caller.name]
 
     def charge(self, caller: Caller, tokens: int) -> None:
         """A caller has used so many tokens. What exceeds a minute's is not carried over."""

@@ -63,7 +63,7 @@ class Invocations:
         """Have the model's own handler answer, or the engine what that leaves to it."""
         if client.record.caller.phase == "prefill":
             raise BadRequest("what this model's model.py answers is not computed for other servers")
-        pipeline.require_permission(client, "")
+        pipeline.require_model(client)
         pipeline.admission.require_places(0, room=False)  # the engine's does not help it
         send = await self._sessions.joined(client)
         with client.admitted.watching(call.receive):
@@ -85,7 +85,7 @@ class Invocations:
             await answer_lines(client, lines, send, pipeline)
             return
         found = RequestFields() if raw else self._fields(client, body)
-        adapter = adapters_named(client.scope, found, pipeline.adapters)
+        adapter = adapters_named(client, found, pipeline.adapters)
         if isinstance(adapter, list):
             await answer_list(client, body, adapter, send, pipeline)
             return

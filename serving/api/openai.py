@@ -30,7 +30,7 @@ class OpenAI:
         fields, scope = client.fields(), client.scope
         request = InferenceRequest(
             client=client,
-            adapter=adapter_named(scope, fields, pipeline.adapters),
+            adapter=adapter_named(client, fields, pipeline.adapters),
             send=await self._sessions.joined(client),
             cancellation=client.admitted,
             body=client.body,

@@ -70,7 +70,7 @@ async def _line(
     try:
         with client.admitted.part() as cancellation:
             found = fields(line)
-            adapter = adapter_named(client.scope, found, pipeline.adapters)
+            adapter = adapter_named(client, found, pipeline.adapters)
             if found.streamed:
                 raise BadRequest("one of several lines cannot be streamed", "stream")
             request = InferenceRequest(

@@ -2,19 +2,30 @@
 """TLS towards clients: a certificate that is read anew when its files change."""
 
 import asyncio
+import functools
 import logging
 import ssl
 from collections.abc import Callable
+from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography import x509
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from serving.access.follow import follow
+from serving.follow import FaultLog, changes
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
 
 log = logging.getLogger(__name__)
+
+WARNED_DAYS = (1, 3, 14)
+"""Before a certificate expires there is a warning at each of these."""
+CHECK_S = 600.0
+"""Between two looks at the calendar."""
 
 
 def _now() -> datetime:
@@ -35,42 +46,87 @@ class ServerTls:
             raise SettingsError(["TLS needs both OPTION_TLS_CERT_FILE and OPTION_TLS_KEY_FILE"])
         self._files = [Path(file) for file in given if file]
         self._ca = settings.tls_client_ca_file
+        self._warned: int | None = None  # days before the end
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            self._load(context)
+            self._content = self._read()
+            self._expires = self._load(context)
         except (OSError, ValueError) as error:
             raise SettingsError([f"OPTION_TLS_CERT_FILE: {_reason(error)}"]) from None
         self.context = context
 
     async def follow(self) -> None:
-        """Show a new certificate once its files change, until cancelled. Connections stay."""
+        """Show a new certificate once its files change, and warn before it expires, until
+        cancelled. Connections stay.
+        """
         if self.context:
-            what = f"the certificate {self._files[0]}"
-            await follow(self._read, lambda _: self._renew(), what)
+            await asyncio.gather(self._follow_files(), self._follow_calendar())
         await asyncio.Event().wait()
+
+    async def _follow_files(self) -> None:
+        faults = FaultLog("certificate and key", self._files[0])
+        found = changes(self._read, lambda _: self._renewed(), faults, self._content)
+        async with aclosing(found):
+            async for self._expires in found:
+                log.info("certificate and key were read anew from %s", self._files[0])
+                self._check_calendar()
+
+    async def _follow_calendar(self) -> None:
+        while True:
+            self._check_calendar()
+            await asyncio.sleep(CHECK_S)
+
+    def _check_calendar(self) -> None:
+        _expiry().set(self._expires.timestamp())
+        due = warning_due(self._expires, self._now())
+        if due and (self._warned is None or due < self._warned):
+            cert, expires = self._files[0], self._expires
+            log.warning("the certificate %s expires on %s", cert, f"{expires:%Y-%m-%d %H:%M} UTC")
+        self._warned = due
 
     def _read(self) -> list[bytes]:
         return [file.read_bytes() for file in self._files]
 
-    def _renew(self) -> None:
+    def _renewed(self) -> datetime:
+        """Show what is in the files from now on. Returns when it expires. Raises ValueError."""
         assert self.context
         try:
             self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # what fails leaves half of it
-            self._load(self.context)
+            return self._load(self.context)
         except (OSError, ValueError) as error:
             raise ValueError(_reason(error)) from None
 
-    def _load(self, context: ssl.SSLContext) -> None:
+    def _load(self, context: ssl.SSLContext) -> datetime:
         cert, key, *_ = self._files
-        for certificate in x509.load_pem_x509_certificates(cert.read_bytes()):
-            if certificate.not_valid_after_utc <= self._now():
-                raise ValueError(f"{cert} expired on {certificate.not_valid_after_utc:%Y-%m-%d}")
+        chain = x509.load_pem_x509_certificates(cert.read_bytes())
+        expires = min(certificate.not_valid_after_utc for certificate in chain)
+        if expires <= self._now():
+            raise ValueError(f"{cert} expired on {expires:%Y-%m-%d}")
         context.load_cert_chain(cert, key)
         if self._ca:
             context.load_verify_locations(self._ca)
             context.verify_mode = ssl.CERT_REQUIRED
+        return expires
+
+
+@functools.cache
+def _expiry() -> "Gauge":
+    """Made where there is TLS: without a certificate the series would say that it expired."""
+    from prometheus_client import Gauge  # a router sets its environment before this is imported
+
+    return Gauge(
+        "slipway_certificate_expiry_timestamp_seconds",
+        "When the certificate that clients are shown expires, or the first one of its chain does.",
+        multiprocess_mode="mostrecent",
+    )
+
+
+def warning_due(expires: datetime, now: datetime) -> int | None:
+    """Which of WARNED_DAYS has come before a certificate expires; None where none has."""
+    left = (expires - now).total_seconds() / 86400
+    return next((days for days in WARNED_DAYS if left <= days), None)
 
 
 def _reason(error: Exception) -> str:

@@ -108,11 +108,9 @@ class Pipeline:
         """Whose a request is, None where tenants are not distinguished. Raises BadRequest."""
         return self._tenants.tenant(client.record.caller, client.scope["headers"])
 
-    def require_permission(self, client: ClientRequest, adapter: str) -> None:
-        """Raise NotPermitted where the client's key does not allow an adapter, or with "" the base
-        model.
-        """
-        client.record.caller.require(adapter, self._settings.model_names)
+    def require_model(self, client: ClientRequest) -> None:
+        """Raise NotPermitted where the client's key does not allow the base model."""
+        client.record.caller.require_model(self._settings.model_names)
 
     @contextlib.asynccontextmanager
     async def received(self, call: HttpCall) -> AsyncIterator[ClientRequest]:
@@ -166,7 +164,8 @@ class Pipeline:
         """
         if self.code and self.code.alone:
             raise NotFound(NO_ENGINE)
-        self.require_permission(request.client, request.adapter or "")
+        if not request.adapter:
+            self.require_model(request.client)
         self._limit_time(request)
         async with self._adapter(request) as adapter:
             with request.cancellation.raising():

@@ -122,15 +122,17 @@ class InferenceRequest:
 
 
 def adapters_named(
-    scope: Scope, body: RequestFields, adapters: AdapterRegistry | None
+    client: ClientRequest, body: RequestFields, adapters: AdapterRegistry | None
 ) -> str | list[str] | None:
     """The adapter that a request names, or the adapters where it names a list of them, one for
-    each input; "" is the base model by name.
+    each input; "" is the base model by name. body: the request's fields, or those of a line of it.
 
     The header comes before the body's `adapters`, that before the query's `adapter`, and that
     before `model`. Raises BadRequest for an adapter that is not here, and NotFound for an adapter's
-    inner name: the model is never taken in an adapter's place, and no version for another.
+    inner name: the model is never taken in an adapter's place, and no version for another. Those
+    that the client's key may not use are not here, so that it does not learn which there are.
     """
+    scope, may_use = client.scope, client.record.caller.may_use
     in_query = _in_query(scope)
     named: str | list[str] | None = header(scope, ADAPTER_ID).decode("latin-1") or None
     if not named:
@@ -140,9 +142,9 @@ def adapters_named(
         if named is None and body.model and adapters:
             if "@" in body.model:
                 raise NotFound(f"The model {body.model!r:.140} does not exist.")
-            return body.model if body.model in adapters else None
+            return body.model if body.model in adapters and may_use(body.model) else None
     for name in named if isinstance(named, list) else [named]:
-        if name and name not in require_lora(adapters):
+        if name and not (name in require_lora(adapters) and may_use(name)):
             raise BadRequest(f"adapter {name!r:.140} is not registered", "adapters")
     return named
 
@@ -162,10 +164,10 @@ def _in_query(scope: Scope) -> str | None:
 
 
 def adapter_named(
-    scope: Scope, body: RequestFields, adapters: AdapterRegistry | None
+    client: ClientRequest, body: RequestFields, adapters: AdapterRegistry | None
 ) -> str | None:
     """The same for a request with one answer. Raises BadRequest for a list."""
-    named = adapters_named(scope, body, adapters)
+    named = adapters_named(client, body, adapters)
     if isinstance(named, list):
         raise BadRequest("adapters should be a string", "adapters")
     return named

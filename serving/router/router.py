@@ -175,6 +175,7 @@ class Router:
             await self._picker.start()
         numbers = (signal.SIGTERM, signal.SIGINT)
         self._signals.listen(*(it for it in numbers if signal.getsignal(it) is not signal.SIG_IGN))
+        await self._access.open()
         loop = asyncio.get_running_loop()
         tls = self._tls.context
         server = await loop.create_server(
@@ -326,7 +327,7 @@ class Router:
         """The route of a request that a single replica answers. None: it is answered here.
         Raises ServingError where its sender may not send it.
         """
-        if request.path not in protocol.PROBES and request.path not in self._page:
+        if request.path not in protocol.ROUTER_PROBES and request.path not in self._page:
             self._identify(request)
         route = route_of(request.method, request.path)
         if route is None:
@@ -355,6 +356,8 @@ class Router:
             case protocol.PING | protocol.HEALTH if reads:
                 code = 200 if self.pool.ready and not self.draining else 503
                 responder.respond(code, *status.ping(self.pool, self.draining))
+            case protocol.LIVE if reads:
+                responder.respond(200, b"text/plain", b"ok\n")
             case protocol.METRICS | protocol.SERVER_METRICS if reads:
                 self.routing.tally.flush()
                 responder.respond(200, *status.metrics(self.pool))
@@ -367,6 +370,7 @@ class Router:
             case (
                 protocol.PING
                 | protocol.HEALTH
+                | protocol.LIVE
                 | protocol.METRICS
                 | protocol.SERVER_METRICS
                 | protocol.REPLICAS

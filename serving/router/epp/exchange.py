@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from serving import errors
 from serving.access.access import CREDENTIALS
+from serving.access.limits import Taken
 from serving.errors import Malformed, ServingError, TooLarge
 from serving.observability.tracing import Span
 from serving.protocol import IDENTITY, REQUEST_ID, ROUTE
@@ -87,6 +88,7 @@ class Exchange:
         self._request: Request | None = None
         self._among: frozenset[str] | None = None
         self._placement: Placement | None = None
+        self._taken: Taken | None = None  # of its caller's limits
         self._failed = False
         self._request_full_duplex = self._answer_full_duplex = True
         # answer
@@ -223,6 +225,8 @@ class Exchange:
         if tracer := routing.tracer:
             name = f"{request.method.decode('latin-1')} {template(request.path)}"
             self._trace = tracer.begin(name, request.headers)
+        if placement.inference and request.caller.limited:
+            self._taken = await routing.limiter.take(request.caller)
         with self._trace.part("choose") if self._trace else contextlib.nullcontext():
             return await self._chosen(request, placement)
 
@@ -262,6 +266,7 @@ class Exchange:
             placement.replica.breaker.answered(self._status, time.monotonic())
             placement.answered(headers)
             lines.append((REQUEST_ID, request.id))
+            lines += self._taken.headers if self._taken else []
             if ROUTE in request.named and placement.inference:
                 lines.append((ROUTE, placement.decision().encode()))
         if message.response_headers.end_of_stream:
@@ -310,3 +315,5 @@ class Exchange:
             first = self._first_byte_at
             outcome = Outcome(end, self._status, self._began, first, self._bytes, self._error)
             self._placement.over(self._request, outcome, self._trace)
+        if self._taken:
+            self._routing.limiter.give_back(self._taken)

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the replicas are: a list, a file that is watched, or endpoints that Kubernetes knows."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
 from lmi_config.options.parsers import is_address, replica, replica_source
-from serving.aio import in_thread
-from serving.router.fleet.fault_log import FaultLog
+from serving.follow import FaultLog, changes
 from serving.router.fleet.kubernetes import endpoints
 
 log = logging.getLogger(__name__)
-
-LOOK_S = 0.5
-"""Between two looks at a file."""
 
 
 async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
@@ -35,7 +30,10 @@ async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
         yield source
         return
     last = None
-    sets = _watched(source) if isinstance(source, Path) else endpoints(source)
+    if isinstance(source, Path):
+        sets = changes(source.read_text, listed, FaultLog("the replicas", source))
+    else:
+        sets = endpoints(source)
     async with aclosing(sets):
         async for urls in sets:
             if urls != last:
@@ -53,30 +51,6 @@ def listed(content: str) -> frozenset[str]:
             except ValueError as error:
                 raise ValueError(f"line {number} should be {error}") from None
     return frozenset(urls)
-
-
-async def _watched(file: Path) -> AsyncGenerator[frozenset[str]]:
-    """A file's replicas, at each look.
-
-    It is read again and again rather than watched by inotify, which follows the file that was there
-    at first, not the path, where Kubernetes swaps a link two folders up and editors put a new file
-    in place; and which says nothing of file systems on a network.
-    """
-    faults = FaultLog(file)
-    before = None
-    while True:
-        try:
-            content = await in_thread(file.read_text)
-            # A file that is being written may be seen empty or cut off. Two looks agree on it less
-            # often.
-            if before in (None, content):
-                urls = listed(content)
-                faults.recovered()
-                yield urls
-            before = content
-        except (OSError, ValueError) as error:
-            faults.failed(str(error))
-        await asyncio.sleep(LOOK_S)
 
 
 async def addresses(sets: AsyncGenerator[frozenset[str]]) -> AsyncGenerator[frozenset[str]]:

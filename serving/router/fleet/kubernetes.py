@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_config.options.parsers import Endpoints
-from serving.router.fleet.fault_log import FaultLog
+from serving.follow import FaultLog
 
 ANSWER_S = 5.0
 """For the API server to connect, and for the next bytes of a list to come."""
@@ -32,7 +32,7 @@ async def endpoints(source: Endpoints) -> AsyncGenerator[frozenset[str]]:
 
     The client's own informer does the same, but asks again at once and for ever when it is refused.
     """
-    faults = FaultLog(f"EndpointSlices with {source.selector}")
+    faults = FaultLog("the replicas", f"EndpointSlices with {source.selector}")
     pause = PAUSE_S
     while True:
         began = time.monotonic()

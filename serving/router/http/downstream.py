@@ -50,7 +50,7 @@ from serving.http.rules import (
     TOO_MANY_AHEAD,
 )
 from serving.http.sockets import Connections
-from serving.protocol import PROBES, REQUEST_ID
+from serving.protocol import REQUEST_ID, ROUTER_PROBES
 from serving.router.http.buffers import Buffers
 from serving.router.http.flow import FlowControl
 from serving.router.http.ports import Answering, Dispatch
@@ -236,7 +236,7 @@ class Downstream(FlowControl):
         self._stuck = 0
         self._body_due = time.monotonic() + BEHIND_S
         connections.idle.pop(self, None)
-        if request.path not in PROBES:
+        if request.path not in ROUTER_PROBES:
             if len(self._clients) > connections.most:
                 most = connections.most
                 raise Overloaded(f"there are {most} connections, as many as the router takes")

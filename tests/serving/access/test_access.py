@@ -12,13 +12,15 @@ import pytest
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from scripts.harness.wait import until_async
-from serving.access import follow, keys
+from serving import follow
+from serving.access import keys
 from serving.access.access import Access
 from serving.access.caller import Caller
 from serving.access.identity import Signer
 from serving.errors import Unauthorized
 from serving.protocol import ENGINE_PATHS
 from tests.serving.conftest import running
+from tests.serving.lora.test_registry import registry, write
 
 pytestmark = pytest.mark.anyio
 
@@ -136,6 +138,42 @@ async def test_a_key_for_adapters_alone_does_not_get_the_model(kept):
         assert "may not use the model" in answer.text
     answer = await kept.post("/v1/completions", {"prompt": "a"}, headers=bearer("adapters-only"))
     assert answer.json()["error"]["code"] == "insufficient_permissions"
+
+
+ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/v1/completions", {"prompt": "a", "model": "{}"}, {}),
+        ("/v1/completions", {"prompt": "a"}, {ADAPTER_HEADER: "{}"}),
+        ("/v1/completions?adapter={}", {"prompt": "a"}, {}),
+        ("/invocations", {"inputs": "a", "adapters": "{}"}, {}),
+        ("/invocations", {"inputs": ["a", "b"], "adapters": ["poet", "{}"]}, {}),
+    ],
+)
+async def test_an_adapter_of_others_is_as_one_that_is_not_here(kept, folder, path, body, headers):
+    root = folder / "adapters"
+    if not root.exists():
+        kept.pipeline.adapters = registry(kept.engine, root)
+        for name in ("poet", "lawyer"):
+            write(root / name)
+            where = {"name": name, "src": str(root / name)}
+            made = await kept.client.post("/adapters", params=where, headers=bearer(ADMIN))
+            assert made.status_code == 200
+
+    async def ask(key, adapter):
+        filled = {name: value.replace("{}", adapter) for name, value in headers.items()}
+        content = json.dumps(body).replace("{}", adapter).encode()
+        answer = await kept.post(
+            path.replace("{}", adapter), content, headers={**filled, **bearer(key)}
+        )
+        return answer.status_code, answer.text.replace(adapter, "NAME")
+
+    assert await ask("adapters-only", "lawyer") == await ask("adapters-only", "absent")
+    assert (await ask("adapters-only", "lawyer"))[0] != 200
+    assert (await ask("team-a", "lawyer"))[0] == (await ask("adapters-only", "poet"))[0] == 200
 
 
 async def salt(served, key, **more):
@@ -274,7 +312,7 @@ async def test_keys_are_read_anew_and_a_broken_file_changes_nothing(tmp_path, ca
         await until("team-c", 200)
         assert await status("team-a") == 401
         file.write_text('{"keys": [{"name": "team-a", "sha256": "sk-not-a-hash-but-a-key"}]}')
-        await until_async(lambda: "stays as it was" in caplog.text)
+        await until_async(lambda: "stay as they were" in caplog.text)
         assert "sk-not-a-hash-but-a-key" not in caplog.text
         assert await status("team-c") == 200
         file.unlink()

@@ -20,14 +20,14 @@ def file(**row):
 def test_a_key_is_made_and_known_by_its_hash():
     key = keys.made()
     found = keys.parsed(b"keys:\n" + keys.row("team-a", key, "a").encode())
-    assert found[keys.digest(key.encode())].caller == Caller(name="team-a", tenant="a")
+    assert found.by_digest[keys.digest(key.encode())].caller == Caller(name="team-a", tenant="a")
     assert len(key) > 50
     assert masked(f"it was {key}!") == "it was [secret]!"
     assert key not in keys.row("team-a", key)
 
 
 def test_the_tenant_is_the_name_where_nothing_else_is_said():
-    (key,) = keys.parsed(file()).values()
+    (key,) = keys.parsed(file()).by_digest.values()
     assert key == keys.Key(Caller(name="a", tenant="a"))
 
 
@@ -46,7 +46,7 @@ def test_all_that_a_key_can_have():
         expires: 2027-01-31
         admin: true
     """.encode()
-    (key,) = keys.parsed(content).values()
+    (key,) = keys.parsed(content).by_digest.values()
     assert key.expires == datetime(2027, 1, 31, tzinfo=UTC)
     assert key.caller == Caller(
         name="team-a",
@@ -61,7 +61,7 @@ def test_all_that_a_key_can_have():
 
 @pytest.mark.parametrize("text", ["2027-01-31T12:00:00Z", "2027-01-31 13:00:00+01:00"])
 def test_a_time_says_its_zone_or_is_utc(text):
-    (key,) = keys.parsed(file(expires=text)).values()
+    (key,) = keys.parsed(file(expires=text)).by_digest.values()
     assert key.expires == datetime(2027, 1, 31, 12, tzinfo=UTC)
 
 
@@ -78,6 +78,11 @@ def test_a_time_says_its_zone_or_is_utc(text):
         (file(requests_per_minute=0), "requests_per_minute"),
         (file(tokens_per_minute="many"), "tokens_per_minute"),
         (file(expires="soon"), "a: expires should be a date"),
+        (b"{}", "should have `keys`, a list, or `jwt`"),
+        (b"jwt: [{}, {}]", "two entries below `jwt` have no tenant"),
+        (b"jwt: [{tenant: a}, {tenant: a}]", "two entries below `jwt` have the tenant 'a'"),
+        (b"jwt: [{admin: true}]", "needs a tenant"),
+        (b"jwt: [{tenant: a, expires: 2027-01-31}]", "unknown field `expires`"),
         (json.dumps({"keys": [{"name": "a", "sha256": HASH}] * 2}).encode(), "two keys"),
         (
             json.dumps({"keys": [{"name": it, "sha256": HASH} for it in "ab"]}).encode(),

@@ -97,6 +97,14 @@ async def test_tokens_that_were_used_are_missing(limiter, url):
     assert refused.value.what == "tokens"
 
 
+async def test_tenants_that_are_gone_take_no_memory():
+    memory = module.Memory()
+    for n in range(5 * module.WINDOWS):
+        await memory.incr(f"tenant {n}", 60 if n < 10 else 0)
+    assert len(memory._windows) <= module.WINDOWS + 1
+    assert await memory.get("tenant 9") == 1
+
+
 async def test_several_processes_count_together(valkey):
     one, two = Limiter(valkey), Limiter(valkey)
     who = caller("together", 10, None, None)

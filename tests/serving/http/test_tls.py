@@ -14,7 +14,8 @@ import pytest
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from scripts.harness.wait import until_async
-from serving.access import follow
+from serving import follow
+from serving.http import tls as tls_module
 from serving.http.tls import ServerTls
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
@@ -165,13 +166,32 @@ async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, cap
     await until_async(lambda: "do not go together" in caplog.text)
     assert await asyncio.to_thread(shown, port) == "first"
     (tmp_path / "own.pem").write_text("nothing")
-    await until_async(lambda: caplog.text.count("stays as it was") > 1)
+    await until_async(lambda: caplog.text.count("stay as they were") > 1)
     assert await asyncio.to_thread(shown, port) == "first"
     shutil.copy(folders[1] / "own.pem", tmp_path)
     while await asyncio.to_thread(shown, port) != "second":
         pass
     following.cancel()
     server.close()
+
+
+async def test_a_certificate_that_is_about_to_expire(files, folders, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tls_module, "CHECK_S", 0.01)
+    start = datetime.now(UTC)
+    clock = [start - timedelta(days=18)]  # it is valid for two more than that
+    tls = ServerTls(Settings(**files), now=lambda: clock[0])
+    following = asyncio.create_task(tls.follow())
+    warned = []
+    for days in (20, 14, 13, 4, 3, 1.5, 1, 0.5):
+        clock[0] = start + timedelta(days=2 - days)
+        await asyncio.sleep(0.05)
+        warned.append(caplog.text.count("own.pem expires on 2"))
+    assert warned == [0, 1, 1, 1, 2, 2, 3, 3]
+    async with running(wait=False, **files) as it, client(it, str(tmp_path / "ca.pem")) as asking:
+        found = (await asking.get("/metrics")).text
+        (line,) = [it for it in found.splitlines() if it.startswith("slipway_certificate_expiry")]
+        assert abs(float(line.split()[1]) - (start + timedelta(days=2)).timestamp()) < 600
+    following.cancel()
 
 
 def test_what_stops_the_start(files, tmp_path):

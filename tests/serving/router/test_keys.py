@@ -59,6 +59,15 @@ async def test_administration_is_for_admin_keys(options):
         assert list(sent(asked)) == ["x-slipway-identity"]
 
 
+async def test_kubernetes_asks_without_a_key_whether_it_works(options):
+    async with routing(1, **options) as it:
+        it.fleet[0].ping = 503, {"status": "starting"}
+        await until_async(lambda: not it.router.pool.ready)
+        assert (await it.client.get("/ping")).status_code == 503
+        assert (await it.client.get("/livez")).status_code == 200
+        assert (await it.client.post("/livez")).status_code == 405
+
+
 async def test_without_keys_of_its_own_it_passes_credentials_on(caplog):
     async with routing(1) as it:
         headers = {**bearer("mine"), "x-api-key": "mine", "x-slipway-identity": "made-up"}

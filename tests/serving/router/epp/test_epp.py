@@ -28,6 +28,7 @@ from serving.router.http import buffers
 from serving.router.metrics import CACHED_TOKENS, PROMPT_TOKENS, RETRIES, USAGE
 from serving.router.policy import policies
 from tests.gateway import gateway
+from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.router.conftest import (
     END,
     STREAM,
@@ -94,6 +95,41 @@ async def test_a_request_reaches_a_replica_and_its_answer_the_client(tmp_path, p
         await idle(it)
         done = {(status, how) for _, status, how in it.router.routing.tally.requests}
         assert done == {(200, "finished")}
+
+
+async def test_keys_are_held_to_their_limits(tmp_path):
+    limits = {"requests_per_minute": 4, "concurrent_requests": 1}
+    options = {
+        "api_keys_file": written(tmp_path / "keys.json", {"team-a": limits}),
+        "router_secret": SECRET,
+    }
+    async with through_envoy(tmp_path, 1, **options) as it:
+        headers = bearer("team-a")
+        for left in (3, 2):
+            answer = await it.post({"prompt": "a"}, "/v1/completions", headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+            await idle(it)
+        release = asyncio.Event()
+
+        async def answer_late(replica, asked, writer):
+            await release.wait()
+            writer.write(whole(200, b"{}"))
+
+        it.fleet[0].answer = answer_late
+        first = asyncio.create_task(it.post({"prompt": "a"}, "/v1/completions", headers=headers))
+        await until_async(lambda: len(it.fleet[0].asked) == 3)
+        refused = await it.post({"prompt": "a"}, "/v1/completions", headers=headers)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "1 requests at once" in refused.text
+        release.set()
+        assert (await first).status_code == 200
+        await idle(it)
+        refused = await it.post({"prompt": "a"}, "/v1/completions", headers=headers)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "requests")
+        assert "4 requests a minute" in refused.text
+        assert len(it.fleet[0].asked) == 3
+        await until_async(lambda: not +it.router.routing.limiter._at_once)
 
 
 async def test_a_stream_comes_as_it_is_made(tmp_path):

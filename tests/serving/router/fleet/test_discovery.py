@@ -18,7 +18,8 @@ import pytest
 
 from lmi_config.options.parsers import Endpoints, replica_source, replicas
 from scripts.harness.wait import until_async
-from serving.router.fleet import discovery, kubernetes
+from serving import follow
+from serving.router.fleet import kubernetes
 from serving.router.fleet.discovery import discovered, listed
 
 A, B, C = (f"http://10.0.0.{number}:8080" for number in (1, 2, 3))
@@ -26,7 +27,7 @@ A, B, C = (f"http://10.0.0.{number}:8080" for number in (1, 2, 3))
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(discovery, "LOOK_S", 0.01)
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
     monkeypatch.setattr(kubernetes, "PAUSE_S", 0.02)
     monkeypatch.setattr(kubernetes, "LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(logging.getLogger("serving"), "propagate", True)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The issuer of JSON web tokens, whose public keys are fetched from it (OpenID Connect Discovery
+1.0, RFC 7517).
+"""
+
+import asyncio
+import json
+import logging
+import ssl
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lmi_config.options import parsers
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+from serving.access.tokens import Refused, Rules, TokenKey, UnknownKey, Verifier, key_set
+from serving.errors import NotReady
+from serving.follow import FaultLog
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger(__name__)
+
+DISCOVERY = "/.well-known/openid-configuration"
+REFRESH_S = 300.0
+"""Between two fetches of the keys."""
+RETRY_S = 10.0
+"""The same where one has failed, or where a token has a key that is not known."""
+FETCH_S = 10.0
+"""For all of a fetch."""
+MAX_BYTES = 1024 * 1024
+"""Of an answer."""
+START_S, START_PAUSE_S = 30.0, 1.0
+"""How long a start waits for the keys, and between two attempts."""
+NOTED_S = 10.0
+"""Between two log lines for one reason why tokens are refused."""
+
+
+class Issuer:
+    """Says whose the tokens of an issuer are.
+
+    Raises SettingsError where it cannot be asked for its keys.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.jwt_issuer
+        self._name = settings.jwt_issuer
+        self._jwks_url = settings.jwt_jwks_url
+        if not settings.jwt_audience:
+            raise SettingsError(
+                [
+                    "OPTION_JWT_ISSUER needs OPTION_JWT_AUDIENCE, what the issuer calls this "
+                    "server: its tokens for others would be taken without"
+                ]
+            )
+        if not self._jwks_url:
+            try:
+                parsers.https_url(self._name)
+            except ValueError as error:
+                raise SettingsError(
+                    [
+                        f"OPTION_JWT_ISSUER={self._name!r}: should be a URL, {error}; or set "
+                        "OPTION_JWT_JWKS_URL"
+                    ]
+                ) from None
+        rules = Rules(self._name, settings.jwt_audience, settings.jwt_tenant_claim)
+        self._verifier = Verifier(rules)
+        self._keys: tuple[TokenKey, ...] = ()
+        self._faults = FaultLog("the issuer's keys", self._jwks_url or self._name)
+        self._wanted = asyncio.Event()
+        self._noted: dict[str, tuple[float, int]] = {}  # when a reason was logged; how often since
+
+    def tenant(self, token: bytes, now: float) -> str:
+        """Whose a token is. now: in seconds since 1970. Raises Refused, and NotReady before there
+        are keys.
+        """
+        if not self._verifier.ready:
+            raise NotReady("tokens cannot be verified yet: the issuer's keys are not here")
+        try:
+            return self._verifier.tenant(token, now)
+        except Refused as error:
+            if isinstance(error, UnknownKey):
+                self._wanted.set()
+            self._note(error)
+            raise
+
+    def _note(self, error: Refused) -> None:
+        """Log why a token was refused: never the token, and each reason only now and then."""
+        reason, now = str(error), time.monotonic()
+        at, more = self._noted.get(reason, (-NOTED_S, 0))
+        if now < at + NOTED_S:
+            self._noted[reason] = at, more + 1
+            return
+        detail = f" ({str(error.detail)!r:.60})" if error.detail is not None else ""
+        since = f"; and {more} before it" if more else ""
+        log.warning("a token was refused: %s%s%s", reason, detail, since)
+        self._noted[reason] = now, 0
+
+    async def require(self) -> None:
+        """Fetch the keys, and wait for them for START_S. Raises SettingsError."""
+        ended = time.monotonic() + START_S
+        while True:
+            try:
+                return await self._fetch()
+            except ValueError as error:
+                if time.monotonic() + START_PAUSE_S > ended:
+                    source = "OPTION_JWT_JWKS_URL" if self._jwks_url else "OPTION_JWT_ISSUER"
+                    raise SettingsError(
+                        [f"{source}: {error}; nobody could be let in by the issuer's tokens"]
+                    ) from None
+            await asyncio.sleep(START_PAUSE_S)
+
+    async def refresh(self) -> bool:
+        """Fetch the keys; where that fails they stay as they were. Whether it could be done."""
+        try:
+            await self._fetch()
+        except ValueError as error:
+            self._faults.failed(str(error))
+            return False
+        self._faults.recovered()
+        return True
+
+    async def follow(self) -> None:
+        """Fetch the keys again and again, until cancelled."""
+        while True:
+            self._wanted.clear()
+            fresh = await self.refresh()
+            await asyncio.sleep(RETRY_S)
+            if fresh:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wanted.wait(), REFRESH_S - RETRY_S)
+
+    async def _fetch(self) -> None:
+        """Raises ValueError."""
+        import httpx  # only where there is an issuer
+
+        try:
+            async with (
+                asyncio.timeout(FETCH_S),
+                httpx.AsyncClient(verify=ssl.create_default_context()) as client,
+            ):
+                url = self._jwks_url or await self._discovered(client)
+                keys = await _get(client, url)
+        except TimeoutError:
+            raise ValueError(f"{self._name} did not answer within {FETCH_S:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(f"{self._name}: {error or type(error).__name__}") from None
+        found = key_set(keys)
+        if [it.name for it in found] != [it.name for it in self._keys]:
+            names = ", ".join(repr(it.name) for it in found)
+            log.info("%s signs tokens with %.500s", self._name, names)
+        self._keys = found
+        self._verifier.use(found)
+
+    async def _discovered(self, client: "httpx.AsyncClient") -> str:
+        """Where the issuer says that its keys are. Raises ValueError."""
+        url = self._name.rstrip("/") + DISCOVERY
+        try:
+            said = json.loads(await _get(client, url))
+            issuer, found = said["issuer"], parsers.https_url(said["jwks_uri"])
+        except (LookupError, TypeError, RecursionError, json.JSONDecodeError):
+            raise ValueError(f"{url} has no issuer and jwks_uri") from None
+        if issuer != self._name:
+            raise ValueError(f"{url} is of the issuer {issuer!r:.100}, and not {self._name!r}")
+        return found
+
+
+async def _get(client: "httpx.AsyncClient", url: str) -> bytes:
+    content = bytearray()
+    async with client.stream("GET", url, headers={"accept": "application/json"}) as answer:
+        if answer.status_code != 200:
+            raise ValueError(f"{url} answered {answer.status_code}")
+        async for part in answer.aiter_bytes():
+            content += part
+            if len(content) > MAX_BYTES:
+                raise ValueError(f"{url} answered with more than {MAX_BYTES} bytes")
+    return bytes(content)

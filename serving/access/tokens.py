@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON web tokens of an issuer: which are valid, and whose they are (RFC 7519, RFC 8725).
+
+Signatures are asymmetric ones only, and each key verifies the algorithms of its own kind: no token
+says what it is verified by.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jwt
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+
+LEEWAY_S = 60
+"""By which the issuer's clock and ours may differ."""
+MAX_TOKEN = 8192
+"""In bytes."""
+MAX_TENANT = 256
+"""In characters."""
+RSA_BITS = 2048
+"""Of an RSA key, at least (RFC 7518, 3.3)."""
+
+_ALGORITHMS: Mapping[tuple[str, str | None], tuple[str, ...]] = {
+    ("RSA", None): ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
+    ("EC", "P-256"): ("ES256",),
+    ("EC", "P-384"): ("ES384",),
+    ("EC", "P-521"): ("ES512",),
+    ("OKP", "Ed25519"): ("EdDSA",),
+}
+"""What a key may verify, by its type and curve (RFC 7518, RFC 8037)."""
+
+
+class Refused(Exception):
+    """A token is not valid. The message is for the log; detail: what of the token it is about."""
+
+    def __init__(self, message: str, detail: object = None) -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+class UnknownKey(Refused):
+    """A token is signed with a key that the issuer has not published, as far as is known."""
+
+
+class TokenKey(NamedTuple):
+    """A public key of the issuer. name: its `kid`, None where it has none."""
+
+    name: str | None
+    key: Any
+    algorithms: tuple[str, ...]
+
+
+def key_set(content: bytes) -> tuple[TokenKey, ...]:
+    """The keys of a JWKS (RFC 7517) that tokens can be verified with. Raises ValueError where there
+    are none.
+    """
+    try:
+        listed = json.loads(content)["keys"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        raise ValueError("it is no JWKS") from None
+    found = [it for it in map(_token_key, listed if isinstance(listed, list) else []) if it]
+    if not found:
+        raise ValueError(
+            f"it has no key for signatures by RSA with {RSA_BITS} bits, ECDSA or Ed25519"
+        )
+    return tuple(found)
+
+
+def _token_key(given: Any) -> TokenKey | None:
+    """A key of a JWKS, unless it is for other things."""
+    if not isinstance(given, dict) or given.get("use", "sig") != "sig" or "d" in given:
+        return None
+    algorithms = _ALGORITHMS.get((str(given.get("kty")), given.get("crv")), ())
+    if (said := given.get("alg")) is not None:
+        algorithms = tuple({said} & {*algorithms})
+    if not algorithms:
+        return None
+    try:
+        key = jwt.PyJWK(given, algorithms[0]).key
+    except jwt.PyJWTError:
+        return None
+    if isinstance(key, RSAPublicKey) and key.key_size < RSA_BITS:
+        return None
+    name = given.get("kid")
+    return TokenKey(name if isinstance(name, str) else None, key, algorithms)
+
+
+class Rules(NamedTuple):
+    """What a token has to say. tenant: the claim that names it."""
+
+    issuer: str
+    audiences: tuple[str, ...]
+    tenant: str
+
+
+class Verified(NamedTuple):
+    """A token's tenant, and when it is valid, in seconds since 1970."""
+
+    tenant: str
+    begins: float
+    ends: float
+
+
+class Verifier:
+    """Says whose a token is, by keys of which it is told."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._keys: tuple[TokenKey, ...] = ()
+        self._verified = functools.lru_cache(4096)(self._verify)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it knows any keys."""
+        return bool(self._keys)
+
+    def use(self, keys: tuple[TokenKey, ...]) -> None:
+        """Verify by these keys and no others from now on."""
+        self._keys = keys
+        self._verified.cache_clear()
+
+    def tenant(self, token: bytes, now: float) -> str:
+        """Whose a token is. now: in seconds since 1970. Raises Refused."""
+        if len(token) > MAX_TOKEN:
+            raise Refused(f"it is longer than {MAX_TOKEN} bytes")
+        found = self._verified(token)
+        if found.ends + LEEWAY_S <= now:
+            raise Refused("it has expired")
+        if found.begins - LEEWAY_S > now:
+            raise Refused("it is not valid yet; are the clocks of the issuer and here right?")
+        return found.tenant
+
+    def _verify(self, token: bytes) -> Verified:
+        """What a token says, whenever that is valid."""
+        try:
+            key = self._key(jwt.get_unverified_header(token))
+            claims = jwt.decode(
+                token,
+                key.key,
+                key.algorithms,
+                audience=self._rules.audiences,
+                issuer=self._rules.issuer,
+                options={
+                    "require": ["exp", "iss", "aud"],
+                    "verify_exp": False,
+                    "verify_nbf": False,
+                    "verify_iat": False,
+                    "verify_sub": False,
+                    "verify_jti": False,
+                },
+            )
+        except (jwt.PyJWTError, ValueError, TypeError, RecursionError) as error:
+            raise _refused(error) from None
+        tenant = claims.get(self._rules.tenant)
+        if not isinstance(tenant, str) or not 0 < len(tenant) <= MAX_TENANT:
+            raise Refused(f"its claim {self._rules.tenant!r}, the tenant, is not there or no name")
+        if not tenant.isprintable():
+            raise Refused("its tenant has characters that cannot be printed")
+        return Verified(tenant, _time(claims.get("nbf", 0)), _time(claims["exp"]))
+
+    def _key(self, head: Mapping[str, Any]) -> TokenKey:
+        """The key that a token's head names, or the only one there is."""
+        name = head.get("kid")
+        named = [it for it in self._keys if name is None or it.name == name]
+        if len(named) != 1:
+            raise UnknownKey("its key is none of the issuer's", name)
+        if head.get("alg") not in named[0].algorithms:
+            raise Refused("its algorithm is not one of its key's", head.get("alg"))
+        return named[0]
+
+
+def _refused(error: Exception) -> Refused:
+    """The reason, without what the library repeats of the token."""
+    match error:
+        case jwt.InvalidAudienceError():
+            return Refused("it is for another audience")
+        case jwt.InvalidIssuerError():
+            return Refused("it is of another issuer")
+        case jwt.MissingRequiredClaimError():
+            return Refused("a claim is missing", error.claim)
+        case jwt.InvalidSignatureError():
+            return Refused("its signature is not its key's")
+    return Refused("it is malformed")
+
+
+def _time(claim: Any) -> float:
+    if isinstance(claim, bool) or not isinstance(claim, int | float) or not math.isfinite(claim):
+        raise Refused("a time in it is no number")
+    return float(claim)
