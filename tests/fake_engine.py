@@ -12,6 +12,7 @@ unloaded or pinned without having been loaded. tests/e2e/test_doubles.py compare
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from serving.engine.base import USAGE, Tokens
+from serving.engine.base import USAGE, Pace, Tokens
 from serving.errors import AdapterFailed, AlreadyLoaded, NotLoaded
 
 
@@ -59,6 +60,7 @@ class FakeEngine:
         self.bodies: list[dict[str, object]] = []
         self.request_ids: list[str] = []
         self.concurrency = 4
+        self.first_s = self.between_s = 0.0  # how long tokens take, as it says
         self.embeds = self.classifies = False
         self.loaded: list[str] = []
         self.loads: list[str] = []
@@ -168,6 +170,9 @@ class FakeEngine:
         if usage := USAGE.get():
             cached = words.count("cached")
             usage.sources.append(lambda: Tokens(len(words), cached, len(generated)))
+            first_at = time.time() + self.first_s
+            further = self.between_s if len(words) > 1 else None
+            usage.paces.append(lambda: Pace(first_at, further) if generated else None)
         if body.get("stream"):
             return StreamingResponse(
                 self.stream(words, key, generated), media_type="text/event-stream"

@@ -433,6 +433,21 @@ class Settings:
         default_text="none",
         help="The same for all of these together.",
     )
+    slo_ttft_ms: int | None = _option(
+        integer(low=1),
+        "OPTION_SLO_TTFT_MS",
+        section=Section.SERVER,
+        default_text="none",
+        help="Objective for the time to first token, in milliseconds; `slipway_slo_requests_total` "
+        "counts the requests that meet it and those that miss it.",
+    )
+    slo_itl_ms: int | None = _option(
+        integer(low=1),
+        "OPTION_SLO_ITL_MS",
+        section=Section.SERVER,
+        default_text="none",
+        help="The same for the time between two tokens of an answer, on average.",
+    )
     fail_fast: bool = _option(
         boolean,
         "SERVING_FAIL_FAST",

@@ -133,9 +133,13 @@ def _incomplete(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]
         if options.get(name) and not options.get(needed):
             option = settings.named(name)
             yield f"{option}: vLLM refuses it without OPTION_{needed.upper()}; set both or neither"
-    if options.get("otlp_traces_endpoint") and options.get("disable_log_stats"):
+    if options.get("disable_log_stats"):
         option = settings.named("disable_log_stats")
-        yield f"{option}: vLLM's traces need its statistics, and its engine dies without them"
+        if options.get("otlp_traces_endpoint"):
+            yield f"{option}: vLLM's traces need its statistics, and its engine dies without them"
+        for name in ("slo_ttft_ms", "slo_itl_ms"):
+            if getattr(settings, name):
+                yield f"{option}: {settings.named(name)} needs vLLM's statistics; set one of them"
 
 
 def _unknown(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:

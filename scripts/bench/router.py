@@ -3,7 +3,8 @@
 
 The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or
 for streams both, without a router), vllm-router with its cheapest policy and as many threads as it
-likes, and ours with each strategy, in one process or ("x2") in two. Rounds of load go to the arms
+likes, and ours with each strategy, in one process or ("x2") in two, one with a line in the log for
+each request ("+log"), and one that sends traces ("+traces"). Rounds of load go to the arms
 in turn, so that what else the machine does falls on all, and each round's figure is set against
 vllm-router's of the same round. Printed are medians over the rounds and, in brackets, quartiles.
 CPU is that of all the router's processes, in user and kernel.
@@ -43,7 +44,10 @@ from scripts.harness.stats import (
 )
 
 DIRECT, PEER = "direct", "vllm-router"
-STRATEGIES = ("prefixaware", "prefixaware x2", "session", "roundrobin")
+STRATEGIES = (
+    *("prefixaware", "prefixaware x2", "session", "roundrobin"),
+    *("roundrobin +log", "roundrobin +traces"),
+)
 PATH = "/v1/chat/completions"
 CONVERSATIONS = 64
 TARGETS = (1.5, 0.8, 0.3)
@@ -250,14 +254,17 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
         routers = {PEER: start(PEER, *peer)}
         checkouts = {"": ROOT} | ({"before: ": options.before.resolve()} if options.before else {})
         for label, arm in itertools.product(checkouts, options.strategies):
-            strategy, _, processes = arm.partition(" x")
+            strategy, *more = arm.split()
+            processes = next((it[1:] for it in more if it.startswith("x")), "1")
             routers[label + arm] = start(
                 label + arm,
                 *ROUTE,
                 root=checkouts[label],
                 OPTION_ROUTER_REPLICAS=",".join(replicas),
                 OPTION_ROUTING_STRATEGY=strategy,
-                OPTION_ROUTER_PROCESSES=processes or "1",
+                OPTION_ROUTER_PROCESSES=processes,
+                OPTION_ROUTER_ACCESS_LOG=str("+log" in more).lower(),
+                **(stub_replica.collects(replicas[0]) if "+traces" in more else {}),
             )
         arms |= {name: ([it.port], it) for name, it in routers.items()}
 

@@ -2,17 +2,20 @@
 """The servers over an engine without a model, and what they are asked."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.bench.plain_vllm import plain_vllm, planned
+from scripts.harness import stub_replica
 from scripts.harness.process import ROOT, SERVE, Program
 from scripts.models import formatter, tiny
 
 PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
-"""The servers."""
+STATISTICS, TRACED = "statistics", "traced"
+"""The servers. The last two keep vLLM's statistics, which traces need."""
 CHAT, COMPLETIONS, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
 PROMPT = "The import statement is"
 SEQUENCES = 1024
@@ -60,6 +63,10 @@ ARMS = (
     Arm("/invocations, OpenAI body", SLIPWAY, INVOCATIONS, completion, VLLM),
     Arm("/invocations, LMI body", SLIPWAY, INVOCATIONS, lmi, VLLM),
     Arm("/invocations, formatter", FORMATTER, INVOCATIONS, completion, VLLM),
+    Arm("/v1/completions, statistics", STATISTICS, COMPLETIONS, completion, VLLM),
+    Arm(
+        *("/v1/completions, traces", TRACED, COMPLETIONS, completion, "/v1/completions, statistics")
+    ),
 )
 
 
@@ -96,9 +103,17 @@ def servers(
                 shutil.copytree(model, formatted)
                 formatter.write(formatted)
             return Program(*SERVE, environ=asked | {"OPTION_MODEL_ID": str(formatted)}, log=log)
+        if name in (STATISTICS, TRACED):
+            kept = {key: value for key, value in asked.items() if not key.endswith("LOG_STATS")}
+            return Program(*SERVE, environ=kept | (collector if name == TRACED else {}), log=log)
         root = before.resolve() if before and name == BEFORE else ROOT
         return Program(*SERVE, environ=asked, log=log, root=root)
 
+    collector: dict[str, str] = {}
+    if TRACED in names:
+        stub = Program(sys.executable, stub_replica.__file__, "{port}", log=folder / "collector")
+        stack.enter_context(stub).ready()
+        collector = stub_replica.collects(stub.url)
     found = {name: stack.enter_context(start(name)) for name in sorted(names)}
     for server in found.values():
         server.ready()

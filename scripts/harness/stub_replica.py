@@ -5,7 +5,8 @@ For measuring and testing what stands in front of servers. GET /ping, /health, /
 /metrics are answered as vLLM does; POST /v1/chat/completions, /v1/completions and /invocations get
 0.6 KB at once or, with `"stream": true`, as many events of about 250 bytes as `max_tokens` says,
 --rate of them a second and the first no earlier than --first seconds. All streams step together,
-like a batch in an engine. Every answer names its replica in the header x-replica.
+like a batch in an engine. What is posted to /v1/traces is taken, as a collector takes it. Every
+answer names its replica in the header x-replica.
 """
 
 import argparse
@@ -50,8 +51,17 @@ def choice(path: str, text: str, *, stream: bool) -> bytes:
 
 ANSWER = {path: choice(path, "word " * 60, stream=False) for path in POSTS}
 EVENT = {path: b"data: %b\n\n" % choice(path, " token", stream=True) for path in POSTS}
+TRACES = "/v1/traces"
 DONE = b"data: [DONE]\n\n"
 MODELS = {"id": MODEL, "object": "model", "owned_by": "stub", "max_model_len": 131_072}
+
+
+def collects(url: str) -> dict[str, str]:
+    """What makes a program send its spans to the replica of this address."""
+    return {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": url,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    }
 
 
 class Replica:
@@ -81,6 +91,8 @@ class Replica:
             return self.answer(json.dumps({"object": "list", "data": [MODELS]}).encode())
         if path == "/metrics":
             return self.answer(self.metrics().encode(), kind=b"text/plain; version=0.0.4")
+        if path == TRACES:
+            return self.answer(b"", kind=b"application/x-protobuf")
         return self.answer(b'{"error":{"message":"Not Found"}}', 404)
 
     def metrics(self) -> str:

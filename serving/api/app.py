@@ -60,7 +60,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
             path,
             RecordedEndpoint(
                 *(path, ready(handler), Gate(methods, origins, access), lambda _: shape),
-                *(backend.error_rates, backend.tracer),
+                *(backend.error_rates, backend.objectives, backend.tracer),
             ),
         )
 
@@ -115,7 +115,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
             _nothing,
             Gate((), origins, access),
             lambda path: errors.shape(path, codes),
-            *(backend.error_rates, backend.tracer),
+            *(backend.error_rates, backend.objectives, backend.tracer),
         ),
     )
     if not settings.cors_allowed_origin:

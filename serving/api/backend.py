@@ -14,6 +14,7 @@ from serving.inference.pipeline import Pipeline
 from serving.lifecycle import Lifecycle, Stage, Step
 from serving.lora.registry import AdapterRegistry
 from serving.observability.error_rate import ErrorRates
+from serving.observability.objectives import Objectives
 from serving.observability.tracing import tracer
 from serving.user_code import UserCode
 
@@ -32,6 +33,7 @@ class Backend:
         self._plan = plan
         self._pipeline: Pipeline | None = None
         self.error_rates = ErrorRates(settings)
+        self.objectives = Objectives(settings)
         self.tracer = tracer(settings, "slipway")
         """What sends spans, where there is somewhere to send them to."""
         self.limiter = Limiter(settings.limits_url)

@@ -19,6 +19,7 @@ from serving.http.origins import Origins
 from serving.inference.request import HttpCall
 from serving.observability.access_log import AccessRecord
 from serving.observability.error_rate import ErrorRates
+from serving.observability.objectives import Objectives
 from serving.observability.tracing import Tracer
 
 Answer = Callable[[HttpCall], Awaitable[None]]
@@ -45,7 +46,8 @@ class RecordedEndpoint:
     """A route of the API: what it answers is recorded, and its errors are counted.
 
     route: its path as the log and the series have it. shape: of its errors, by the path that was
-    asked for. tracer: sends its spans; None where they go nowhere.
+    asked for. objectives: what requests are held against. tracer: sends its spans; None where
+    they go nowhere.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class RecordedEndpoint:
         gate: "Gate",
         shape: Callable[[str], ErrorShape],
         rates: ErrorRates,
+        objectives: Objectives,
         tracer: Tracer | None,
     ) -> None:
         self._route = route
@@ -62,6 +65,7 @@ class RecordedEndpoint:
         self._gate = gate
         self._shape = shape
         self._rates = rates
+        self._objectives = objectives
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +86,7 @@ class RecordedEndpoint:
         finally:
             if record.error:
                 self._rates.count(record.error)
+            self._objectives.count(record)
             record.close()
 
 

@@ -59,14 +59,25 @@ class Tokens(NamedTuple):
         return Tokens(*map(sum, zip(self, other, strict=True)))
 
 
+class Pace(NamedTuple):
+    """How quickly a sequence came. first_at: when its first token was there, in seconds since 1970.
+    between: seconds between two tokens on average, None where there is one.
+    """
+
+    first_at: float
+    between: float | None
+
+
 class Usage:
     """What the engine works on for one call, whatever becomes of the answer.
 
-    sources: the engine adds one for each of its own requests, which tells of it so far.
+    sources, paces: the engine adds one for each of its own requests, which tells of it so far; a
+    pace is None before there is a token, and where the engine keeps no times.
     """
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Tokens]] = []
+        self.paces: list[Callable[[], Pace | None]] = []
 
     @property
     def tokens(self) -> Tokens:

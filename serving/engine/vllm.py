@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 from starlette.types import ASGIApp
 
 from serving.aio import in_thread
-from serving.engine.base import USAGE, EngineError, Hits, Prefilled, Tokens
+from serving.engine.base import USAGE, EngineError, Hits, Pace, Prefilled, Tokens
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
 from serving.protocol import (
@@ -306,6 +306,7 @@ def _count_tokens(processor: Any) -> None:
             if usage := USAGE.get():
                 state = self.request_states[request.request_id]
                 usage.sources.append(functools.partial(_tokens, state))
+                usage.paces.append(functools.partial(_pace, state))
 
     processor.__class__ = Counted
 
@@ -340,6 +341,15 @@ def _tokens(state: Any) -> Tokens:
     if state.request_index:  # its prompt is the first one's
         return Tokens(generated=generated)
     return Tokens(state.prompt_len, state.num_cached_tokens, generated)
+
+
+def _pace(state: Any) -> Pace | None:
+    stats = state.stats  # None where the operator has switched vLLM's statistics off
+    if stats is None or not stats.num_generation_tokens:
+        return None
+    further = stats.num_generation_tokens - 1
+    between = (stats.last_token_ts - stats.first_token_ts) / further if further else None
+    return Pace(stats.arrival_time + stats.first_token_latency, between)
 
 
 async def _warm_up(app: ASGIApp, task: str) -> None:

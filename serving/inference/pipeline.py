@@ -14,7 +14,7 @@ from handlers.records import EngineCall, FormatError
 from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.access.limits import Limiter
-from serving.engine.base import HANDED_OVER, USAGE, Engine, Tokens, Usage
+from serving.engine.base import HANDED_OVER, USAGE, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
 from serving.errors import BadRequest, NotFound, NotReady
 from serving.http.bodies import Bodies, header
@@ -44,6 +44,11 @@ OPERATIONS = {
 """Path of the engine → what it does, in the words of OpenTelemetry's conventions for generative AI;
 others are called by their paths' last part.
 """
+
+NOT_GENERATED = frozenset(
+    (protocol.COUNT_TOKENS, protocol.EMBEDDINGS, protocol.CLASSIFY, protocol.POOLING)
+).union(protocol.PAIRS_PATHS, protocol.TOKENIZER_PATHS)
+"""Paths of the engine whose answers no model that generates would write."""
 
 _NO_ADAPTER: contextlib.nullcontext[Adapter | None] = contextlib.nullcontext(None)
 
@@ -115,6 +120,7 @@ class Pipeline:
     @contextlib.asynccontextmanager
     async def received(self, call: HttpCall) -> AsyncIterator[ClientRequest]:
         """A client's request, which counts from its head on, once its body is there."""
+        call.record.generates = self._generates(call)
         with self.admission.admitted() as admitted:
             admitted.end_after(self._settings.stream_timeout)  # which is the longest
             share = self.bodies.share()
@@ -130,6 +136,15 @@ class Pipeline:
                 share.free()
                 if taken:
                     self._limiter.give_back(taken)
+
+    def _generates(self, call: HttpCall) -> bool:
+        """Whether a request is for text, which its client waits for."""
+        path, engine = call.scope["path"], self.engine
+        return (
+            not (engine.embeds or engine.classifies)
+            and path not in NOT_GENERATED
+            and call.record.caller.phase != "prefill"
+        )
 
     async def answer_once(
         self,
@@ -187,7 +202,7 @@ class Pipeline:
             finally:
                 USAGE.reset(before)
                 self._queue.leave(ticket)
-                self._account(request, adapter, usage.tokens)
+                self._account(request, adapter, usage)
 
     async def _answered(
         self, request: InferenceRequest, call: EngineCall, adapter: Adapter | None, usage: Usage
@@ -217,13 +232,17 @@ class Pipeline:
                     gen_ai__usage__cache_read__input_tokens=usage.tokens.cached,
                 )
 
-    def _account(self, request: InferenceRequest, adapter: Adapter | None, tokens: Tokens) -> None:
+    def _account(self, request: InferenceRequest, adapter: Adapter | None, usage: Usage) -> None:
         """Charge a call's tokens to whoever has sent it, whatever became of the answer. Those of a
         prompt that is computed for another server are charged there.
         """
         client = request.client
         if client.record.caller.phase == "prefill":
             return
+        for pace in [source() for source in usage.paces]:
+            if pace:
+                client.record.paced(*pace)
+        tokens = usage.tokens
         tenant = (self.tenant(client) or "").removeprefix("\0")
         client.record.used(tenant, adapter.name if adapter else "", *tokens)
         self._limiter.charge(client.record.caller, tokens.prompt + tokens.generated)

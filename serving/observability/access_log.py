@@ -80,6 +80,12 @@ class AccessRecord:
         self.headers: list[tuple[bytes, bytes]] = []
         """What its answer's head has besides."""
         self._tokens: tuple[int, int, int] | None = None
+        self.generates = False
+        """Whether it is to be answered with text."""
+        self.first_token_s: float | None = None
+        """Seconds from its head to the first token of its slowest sequence; None before that."""
+        self.between_tokens_s: float | None = None
+        """Seconds between two tokens, on average, of its slowest sequence."""
         self._header = (protocol.REQUEST_ID, self.id.encode())
         self.trace: Span | None = None
         """All that is done for it here, where spans are sent."""
@@ -120,6 +126,15 @@ class AccessRecord:
         ):
             if number > 0:
                 _USED.labels(*labels, *which).inc(number)
+
+    def paced(self, first_at: float, between: float | None) -> None:
+        """A sequence of its answer had its first token at this time, in seconds since 1970, and
+        further ones so many seconds apart on average.
+        """
+        first = time.perf_counter() - self._began - (time.time() - first_at)
+        self.first_token_s = max(self.first_token_s or 0.0, first)
+        if between is not None:
+            self.between_tokens_s = max(self.between_tokens_s or 0.0, between)
 
     def part(self, name: str) -> contextlib.AbstractContextManager[Span | None]:
         """The span of a part of what is done for it."""

@@ -29,6 +29,15 @@ _KINDS: Mapping[type[ServingError], str] = {
 }
 
 
+def _kind(error: ServingError) -> str | None:
+    return next((kind for base, kind in _KINDS.items() if isinstance(error, base)), None)
+
+
+def is_fault(error: ServingError) -> bool:
+    """Whether an error is the server's, and not its sender's."""
+    return _kind(error) is not None
+
+
 class ErrorRates:
     """Counts errors by LMI's kinds, up to the operator's limits. What clients did wrong is none."""
 
@@ -47,8 +56,7 @@ class ErrorRates:
         }
 
     def count(self, error: ServingError) -> None:
-        kind = next((kind for base, kind in _KINDS.items() if isinstance(error, base)), None)
-        if kind:
+        if kind := _kind(error):
             for name in {kind, "any"} & self._times.keys():
                 self._times[name].append(self._clock())
 

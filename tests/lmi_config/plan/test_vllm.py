@@ -245,13 +245,17 @@ def test_what_vllm_refuses_without_another_option_is_refused_by_the_plan(environ
         command(environ, machine())
 
 
-def test_traces_without_statistics_which_would_end_the_engine_are_refused():
-    environ = {
-        "OPTION_DISABLE_LOG_STATS": "true",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
-    }
-    with pytest.raises(SettingsError, match="OPTION_DISABLE_LOG_STATS: vLLM's traces need"):
-        command(environ, machine())
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317", "vLLM's traces need"),
+        ("OPTION_SLO_TTFT_MS", "500", "OPTION_SLO_TTFT_MS needs"),
+        ("OPTION_SLO_ITL_MS", "50", "OPTION_SLO_ITL_MS needs"),
+    ],
+)
+def test_what_needs_statistics_is_refused_without_them(name, value, fault):
+    with pytest.raises(SettingsError, match=f"OPTION_DISABLE_LOG_STATS: {fault}"):
+        command({"OPTION_DISABLE_LOG_STATS": "true", name: value}, machine())
 
 
 @pytest.mark.parametrize("kind", ["TOOL_CALL", "REASONING"])

@@ -3,6 +3,7 @@
 
 import time
 
+import pytest
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -52,6 +53,27 @@ def test_tokens_count_also_of_what_is_broken_off():
     generated(it, "one", 6, 7)
     it.abort_requests(["one"], internal=True)
     assert usage.tokens == Tokens(4, 3, 3)
+
+
+def test_how_quickly_tokens_came_is_told():
+    usage, it = Usage(), processor()
+    before = USAGE.set(usage)
+    for name in ("one", "single", "none"):
+        it.add_request(request(name), None)
+    USAGE.reset(before)
+    began = time.time()
+    for at, *tokens in ((10.0, 5), (10.5, 6, 7), (11.5, 8)):
+        prefill = PrefillStats() if at == 10.0 else None
+        output = EngineCoreOutput("one", tokens, prefill_stats=prefill)
+        it.process_outputs([output], at, IterationStats())
+    generated(it, "single", 5, cached=0)
+    one, single, none = [pace() for pace in usage.paces]
+    assert one
+    assert single
+    assert one.between == pytest.approx(1.5 / 3)
+    assert began - 1 < one.first_at <= time.time()
+    assert single.between is None
+    assert none is None
 
 
 def test_a_prompt_counts_once_for_all_of_its_answers():

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Service level objectives: how many requests were as quick as the operator wants them to be."""
+
+from prometheus_client import Counter
+
+from lmi_config.options.declared import Settings
+from serving.observability.access_log import AccessRecord
+from serving.observability.error_rate import is_fault
+
+_REQUESTS = Counter(
+    "slipway_slo_requests",
+    "Requests for text by whether they met an objective: ttft, itl, or all that are set.",
+    ["objective", "result"],
+)
+ALL = "all"
+
+
+class Objectives:
+    """What the operator wants of requests for text, and how many are so.
+
+    A request that fails, and not by its sender's fault, misses every objective. One that ends
+    before it has a token is not counted, nor is one of a single token by the time between two.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        targets = {"ttft": settings.slo_ttft_ms, "itl": settings.slo_itl_ms}
+        self._targets = {name: ms / 1000 for name, ms in targets.items() if ms}
+        self._series = {
+            (name, met): _REQUESTS.labels(name, "met" if met else "missed")
+            for name in (*self._targets, ALL)
+            for met in (True, False)
+            if self._targets
+        }
+
+    def count(self, record: AccessRecord) -> None:
+        """Count a request that is over."""
+        if not (self._targets and record.generates):
+            return
+        if record.error and is_fault(record.error):
+            met = dict.fromkeys(self._targets, False)
+        else:
+            slowest = {"ttft": record.first_token_s, "itl": record.between_tokens_s}
+            met = {
+                name: took <= target
+                for name, target in self._targets.items()
+                if (took := slowest[name]) is not None
+            }
+        for name, it in met.items():
+            self._series[name, it].inc()
+        if met:
+            self._series[ALL, all(met.values())].inc()
