@@ -807,8 +807,9 @@ class Settings:
         text,
         "OPTION_ADAPTER_LIST",
         section=Section.LORA,
-        help="Folder on a volume that all servers of a model mount: what is registered on one of "
-        "them is listed there, and registered on all, also on those that start later.",
+        help="Folder on a volume that all servers of a model mount, or `s3://bucket/prefix`. What "
+        "is registered on one of them is listed there, and registered on all, also on those that "
+        "start later.",
     )
     adapter_disk: int = _option(
         size,

@@ -40,9 +40,6 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 LABELS = 100
 """Adapters that have a series of their own, the first ones that are used; the others share one."""
 
-LOOK_S = 1.0
-"""Between two looks at the shared list."""
-
 _REGISTERED = Gauge("slipway_adapters_registered", "Adapters that can be used.")
 _REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
 
@@ -207,7 +204,7 @@ class AdapterRegistry:
     async def follow(self) -> None:
         """Register what other servers have listed, and the other way round, until cancelled."""
         while self._shared:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._shared.pause_s)
             try:
                 await self.catch_up()
                 self._told.pop("", None)

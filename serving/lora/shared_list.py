@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of adapters that servers share: a folder with a file for each, on a volume that all of
-them mount. Each server writes what is registered on it, and registers what others have written.
+"""The list of adapters that servers share: a folder on a volume that all of them mount, or a prefix
+in S3, with a file for each. Each server writes what is registered on it, and registers what others
+have written.
 """
 
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
+from serving.sources.s3 import faults, open_client
+from serving.sources.source import ANSWER_S, SourceError, with_timeout
+
 SUFFIX = ".json"
+RIGHTS = "s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -24,23 +31,40 @@ class Entry(msgspec.Struct, frozen=True):
     pin: bool = False
 
 
+class Place(Protocol):
+    """Where the list's files are. The methods block, and raise OSError where it cannot be used."""
+
+    pause_s: float
+    """Seconds between two looks at it."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file. Others see it whole or not at all."""
+
+    def drop(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    def read(self) -> Mapping[str, bytes]:
+        """All files: name → content. Those that are as they were are not read again."""
+
+
 class _Read(NamedTuple):
-    stamp: tuple[int, int, int]
-    entry: Entry
+    version: object
+    content: bytes
 
 
-class SharedList:
-    """The list. Its methods block, and raise OSError where the folder cannot be used."""
+class ListFolder:
+    """A list in a folder."""
+
+    pause_s = 1.0
 
     def __init__(self, folder: Path) -> None:
+        """Raises OSError where it cannot be made."""
         self._folder = folder
         self._known: dict[str, _Read] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def put(self, name: str, entry: Entry) -> None:
-        """List an adapter, or list it otherwise. Others see its file whole or not at all."""
-        content = msgspec.json.encode(entry)
-        path = self._folder / (name + SUFFIX)
+    def put(self, name: str, content: bytes) -> None:
+        path = self._folder / name
         with contextlib.suppress(FileNotFoundError):
             if path.read_bytes() == content:
                 return
@@ -52,31 +76,120 @@ class SharedList:
         Path(part.name).replace(path)
 
     def drop(self, name: str) -> None:
-        """List an adapter no more."""
-        (self._folder / (name + SUFFIX)).unlink(missing_ok=True)
+        (self._folder / name).unlink(missing_ok=True)
 
-    def read(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        """The adapters by name, and by name what is wrong with files that are none. Files that are
-        as they were are not read again.
-        """
+    def read(self) -> Mapping[str, bytes]:
         found: dict[str, _Read] = {}
-        faults: dict[str, str] = {}
         with os.scandir(self._folder) as files:
             for file in files:
-                name = file.name.removesuffix(SUFFIX)
-                if name == file.name or name.startswith("."):
+                if not file.name.endswith(SUFFIX) or file.name.startswith("."):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # it has gone in the meantime
                     stat = file.stat()
-                    stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-                    known = self._known.get(name)
-                    if known and known.stamp == stamp:
-                        found[name] = known
-                        continue
-                    try:
-                        entry = msgspec.json.decode(Path(file.path).read_bytes(), type=Entry)
-                        found[name] = _Read(stamp, entry)
-                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                        faults[name] = f"{file.path} is no adapter's: {error}"
+                    version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                    known = self._known.get(file.name)
+                    if not known or known.version != version:
+                        known = _Read(version, Path(file.path).read_bytes())
+                    found[file.name] = known
         self._known = found
-        return {name: it.entry for name, it in found.items()}, faults
+        return {name: it.content for name, it in found.items()}
+
+
+class ListBucket:
+    """A list in S3: `s3://bucket/prefix`."""
+
+    pause_s = 10.0  # each look is a call that is paid for
+
+    def __init__(self, uri: str) -> None:
+        """Raises OSError where there cannot be such a place."""
+        from boto3.session import Session  # it takes long to import
+
+        parts = urlsplit(uri)
+        self._uri = uri
+        self._bucket = parts.netloc
+        self._prefix = f"{parts.path.strip('/')}/".lstrip("/")
+        self._known: dict[str, _Read] = {}
+        with self._faults():
+            self._client = open_client(uri, Session(), ANSWER_S, attempts=2)
+
+    def put(self, name: str, content: bytes) -> None:
+        with self._faults():
+            with_timeout(
+                lambda: self._client.put_object(
+                    Bucket=self._bucket, Key=self._prefix + name, Body=content
+                )
+            )
+
+    def drop(self, name: str) -> None:
+        with self._faults():
+            with_timeout(
+                lambda: self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
+            )
+
+    def read(self) -> Mapping[str, bytes]:
+        with self._faults():
+            self._known = with_timeout(self._look)
+        return {name: it.content for name, it in self._known.items()}
+
+    def _look(self) -> dict[str, _Read]:
+        found: dict[str, _Read] = {}
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._prefix
+        )
+        for item in (it for page in pages for it in page.get("Contents", ())):
+            name = item["Key"].removeprefix(self._prefix)
+            if not name.endswith(SUFFIX) or "/" in name:
+                continue
+            known = self._known.get(name)
+            if not known or known.version != item["ETag"]:
+                known = None
+                with contextlib.suppress(self._client.exceptions.NoSuchKey):  # it has gone by now
+                    answer = self._client.get_object(Bucket=self._bucket, Key=item["Key"])
+                    known = _Read(answer["ETag"], answer["Body"].read())
+            if known:
+                found[name] = known
+        return found
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Raise what S3 or its client say as OSError."""
+        try:
+            with faults(self._uri):
+                yield
+        except SourceError as error:
+            raise OSError(f"{self._uri}: {error.reason}; a list needs {RIGHTS}") from None
+
+
+class SharedList:
+    """The list. Its methods block, and raise OSError where its place cannot be used."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._known: dict[str, tuple[bytes, Entry]] = {}
+        self.pause_s = place.pause_s
+        """Seconds between two looks at it."""
+
+    def put(self, name: str, entry: Entry) -> None:
+        """List an adapter, or list it otherwise. Others see it whole or not at all."""
+        self._place.put(name + SUFFIX, msgspec.json.encode(entry))
+
+    def drop(self, name: str) -> None:
+        """List an adapter no more."""
+        self._place.drop(name + SUFFIX)
+
+    def read(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        """The adapters by name, and by name what is wrong with files that are none."""
+        found: dict[str, tuple[bytes, Entry]] = {}
+        faults: dict[str, str] = {}
+        for file, content in self._place.read().items():
+            name = file.removesuffix(SUFFIX)
+            known = self._known.get(name)
+            if known and known[0] == content:
+                found[name] = known
+                continue
+            try:
+                found[name] = content, msgspec.json.decode(content, type=Entry)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                faults[name] = f"the shared list: {file} is no adapter's: {error}"
+        self._known = found
+        return {name: entry for name, (_, entry) in found.items()}, faults

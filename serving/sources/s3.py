@@ -90,10 +90,10 @@ class S3:
         """Ask S3 which objects there are. Blocks; raises SourceError."""
         from boto3.session import Session
 
-        with _faults(self.uri):
+        with faults(self.uri):
             session = Session()
-        client = _client(self.uri, session, ANSWER_S, attempts=2)
-        with _faults(self.uri):
+        client = open_client(self.uri, session, ANSWER_S, attempts=2)
+        with faults(self.uri):
             objects = with_timeout(lambda: self._objects(client))
         if not objects:
             if self.only:
@@ -192,7 +192,7 @@ class Listing:
             )
             return answer["Body"].read()
 
-        with _faults(self.source.uri):
+        with faults(self.source.uri):
             return with_timeout(read)
 
     def _missing(self) -> dict[str, _Object]:
@@ -249,8 +249,8 @@ class Listing:
         config = TransferConfig(
             multipart_threshold=1, multipart_chunksize=PART, max_request_concurrency=CONNECTIONS
         )
-        client = _client(uri, self._session, TRANSFER_S, attempts=8)
-        with _faults(uri), TransferManager(client, config) as manager:
+        client = open_client(uri, self._session, TRANSFER_S, attempts=8)
+        with faults(uri), TransferManager(client, config) as manager:
             transfers = []
             for name, item in objects.items():
                 file = folder / name
@@ -268,7 +268,7 @@ class Listing:
         progress.end()
 
 
-def _client(uri: str, session: "Session", answer_s: float, attempts: int) -> "S3Client":
+def open_client(uri: str, session: "Session", answer_s: float, attempts: int) -> "S3Client":
     """answer_s: for the next bytes of an answer. A session's second client is made quickly."""
     from botocore.config import Config
 
@@ -278,7 +278,7 @@ def _client(uri: str, session: "Session", answer_s: float, attempts: int) -> "S3
         retries={"total_max_attempts": attempts, "mode": "standard"},
         max_pool_connections=CONNECTIONS,
     )
-    with _faults(uri):
+    with faults(uri):
         try:
             return session.client("s3", config=config)
         except ValueError as error:
@@ -310,7 +310,7 @@ _FAULTS = {
 
 
 @contextlib.contextmanager
-def _faults(uri: str) -> Iterator[None]:
+def faults(uri: str) -> Iterator[None]:
     """Raise boto3's errors as SourceErrors. Their own messages hold names of users and requests."""
     from botocore import exceptions
     from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from scripts.harness.wait import until_async
-from serving.lora import registry as registries
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
-from serving.lora.shared_list import SharedList
+from serving.lora.shared_list import ListBucket, ListFolder, Place, SharedList
 from tests.serving.conftest import Running, running
 from tests.serving.lora.test_registry import BASE, write
 
@@ -23,7 +22,8 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(registries, "LOOK_S", 0.02)
+    for place in (ListFolder, ListBucket):
+        monkeypatch.setattr(place, "pause_s", 0.02)
 
 
 @pytest.fixture
@@ -37,11 +37,12 @@ def listed(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def server(root: Path, listed: Path, limit: int = 100) -> AsyncIterator[Running]:
+async def server(root: Path, listed: Path | Place, limit: int = 100) -> AsyncIterator[Running]:
+    place = ListFolder(listed) if isinstance(listed, Path) else listed
     async with running() as it:
         files = AdapterFiles((root.resolve(),), (), root.parent / "store", 20_000)
         it.pipeline.adapters = AdapterRegistry(
-            it.engine, files, BASE, 16, 2, 2, limit, None, it.engine.names, SharedList(listed)
+            it.engine, files, BASE, 16, 2, 2, limit, None, it.engine.names, SharedList(place)
         )
         await it.pipeline.adapters.catch_up()
         following = asyncio.create_task(it.pipeline.adapters.follow())
@@ -182,3 +183,38 @@ async def test_one_that_was_pinned_may_be_registered_again_without(root, listed)
             return found.status_code == 200 and found.json()["pin"] is False
 
         await until_async(unpinned)
+
+
+BUCKET = "lists"
+LIST = f"s3://{BUCKET}/of/one"
+
+
+def test_a_list_in_s3_that_cannot_be_used_says_why(aws):
+    with pytest.raises(OSError, match="there is no such bucket; a list needs s3:ListBucket"):
+        ListBucket("s3://not-there/list").read()
+    aws.answers[BUCKET] = ("AccessDenied", "403 Forbidden")
+    with pytest.raises(OSError, match=r"access is denied; .* s3:DeleteObject"):
+        ListBucket(LIST).put("a.json", b"{}")
+
+
+async def test_a_list_in_s3(root, aws):
+    aws.client.create_bucket(Bucket=BUCKET)
+    aws.client.put_object(Bucket=BUCKET, Key="of/one/b/c.json", Body=b"of another")
+    async with server(root, ListBucket(LIST)) as first:
+        await register(first, "a", write(root / "a"))
+        async with server(root, ListBucket(LIST)) as late:
+            assert await names(late) == ["a"]
+            await register(late, "b", write(root / "b"))
+            await has(first, "a", "b")
+            new = str(write(root / "new", content=1))
+            answer = await first.client.post("/adapters/a/update", params={"src": new})
+            assert answer.status_code == 200
+            await until_async(lambda: late.pipeline.adapters.get("a").src == new)
+            aws.fetched.clear()
+            before = len(aws.listed)
+            await until_async(lambda: len(aws.listed) > before + 4)
+            assert not aws.fetched  # what is as it was is not read again
+            await first.client.delete("/adapters/a")
+            await has(late, "b")
+    listed = aws.client.list_objects_v2(Bucket=BUCKET)["Contents"]
+    assert [it["Key"] for it in listed] == ["of/one/b.json", "of/one/b/c.json"]
