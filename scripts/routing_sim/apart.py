@@ -3,10 +3,10 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from scripts.routing_sim.combined import L1, STORES
+from scripts.routing_sim.combined import L1, STORES, line
 from scripts.routing_sim.model import B32, REPLICAS, Apart, Case, Request
 from scripts.routing_sim.report import Outcome, percentile, simulate
 
@@ -41,10 +41,6 @@ def mixed(rng: random.Random, load: float) -> Iterator[Request]:
 def case(load: float, seconds: float, apart: Apart | None) -> Case:
     name = f"{LONG:.0%} long prompts, a store of 12 GB/s; 32B"
     return Case(name, B32, mixed, load, seconds, l1=L1, l2=STORES["daemon"], apart=apart)
-
-
-def line(row: Sequence[str]) -> str:
-    return f"{row[0]:24}" + "".join(f"{cell:>10}" for cell in row[1:])
 
 
 def cells(name: str, it: Outcome) -> list[str]:
