@@ -6,11 +6,12 @@ generation inference server. It becomes an OpenAI completion for the engine.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from handlers.records import EngineCall, FormatError, read
+from handlers.records import EngineCall, FormatError, Step, read
 
 DEFAULT_MAX_NEW_TOKENS = 30
 BESIDE = 128 * 1024
@@ -119,7 +120,7 @@ def parse(body: bytes) -> EngineCall:
     elif parameters.details and parameters.decoder_input_details:
         call.setdefault("prompt_logprobs", 0)
     reply = LmiReply(request.inputs, parameters)
-    return EngineCall("/v1/completions", _encode(call), reply, lean=stream)
+    return EngineCall("/v1/completions", _encode(call), reply, reply if stream else None)
 
 
 def split(body: bytes, count: int) -> list[bytes]:
@@ -203,34 +204,28 @@ class LmiReply:
     def event(self, data: bytes) -> list[bytes]:
         if data == b"[DONE]":
             return []
-        objects = []
-        for choice in _read_completion(data).choices:
-            if choice.prompt_token_ids is not None:
-                self._input_length = len(choice.prompt_token_ids)
-            tokens = _tokens(choice)
-            self._generated_tokens += len(choice.token_ids or ())
-            self._text.append(choice.text)
-            lines = [
-                {"index": choice.index, "token": token, "generated_text": None, "details": None}
-                for token in tokens
-            ]
-            if choice.finish_reason:
-                lines[-1] |= self._ending(choice)
-            objects += [_encode(line) for line in lines]
-        return objects
+        return [line for it in _read_completion(data).choices for line in self.step(_step(it))]
 
-    def _ending(self, choice: _Choice) -> dict[str, Any]:
-        """What the last object of a stream says of the whole."""
-        text = self._full_text(str(self._inputs), "".join(self._text))
-        ending: dict[str, Any] = {"generated_text": text}
+    def step(self, step: Step) -> list[bytes]:
+        if step.prompt_tokens is not None:
+            self._input_length = step.prompt_tokens
+        self._generated_tokens += len(step.token_ids)
+        self._text.append(step.text)
+        lines = [_Line(token) for token in _tokens(step)]
+        if step.finish_reason:
+            self._end(lines[-1], step)
+        return [_encode(line) for line in lines]
+
+    def _end(self, line: "_Line", step: Step) -> None:
+        """Have the last object of a stream say what it says of the whole."""
+        line.generated_text = self._full_text(str(self._inputs), "".join(self._text))
         if self._parameters.details:
-            ending["details"] = {
-                "finish_reason": self._finish_reason(choice),
+            line.details = {
+                "finish_reason": self._finish_reason(step),
                 "seed": self._parameters.seed,
                 "generated_tokens": self._generated_tokens,
                 "input_length": self._input_length,
             }
-        return ending
 
     def _sequence(self, prompt: str, choices: list[_Choice]) -> dict[str, Any]:
         """The object for one prompt; of its choices the first, and in the details the others."""
@@ -253,13 +248,13 @@ class LmiReply:
             "finish_reason": self._finish_reason(choice),
             "generated_tokens": len(choice.token_ids or ()),
             "seed": self._parameters.seed,
-            "tokens": _tokens(choice),
+            "tokens": _tokens(_step(choice)),
         }
 
     def _full_text(self, prompt: str, text: str) -> str:
         return prompt + text if self._parameters.return_full_text else text
 
-    def _finish_reason(self, choice: _Choice) -> str | None:
+    def _finish_reason(self, choice: _Choice | Step) -> str | None:
         """LMI's words for vLLM's: `stop` is an end-of-sequence token or something asked for.
 
         A model may have several end-of-sequence tokens; vLLM names all but one in stop_reason.
@@ -272,31 +267,63 @@ class LmiReply:
         return "stop_sequence" if asked else "eos_token"
 
 
-def _tokens(choice: _Choice) -> list[dict[str, Any]]:
-    """The tokens of a choice or chunk. Their texts join to its text, whatever the tokens are.
+class _Token(msgspec.Struct, gc=False):
+    """LMI's code calls it logprob, its documentation log_prob; clients were written for either."""
 
-    A stop sequence cuts text off the end, so each token has what the choice's text has in its
+    id: int | None
+    text: str | None
+    logprob: float | None
+    log_prob: float | None
+
+
+class _Line(msgspec.Struct, tag_field="index", tag=0):
+    """One object of a stream, whose index is 0: there is one sequence."""
+
+    token: _Token
+    generated_text: str | None = None
+    details: dict[str, Any] | None = None
+
+
+def _step(choice: _Choice) -> Step:
+    """A choice, or what an event has of one, as a step."""
+    logprobs, prompt = choice.logprobs, choice.prompt_token_ids
+    return Step(
+        choice.text,
+        choice.token_ids or (),
+        logprobs.tokens if logprobs else (),
+        logprobs.token_logprobs if logprobs else (),
+        choice.finish_reason,
+        choice.stop_reason,
+        None if prompt is None else len(prompt),
+    )
+
+
+def _tokens(step: Step) -> list[_Token]:
+    """The tokens of a step. Their texts join to its text, whatever the tokens are.
+
+    A stop sequence cuts text off the end, so each token has what the step's text has in its
     place. Where that fails (the pieces of a character that several tokens make up have no text of
     their own) the last token carries it all.
     """
-    ids: list[int | None] = [*(choice.token_ids or ())] or [None]
-    own = choice.logprobs.tokens if choice.logprobs else []
-    if len(own) == len(ids) and "".join(own).startswith(choice.text):
-        ends = list(itertools.accumulate(len(text) for text in own))
-        texts = [choice.text[end - len(text) : end] for text, end in zip(own, ends, strict=True)]
-    else:
-        texts = [""] * (len(ids) - 1) + [choice.text]
-    logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+    ids: Sequence[int | None] = step.token_ids or (None,)
+    logprobs = step.logprobs
     if len(ids) != len(logprobs):
         logprobs = [None] * len(ids)
-    # LMI's code calls it logprob, its documentation log_prob; clients were written for either.
+    if len(ids) == 1:
+        return [_Token(ids[0], step.text, logprobs[0], logprobs[0])]
+    own = step.texts
+    if len(own) == len(ids) and "".join(own).startswith(step.text):
+        ends = list(itertools.accumulate(len(text) for text in own))
+        texts = [step.text[end - len(text) : end] for text, end in zip(own, ends, strict=True)]
+    else:
+        texts = [""] * (len(ids) - 1) + [step.text]
     return [
-        {"id": token, "text": text, "logprob": logprob, "log_prob": logprob}
+        _Token(token, text, logprob, logprob)
         for token, text, logprob in zip(ids, texts, logprobs, strict=True)
     ]
 
 
-def _prefill(choice: _Choice) -> list[dict[str, Any]]:
+def _prefill(choice: _Choice) -> list[_Token]:
     """The prompt's tokens with their log probabilities; the first token has none."""
     prefill = []
     for token, logprobs in zip(
@@ -305,5 +332,5 @@ def _prefill(choice: _Choice) -> list[dict[str, Any]]:
         found = (logprobs or {}).get(str(token))
         logprob = found.logprob if found else None
         text = found.decoded_token if found else None
-        prefill.append({"id": token, "text": text, "logprob": logprob, "log_prob": logprob})
+        prefill.append(_Token(token, text, logprob, logprob))
     return prefill

@@ -2,15 +2,12 @@
 """What passes between a wire format and the engine."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
-
-LEAN = b"x-slipway-lean"
-"""The header that asks the engine to leave out of a stream what the reply does not read."""
 
 
 class FormatError(ValueError):
@@ -36,6 +33,21 @@ def read(decode: Callable[[bytes], T], body: bytes) -> T:
         raise FormatError("the body is nested too deeply") from None
 
 
+class Step(msgspec.Struct, gc=False):
+    """What one sequence of a stream has got since the step before."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    texts: Sequence[str] = ()
+    """Each token's own."""
+    logprobs: Sequence[float | None] = ()
+    """Of the tokens."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_tokens: int | None = None
+    """None where a step before has told."""
+
+
 class Reply(Protocol):
     """Turns the engine's answer to one request, in OpenAI's shape, into the format's own."""
 
@@ -46,15 +58,22 @@ class Reply(Protocol):
         """The JSON objects that one server-sent event's data becomes: none, one or several."""
 
 
+class StepReply(Reply, Protocol):
+    """One that reads no more of a stream than its steps, so that engines need make no events."""
+
+    def step(self, step: Step) -> list[bytes]:
+        """The JSON objects that a step becomes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
     """A request as the engine takes it.
 
-    reply: None where the engine's answer is the format's. lean: the reply reads nothing of a stream
-    but texts, tokens, their log probabilities and why it ended.
+    reply: None where the engine's answer is the format's. steps: the same reply, where the answer
+    is a stream of which it can have the steps.
     """
 
     path: str
     body: bytes
     reply: Reply | None = None
-    lean: bool = False
+    steps: StepReply | None = None

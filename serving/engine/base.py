@@ -14,6 +14,12 @@ frees what it works on when the request ends; others are told that the client ha
 """
 
 
+STEPS = "slipway.steps"
+"""The key of a scope under which an engine finds what renders each Step of a stream, where there is
+no more that the answer needs. What that makes goes to the client as it is.
+"""
+
+
 class EngineError(Exception):
     """The engine could not be started. The message says why."""
 

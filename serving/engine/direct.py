@@ -29,11 +29,13 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
 
-from handlers.records import LEAN
+from handlers.records import Step
 from serving.cancellation import ClientLeft
 from serving.engine import error_handlers
-from serving.engine.base import CANCELLATION
+from serving.engine.base import CANCELLATION, STEPS
 from serving.errors import ServingError
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
 
@@ -41,9 +43,10 @@ Write = Callable[[bytes], Awaitable[None]]
 
 _encode = msgspec.json.encode
 
-_how: ContextVar[str | None] = ContextVar("how", default=None)
-"""Whether the request under way came past vLLM's app, "direct", or "lean"."""
-
+_is_direct: ContextVar[bool] = ContextVar("is_direct", default=False)
+"""Whether the request under way came past vLLM's app."""
+_render: ContextVar[Callable[[Step], bytes] | None] = ContextVar("render", default=None)
+"""What renders the steps of its stream."""
 
 _is_short: ContextVar[bool] = ContextVar("is_short", default=False)
 SHORT = 4096
@@ -177,15 +180,15 @@ class Chats(OpenAIServingChat):  # type: ignore[misc]  # vLLM is not type-checke
         def render(results: Any) -> AsyncGenerator[str, None]:
             return vllms(request, results, *rest, **more)  # type: ignore[no-any-return]
 
-        if not _how.get() or not _is_plain(request, self):
+        if not _is_direct.get() or not _is_plain(request, self):
             return render(result_generator)
         has_blanks = self.parser_cls is None
         return Stream(render, result_generator, b'"delta":{"content":', has_blanks=has_blanks)
 
 
 class Completions(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is not type-checked
-    """vLLM's completions; the same. A lean stream has no more in an event than LMI's format needs,
-    one choice, and no usage at its end.
+    """vLLM's completions; the same. Of a stream that is rendered elsewhere there are no events, but
+    its steps.
     """
 
     def completion_stream_generator(
@@ -204,63 +207,76 @@ class Completions(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is not
             events = vllms(request, engine_inputs, results, request_id, *rest, **more)
             return events
 
-        if _how.get() == "lean":
-            return self._lean_events(result_generator, request_id, more["tokenizer"])
-        if not _how.get() or not _is_plain(request, self):
+        if render_step := _render.get():
+            return self._steps(render_step, result_generator, request_id, more["tokenizer"])
+        if not _is_direct.get() or not _is_plain(request, self):
             return render(result_generator)
         return Stream(render, result_generator, b'"text":', paired=True)
 
-    async def _lean_events(
-        self, results: AsyncIterator[tuple[int, Any]], request_id: str, tokenizer: Any
-    ) -> AsyncGenerator[str, None]:
+    async def _steps(
+        self,
+        render: Callable[[Step], bytes],
+        results: AsyncIterator[tuple[int, Any]],
+        request_id: str,
+        tokenizer: Any,
+    ) -> AsyncGenerator[bytes, None]:
         has_begun = False
         try:
             async for _, result in results:
                 (output,) = result.outputs
                 self._raise_if_error(output.finish_reason, request_id)
                 if not has_begun:
-                    self._leave_out_texts(result.request_id)
+                    self._keep_chosen_logprobs(result.request_id)
                     if not output.text and not output.token_ids:
                         continue  # a part of the prompt was computed
-                logprobs = [
-                    (text, max(top[token].logprob, -9999.0))
-                    for token, text, top in zip(
+                yield render(
+                    Step(
+                        output.text,
                         output.token_ids,
                         _own_texts(output, tokenizer),
-                        output.logprobs or (),
-                        strict=False,
+                        _logprobs(output),
+                        output.finish_reason,
+                        output.stop_reason,
+                        None if has_begun else len(result.prompt_token_ids),
                     )
-                ]
-                choice = {
-                    "text": output.text,
-                    "finish_reason": output.finish_reason,
-                    "stop_reason": output.stop_reason,
-                    "token_ids": [*output.token_ids],
-                    "prompt_token_ids": None if has_begun else result.prompt_token_ids,
-                    "logprobs": {
-                        "tokens": [token for token, _ in logprobs],
-                        "token_logprobs": [logprob for _, logprob in logprobs],
-                    },
-                }
+                )
                 has_begun = True
-                yield f"data: {_encode({'choices': [choice]}).decode()}\n\n"
         except GenerationError as error:
-            yield f"data: {self._convert_generation_error_to_streaming_response(error)}\n\n"
+            yield (
+                b"data: %b\n\n"
+                % self._convert_generation_error_to_streaming_response(error).encode()
+            )
         except Exception as error:
-            yield f"data: {self.create_streaming_error_response(error)}\n\n"
-        yield "data: [DONE]\n\n"
+            yield b"data: %b\n\n" % self.create_streaming_error_response(error).encode()
 
-    def _leave_out_texts(self, request_id: str) -> None:
-        """Have vLLM make no text of each token for its log probability, beside the stream's text:
-        8% of a streamed token's CPU time.
-        """
+    def _keep_chosen_logprobs(self, request_id: str) -> None:
         outputs = self.engine_client.output_processor
         for name in outputs.external_req_ids.get(request_id, ()):
-            outputs.request_states[name].logprobs_processor.tokenizer = None
+            # It has no place to hand in a class either. Ours adds no state.
+            processor = outputs.request_states[name].logprobs_processor
+            processor.__class__, processor.logprobs = ChosenLogprobs, []
+
+
+class ChosenLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not type-checked
+    """Keeps each chosen token's log probability alone, as a number. vLLM makes objects of all that
+    the engine sends, and a text for each.
+    """
+
+    def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
+        self.logprobs += logprobs_lists.logprobs[:, 0].tolist()
+
+
+def _logprobs(output: Any) -> list[float]:
+    """The log probabilities of an output's tokens, as low as vLLM tells of."""
+    # Results that came before the first one was looked at are vLLM's.
+    return [
+        max(it if isinstance(it, float) else it[token].logprob, -9999.0)
+        for token, it in zip(output.token_ids, output.logprobs or (), strict=False)
+    ]
 
 
 def _own_texts(output: Any, tokenizer: Any) -> list[str]:
-    """The text of each of an output's tokens."""
+    """The text of each of an output's tokens, where it has several."""
     if len(output.token_ids) == 1:
         return [output.text]
     return convert_ids_list_to_tokens(tokenizer, [*output.token_ids])  # type: ignore[no-any-return]
@@ -333,7 +349,7 @@ class Direct:
         except Exception:  # vLLM's app says what is wrong
             await self._app(scope, _again(message, receive), send)
             return
-        how = _how.set("lean" if LEAN in headers else "direct")
+        is_direct, render = _is_direct.set(True), _render.set(scope.get(STEPS))
         _is_short.set(len(message["body"]) <= SHORT)
         raw = Request({**scope, "app": self._app})
         try:
@@ -345,7 +361,8 @@ class Direct:
             if cause is not ending.cause:
                 raise
         finally:
-            _how.reset(how)
+            _is_direct.reset(is_direct)
+            _render.reset(render)
 
     async def _answer(self, route: _Route, request: Any, raw: Request, send: Send) -> None:
         try:
@@ -372,7 +389,7 @@ class Direct:
         else:
             async with contextlib.aclosing(answer):
                 async for event in answer:
-                    await write(event.encode())
+                    await write(event if isinstance(event, bytes) else event.encode())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from handlers.records import LEAN, EngineCall
+from handlers.records import EngineCall, Step
 from serving import errors
 from serving.cancellation import Cancellation, ClientLeft
-from serving.engine.base import CANCELLATION
+from serving.engine.base import CANCELLATION, STEPS
 from serving.engine.vllm_errors import from_engine
 from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
 from serving.inference.limits import HEADERS
@@ -157,6 +157,8 @@ class Relay:
             not formatter and call.reply is None and request.framing in (SSE, NAMED_EVENTS)
         )
         """Whether a stream goes to the client byte for byte."""
+        self._has_steps = False
+        """Whether the engine has a stream rendered here, step by step, before it sends it."""
         self._state = State.WAITING
         self._head: Message | None = None
         """Not sent before the first byte of the body is there: it may yet become an error's."""
@@ -207,7 +209,7 @@ class Relay:
     def _engine_scope(self) -> Scope:
         scope = self._client.scope
         passed = HEADERS
-        added = [(LEAN, b"1")] if self._reply and self._call.lean else []
+        added = []
         if self._call.path != scope["path"]:
             # On /invocations every body is JSON, whatever its content type says; vLLM insists.
             passed = HEADERS - {b"content-type", b"content-length"}
@@ -216,6 +218,7 @@ class Relay:
             passed = passed.difference(TRACE_CONTEXT)
             added += self._context
         headers = [header for header in scope["headers"] if header[0] in passed] + added
+        steps = {STEPS: self._step} if self._call.steps and not self._formatter else {}
         return {
             "type": "http",
             "http_version": scope["http_version"],
@@ -232,6 +235,7 @@ class Relay:
             "root_path": "",
             "headers": headers,
             CANCELLATION: self._cancellation,
+            **steps,
         }
 
     async def _receive(self) -> Message:
@@ -286,7 +290,7 @@ class Relay:
                 self._cancellation.cancel(error)
                 return
             body = self._error_event(error)
-        elif not self._verbatim and not self._formatting:
+        elif not self._verbatim and not self._formatting and not self._has_steps:
             try:
                 body = b"".join(self._render(data) for data in self._events(body))
             except Exception:  # of our own reply: the engine is not to blame
@@ -312,6 +316,15 @@ class Relay:
         """The data of the server-sent events in `body`. vLLM sends each as a body of its own."""
         *whole, self._pending = (self._pending + body).split(b"\n\n")
         return [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
+
+    def _step(self, step: Step) -> bytes:
+        assert self._call.steps
+        self._has_steps = True
+        try:
+            return b"".join(map(self._framing.frame, self._call.steps.step(step)))
+        except Exception:  # of our own reply: the engine is not to blame
+            self._cancellation.cancel(errors.unforeseen())
+            return b""
 
     def _render(self, data: bytes) -> bytes:
         if self._reply:

@@ -16,14 +16,13 @@ import pytest
 from vllm.parser import Parser, ParserManager
 
 from handlers import lmi
-from handlers.records import LEAN
 from lmi_config.plan import vllm as plan
 from scripts.ceiling.engine import NoModel
 from scripts.harness.wait import until_async
 from scripts.models import tiny
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine import vllm
-from serving.engine.base import CANCELLATION
+from serving.engine.base import CANCELLATION, STEPS
 from serving.engine.direct import VLLM_RENDERS, _parses
 from serving.errors import NotReady, TimedOut
 
@@ -167,7 +166,7 @@ class Asked:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.events: list[bytes] = []
-        self.more: list[tuple[bytes, bytes]] = []
+        self.more: dict[str, Any] = {}
 
     async def of(self, app: Any, direct: bool = True) -> tuple[int, Any, list[Any]]:
         headers = [(b"x-request-id", b"1" * 32), (b"content-type", self.kind.encode())]
@@ -183,7 +182,8 @@ class Asked:
             "raw_path": self.path.encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [it for it in headers + self.more if it[1]],
+            "headers": [it for it in headers if it[1]],
+            **self.more,
         }
         if direct:
             scope[CANCELLATION] = self.cancellation
@@ -273,17 +273,22 @@ def test_the_bodies_are_of_many_kinds(answers):
 
 
 @pytest.mark.parametrize("more", [{}, {"allowed_token_ids": SPLIT}, {"stop": "an"}, {"n": 1}])
-def test_a_lean_stream_has_the_tokens_of_vllms(run, more):
+def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
     body = {"inputs": "a", "parameters": {"max_new_tokens": 20, **more}, "stream": True}
 
     async def lines(engine: Any, direct: bool) -> list[Any]:
         call = lmi.parse(json.dumps(body).encode())
         one = Asked(call.path, call.body)
+        steps = call.steps
         assert call.reply
-        one.more = [(LEAN, b"1")]
-        _, _, events = await one.of(engine.app if direct else engine.app._app, direct)
-        found = [call.reply.event(it.removeprefix(b"data: ")) for it in events if it]
-        return [json.loads(line) for line in itertools.chain(*found)]
+        assert steps
+        if direct:
+            one.more[STEPS] = lambda step: b"\n\n".join([*steps.step(step), b""])
+            _, _, found = await one.of(engine.app)
+            return [json.loads(line) for line in found if line]
+        _, _, events = await one.of(engine.app._app, direct)
+        lines = [call.reply.event(it.removeprefix(b"data: ")) for it in events if it]
+        return [json.loads(line) for line in itertools.chain(*lines)]
 
     async def both(engine: Any) -> None:
         ours, vllms = [await lines(engine, direct) for direct in (True, False)]

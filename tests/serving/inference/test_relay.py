@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose fault it is when an answer breaks off."""
+"""Streams: their steps, and whose fault it is when one breaks off."""
 
 import asyncio
+import json
 
 import pytest
 from starlette.responses import StreamingResponse
 
+from handlers.records import Step
 from scripts.harness.wait import until_async
+from serving.engine.base import STEPS
 from serving.inference.relay import AT_ONCE, WINDOW
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
@@ -15,24 +18,39 @@ from tests.serving.inference.test_requests import OUTPUT, coded
 pytestmark = pytest.mark.anyio
 
 FIRST = b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\n'
+STEP = Step("a", (1,), ("a",), (-0.5,))
+BROKEN = Step(None, (1,), finish_reason="stop")  # type: ignore[arg-type]
 
 
 def streaming(*events):
-    """An engine's app that answers with these events. An exception among them is raised."""
+    """An engine's app that answers with these events. An exception among them is raised, and a step
+    is rendered first.
+    """
 
     async def app(scope, receive, send):
         async def stream():
             for event in events:
                 if isinstance(event, Exception):
                     raise event
-                yield event
+                yield scope[STEPS](event) if isinstance(event, Step) else event
 
         await StreamingResponse(stream(), media_type="text/event-stream")(scope, receive, send)
 
     return app
 
 
-@pytest.mark.parametrize("begun", [(), (FIRST,)])
+async def test_steps_go_to_the_client_as_they_are_rendered():
+    last = Step("bc", (2, 3), ("b", "c"), (-1.0, None), "length")
+    async with running() as served:
+        served.engine.app = streaming(STEP, last)
+        answer = await served.invoke({"inputs": "x", "stream": True})
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    tokens = [(it["token"]["id"], it["token"]["text"], it["token"]["logprob"]) for it in lines]
+    assert tokens == [(1, "a", -0.5), (2, "b", -1.0), (3, "c", None)]
+    assert [it["generated_text"] for it in lines] == [None, None, "abc"]
+
+
+@pytest.mark.parametrize("begun", [(), (FIRST,), (STEP,)])
 @pytest.mark.parametrize(
     ("last", "message", "log"),
     [
@@ -49,7 +67,9 @@ def streaming(*events):
     ],
 )
 async def test_who_is_blamed_for_a_stream_that_breaks_off(caplog, begun, last, message, log):
-    """Our own reply that cannot read an event, or the engine."""
+    """Our own reply that cannot read an event, or render a step, or the engine."""
+    if STEP in begun and isinstance(last, bytes):
+        last = BROKEN
     async with running() as served:
         served.engine.app = streaming(*begun, last)
         answer = await served.invoke({"inputs": "a", "stream": True})
