@@ -77,6 +77,7 @@ const post = (path, body, more = {}) =>
 let ping = { status: "asking" };
 let status = null; // of /ui/status, for admin keys alone
 let refused = ""; // why there is none
+let chatRefused = ""; // why there is no chat
 let models = []; // of /v1/models
 let adapters = null; // of /adapters
 let samples = [];
@@ -97,15 +98,17 @@ async function look() {
   }
   if (ping.status !== "unreachable" && !refused) {
     try {
-      status = await (await ask("ui/status")).json();
+      const found = await (await ask("ui/status")).json();
       const text = await (await ask("metrics")).text();
-      if (round === asked) sample(text);
+      if (round !== asked) return;
+      status = found;
+      sample(text);
     } catch (error) {
       if (round !== asked) return;
       if (error instanceof Refused && [401, 403].includes(error.status)) refused = error.message;
     }
   }
-  if (ready() && (!was || !models.length)) await lookForModels();
+  if (ready() && (!was || !(models.length || chatRefused))) await lookForModels();
   show();
 }
 
@@ -113,10 +116,10 @@ async function look() {
 async function lookForModels() {
   try {
     models = (await (await ask("v1/models")).json()).data;
-    $("chat").dataset.refused = "";
+    chatRefused = "";
   } catch (error) {
     models = [];
-    $("chat").dataset.refused = error.message;
+    chatRefused = error.message;
   }
   const chosen = $("target").value;
   $("target").replaceChildren(
@@ -378,8 +381,9 @@ function drawRequests() {
 function showAdapters() {
   const note = $("adapters-note");
   $("register").hidden = !adapters?.listed;
-  note.textContent = refused || (adapters?.fault ?? "");
+  note.textContent = adapters?.fault ?? "";
   note.hidden = !note.textContent;
+  $("adapter-table").parentElement.parentElement.hidden = !adapters;
   $("adapter-table").hidden = !adapters?.listed;
   if (!adapters?.listed) return;
   const loaded = new Set(status?.adapters_loaded ?? []);
@@ -545,11 +549,12 @@ function timings(began, first, last, usage) {
 }
 
 function showComposer() {
-  const why = ready() ? $("chat").dataset.refused : "";
-  for (const part of $("chat").children) part.hidden = !ready() && !talk.length;
+  const may = ready() && !chatRefused;
+  for (const part of $("chat").children) part.hidden = !may && !talk.length;
   $("send").textContent = answering ? "Stop" : "Send";
-  $("message").disabled = $("send").disabled = !ready() || Boolean(why);
-  $("message").placeholder = ready() ? why || "Message" : "The server is not ready";
+  $("send").disabled = !may && !answering;
+  $("message").disabled = !may;
+  $("message").placeholder = ready() ? "Message" : "The server is not ready";
 }
 
 $("composer").addEventListener("submit", (event) => {
@@ -665,8 +670,9 @@ function show() {
     else link.removeAttribute("aria-current");
     $(link.hash.slice(1)).hidden = link.hash !== view;
   }
-  $("refused").hidden = !refused || view === "#chat";
-  $("refused").textContent = refused && `${refused}. Type such a key in above to see this.`;
+  const why = view === "#chat" ? chatRefused : refused;
+  $("refused").hidden = !why;
+  $("refused").textContent = `${why}. The field above takes it.`;
   showStart();
   showComposer();
   if (view === "#activity") {
@@ -685,7 +691,7 @@ $("key-form").addEventListener("submit", (event) => {
   if (key) sessionStorage.setItem(KEY, key);
   else sessionStorage.removeItem(KEY);
   asked += 1;
-  [status, refused, models, adapters, samples] = [null, "", [], null, []];
+  [status, refused, chatRefused, models, adapters, samples] = [null, "", "", [], null, []];
   look();
 });
 addEventListener("hashchange", () => {
