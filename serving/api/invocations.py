@@ -2,12 +2,13 @@
 """/invocations, and the paths that are the same: the body says what is wanted."""
 
 import itertools
+import re
 from collections.abc import Iterator
 
 from starlette.responses import Response
 from starlette.types import Scope, Send
 
-from handlers import payloads
+from handlers import openai, payloads
 from handlers.custom import RAW
 from handlers.records import FormatError
 from lmi_config.options.declared import Settings
@@ -26,9 +27,18 @@ from serving.inference.request import (
     Framing,
     HttpCall,
     InferenceRequest,
+    adapter_named,
     adapters_named,
 )
-from serving.protocol import HANDLER
+from serving.protocol import (
+    CUSTOM_ATTRIBUTES,
+    CUSTOM_ROUTE,
+    ENGINE_PATHS,
+    HANDLER,
+    INVOCATIONS,
+    TOKENIZER_PATHS,
+    shown,
+)
 from serving.user_code import UserCode
 
 _AT_ONCE = 2**18  # bytes of a CSV that are read in a moment; a thread reads more
@@ -40,6 +50,9 @@ class Invocations:
     def __init__(self, settings: Settings, sessions: Sessions) -> None:
         self._default_accept = settings.default_accept.encode()
         self._sessions = sessions
+        self._routes = [
+            path for path in ENGINE_PATHS if settings.tokenizes or path not in TOKENIZER_PATHS
+        ]
 
     async def answer(self, call: HttpCall, pipeline: Pipeline) -> None:
         async def answer(client: ClientRequest) -> None:
@@ -80,12 +93,16 @@ class Invocations:
         raw = kind.lower().startswith(RAW)
         requests = iter([client.body]) if raw else await _requests(client)
         body = next(requests)
+        route = self._route(client.scope)
         if (second := next(requests, None)) is not None:
+            if route:
+                raise BadRequest(f"{CUSTOM_ROUTE}{route} is for one request; several lines came")
             lines = itertools.chain([body, second], requests)
             await answer_lines(client, lines, send, pipeline)
             return
         found = RequestFields() if raw else self._fields(client, body)
-        adapter = adapters_named(client, found, pipeline.adapters)
+        named = adapter_named if route else adapters_named
+        adapter = named(client, found, pipeline.adapters)
         if isinstance(adapter, list):
             await answer_list(client, body, adapter, send, pipeline)
             return
@@ -96,12 +113,33 @@ class Invocations:
             body=body,
             fields=found,
             adapter=adapter,
-            framing=self._framing(client.scope),
+            framing=SSE if route else self._framing(client.scope),
             begun=client.admitted.go,
+            parse=openai.on(route) if route else None,
             content_type=kind,
             raw=raw,
         )
         await pipeline.run(request)
+
+    def _route(self, scope: Scope) -> str | None:
+        """The path of the engine's that the request asks for in its custom attributes, as clients
+        of AWS's vLLM image do. Raises BadRequest for any other.
+        """
+        attributes = header(scope, CUSTOM_ATTRIBUTES).decode("latin-1")
+        for attribute in re.split("[,;]", attributes):
+            attribute = attribute.strip()
+            if not attribute.startswith(CUSTOM_ROUTE):
+                continue
+            path = attribute.removeprefix(CUSTOM_ROUTE)
+            if path == INVOCATIONS[0]:
+                return None
+            if path not in self._routes:
+                raise BadRequest(
+                    f"{attribute!r:.140} in {shown(CUSTOM_ATTRIBUTES)}; it should be one of "
+                    f"{', '.join(self._routes)}"
+                )
+            return path
+        return None
 
     def _fields(self, client: ClientRequest, body: bytes) -> RequestFields:
         return client.fields() if body is client.body else fields(body)

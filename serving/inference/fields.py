@@ -19,6 +19,7 @@ from serving.protocol import (
     CLASSIFY,
     COMPLETIONS,
     EMBEDDINGS,
+    MESSAGES,
     PAIRS_PATHS,
     RERANK,
     RESPONSES,
@@ -68,6 +69,7 @@ class RequestFields(msgspec.Struct, gc=False):
     inputs: msgspec.Raw = _NONE
     input: msgspec.Raw = _NONE
     messages: msgspec.Raw = _NONE
+    anthropic_version: msgspec.Raw = _NONE
     request_type: msgspec.Raw = msgspec.field(default=_NONE, name="requestType")
     stream: msgspec.Raw = _NONE
     n: msgspec.Raw = _NONE
@@ -142,11 +144,16 @@ class RequestFields(msgspec.Struct, gc=False):
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
-    def parser(self, known: Mapping[str, Parse]) -> Parse:
-        """What reads the body, of the formats that are known. Raises BadRequest."""
+    def parser(self, known: Mapping[str, Parse], anthropic: bool = False) -> Parse:
+        """What reads the body, of the formats that are known. Raises BadRequest.
+
+        anthropic: whether `messages` are Anthropic's. They also are beside `anthropic_version`, as
+        on Amazon Bedrock (InvokeModel).
+        """
         for key, parse in known.items():
             if given(getattr(self, key)):
-                return parse
+                theirs = key == "messages" and (anthropic or given(self.anthropic_version))
+                return openai.on(MESSAGES) if theirs else parse
         *names, last = known
         raise BadRequest(f"the body should have one of the keys {', '.join(names)} or {last}")
 

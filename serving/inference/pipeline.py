@@ -324,7 +324,8 @@ class Pipeline:
         settings = self._settings
         request.fields.require_few_prompts()
         parse = request.parse or request.fields.parser(
-            formats(self.engine.embeds, settings.normalize, self.engine.classifies)
+            formats(self.engine.embeds, settings.normalize, self.engine.classifies),
+            anthropic=bool(header(request.client.scope, protocol.ANTHROPIC_VERSION)),
         )
         try:
             call = parse(request.body)
@@ -351,7 +352,10 @@ class Pipeline:
         if adapter:
             request.client.record.adapter = adapter.name
             keys["model"] = adapter.inner
-        elif request.adapter == "":
+        elif request.adapter == "" or (
+            # It has to be there in Anthropic's shape, and is not where SageMaker is asked.
+            not request.parse and call.path == protocol.MESSAGES and not call_fields.model
+        ):
             keys["model"] = self._model_name
         if caller.phase == "prefill":
             keys |= _prompt_alone(call)

@@ -82,6 +82,17 @@ def test_responses_on_invocations(server):
     assert events[-1] == "event: response.completed"
 
 
+def test_messages_on_invocations(server):
+    """As Bedrock's clients have them, and by the route that AWS's vLLM image would be asked for."""
+    body = {"messages": SAID, "max_tokens": 4, **GREEDY}
+    theirs = server.client.post("/v1/messages", json={"model": "lmi", **body}).json()["content"]
+    bedrock = server.invoke({"anthropic_version": "bedrock-2023-05-31", **body})
+    assert bedrock.json()["content"] == theirs
+    route = {"X-Amzn-SageMaker-Custom-Attributes": "route=/v1/messages"}
+    routed = server.invoke({"model": "lmi", **body}, **route)
+    assert routed.json()["content"] == theirs
+
+
 def test_tokens_of_a_chat(server):
     chat = {"messages": [{"role": "user", "content": "Hello"}]}
     tokens = server.client.post("/tokenize", json=chat).json()["tokens"]

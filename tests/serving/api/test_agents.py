@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route, Router
 
 from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, TimedOut, shape
 from tests.serving.conftest import running
@@ -161,3 +161,30 @@ async def test_an_engines_refusal_has_the_shape_of_the_api():
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "not like this"},
     }
+
+
+@pytest.mark.parametrize(
+    ("headers", "more"),
+    [
+        ({"anthropic-version": "2023-06-01"}, {}),
+        ({}, {"anthropic_version": "bedrock-2023-05-31"}),
+        ({"X-Amzn-SageMaker-Custom-Attributes": f"route={MESSAGES}"}, {"model": "lmi"}),
+    ],
+)
+async def test_messages_in_anthropics_shape_on_invocations(headers, more):
+    asked = []
+
+    async def messages(request):
+        asked.append(await request.json())
+        return JSONResponse({"type": "message"})
+
+    async with running() as it:
+        it.engine.app = Router(
+            [Route(MESSAGES, messages, methods=["POST"]), Mount("/", it.engine.app)]
+        )
+        answer = await it.invoke({"max_tokens": 8, "messages": SAID, **more}, headers=headers)
+        assert answer.json() == {"type": "message"}
+        (body,) = asked
+        assert body["model"] in it.settings.model_names
+        chat = await it.invoke({"messages": SAID})
+        assert "choices" in chat.json()

@@ -344,9 +344,35 @@ async def test_a_sessions_header_is_as_long_as_its_key_may_be(shared):
         "route=/sleep",
         "route=/metrics",
         "route=http://127.0.0.1/",
+        "route=/v1/completions/",
+        "a=1, route=/v1/files",
+        "route=",
     ],
 )
 async def test_custom_attributes_lead_nowhere_else(shared, attributes):
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": attributes}
+    shared.engine.bodies.clear()
+    answer = await shared.invoke({"inputs": "a b", "prompt": "a b"}, headers=headers)
+    assert answer.status_code == 424
+    assert "it should be one of /v1/chat/completions, /v1/completions, " in answer.json()["error"]
+    assert shared.engine.bodies == []
+
+
+@pytest.mark.parametrize("attributes", ["route=/v1/completions", "a=1;route=/v1/completions, b=2"])
+async def test_custom_attributes_lead_to_the_engines_own_paths(shared, attributes):
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": attributes}
+    body = {"prompt": "a b", "inputs": "c"}
+    there = await shared.invoke(body, headers=headers)
+    assert there.json() == (await shared.post("/v1/completions", body)).json()
+    streamed = await shared.invoke(body | {"stream": True}, headers=headers)
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    lines = {"content-type": "application/jsonlines", **headers}
+    answer = await shared.invoke(b'{"prompt":"a"}\n{"prompt":"b"}\n', headers=lines)
+    assert "is for one request; several lines came" in answer.text
+
+
+@pytest.mark.parametrize("attributes", ["route=/invocations", "reroute=/adapters", "a=1"])
+async def test_other_custom_attributes_are_left_alone(shared, attributes):
     headers = {"X-Amzn-SageMaker-Custom-Attributes": attributes}
     answer = await shared.invoke({"inputs": "a b"}, headers=headers)
     assert answer.json() == {"generated_text": "b a"}
