@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from serving import errors
 from serving.access.caller import Caller, Phase
 from serving.access.limits import Limiter
@@ -133,7 +135,10 @@ class Placement:
         self._routing.retries.earn()
         if self.inference:
             self._divisible = not request.streamed and generates(request.path)
-            self.features = self._routing.read(request.named, body, request.target, request.tenant)
+            found = self._routing.read(request.named, body, request.target, request.tenant)
+            if found.adapter and not request.caller.may_use(found.adapter):
+                found = msgspec.structs.replace(found, adapter="")  # for it there is none
+            self.features = found
 
     def candidates(self, now: float) -> list[Replica]:
         """The replicas that can take it and were not tried."""

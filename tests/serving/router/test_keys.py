@@ -59,6 +59,25 @@ async def test_administration_is_for_admin_keys(options):
         assert list(sent(asked)) == ["x-slipway-identity"]
 
 
+async def test_an_adapter_of_others_is_as_one_that_is_not_here(tmp_path):
+    """Where its requests go, and that they fail while its replica is away, would tell of it."""
+    file = written(tmp_path / "keys.json", {"team-a": {}, "team-b": {"adapters": []}})
+    options = {"api_keys_file": file, "router_secret": SECRET, "routing_strategy": "roundrobin"}
+    async with routing(2, wait=False, **options) as it:
+        it.fleet[1].models.append({"id": "poet", "parent": "base"})
+        await it.ready()
+
+        async def replicas(key):
+            body = {"prompt": "a", "model": "poet"}
+            answers = [
+                await it.client.post(COMPLETIONS, json=body, headers=bearer(key)) for _ in range(4)
+            ]
+            return {answer.json()["replica"] for answer in answers}
+
+        assert await replicas("team-a") == {it.fleet[1].url}
+        assert await replicas("team-b") == {replica.url for replica in it.fleet}
+
+
 async def test_kubernetes_asks_without_a_key_whether_it_works(options):
     async with routing(1, **options) as it:
         it.fleet[0].ping = 503, {"status": "starting"}
