@@ -35,7 +35,7 @@ from serving.inference.admission import Admission
 from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
 from serving.observability.capture import causes
 from serving.process import StopSignals
-from serving.protocol import INVOCATIONS, PING
+from serving.protocol import INVOCATIONS, PING, UI
 from serving.server.prepare import Deployment
 from serving.server.startup import Runtime, start
 
@@ -120,7 +120,7 @@ class Server:
         works = (process.reap(), self._access.follow(), self._tls.follow())
         tasks = [asyncio.create_task(work) for work in works]
         host, port = self._listener.getsockname()[:2]
-        text = f"listening on {_url(host, port)}; {PING} reports progress"
+        text = f"listening on {_url(host, port)}; {UI if self._settings.serves_ui else PING} shows progress"
         log.info("listening", extra={"facts": {"host": host, "port": port}, "text": text})
         try:
             return await self._live()
@@ -232,10 +232,12 @@ class Server:
         log.info(text, extra={"facts": facts, "text": text, "busy": True})
 
     def _to_try(self) -> str:
-        """A command that asks the server something."""
+        """A command that asks the server something, and where its page is."""
         url = _url(*self._listener.getsockname()[:2])
         body = json.dumps({"inputs": "The capital of France is"})
-        return f"curl -s {url}{INVOCATIONS[0]} -d '{body}'"
+        command = f"curl -s {url}{INVOCATIONS[0]} -d '{body}'"
+        page = f"\n\nor open {url}{UI} in a browser." if self._settings.serves_ui else ""
+        return command + page
 
 
 def _url(host: str, port: int) -> str:

@@ -84,6 +84,7 @@ async def test_the_command_to_try_when_it_is_ready_gets_an_answer(caplog):
         (text,) = [record.text for record in caplog.records if record.message == "ready"]
         (command,) = [line for line in text.splitlines() if line.startswith("curl ")]
         _, _, url, _, body = shlex.split(command)
+        assert f"or open {served.url}/ui in a browser" in text
         kind = {"content-type": "application/x-www-form-urlencoded"}  # curl's own
         answer = await served.client.post(url, content=body, headers=kind)
     assert answer.status_code == 200
