@@ -120,7 +120,8 @@ class Server:
         works = (process.reap(), self._access.follow(), self._tls.follow())
         tasks = [asyncio.create_task(work) for work in works]
         host, port = self._listener.getsockname()[:2]
-        text = f"listening on {_url(host, port)}; {UI if self._settings.serves_ui else PING} shows progress"
+        path = UI if self._settings.serves_ui else PING
+        text = f"listening on {_url(host, port)}; {path} shows progress"
         log.info("listening", extra={"facts": {"host": host, "port": port}, "text": text})
         try:
             return await self._live()
