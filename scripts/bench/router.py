@@ -4,10 +4,10 @@
 The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or
 for streams both, without a router), vllm-router with its cheapest policy and as many threads as it
 likes, and ours with each strategy, in one process or ("x2") in two, one with a line in the log for
-each request ("+log"), and one that sends traces ("+traces"). Rounds of load go to the arms
-in turn, so that what else the machine does falls on all, and each round's figure is set against
-vllm-router's of the same round. Printed are medians over the rounds and, in brackets, quartiles.
-CPU is that of all the router's processes, in user and kernel.
+each request ("+log"), and some that send all traces ("+traces") or one in 100 ("+sampled"). Rounds
+of load go to the arms in turn, so that what else the machine does falls on all, and each round's
+figure is set against vllm-router's of the same round. Printed are medians over the rounds and, in
+brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
 never comes again. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. Where
@@ -46,7 +46,7 @@ from scripts.harness.stats import (
 DIRECT, PEER = "direct", "vllm-router"
 STRATEGIES = (
     *("prefixaware", "prefixaware x2", "session", "roundrobin"),
-    *("roundrobin +log", "roundrobin +traces"),
+    *("roundrobin +log", "roundrobin +traces", "roundrobin +sampled"),
 )
 PATH = "/v1/chat/completions"
 CONVERSATIONS = 64
@@ -264,7 +264,7 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
                 OPTION_ROUTING_STRATEGY=strategy,
                 OPTION_ROUTER_PROCESSES=processes,
                 OPTION_ROUTER_ACCESS_LOG=str("+log" in more).lower(),
-                **(stub_replica.collects(replicas[0]) if "+traces" in more else {}),
+                **traced(more, replicas[0]),
             )
         arms |= {name: ([it.port], it) for name, it in routers.items()}
 
@@ -279,6 +279,15 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
                 if number >= 0:
                     rounds[arm].append(one)
         return rounds
+
+
+def traced(words: Sequence[str], collector: str) -> dict[str, str]:
+    """Variables of an arm for its traces. words: of its name."""
+    every = stub_replica.collects(collector)
+    sampled = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"}
+    if "+sampled" in words:
+        return every | sampled
+    return every if "+traces" in words else {}
 
 
 def report(workload: Workload, rounds: Rounds) -> None:

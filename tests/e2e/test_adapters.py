@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters on the real engine: SageMaker's calls, lazy loading, versions, mixed batches."""
 
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from scripts.harness.wait import until
 from scripts.models import tiny_lora
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
@@ -110,6 +112,22 @@ def test_it_is_chosen_by_model_and_in_lmis_body(served, alone):
     for adapter, expected in (("three", alone["three"]), ("", alone[None])):
         body = {"inputs": QUESTION, "parameters": parameters, "adapters": adapter}
         assert served.invoke(body).json() == {"generated_text": expected}
+
+
+def test_series_have_the_names_that_requests_have(served):
+    """Gateways route by them, and know nothing of versions."""
+    body = {"model": "one", "prompt": QUESTION, "max_tokens": 200, "ignore_eos": True}
+    assert served.client.post("/v1/completions", json=body).status_code == 200
+
+    def series():
+        return served.client.get("/metrics").text
+
+    until(
+        lambda: re.search('^vllm:lora_requests_info{.*running_lora_adapters="one"', series(), re.M)
+    )
+    assert re.search('^slipway_adapter_requests_total{adapter="one"}', series(), re.M)
+    assert re.search('^slipway_tokens_total{adapter="one"', series(), re.M)
+    assert not re.search(r'"[^"]*\b(one|two|three|four)@', series())
 
 
 def test_an_unknown_one_is_an_error_and_never_the_base(served):

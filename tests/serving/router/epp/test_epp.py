@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import logging
 import random
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -27,6 +28,7 @@ from serving.router.epp.usage import Usage, UsageReader
 from serving.router.http import buffers
 from serving.router.metrics import CACHED_TOKENS, PROMPT_TOKENS, RETRIES, USAGE
 from serving.router.policy import policies
+from tests.collector import collecting
 from tests.gateway import gateway
 from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.router.conftest import (
@@ -95,6 +97,30 @@ async def test_a_request_reaches_a_replica_and_its_answer_the_client(tmp_path, p
         await idle(it)
         done = {(status, how) for _, status, how in it.router.routing.tally.requests}
         assert done == {(200, "finished")}
+
+
+async def test_a_request_is_one_line_and_a_trace(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "serving.access")
+    trace, parent = "4" * 32, "7" * 16
+    with collecting() as collector:
+        for name, value in collector.environ().items():
+            monkeypatch.setenv(name, value)
+        url = f"{collector.http}/v1/traces"
+        async with through_envoy(tmp_path, 1, otlp_traces_endpoint=url) as it:
+            headers = {"traceparent": f"00-{trace}-{parent}-01"}
+            answer = await it.post({"prompt": "Hi"}, "/v1/completions", headers=headers)
+            assert answer.status_code == 200
+            await idle(it)
+            (asked,) = it.fleet[0].asked
+            await until_async(lambda: len(collector.of(trace)) == 2)
+        assert asked.headers["traceparent"].split("-")[1] == trace
+    root, choose = collector.of(trace)
+    assert (root.name, choose.name, choose.parent) == ("POST /v1/completions", "choose", root.id)
+    assert root.attributes["http.response.status_code"] == 200
+    (facts,) = [it.facts for it in caplog.records if it.name == "serving.access"]
+    expected = {"status": 200, "end": "finished", "replica": it.fleet[0].url, "trace_id": trace}
+    assert {name: facts[name] for name in expected} == expected
+    assert facts["bytes_out"] == len(answer.content)
 
 
 async def test_keys_are_held_to_their_limits(tmp_path):
