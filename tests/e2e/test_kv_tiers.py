@@ -107,8 +107,7 @@ def tiers(tiny_options, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options_of_first(tiers, valkey):
-    url = f"redis://127.0.0.1:{valkey.port}"
-    return tiers("first", **SHARED, OPTION_KV_L2_URL=url, OPTION_SLO_TTFT_MS="60000")
+    return tiers("first", **SHARED, OPTION_KV_L2_URL=f"redis://127.0.0.1:{valkey.port}")
 
 
 @pytest.fixture(scope="module")

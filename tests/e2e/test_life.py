@@ -130,6 +130,8 @@ def parallel(tiny_options, tmp_path_factory, collector):
     environ = {
         "OPTION_TENSOR_PARALLEL_DEGREE": "2",
         **collector.environ(),
+        "OPTION_SLO_TTFT_MS": "60000",
+        "OPTION_SLO_ITL_MS": "60000",
         "SOME_API_KEY": "very-secret-key",
         "OPTION_LOG_LEVEL": "debug",
     }
@@ -160,6 +162,15 @@ def test_a_trace_goes_on_where_the_client_began_it(parallel, collector):
     root, _, engine, _ = found
     assert [it.parent for it in found] == [parent, root.id, root.id, engine.id]
     assert {it.service for it in found} == {"slipway"}
+
+
+def test_a_request_meets_its_objectives(parallel):
+    counted = "slipway_slo_requests_total"
+    before = parallel.total(counted)
+    for body in ({"inputs": "quick"}, {"inputs": "quick", "stream": True}):
+        assert parallel.invoke(body).status_code == 200
+    until(lambda: parallel.total(counted) == before + 2 * 3)  # ttft, itl, all
+    assert 'result="missed"} 0.0' in parallel.client.get("/metrics").text
 
 
 def test_a_requests_id_is_in_our_lines_and_the_engines(parallel):
