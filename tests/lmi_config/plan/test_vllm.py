@@ -205,6 +205,16 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
                 "HF_HUB_OFFLINE": "1",
                 "TORCHDYNAMO_DISABLE": "1",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "OMP_NUM_THREADS": "3",
+            },
+        ),
+        (
+            {"OMP_NUM_THREADS": "2"},
+            machine(**SMALL_SHM),
+            {
+                "HF_HUB_OFFLINE": "1",
+                "TORCHDYNAMO_DISABLE": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             },
         ),
     ],
