@@ -18,11 +18,21 @@ def planned(environ: Mapping[str, str]) -> Plan:
 
 
 def plain_vllm(
-    plan: Plan, model: str, *more: str, log: Path, environ: Mapping[str, str] = NOTHING
+    plan: Plan,
+    model: str,
+    *more: str,
+    log: Path,
+    environ: Mapping[str, str] = NOTHING,
+    processes: int = 1,
 ) -> Program:
-    """It, with the arguments and the environment that Slipway gives it in this plan, and more."""
+    """It, with the arguments and the environment that Slipway gives it in this plan, and more.
+    processes: that answer requests, in front of one engine.
+    """
+    module = ["vllm.entrypoints.openai.api_server"]
+    if processes > 1:
+        module = ["vllm.entrypoints.cli.main", "serve", f"--api-server-count={processes}"]
     return Program(
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port={port}"),
+        *(sys.executable, "-m", *module, "--port={port}"),
         *vllm.arguments(plan.engine(model, None)),
         *more,
         environ={**plan.environment, **environ},

@@ -14,6 +14,7 @@ from scripts.harness.process import ROOT, SERVE, Program
 from scripts.models import formatter, tiny
 
 PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
+PLAIN_TWICE = "plain-twice"
 STATISTICS, TRACED = "statistics", "traced"
 """The servers. The last two keep vLLM's statistics, which traces need."""
 CHAT, COMPLETIONS, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
@@ -57,6 +58,7 @@ ARMS = (
     Arm(VLLM, PLAIN, COMPLETIONS, completion, VLLM),
     Arm(VLLM_CHAT, PLAIN, CHAT, chat, VLLM_CHAT),
     Arm(VLLM_LOGPROBS, PLAIN, COMPLETIONS, logprobs, VLLM),
+    Arm("plain vLLM, 2 processes", PLAIN_TWICE, COMPLETIONS, completion, VLLM),
     Arm("/v1/completions", SLIPWAY, COMPLETIONS, completion, VLLM),
     Arm("/v1/chat/completions", SLIPWAY, CHAT, chat, VLLM_CHAT),
     Arm("/v1/completions, logprobs", SLIPWAY, COMPLETIONS, logprobs, VLLM_LOGPROBS),
@@ -94,9 +96,11 @@ def servers(
 
     def start(name: str) -> Program:
         log = folder / name
-        if name == PLAIN:
+        if name in (PLAIN, PLAIN_TWICE):
             quiet = "--disable-uvicorn-access-log"
-            return plain_vllm(planned(asked), model, quiet, log=log, environ=asked)
+            count = 2 if name == PLAIN_TWICE else 1
+            plan = planned(asked)
+            return plain_vllm(plan, model, quiet, log=log, environ=asked, processes=count)
         if name == FORMATTER:
             formatted = folder / "model"
             if not formatted.exists():

@@ -3,8 +3,8 @@
 
 vLLM's engine core, its scheduler and its sockets stay what they are; where the model would be run,
 the next token is the one after the last, or the next that the request allows. The first token of an
-answer comes at once, and further ones each STEP_MS, to all sequences together. vLLM takes the class
-by its path, as `distributed_executor_backend`.
+answer comes at once, and further ones each STEP_MS, to all sequences together; embeddings come at
+once. vLLM takes the class by its path, as `distributed_executor_backend`.
 """
 
 import time
@@ -25,6 +25,8 @@ FIRST, LAST = 300, 3300
 """Tokens of the tiny model that are texts, without the special ones and single bytes."""
 ANY = range(FIRST, LAST)
 LOGPROB = -1.25
+VECTOR = torch.linspace(-1, 1, 64)
+"""Each text's embedding."""
 ROOM = 4 * 2**30
 """Bytes of KV cache that the scheduler believes in. Nothing is allocated."""
 
@@ -34,6 +36,7 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
 
     def _init_executor(self) -> None:
         self._due = 0.0
+        self._pools = self.model_config.runner_type == "pooling"
         self._asked: dict[str, tuple[int, int | None, Sequence[int]]] = {}
         """Request → tokens of its prompt, the log probabilities that it wants for each, and the
         tokens that it gets in turn.
@@ -47,7 +50,7 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
             "get_supported_kv_cache_layouts": ["LBNHC"],
             "determine_available_memory": ROOM,
             "compile_or_warm_up_model": CompilationTimes(0.0, 0.0),
-            "get_supported_tasks": ("generate",),
+            "get_supported_tasks": ("embed",) if self._pools else ("generate",),
         }
 
     def collective_rpc(self, method: Any, *_: Any, **__: Any) -> list[Any]:
@@ -57,7 +60,7 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
         """It cannot fail."""
 
     def execute_model(self, scheduled: SchedulerOutput, non_block: bool = False) -> Any:
-        if not scheduled.scheduled_new_reqs:
+        if not (scheduled.scheduled_new_reqs or self._pools):
             time.sleep(max(self._due - time.monotonic(), 0))
             self._due = max(self._due, time.monotonic() - STEP_MS / 1000) + STEP_MS / 1000
         output = self._next_tokens(scheduled)
@@ -73,8 +76,8 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
         computed = {}
         for new in scheduled.scheduled_new_reqs:
             params = new.sampling_params
-            turn = params.allowed_token_ids or ANY
-            self._asked[new.req_id] = new.prompt_len, params.logprobs, turn
+            turn = (params and params.allowed_token_ids) or ANY
+            self._asked[new.req_id] = new.prompt_len, params and params.logprobs, turn
             computed[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -86,9 +89,13 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
             prompt, _, turn = self._asked[name]
             begun = reached - prompt
             tokens.append([turn[begun % len(turn)]] if begun >= 0 else [])
+        places = {name: index for index, name in enumerate(names)}
+        if self._pools:
+            vectors = [VECTOR if token else None for token in tokens]
+            return ModelRunnerOutput(names, places, pooler_output=vectors)
         return ModelRunnerOutput(
             req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
+            req_id_to_index=places,
             sampled_token_ids=tokens,
             logprobs=self._logprobs(names, tokens),
         )

@@ -130,7 +130,9 @@ def measured(
         load = Load(path, body, tokens, count)
         return load, await load.run(server.port, connections)
 
-    processes: list[psutil.Process] = [server.own, *server.children("handlers.custom")]
+    processes: list[psutil.Process] = [server.own]
+    for name in ("handlers.custom", "VLLM::APIServer"):
+        processes += server.children(name)
     before = cpu_seconds(processes)
     load, elapsed = uvloop.run(run())
     cpu = cpu_seconds(processes) - before

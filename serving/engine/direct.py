@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the server's process: chats and completions without FastAPI, and tokens without pydantic.
+"""In the server's process: chats, completions and embeddings without FastAPI, and tokens without
+pydantic.
 
 A request is given to vLLM's own serving objects (0.32), and what they answer is written. All that
 is decided is decided by vLLM: a body that its models refuse goes to its app, which says why, and of
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -37,7 +39,7 @@ from serving.cancellation import ClientLeft
 from serving.engine import error_handlers
 from serving.engine.base import CANCELLATION, STEPS
 from serving.errors import ServingError
-from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
+from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -309,14 +311,15 @@ def render_short_prompts_here(renderer: Any) -> None:
 
 
 class _Route(NamedTuple):
-    """request: vLLM's model of the body. create: the method of the serving object."""
+    """read: makes vLLM's model of a body. create: the method of the serving object."""
 
-    request: type[BaseModel]
+    read: Callable[[Any], Any]
     create: Callable[[Any, Request], Awaitable[Any]]
+    short: int = SHORT
 
 
 class Direct:
-    """vLLM's app, past which chats and completions go that bring their Cancellation along."""
+    """vLLM's app, past which requests go that bring their Cancellation along."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -330,11 +333,20 @@ class Direct:
             # vLLM makes these objects from its arguments, and there is no place to hand in a
             # class. Ours add methods only, no state that __init__ would have to make.
             chat.__class__ = Chats
-            route = _Route(ChatCompletionRequest, chat.create_chat_completion)
-            self._routes[CHAT_COMPLETIONS] = route
+            read = ChatCompletionRequest.model_validate
+            self._routes[CHAT_COMPLETIONS] = _Route(read, chat.create_chat_completion)
         if completion := getattr(state, "openai_serving_completion", None):
             completion.__class__ = Completions
-            self._routes[COMPLETIONS] = _Route(CompletionRequest, completion.create_completion)
+            read = CompletionRequest.model_validate
+            self._routes[COMPLETIONS] = _Route(read, completion.create_completion)
+        if embedding := getattr(state, "serving_embedding", None):
+            # It imports what only such a model needs.
+            from serving.engine.pooling_requests import EmbeddingRequest
+
+            # A short body may have many inputs, and their vectors are long: to write them is work
+            # for a thread.
+            read = TypeAdapter(EmbeddingRequest).validate_python
+            self._routes[EMBEDDINGS] = _Route(read, embedding, short=0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route, ending = self._routes.get(scope["path"]), scope.get(CANCELLATION)
@@ -345,13 +357,13 @@ class Direct:
         message = await receive()
         try:
             # As vLLM's app reads it; model_validate_json saves 2 µs of 20.
-            request = route.request.model_validate(json.loads(message["body"]))
+            request = route.read(json.loads(message["body"]))
         except Exception:  # vLLM's app says what is wrong
             await self._app(scope, _again(message, receive), send)
             return
         is_direct, render = _is_direct.set(True), _render.set(scope.get(STEPS))
-        _is_short.set(len(message["body"]) <= SHORT)
-        raw = Request({**scope, "app": self._app})
+        _is_short.set(len(message["body"]) <= route.short)
+        raw = Request({**scope, "app": self._app}, receive)
         try:
             with ending.raising():
                 await self._answer(route, request, raw, send)
@@ -371,6 +383,9 @@ class Direct:
             await (await error_handlers.answer(raw, error))(raw.scope, raw.receive, send)
             if not isinstance(error, error_handlers.EXPECTED):
                 raise
+            return
+        if isinstance(answer, Response):
+            await answer(raw.scope, raw.receive, send)
             return
         if isinstance(answer, BaseModel):
             is_error = isinstance(answer, ErrorResponse)

@@ -4,11 +4,13 @@ ends of a request. In front of an engine that computes nothing (scripts/ceiling/
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import re
 import warnings
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,8 @@ from serving.engine.base import CANCELLATION, STEPS
 from serving.engine.direct import VLLM_RENDERS, _parses
 from serving.errors import NotReady, TimedOut
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+Run = Callable[[Callable[[Any], Any]], Any]
+CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 SPLIT = [173, 102, 228, 121, 301]
 """Tokens that are bytes of characters, most of them parts of several."""
@@ -130,6 +133,29 @@ BODIES: list[tuple[str, bytes, str]] = [
         (b'{"prompt":"a","messages":[{"role":"user","content":"a"}]}', "application/json; a=b"),
     )
 ]
+OF_EMBEDDINGS: list[dict[str, Any]] = [
+    *({}, {"input": "é ☃ 𝄞 \u0000"}, {"input": ""}, {"input": []}, {"input": None}, {"input": 5}),
+    *({"input": ["a", "b c"]}, {"input": [5, 6]}, {"input": [[5], [6, 7]]}, {"input": [[]]}),
+    *({"input": [5, "a"]}, {"input": [-1]}, {"input": [10**7]}, {"input": "word " * 3000}),
+    *({"input": ["a"] * 300}, {"input": "\ud800"}, {"input": {"a": 1}}, {"input": [True]}),
+    *({"messages": A, "input": None}, {"messages": []}, {"messages": [A, A]}, {"input": A}),
+    *({"encoding_format": it} for it in ("float", "base64", "bytes", "bytes_only", "no such", 5)),
+    *({"encoding_format": "base64", "embed_dtype": it} for it in ("float16", "int8", "no such")),
+    *({"encoding_format": "base64", "endianness": it} for it in ("big", "middle")),
+    *({"dimensions": 3}, {"dimensions": 0}, {"dimensions": "x"}, {"use_activation": False}),
+    *({"use_activation": "x"}, {"normalize": True}, {"model": "tiny"}, {"model": "other"}),
+    *({"model": 5}, {"user": "a"}, {"user": 5}, {"no_such_key": 1}, {"request_id": "mine"}),
+    *({"truncate_prompt_tokens": 2}, {"truncate_prompt_tokens": -1}, {"cache_salt": ""}),
+    *({"truncate_prompt_tokens": 10**6}, {"add_special_tokens": False}, {"priority": 1}),
+    *({"cache_salt": "s"}, {"mm_processor_kwargs": {"a": 1}}, {"chat_template": "x"}),
+]
+EMBEDDED: list[tuple[str, bytes, str]] = [
+    (EMBEDDINGS, json.dumps({"input": "The import", **more}).encode(), "application/json")
+    for more in OF_EMBEDDINGS
+] + [
+    *((EMBEDDINGS, raw, "application/json") for raw in RAW),
+    *((EMBEDDINGS, b'{"input":"a"}', kind) for kind in ("text/plain", "", "application/json; a=b")),
+]
 CREATED, CHANCE = re.compile(rb'"created":\d+'), re.compile(rb"chatcmpl-tool-\w+|[0-9a-f]{32}")
 
 
@@ -213,8 +239,8 @@ class Asked:
             self.events.append(message["body"])
 
 
-@pytest.fixture(scope="module")
-def run():
+@contextlib.contextmanager
+def running(**more: Any) -> Iterator[Run]:
     """Runs a coroutine function with an engine, on the event loop that has it."""
     options = {
         "model": str(tiny.make()),
@@ -225,6 +251,7 @@ def run():
         "enforce_eager": True,
         "disable_log_stats": True,
         "enable_prompt_tokens_details": True,
+        **more,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"):
@@ -237,11 +264,18 @@ def run():
 
 
 @pytest.fixture(scope="module")
-def answers(run):
+def run():
+    with running() as run:
+        yield run
+
+
+def answered_twice(run: Run, bodies: list[tuple[str, bytes, str]]) -> list[Any]:
+    """What vLLM's app and ours answer to each."""
+
     async def ask_all(engine: Any) -> list[Any]:
         with warnings.catch_warnings():  # of fields that vLLM is to drop
             warnings.simplefilter("ignore", DeprecationWarning)
-            return [await both(engine, *it) for it in BODIES]
+            return [await both(engine, *it) for it in bodies]
 
     async def both(engine: Any, *request: Any) -> tuple[Any, Any]:
         for _ in range(3):  # vLLM joins tokens in an event where a machine is slow to take them
@@ -251,7 +285,13 @@ def answers(run):
                 break
         return vllms, ours
 
-    return run(ask_all)
+    found: list[Any] = run(ask_all)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(run):
+    return answered_twice(run, BODIES)
 
 
 @pytest.mark.parametrize("number", range(len(BODIES)))
@@ -261,6 +301,25 @@ def test_the_same_answer_as_through_vllms_app(answers, number):
     if ours[2] != vllms[2]:
         assert ours[1].startswith(b"text/event-stream"), BODIES[number]
         assert joined(ours[2]) == joined(vllms[2]), BODIES[number]
+
+
+def test_the_same_embeddings_as_through_vllms_app():
+    async def end(engine: Any) -> None:
+        """A request that ends early is not answered."""
+        one = Asked(EMBEDDINGS, EMBEDDED[0][1])
+        one.cancellation.cancel(TimedOut(3))
+        await one.of(engine.app)
+        assert not one.events
+        assert engine._client.get_num_unfinished_requests() == 0
+
+    with running(runner="pooling", convert="embed") as run:
+        answers = answered_twice(run, EMBEDDED)
+        run(end)
+    for body, (vllms, ours) in zip(EMBEDDED, answers, strict=True):
+        assert ours == vllms, body
+    statuses = [vllms[0] for vllms, _ in answers]
+    assert {200, 400, 404} <= {*statuses}
+    assert statuses.count(200) > 20
 
 
 def test_the_bodies_are_of_many_kinds(answers):
