@@ -8,6 +8,7 @@ import re
 import ssl
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -25,6 +26,7 @@ from serving.access import tokens
 from serving.access.access import Access
 from serving.access.identity import Signer
 from serving.access.tokens import key_set
+from serving.errors import Unauthorized
 from tests.serving.access.test_access import SECRET, bearer, salt, written
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
@@ -241,6 +243,19 @@ async def test_what_is_no_token_of_the_issuers(issuer, checked, which, caplog, m
     (record,) = [it for it in caplog.records if it.name == module.__name__]
     assert re.search(f"a token was refused: .*{reason}", record.message)
     assert not [part for part in token.split(".") if len(part) > 3 and part in caplog.text]
+
+
+async def test_a_token_ends_where_it_was_verified_before(issuer):
+    now = [datetime.now(UTC)]
+    access = Access(Settings(**issuer.options), now=lambda: now[0])
+    await access.open()
+    headers = [(b"authorization", f"Bearer {issuer.token()}".encode())]
+    assert access.caller(headers).tenant == "team-a"
+    now[0] += timedelta(seconds=610 + tokens.LEEWAY_S)
+    with pytest.raises(Unauthorized):
+        access.caller(headers)
+    now[0] -= timedelta(seconds=20)
+    assert access.caller(headers).tenant == "team-a"
 
 
 async def test_reasons_are_not_logged_without_end(issuer, caplog):
