@@ -59,7 +59,7 @@ def once(
     server: Program, arm: Arm, body: dict[str, object], tokens: int, connections: int, n: int
 ) -> Round:
     try:
-        return measured(server, arm.path, body, tokens, connections, n)
+        return measured(server, arm.path, body, tokens, connections, n, arm.key)
     except (Failed, TimeoutError) as error:
         sys.exit(f"{arm.name}: {error or 'an answer never came'}")
 
@@ -131,6 +131,7 @@ def main() -> None:
     if options.arms:
         wanted = [arm for arm in arms if any(word in arm.name for word in options.arms)]
         bases = {arm.base for arm in wanted}
+        bases |= {arm.base for arm in arms if arm.name in bases}
         arms = [arm for arm in arms if arm in wanted or arm.name in bases]
     if options.soak:
         arms = [arm for arm in arms if arm.server == SLIPWAY]

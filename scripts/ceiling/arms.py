@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers over an engine without a model, and what they are asked."""
 
+import hashlib
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,11 +17,14 @@ from scripts.models import formatter, tiny
 
 PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
 PLAIN_TWICE = "plain-twice"
-STATISTICS, TRACED = "statistics", "traced"
+KEYS, STATISTICS, TRACED = "keys", "statistics", "traced"
 """The servers. The last two keep vLLM's statistics, which traces need."""
 CHAT, COMPLETIONS, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
 PROMPT = "The import statement is"
 SEQUENCES = 1024
+KEY = "the-key-of-the-benchmark"
+AMPLE = 10**9
+"""A limit that is counted and never reached."""
 
 
 def completion(tokens: int, stream: bool) -> dict[str, Any]:
@@ -44,13 +49,14 @@ def lmi(tokens: int, stream: bool) -> dict[str, Any]:
 
 
 class Arm(NamedTuple):
-    """base: the arm of plain vLLM's that it is compared with."""
+    """base: the arm that it is compared with. key: what its requests have; "" is none."""
 
     name: str
     server: str
     path: str
     body: Callable[[int, bool], dict[str, Any]]
     base: str
+    key: str = ""
 
 
 VLLM, VLLM_CHAT, VLLM_LOGPROBS = "plain vLLM", "plain vLLM, chat", "plain vLLM, logprobs"
@@ -69,6 +75,7 @@ ARMS = (
     Arm(
         *("/v1/completions, traces", TRACED, COMPLETIONS, completion, "/v1/completions, statistics")
     ),
+    Arm("/v1/completions, key with limits", KEYS, COMPLETIONS, completion, "/v1/completions", KEY),
 )
 
 
@@ -76,6 +83,16 @@ def again(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
     """The same, of another checkout."""
     ours = [arm for arm in arms if arm.server == SLIPWAY]
     return tuple(arm._replace(name=f"before: {arm.name}", server=BEFORE) for arm in ours)
+
+
+def keys_file(path: Path) -> Path:
+    """One key, whose requests, tokens and requests at once are all counted."""
+    limits = dict.fromkeys(
+        ("requests_per_minute", "tokens_per_minute", "concurrent_requests"), AMPLE
+    )
+    row = {"name": "benchmark", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **limits}
+    path.write_text(json.dumps({"keys": [row]}))
+    return path
 
 
 def servers(
@@ -110,6 +127,9 @@ def servers(
         if name in (STATISTICS, TRACED):
             kept = {key: value for key, value in asked.items() if not key.endswith("LOG_STATS")}
             return Program(*SERVE, environ=kept | (collector if name == TRACED else {}), log=log)
+        if name == KEYS:
+            limited = asked | {"OPTION_API_KEYS_FILE": str(keys_file(folder / "keys.json"))}
+            return Program(*SERVE, environ=limited, log=log)
         root = before.resolve() if before and name == BEFORE else ROOT
         return Program(*SERVE, environ=asked, log=log, root=root)
 

@@ -34,15 +34,20 @@ class Round(NamedTuple):
 
 
 class Load:
-    """So many requests, one after the other on each connection. tokens: of each answer."""
+    """So many requests, one after the other on each connection. tokens: of each answer. key: what
+    all of them have; "" is none.
+    """
 
-    def __init__(self, path: str, body: dict[str, Any], tokens: int, count: int) -> None:
+    def __init__(
+        self, path: str, body: dict[str, Any], tokens: int, count: int, key: str = ""
+    ) -> None:
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(data)}\r\n\r\n"
+            f"content-length: {len(data)}\r\n"
         )
-        self.request = head.encode() + data
+        credentials = f"authorization: Bearer {key}\r\n" if key else ""
+        self.request = f"{head}{credentials}\r\n".encode() + data
         self.tokens, self.left, self.unanswered = tokens, count, count
         self.events = 0
         self.times: list[float] = []
@@ -122,12 +127,18 @@ class Client(asyncio.Protocol):
 
 
 def measured(
-    server: Program, path: str, body: dict[str, Any], tokens: int, connections: int, count: int
+    server: Program,
+    path: str,
+    body: dict[str, Any],
+    tokens: int,
+    connections: int,
+    count: int,
+    key: str = "",
 ) -> Round:
     """Put the load on a server. tokens: of each answer, where they are to be counted; else 0."""
 
     async def run() -> tuple[Load, float]:
-        load = Load(path, body, tokens, count)
+        load = Load(path, body, tokens, count, key)
         return load, await load.run(server.port, connections)
 
     processes: list[psutil.Process] = [server.own]
