@@ -3,24 +3,65 @@
 
 import base64
 import io
+import json
 
 import pytest
 from PIL import Image
 
 from scripts.models import tiny_vision
+from serving.access import keys
 from tests.e2e.conftest import serving
+
+KEY, ADMIN = "the-key-of-a-gateway", "the-key-of-the-operator"
+"""The first says nothing of tenants, which a header names."""
+
+
+def with_a_key(request):
+    """A request that has none of its own gets the gateway's, or the operator's."""
+    key = ADMIN if request.url.path == "/metrics" else KEY
+    request.headers.setdefault("authorization", f"Bearer {key}")
+    return request
 
 
 @pytest.fixture(scope="module")
-def seeing(tiny_options, tmp_path_factory):
+def keyed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    tenants = {"team-a": "team-a", "team-a-too": "team-a", "team-b": "team-b"}
+    rows = [
+        {"name": name, "sha256": keys.digest(name.encode()), "tenant": tenant}
+        for name, tenant in tenants.items()
+    ]
+    (folder / "keys.json").write_text(json.dumps({"keys": rows}))
+    return {
+        "OPTION_API_KEYS_FILE": str(folder / "keys.json"),
+        "OPTION_ADMIN_API_KEY": ADMIN,
+        "OPTION_ROUTER_SECRET": "secret" * 8,
+    }
+
+
+@pytest.fixture(scope="module")
+def seeing(tiny_options, keyed, tmp_path_factory):
     environ = {
         **tiny_options,
         "OPTION_MODEL_ID": str(tiny_vision.make()),
         "OPTION_MAX_MODEL_LEN": "1024",
         "OPTION_ALLOWED_MEDIA_DOMAINS": "localhost",
         "OPTION_CACHE_SALT_HEADER": "X-Tenant",
+        "OPTION_API_KEY": KEY,
+        **keyed,
     }
     with serving(tmp_path_factory.mktemp("seeing") / "log", **environ) as it:
+        it.ready()
+        it.client.auth = with_a_key
+        it.openai = it.openai.with_options(api_key=KEY)
+        yield it
+
+
+@pytest.fixture(scope="module")
+def routed(seeing, keyed, tmp_path_factory):
+    more = {"OPTION_ROUTER_REPLICAS": seeing.url, **keyed}
+    log = tmp_path_factory.mktemp("routed") / "log"
+    with serving(log, "./entrypoint.sh", "route", **more) as it:
         it.ready()
         yield it
 
@@ -95,3 +136,28 @@ def test_tenants_share_no_images_in_the_engines_caches(seeing):
         return seeing.metric("vllm:mm_cache_hits_total") - before
 
     assert [hits(tenant) for tenant in ("a", "a", "b", "b")] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("where", "colour"), [("seeing", "yellow"), ("routed", "purple")])
+def test_two_keys_and_one_picture(where, colour, seeing, request):
+    it = request.getfixturevalue(where)
+
+    def ask(key):
+        """The answer, whether any of the prompt was cached, and pictures that were."""
+        seeing.counted()
+        before = seeing.metric("vllm:mm_cache_hits_total")
+        headers = {"authorization": f"Bearer {key}"}
+        body = chat(png(colour)) | {"model": "lmi"}
+        body["messages"][0]["content"][1]["text"] = "import " * 200  # more than a block
+        answer = it.client.post("/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        cached = (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        seeing.counted()
+        hits = seeing.metric("vllm:mm_cache_hits_total") - before
+        return found["choices"][0]["message"]["content"], cached > 0, hits
+
+    text, *anew = ask("team-a")
+    assert anew == [False, 0]
+    assert ask("team-a-too") == (text, True, 1)
+    assert ask("team-b") == (text, False, 0)
