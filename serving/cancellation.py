@@ -53,6 +53,11 @@ class Cancellation:
             error = TimedOut(timeout)
             self._timer = self._loop.call_at(self.began + timeout, self.cancel, error)
 
+    def end_after_now(self, timeout: int | None) -> None:
+        """The same, as if it began now."""
+        self.began = self._loop.time()
+        self.end_after(timeout)
+
     def time_left(self, timeout: int | None) -> float | None:
         """Seconds of `timeout` that are left; None where there is none."""
         return self.began + timeout - self._loop.time() if timeout else None

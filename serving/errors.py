@@ -77,12 +77,10 @@ class MethodNotAllowed(ServingError):
 
 
 class TooLarge(ServingError):
-    """The body is larger than the server takes."""
+    """The body is larger than the server takes. option: sets the limit."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"the body is larger than {limit} bytes; SERVING_MAX_REQUEST_SIZE sets the limit"
-        )
+    def __init__(self, limit: int, option: str = "SERVING_MAX_REQUEST_SIZE") -> None:
+        super().__init__(f"the body is larger than {limit} bytes; {option} sets the limit")
 
 
 class Conflict(ServingError):
@@ -138,6 +136,10 @@ class TimedOut(ServingError):
         super().__init__(
             f"the request took longer than {timeout} s; OPTION_PREDICT_TIMEOUT sets the limit"
         )
+
+
+class StorageFull(ServingError):
+    """There is no room on disk for what the client wants to be kept."""
 
 
 class HeadTooLarge(ServingError):
@@ -198,6 +200,7 @@ _TABLE: Mapping[type[ServingError], _Row] = {
     NotReady: _Row(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
     Overloaded: _Row(503, 503, "ServiceUnavailableError", "WlmCapacityException"),
     TimedOut: _Row(504, 504, "TimeoutError", "TimeoutException"),
+    StorageFull: _Row(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
     HeadTooLarge: _Row(431, 431, "BadRequestError", "BadRequestException"),
     TooSlow: _Row(408, 408, "BadRequestError", "BadRequestException"),
     ReplicaFailed: _Row(502, 502, "BadGatewayError", "BadGatewayException"),

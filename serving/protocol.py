@@ -114,6 +114,10 @@ UNFORMATTED_PATHS = (*AGENTS_PATHS, *PAIRS_PATHS, CLASSIFY, POOLING, *TOKENIZER_
 ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, *UNFORMATTED_PATHS)
 """The engine's own paths that are answered. No other path of the engine's is reachable."""
 MODELS = "/v1/models"
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
+BATCH_ENDPOINTS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, RESPONSES)
+"""Whose requests the lines of a batch may be."""
 KV_EVENT_SOURCES = "/kv_event_sources"
 EXECUTION_PARAMETERS = "/execution-parameters"
 

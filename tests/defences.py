@@ -20,6 +20,7 @@ from serving.lora.registry import AdapterRegistry
 from tests.serving.kv_cache.test_disk import SERVER as DISK_SERVER
 
 ACCESS = "tests/serving/access/"
+BATCHES = "tests/serving/batch/test_batches.py::"
 EVERYTHING = re.compile(".*", re.DOTALL)
 NOTHING = re.compile("(?!)")
 
@@ -139,6 +140,17 @@ MEDIA = "tests/serving/inference/test_media.py::"
 HTTP = "tests/serving/http/test_connections.py::"
 
 DEFENCES: Mapping[str, Removed] = {
+    "A header redirects to another path (`CustomAttributes: route=…`)": Removed(
+        "tests/serving/inference/test_limits.py::test_custom_attributes_lead_nowhere_else",
+        {"serving.api.invocations:Invocations._route": lambda *_: "/v1/models"},
+    ),
+    "The id of a file or a batch leads elsewhere on disk": Removed(
+        f"{BATCHES}test_ids_are_no_paths", {"serving.batch.store:_is": yes}
+    ),
+    "Another tenant's files and batches": Removed(
+        f"{BATCHES}test_files_and_batches_are_their_tenants",
+        {"serving.batch.answers:owner": nothing},
+    ),
     "vLLM's administration and development paths": Removed(
         "tests/serving/api/test_app.py::test_nothing_else_is_there",
         {"serving.api.app:Router": OpenRouter},

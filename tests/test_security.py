@@ -51,7 +51,6 @@ def test_an_option_that_it_names_exists(option):
 
 _IMAGE = "it is in the image, and tests/image looks at it"
 BEYOND_PATCHING: Mapping[str, str] = {
-    "A header redirects to another path (`CustomAttributes: route=…`)": "nothing reads the header",
     "Stack traces in errors": "they are vLLM's own, and tests/e2e has it make some",
     "Root user, writable root file system": _IMAGE,
     "Leftovers in the image": _IMAGE,

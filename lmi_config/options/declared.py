@@ -94,6 +94,7 @@ class Section(enum.Enum):
     SERVER = "Server"
     DEVICES = "Devices and memory"
     BATCHING = "Batching"
+    BATCHES = "Files and batches"
     KV_TIERS = "KV cache tiers"
     SPECULATION = "Speculative decoding"
     LORA = "LoRA adapters"
@@ -633,6 +634,51 @@ class Settings:
         vllm="max_num_batched_tokens",
         default_text="vLLM's own",
         help="Maximum number of tokens computed in one step, of prompts and answers together.",
+    )
+    batch_folder: str | None = _option(
+        text,
+        "OPTION_BATCH_FOLDER",
+        section=Section.BATCHES,
+        default_text="there are none",
+        help="The folder in which files and batches are kept, and which turns on `/v1/files` and "
+        "`/v1/batches`. Servers may share it; of a router it says that they do "
+        "(docs/guides/batches.md).",
+    )
+    batch_concurrency: int | None = _option(
+        integer(low=1),
+        "OPTION_BATCH_CONCURRENCY",
+        section=Section.BATCHES,
+        default_text="half of the sequences that the engine works on at once",
+        help="Lines of batches that are under way at once, of all batches together.",
+    )
+    batch_file_size: int = _option(
+        size,
+        "OPTION_BATCH_FILE_SIZE",
+        section=Section.BATCHES,
+        default=200 * 1000**2,
+        help="The largest file in bytes; a larger one is answered 413.",
+    )
+    batch_files: int = _option(
+        integer(low=1),
+        "OPTION_BATCH_FILES",
+        section=Section.BATCHES,
+        default=1000,
+        help="Files that there may be, and batches; one more is answered 413.",
+    )
+    batch_storage: int = _option(
+        size,
+        "OPTION_BATCH_STORAGE",
+        section=Section.BATCHES,
+        default=10 * 1000**3,
+        help="Bytes that the folder may have; more are answered 413, and a batch that would write "
+        "more fails with what it has.",
+    )
+    batch_retention: int = _option(
+        integer(low=60),
+        "OPTION_BATCH_RETENTION",
+        section=Section.BATCHES,
+        default=30 * 24 * 3600,
+        help="Seconds that files are kept, and batches after their end.",
     )
 
     lmcache_auto_config: bool = _option(

@@ -17,27 +17,58 @@ where OPTION_GPU_MEMORY_UTILIZATION=0.5 lets them: vLLM wants so much of it to b
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
-from scripts.bench.plain_vllm import plain_vllm, planned
-from scripts.harness.process import SERVE, Program, cpu_seconds
+from lmi_config.plan import vllm
+from lmi_config.plan.plan import Plan
+from scripts.harness.process import NOTHING, SERVE, Program, cpu_seconds
 from scripts.harness.stats import cpu_ratio, paired, percentiles, print_changes, rate_ratio, spread
 from scripts.models import formatter, tiny
+from serving.server.prepare import prepare
 
 PROMPT = "The import statement is"
 PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
 """The servers."""
 STREAM_TOKENS = 128
 STREAM_CONCURRENCY = 8
+
+
+def planned(environ: Mapping[str, str]) -> Plan:
+    """What Slipway decides with these options."""
+    return prepare({**os.environ, **environ}).plan
+
+
+def plain_vllm(
+    plan: Plan,
+    model: str,
+    *more: str,
+    log: Path,
+    environ: Mapping[str, str] = NOTHING,
+    processes: int = 1,
+) -> Program:
+    """vLLM without Slipway, with the arguments and the environment of this plan, and more.
+    processes: that answer requests, in front of one engine.
+    """
+    module = ["vllm.entrypoints.openai.api_server"]
+    if processes > 1:
+        module = ["vllm.entrypoints.cli.main", "serve", f"--api-server-count={processes}"]
+    return Program(
+        *(sys.executable, "-m", *module, "--port={port}"),
+        *vllm.arguments(plan.engine(model, None)),
+        *more,
+        environ={**plan.environment, **environ},
+        log=log,
+    )
 
 
 def openai_body(stream: bool) -> dict[str, Any]:

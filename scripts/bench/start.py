@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from scripts.bench.plain_vllm import plain_vllm, planned
+from scripts.bench.overhead import plain_vllm, planned
 from scripts.harness.process import SERVE, Program
 from scripts.models import tiny
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.bench.plain_vllm import plain_vllm, planned
+from scripts.bench.overhead import plain_vllm, planned
 from scripts.harness import stub_replica
 from scripts.harness.process import ROOT, SERVE, Program
 from scripts.models import formatter, tiny

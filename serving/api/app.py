@@ -69,6 +69,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
 
     invocations = Invocations(settings, sessions).answer
     openai = OpenAI(sessions).answer
+    files = backend.files
     management = info.Management(settings, backend)
     pages = [
         *(plain(path, info.page, None, "GET") for path in ui.FILES),
@@ -83,6 +84,12 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
                 if settings.tokenizes or path not in protocol.TOKENIZER_PATHS
             ),
             route(protocol.EXECUTION_PARAMETERS, info.Parameters(settings).answer, "GET"),
+            route(protocol.FILES, files.files, "GET", "POST"),
+            route(f"{protocol.FILES}/{{id}}", files.file, "GET", "DELETE"),
+            route(f"{protocol.FILES}/{{id}}/content", files.content, "GET"),
+            route(protocol.BATCHES, files.batches, "GET", "POST"),
+            route(f"{protocol.BATCHES}/{{id}}", files.batch, "GET"),
+            route(f"{protocol.BATCHES}/{{id}}/cancel", files.cancel, "POST"),
             route(protocol.MODELS, info.models, "GET"),
             route(protocol.KV_EVENT_SOURCES, info.kv_event_sources, "GET"),
             *(

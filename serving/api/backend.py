@@ -3,12 +3,17 @@
 
 import datetime
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
 from serving import VERSION
 from serving.access.limits import Limiter
+from serving.batch.answers import FilesAndBatches
+from serving.batch.runner import Runner
+from serving.batch.store import Store
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
 from serving.lifecycle import Lifecycle, Stage, Step
@@ -38,6 +43,8 @@ class Backend:
         """What sends spans, where there is somewhere to send them to."""
         self.limiter = Limiter(settings.limits_url)
         """What holds keys to their limits."""
+        self._store = _store(settings)
+        self.files = FilesAndBatches(settings, self._store)
         self.gpus = 0
         """How many the engine may use."""
         self.opened = datetime.datetime.now(datetime.UTC)
@@ -52,6 +59,8 @@ class Backend:
     ) -> Pipeline:
         """Answer requests from now on: the server is ready. code: the model's own model.py."""
         self._pipeline = Pipeline(engine, adapters, code, self._settings, self.limiter)
+        if self._store:
+            self.files.runner = Runner(self._store, self._settings, self._pipeline)
         self.gpus = gpus
         self.opened = datetime.datetime.now(datetime.UTC)
         self._lifecycle.enter(Stage.READY)
@@ -97,3 +106,19 @@ class Backend:
     def trouble(self) -> str | None:
         """Why requests fail though the server is ready, where they do."""
         return self.error_rates.exceeded() or self.pipeline.code_failing
+
+
+def _store(settings: Settings) -> Store | None:
+    """The folder of files and batches, where there is one. Raises SettingsError where it cannot be
+    used.
+    """
+    folder = settings.batch_folder
+    if not folder:
+        return None
+    store = Store(Path(folder), settings)
+    try:
+        store.open()
+    except OSError as error:
+        option = settings.named("batch_folder")
+        raise SettingsError([f"{option}={folder!r}: {error.strerror}"]) from None
+    return store

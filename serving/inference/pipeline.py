@@ -44,6 +44,8 @@ OPERATIONS = {
 """Path of the engine → what it does, in the words of OpenTelemetry's conventions for generative AI;
 others are called by their paths' last part.
 """
+LAST = 2**31 - 1
+"""vLLM's priority of what is in the background: the lowest come first."""
 
 NOT_GENERATED = frozenset(
     (protocol.COUNT_TOKENS, protocol.EMBEDDINGS, protocol.CLASSIFY, protocol.POOLING)
@@ -69,7 +71,7 @@ class Pipeline:
         self.code = code
         """The model's own model.py."""
         self._settings = settings
-        self._limiter = limiter
+        self.limiter = limiter
         self._model_name = settings.model_names[0]
         self._queue = FairQueue(self._capacity)
         self.admission = Admission(
@@ -127,7 +129,7 @@ class Pipeline:
             taken = None
             try:
                 with admitted.raising():
-                    taken = await self._limiter.take(call.record.caller)
+                    taken = await self.limiter.take(call.record.caller)
                     call.record.headers += taken.headers
                     body = await self.bodies.whole(call.scope, call.receive, share)
                 admitted.go_on()
@@ -135,7 +137,7 @@ class Pipeline:
             finally:
                 share.free()
                 if taken:
-                    self._limiter.give_back(taken)
+                    self.limiter.give_back(taken)
 
     def _generates(self, call: HttpCall) -> bool:
         """Whether a request is for text, which its client waits for."""
@@ -197,6 +199,8 @@ class Pipeline:
             try:
                 if self.engine.failure:
                     raise NotReady("the engine failed while the request waited for it")
+                if request.background:
+                    request.cancellation.end_after_now(self._settings.stream_timeout)
                 request.begun()
                 await self._answered(request, call, adapter, usage)
             finally:
@@ -245,7 +249,7 @@ class Pipeline:
         tokens = usage.tokens
         tenant = (self.tenant(client) or "").removeprefix("\0")
         client.record.used(tenant, adapter.name if adapter else "", *tokens)
-        self._limiter.charge(client.record.caller, tokens.prompt + tokens.generated)
+        self.limiter.charge(client.record.caller, tokens.prompt + tokens.generated)
 
     def _limit_time(self, request: InferenceRequest) -> None:
         request.cancellation.end_after(self._timeout(request))
@@ -253,6 +257,8 @@ class Pipeline:
     def _timeout(self, request: InferenceRequest) -> int | None:
         """Seconds that the request may take, after which it is ended."""
         settings = self._settings
+        if request.background:
+            return None
         return settings.stream_timeout if request.fields.streamed else settings.whole_timeout
 
     def _adapter(
@@ -347,8 +353,11 @@ class Pipeline:
         if salt and call.path not in protocol.TOKENIZER_PATHS:
             keys["cache_salt"] = salt
         caller = request.client.record.caller
-        if caller.name and settings.engine.get("scheduling_policy") == "priority":
-            keys["priority"] = caller.priority  # in the place of the client's own
+        if settings.engine.get("scheduling_policy") == "priority":
+            if request.background:
+                keys["priority"] = LAST
+            elif caller.name:
+                keys["priority"] = caller.priority  # in the place of the client's own
         if adapter:
             request.client.record.adapter = adapter.name
             keys["model"] = adapter.inner
@@ -384,7 +393,7 @@ class Pipeline:
         tenant = request.client.record.caller.tenant
         lane = f"{tenant}\0{request.adapter or ''}" if tenant else request.adapter or ""
         with request.client.record.part("queue"):
-            return await self._queue.turn(lane, sequences, within)
+            return await self._queue.turn(lane, sequences, within, request.background)
 
     def _waiting_for_their_adapter(self) -> int:
         """Requests that wait for room for their adapter, which keep no others out."""

@@ -3,8 +3,9 @@
 
 The engine has a queue of its own, first come, first served, in which a flood of requests for one
 adapter would stand before everybody else's. So it is asked for little more than it works on, and
-adapters take turns at what becomes free. What a request costs is not known before it has ended
-(tokens to generate weigh more than those of the prompt), so each turn counts the same.
+adapters take turns at what becomes free; requests in the background go while no other waits. What
+a request costs is not known before it has ended (tokens to generate weigh more than those of the
+prompt), so each turn counts the same.
 """
 
 import asyncio
@@ -40,14 +41,16 @@ _LONGEST_RETRY_S = 30
 class Ticket:
     """A request's place in the queue, and then in the engine.
 
-    sequences: those it counts for. called: done when its turn has come, or None where it came at
-    once; whoever gives up waiting may set it. in_flight: whether the engine has it.
+    sequences: those it counts for. background: whether it waits for all others. called: done when
+    its turn has come, or None where it came at once; whoever gives up waiting may set it.
+    in_flight: whether the engine has it.
     """
 
-    __slots__ = ("began", "called", "in_flight", "lane", "sequences")
+    __slots__ = ("background", "began", "called", "in_flight", "lane", "sequences")
 
-    def __init__(self, lane: str, sequences: int, began: float) -> None:
+    def __init__(self, lane: str, sequences: int, began: float, background: bool) -> None:
         self.lane = lane
+        self.background = background
         self.sequences = sequences
         self.began = began  # to wait, and then to be worked on; by the clock
         self.in_flight = False
@@ -67,6 +70,7 @@ class FairQueue:
         self._capacity = capacity
         self._clock = clock
         self._lanes: dict[str, dict[Ticket, None]] = {}  # the next one's first; none is empty
+        self._background: dict[Ticket, None] = {}
         self._sequences = 0  # in the engine
         self._taken_s: float | None = None  # what a request takes, times its sequences
         self._in_flight = Counts[str]()  # by lane; none is 0
@@ -87,9 +91,11 @@ class FairQueue:
             for lane in {**self._lanes, **self._in_flight}
         }
 
-    async def turn(self, lane: str, sequences: int, within: float | None) -> Ticket:
+    async def turn(
+        self, lane: str, sequences: int, within: float | None, background: bool = False
+    ) -> Ticket:
         """Wait for a turn, as join() has it; leave() has to be called when it is over."""
-        ticket = self.join(lane, sequences, within)
+        ticket = self.join(lane, sequences, within, background)
         if ticket.called:
             try:
                 await ticket.called
@@ -98,15 +104,23 @@ class FairQueue:
                 raise
         return ticket
 
-    def join(self, lane: str, sequences: int = 1, within: float | None = None) -> Ticket:
+    def join(
+        self,
+        lane: str,
+        sequences: int = 1,
+        within: float | None = None,
+        background: bool = False,
+    ) -> Ticket:
         """Take a turn, now or when it comes; leave() has to be called in any case.
 
         within: seconds that the request can wait. Raises Overloaded where it would wait for longer,
-        by what requests took so far.
+        by what requests took so far. background: whether its turn comes once no other request
+        waits; of these the first comes first.
         """
         # A request for more than half of the room would keep all others out until the last of its
         # sequences ends, however few are left of them by then. What it has more waits in vLLM.
-        ticket = Ticket(lane, min(sequences, max(self._capacity() // 2, 1)), self._clock())
+        sequences = min(sequences, max(self._capacity() // 2, 1))
+        ticket = Ticket(lane, sequences, self._clock(), background)
         if not self._lanes and self.room:
             self._go(ticket)
             return ticket
@@ -118,8 +132,11 @@ class FairQueue:
                 retry_after=min(math.ceil(wait - within), _LONGEST_RETRY_S),
             )
         ticket.called = asyncio.get_running_loop().create_future()
-        self._lanes.setdefault(lane, {})[ticket] = None
-        self.waiting += 1
+        if background:
+            self._background[ticket] = None
+        else:
+            self._lanes.setdefault(lane, {})[ticket] = None
+            self.waiting += 1
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
@@ -136,17 +153,18 @@ class FairQueue:
             self._taken_s += (taken - self._taken_s) * _SMOOTHING
         else:
             self._drop(ticket)
-        while self._lanes and self.room:
-            lane = next(iter(self._lanes))
-            ticket = next(iter(self._lanes[lane]))
+        while (self._lanes or self._background) and self.room:
+            lane = next(iter(self._lanes), None)
+            ticket = next(iter(self._background if lane is None else self._lanes[lane]))
             self._drop(ticket)
             assert ticket.called
             if ticket.called.done():  # it has given up, and is about to be ended
                 continue
+            now = self._clock()
             if lane in self._lanes:
                 self._lanes[lane] = self._lanes.pop(lane)  # to the end of the rotation
-            now = self._clock()
-            _WAITED.observe(now - ticket.began)
+            if not ticket.background:
+                _WAITED.observe(now - ticket.began)
             ticket.began = now
             self._go(ticket)
             ticket.called.set_result(None)
@@ -158,6 +176,9 @@ class FairQueue:
         self._sequences += ticket.sequences
 
     def _drop(self, ticket: Ticket) -> None:
+        if ticket.background:
+            self._background.pop(ticket, None)
+            return
         lane = self._lanes.get(ticket.lane, {})
         if ticket in lane:
             del lane[ticket]

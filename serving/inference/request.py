@@ -99,8 +99,9 @@ class InferenceRequest:
     client's where it is a line. adapter: its name, "" for the base model by name, None where
     the request names none. framing: how the client wants a stream. begun: is called when the
     engine is given it. parse: reads the body; None for a body of whatever format it has. refusable:
-    whether it can be refused because of what waits already. content_type: the client's, which an
-    input formatter may want to know. raw: the body is of that type, and no JSON.
+    whether it can be refused because of what waits already. background: whether it goes while no
+    other request waits, for however long that takes; its time begins then. content_type: the
+    client's, which an input formatter may want to know. raw: the body is of that type, and no JSON.
     """
 
     client: ClientRequest
@@ -113,6 +114,7 @@ class InferenceRequest:
     begun: Callable[[], None]
     parse: Parse | None = None
     refusable: bool = True
+    background: bool = False
     content_type: str = ""
     raw: bool = False
 

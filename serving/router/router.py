@@ -53,7 +53,7 @@ from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RequestReader, RoutingRequest
 from serving.router.proxy import ProxiedRequest
 from serving.router.retry import RetryBudget
-from serving.router.routes import CHANGE, END_TO_END, INFERENCE, Route, methods, route_of
+from serving.router.routes import BATCH, CHANGE, END_TO_END, INFERENCE, Route, methods, route_of
 from serving.router.session_affinity import SessionAffinity
 from serving.ui import page as ui
 
@@ -332,6 +332,11 @@ class Router:
         route = route_of(request.method, request.path)
         if route is None:
             self._answer(responder, request)
+        elif route is BATCH and not self._settings.batch_folder:
+            raise NotFound(
+                "the router passes files and batches on where OPTION_BATCH_FOLDER says that its "
+                "servers share a folder for them; else ask a server itself"
+            )
         elif route is CHANGE:
             self._change(responder, request)
             return None

@@ -8,10 +8,12 @@ from serving.protocol import (
     ADAPTER_ID,
     ADAPTERS,
     ADAPTERS_PATH,
+    BATCHES,
     CHAT_COMPLETIONS,
     COMPLETIONS,
     ENGINE_PATHS,
     EXECUTION_PARAMETERS,
+    FILES,
     INVOCATIONS,
     INVOCATIONS_PATH,
     MANAGED,
@@ -38,15 +40,18 @@ class Route(enum.Enum):
     """Any replica: they all say the same."""
     CHANGE = "POST, DELETE"
     """All replicas: what it changes they all have."""
+    BATCH = "GET, HEAD, POST, DELETE"
+    """Any replica: they share the folder of files and batches."""
 
 
 _INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS)))
 _GENERATES = re.compile("|".join((INVOCATIONS_PATH, CHAT_COMPLETIONS, COMPLETIONS, MESSAGES)))
 _READ = re.compile("|".join((MODELS, EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?")))
 _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
+_BATCH = re.compile(f"{FILES}(/[^/]+(/content)?)?|{BATCHES}(/[^/]+(/cancel)?)?")
 
 
-INFERENCE, READ, CHANGE = Route  # in Python 3.11 a member takes a call of an enumeration
+INFERENCE, READ, CHANGE, BATCH = Route  # in Python 3.11 a member takes a call of an enumeration
 
 
 _MANAGEMENT = re.compile(MANAGEMENT_PATH)
@@ -61,6 +66,8 @@ def route_of(method: bytes, path: str) -> Route | None:
         return READ
     if _MANAGEMENT.fullmatch(path):
         return READ
+    if _BATCH.fullmatch(path):
+        return BATCH
     if method in (b"POST", b"DELETE") and _CHANGE.fullmatch(path):
         return CHANGE
     return None

@@ -151,7 +151,11 @@ class Server:
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
         failure = asyncio.create_task(self._failure(runtime.engine))
         following = asyncio.create_task(runtime.follow())
+        batches = self.backend.files.runner
+        running = {asyncio.create_task(batches.run())} if batches else set()
         await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if batches:
+            running.add(asyncio.create_task(batches.stop()))
         if failure.done():
             end = await self._fail(DIED, "serving", failure.result())
             # vLLM ends the requests of a dead engine itself.
@@ -160,6 +164,8 @@ class Server:
             end = await self._drain(requests, failure)
         failure.cancel()
         following.cancel()
+        if running:
+            await asyncio.wait(running, timeout=SHUTDOWN.farewell)
         try:
             await asyncio.wait_for(runtime.stop(), SHUTDOWN.engine)
         except TimeoutError:

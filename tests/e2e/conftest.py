@@ -147,7 +147,8 @@ def tiny_options() -> dict[str, str]:
 def server(tiny_options, tmp_path_factory):
     """The tiny model, for every test that leaves the server as it was."""
     log = tmp_path_factory.mktemp("server") / "log"
+    options = {**tiny_options, "OPTION_BATCH_FOLDER": str(log.with_name("batches"))}
     # In 16 bits, what else is in the batch decides between near ties.
-    with serving(log, **tiny_options, OPTION_DTYPE="float32") as served:
+    with serving(log, **options, OPTION_DTYPE="float32") as served:
         served.ready()
         yield served

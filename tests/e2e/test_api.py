@@ -206,3 +206,58 @@ def test_a_client_that_leaves_frees_the_engine(server, path, stream):
     asyncio.run(leave())
     until(lambda: server.metric(running) == 0)
     assert server.metric(generated) < before + 4000
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "text"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+            lambda answer: answer["choices"][0]["message"]["content"],
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "Hi", "max_tokens": 4},
+            lambda answer: answer["choices"][0]["text"],
+        ),
+        (
+            "/v1/responses",
+            {"input": "Hi", "max_output_tokens": 4},
+            lambda answer: answer["output"][0]["content"][0]["text"],
+        ),
+    ],
+)
+def test_a_batch_by_openais_client(server, tmp_path, url, body, text):
+    body = {"model": "lmi", "temperature": 0, **body}
+    wrong = {**body, "model": "other"}
+    path = tmp_path / "in.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"custom_id": name, "method": "POST", "url": url, "body": it}) + "\n"
+            for name, it in (("right", body), ("wrong", wrong))
+        )
+    )
+    client = server.openai
+    file = client.files.create(file=path, purpose="batch")
+    assert client.files.retrieve(file.id) == file
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint=url, completion_window="24h", metadata={"a": "b"}
+    )
+    assert batch.id in [it.id for it in client.batches.list()]
+    until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    batch = client.batches.retrieve(batch.id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    assert batch.output_file_id
+    assert batch.error_file_id
+    (right,) = client.files.content(batch.output_file_id).text.splitlines()
+    (error,) = client.files.content(batch.error_file_id).text.splitlines()
+    found = json.loads(right)
+    assert found["custom_id"] == "right"
+    whole = server.client.post(url, json=body).json()
+    assert text(found["response"]["body"]) == text(whole) != ""
+    assert json.loads(error)["response"]["status_code"] == 404
+    for name in (file.id, batch.output_file_id, batch.error_file_id):
+        client.files.delete(name)
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)

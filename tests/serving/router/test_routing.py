@@ -1078,3 +1078,18 @@ async def test_retry_budget():
     for _ in range(11):
         budget.earn()
     assert [budget.spend(), budget.spend()] == [True, False]
+
+
+async def test_files_and_batches_go_to_servers_that_share_them(tmp_path):
+    paths = [("POST", "/v1/files"), ("DELETE", "/v1/files/a"), ("GET", "/v1/files/a/content")]
+    paths += [("POST", "/v1/batches"), ("GET", "/v1/batches/a"), ("POST", "/v1/batches/a/cancel")]
+    async with routing(2, batch_folder=str(tmp_path)) as it:
+        for method, path in paths:
+            answer = await it.client.request(method, path, content=b"x" * 100_000)
+            assert answer.status_code == 200, path
+        assert sum(len(replica.asked) for replica in it.fleet) == len(paths)
+    async with routing(1) as it:
+        for method, path in paths:
+            answer = await it.client.request(method, path)
+            assert answer.status_code == 404
+            assert "OPTION_BATCH_FOLDER" in answer.text

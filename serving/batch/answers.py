@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/files and /v1/batches over HTTP, as OpenAI's clients call them."""
+
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from handlers.records import FormatError, read
+from lmi_config.options.declared import Settings
+from serving.aio import in_thread
+from serving.batch import records
+from serving.batch.records import BATCH, FILE, INPUT, Batch, File, OwnedBatch, OwnedFile
+from serving.batch.runner import Runner
+from serving.batch.store import Store, owner
+from serving.batch.upload import received
+from serving.errors import BadRequest, Conflict, NotFound, NotReady, Overloaded
+from serving.inference.fields import bad_request
+from serving.inference.pipeline import Pipeline
+from serving.inference.request import HttpCall
+from serving.kv_cache.salt import Tenants
+from serving.protocol import BATCH_ENDPOINTS
+
+UPLOADS = 8
+"""Files that are received at once."""
+WINDOW = re.compile("([1-9][0-9]{0,2})h")
+MOST_WINDOW = 720
+"""Hours that a batch may have; OpenAI's have 24."""
+LEAST_LIFE = 3600
+"""Seconds, with `expires_after`: OpenAI's limit."""
+
+T = TypeVar("T", File, Batch)
+
+
+class _NewBatch(msgspec.Struct):
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+_read_new_batch = msgspec.json.Decoder(_NewBatch).decode
+
+
+class FilesAndBatches:
+    """Answers the paths of files and batches. store: None where there are none.
+
+    runner: is None until there is an engine.
+    """
+
+    def __init__(self, settings: Settings, store: Store | None) -> None:
+        self._found = store
+        self._largest = settings.batch_file_size
+        self._tenants = Tenants(settings.cache_salt_header)
+        self._header = (settings.cache_salt_header or "").lower()
+        self._uploads = 0
+        self.runner: Runner | None = None
+
+    async def files(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET lists files, POST receives one."""
+        store, whose = self._store, self._owner(call)
+        if call.scope["method"] == "POST":
+            await _answer(call, await self._received(call, store, whose))
+            return
+        found = await in_thread(store.files, whose)
+        if purpose := Request(call.scope).query_params.get("purpose"):
+            found = [file for file in found if file.purpose == purpose]
+        await _answer(call, _page(call, found, 10_000, 10_000))
+
+    async def file(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET describes a file, DELETE deletes it."""
+        store, name, whose = self._store, call.scope["path_params"]["id"], self._owner(call)
+        if call.scope["method"] == "DELETE":
+            await in_thread(store.delete, name, whose)
+            await _answer(call, {"id": name, "object": "file", "deleted": True})
+            return
+        await _answer(call, await in_thread(store.file, name, whose))
+
+    async def content(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET is a file's content."""
+        store, name = self._store, call.scope["path_params"]["id"]
+        file = await in_thread(store.file, name, self._owner(call))
+        answer = FileResponse(
+            store.content(name),
+            media_type="application/octet-stream",
+            filename=file.filename,
+            headers={"x-content-type-options": "nosniff"},
+        )
+        await answer(call.scope, call.receive, call.send)
+
+    async def batches(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET lists batches, POST makes one."""
+        store, whose = self._store, self._owner(call)
+        if call.scope["method"] == "POST":
+            await _answer(call, await self._made(call, pipeline, store, whose))
+            return
+        found = [owned.batch for owned in await in_thread(store.batches, whose)]
+        await _answer(call, _page(call, found, 20, 100))
+
+    async def batch(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """GET describes a batch."""
+        await _answer(call, (await self._named(call)).batch)
+
+    async def cancel(self, call: HttpCall, pipeline: Pipeline) -> None:
+        """POST ends a batch, with the answers that it has."""
+        batch = (await self._named(call)).batch
+        if not batch.status.open:
+            raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
+        await in_thread(self._store.ask_to_cancel, batch.id)
+        await self.batch(call, pipeline)
+
+    @property
+    def _store(self) -> Store:
+        if not self._found:
+            raise NotFound(
+                "this server keeps no files and batches; OPTION_BATCH_FOLDER turns them on"
+            )
+        return self._found
+
+    def _owner(self, call: HttpCall) -> str | None:
+        return owner(self._tenants.tenant(call.record.caller, call.scope["headers"]))
+
+    async def _named(self, call: HttpCall) -> OwnedBatch:
+        name = call.scope["path_params"]["id"]
+        return await in_thread(self._store.batch, name, self._owner(call))
+
+    async def _received(self, call: HttpCall, store: Store, whose: str | None) -> File:
+        if self._uploads == UPLOADS:
+            raise Overloaded(f"{UPLOADS} files are being received; try again")
+        self._uploads += 1
+        path = None
+        try:
+            await in_thread(store.require_room)
+            path = await in_thread(store.begin_upload)
+            form = await received(call.scope, call.receive, path, self._largest)
+            if (purpose := form.fields.get("purpose")) != INPUT:
+                raise BadRequest(f"purpose={purpose!r:.40}; it should be {INPUT!r}", "purpose")
+            await in_thread(store.require_room)
+            described = (form.filename or "file")[:255], INPUT, form.size, _life(form.fields)
+            file = store.described(records.new_id(FILE), *described)
+            await in_thread(store.keep, path, OwnedFile(file, whose))
+            return file
+        except OSError as error:
+            raise NotReady(f"the file cannot be kept: {error.strerror}") from error
+        finally:
+            self._uploads -= 1
+            if path:
+                await in_thread(path.unlink, True)
+
+    async def _made(
+        self, call: HttpCall, pipeline: Pipeline, store: Store, whose: str | None
+    ) -> Batch:
+        body = await pipeline.bodies.read(call.scope, call.receive)
+        try:
+            asked = read(_read_new_batch, body)
+        except FormatError as error:
+            raise bad_request(error) from None
+        if asked.endpoint not in BATCH_ENDPOINTS:
+            endpoints = ", ".join(BATCH_ENDPOINTS)
+            raise BadRequest(
+                f"endpoint={asked.endpoint!r:.100}; it should be one of {endpoints}", "endpoint"
+            )
+        hours = _hours(asked.completion_window)
+        _require_small(asked.metadata)
+        await in_thread(store.require_room, True)
+        file = await in_thread(store.file, asked.input_file_id, whose)
+        if file.purpose != INPUT:
+            raise BadRequest(f"{file.id} is no input, but {file.purpose}", "input_file_id")
+        now = store.now()
+        batch = Batch(
+            id=records.new_id(BATCH),
+            endpoint=asked.endpoint,
+            input_file_id=file.id,
+            completion_window=asked.completion_window,
+            created_at=now,
+            expires_at=now + 3600 * hours,
+            metadata=asked.metadata,
+        )
+        owned = OwnedBatch(
+            batch=batch,
+            owner=whose,
+            caller=call.record.caller,
+            tenant=self._tenant_header(call),
+            output=records.new_id(FILE),
+            errors=records.new_id(FILE),
+        )
+        await in_thread(store.save, owned)
+        if self.runner:
+            self.runner.wake()
+        return batch
+
+    def _tenant_header(self, call: HttpCall) -> tuple[str, str] | None:
+        """The header that names the tenant: lines have it too, and share its caches."""
+        for name, value in call.scope["headers"]:
+            if self._header and name == self._header.encode():
+                return self._header, value.decode("latin-1")
+        return None
+
+
+async def _answer(call: HttpCall, value: object) -> None:
+    body = msgspec.json.encode(value)
+    await Response(body, media_type="application/json")(call.scope, call.receive, call.send)
+
+
+def _page(call: HttpCall, found: Sequence[T], default: int, most: int) -> dict[str, object]:
+    """A page of a list, as `limit`, `after` and `order` ask for it. found: the newest first."""
+    query = Request(call.scope).query_params
+    limit = query.get("limit", str(default))
+    if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:6]) <= most):
+        raise BadRequest(f"limit={limit!r:.40}; it should be from 1 to {most}", "limit")
+    match query.get("order", "desc"):
+        case "asc":
+            found = found[::-1]
+        case "desc":
+            pass
+        case order:
+            raise BadRequest(f"order={order!r:.40}; it should be asc or desc", "order")
+    if after := query.get("after"):
+        places = [place for place, it in enumerate(found) if it.id == after]
+        if not places:
+            raise BadRequest(f"after={after!r:.100} is nothing in this list", "after")
+        found = found[places[0] + 1 :]
+    page = found[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": len(page) < len(found),
+    }
+
+
+def _hours(window: str) -> int:
+    matched = WINDOW.fullmatch(window)
+    if not matched or int(matched[1]) > MOST_WINDOW:
+        raise BadRequest(
+            f"completion_window={window!r:.40}; it should be hours, like '24h', and at most "
+            f"{MOST_WINDOW}",
+            "completion_window",
+        )
+    return int(matched[1])
+
+
+def _require_small(metadata: dict[str, str] | None) -> None:
+    """Raise BadRequest for more metadata than OpenAI's clients may send."""
+    found = metadata or {}
+    if len(found) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in found.items()):
+        raise BadRequest(
+            "metadata may have 16 keys of 64 characters with texts of 512 characters", "metadata"
+        )
+
+
+def _life(fields: dict[str, str]) -> int | None:
+    """Seconds that a file is to be kept, where its form says so."""
+    seconds = fields.get("expires_after[seconds]")
+    if seconds is None:
+        return None
+    if not (seconds.isascii() and seconds.isdigit() and int(seconds[:9]) >= LEAST_LIFE):
+        raise BadRequest(
+            f"expires_after[seconds]={seconds!r:.40}; it should be at least {LEAST_LIFE}",
+            "expires_after",
+        )
+    return int(seconds[:9])

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One batch, from its input's validation to its end: each line is a request of its own, in the
+background of all others.
+
+A batch may begin anywhere: its files say which lines have answers.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator
+from typing import BinaryIO
+
+import msgspec
+from prometheus_client import Counter
+from starlette.types import Message, Scope
+
+from handlers import openai
+from lmi_config.options.declared import Settings
+from serving import errors
+from serving.access.limits import Taken
+from serving.aio import in_thread
+from serving.batch import lines
+from serving.batch.lines import Line
+from serving.batch.records import OUTPUT, Counts, Fault, Faults, OwnedBatch, OwnedFile, Status
+from serving.batch.results import Results
+from serving.batch.store import Store
+from serving.cancellation import Cancellation, ClientLeft
+from serving.errors import (
+    BadRequest,
+    EngineFailed,
+    NoSlot,
+    NotReady,
+    Overloaded,
+    RateLimited,
+    ServerFailed,
+    ServingError,
+)
+from serving.inference.admission import Admitted
+from serving.inference.pipeline import Pipeline
+from serving.inference.request import JSON_LINES, ClientRequest, InferenceRequest, adapter_named
+from serving.observability.access_log import AccessRecord
+from serving.protocol import BATCHES, REQUEST_ID
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Between two looks at whether a batch is to end, each of which writes how far it is."""
+ROOM_LOOKS = 20
+"""One look in so many is at the folder's size as well."""
+STARTS = 3
+"""A batch that was begun so often without one more answer has ended what ran it, and fails."""
+AT_ONCE = 16
+"""Lines that are read at a time."""
+SETTLES_S = 1.0
+"""After which it is known whether the engine has died with a line."""
+AGAIN_S = 1.0
+"""After which a line is tried again that there was no room for."""
+
+_LINES = Counter("slipway_batch_lines", "Lines of batches that were answered.", ["outcome"])
+_COMPLETED, _FAILED = _LINES.labels("completed"), _LINES.labels("failed")
+
+
+_GONE = Fault("missing_input_file", "the input file is gone")
+
+
+class _Ends(ServingError):
+    """A batch ends before all its lines have answers. status: its last one; None where it is left
+    to be taken up again.
+    """
+
+    def __init__(self, status: Status | None, fault: Fault | None = None) -> None:
+        super().__init__(status or "left")
+        self.status = status
+        self.fault = fault
+
+
+class _Answer:
+    """Collects an answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+
+
+class Run:
+    """A batch that this process alone runs. slots: for lines of all batches that it runs.
+
+    run() raises OSError where the batch's files cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        owned: OwnedBatch,
+        store: Store,
+        settings: Settings,
+        pipeline: Pipeline,
+        slots: asyncio.Semaphore,
+    ) -> None:
+        self._owned = owned
+        self._batch = owned.batch
+        self._store = store
+        self._pipeline = pipeline
+        self._slots = slots
+        self._longest = settings.max_request_size
+        self._shape = errors.shape(self._batch.endpoint, errors.codes(settings))
+        self._caller = msgspec.structs.replace(owned.caller, counted=False, phase="")
+        self._input = store.content(self._batch.input_file_id)
+        self._results = Results(store.content(owned.output), store.content(owned.errors))
+        self._end = Admitted(pipeline.admission)  # of no place: interactive requests have those
+        self._broken: OSError | None = None
+        self._looks = 0
+
+    def leave(self) -> None:
+        """End what is under way, and leave the batch to be taken up again."""
+        self._end.cancel(_Ends(None))
+
+    async def run(self) -> None:
+        if self._batch.status is Status.VALIDATING:
+            await self._validate()
+        if not self._batch.status.open:
+            return
+        try:
+            await in_thread(self._results.open)
+            await self._begin()
+            await self._answer_lines()
+            await self._results.written()
+            if self._broken:
+                raise self._broken
+            await self._over()
+        finally:
+            self._owned.starts = 0  # it did not end this process
+            with contextlib.suppress(OSError):
+                await self._save()
+            await self._results.written()
+            self._results.close()
+
+    async def _validate(self) -> None:
+        total, faults = await in_thread(self._faults)
+        batch = self._batch
+        if faults:
+            self._fail(faults)
+        else:
+            batch.request_counts.total = total
+            batch.status, batch.in_progress_at = Status.IN_PROGRESS, self._store.now()
+        await self._save()
+
+    def _faults(self) -> tuple[int, list[Fault]]:
+        try:
+            with self._input.open("rb") as file:
+                return lines.validate(file, self._batch.endpoint, self._longest)
+        except FileNotFoundError:
+            return 0, [_GONE]
+
+    def _fail(self, faults: list[Fault]) -> None:
+        batch = self._batch
+        batch.status, batch.failed_at = Status.FAILED, self._store.now()
+        batch.errors = Faults(faults)
+
+    async def _begin(self) -> None:
+        """Note that it begins, and end it where it has ended this process too often."""
+        owned, answered = self._owned, sum(self._results.counts)
+        owned.starts = 1 if answered > owned.answered else owned.starts + 1
+        owned.answered = answered
+        if owned.starts > STARTS:
+            message = f"the server ended {STARTS} times while it answered the same lines"
+            self._end.cancel(_Ends(Status.FAILED, Fault("server_error", message)))
+        if not await in_thread(self._input.exists):
+            self._end.cancel(_Ends(Status.FAILED, _GONE))
+        await self._save()
+        await self._look()
+
+    async def _answer_lines(self) -> None:
+        if self._end.cause:
+            return
+        watching = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self._left()) as left:
+                async for line in left:
+                    taken = await self._turn()
+                    if not taken:
+                        break
+                    tasks.create_task(self._line(line, taken))
+        finally:
+            watching.cancel()
+
+    async def _left(self) -> AsyncGenerator[Line]:
+        """Lines without an answer."""
+        with await in_thread(self._opened) as file:
+            requests = lines.requests(file)
+
+            def some() -> list[Line]:
+                return list(itertools.islice(requests, AT_ONCE))
+
+            while found := await in_thread(some):
+                for line in found:
+                    if line.custom_id not in self._results.answered:
+                        yield line
+
+    def _opened(self) -> BinaryIO:
+        return self._input.open("rb")
+
+    async def _turn(self) -> Taken | None:
+        """What a line takes of its caller's limits, and a slot; None where the batch ends first.
+
+        While the caller may not ask for more, others have the slot.
+        """
+        with contextlib.suppress(_Ends), self._end.raising():
+            while True:
+                await self._slots.acquire()
+                try:
+                    return await self._pipeline.limiter.take(self._caller)
+                except RateLimited as error:
+                    self._slots.release()
+                    await asyncio.sleep(error.retry_after)
+                except BaseException:
+                    self._slots.release()
+                    raise
+        return None
+
+    async def _line(self, line: Line, taken: Taken) -> None:
+        try:
+            if found := await self._answered(line):
+                entry, failed = found
+                await self._results.add(line.custom_id, entry, failed)
+                (_FAILED if failed else _COMPLETED).inc()
+        except OSError as error:
+            self._broke(error)
+        finally:
+            self._pipeline.limiter.give_back(taken)
+            self._slots.release()
+
+    async def _answered(self, line: Line) -> tuple[bytes, bool] | None:
+        """The answer to a line, and whether it is an error; None where the batch ends before."""
+        request = lines.new_request()
+        error: ServingError | ClientLeft
+        while True:
+            try:
+                with self._end.part() as cancellation:
+                    answer = _Answer()
+                    await self._pipeline.run(self._request(request, line, cancellation, answer))
+                return lines.answer(request, line, answer.status, bytes(answer.body)), False
+            except (ServingError, ClientLeft) as found:
+                error = found
+            except Exception:
+                error = errors.unforeseen()
+            if isinstance(error, (EngineFailed, ServerFailed)):
+                await asyncio.sleep(SETTLES_S)
+            if self._pipeline.engine.failure:
+                self.leave()
+            if self._end.cause:
+                return None
+            if not isinstance(error, (NoSlot, NotReady, Overloaded, ClientLeft)):
+                status, body = self._shape.status(error), self._shape.body(error)
+                return lines.answer(request, line, status, body), True
+            with contextlib.suppress(_Ends), self._end.raising():
+                await asyncio.sleep(AGAIN_S)
+
+    def _request(
+        self, request: str, line: Line, cancellation: Cancellation, answer: _Answer
+    ) -> InferenceRequest:
+        """Raises ServingError."""
+        headers = [(REQUEST_ID, request.encode()), (b"content-type", b"application/json")]
+        if self._owned.tenant:
+            name, value = self._owned.tenant
+            headers.append((name.encode("latin-1"), value.encode("latin-1")))
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "client": None,
+            "server": None,
+            "path": self._batch.endpoint,
+            "query_string": b"",
+            "headers": headers,
+        }
+        record = AccessRecord(BATCHES, scope)
+        record.caller = self._caller
+        client = ClientRequest(scope, answer.send, self._end, record, self._shape, line.body)
+        found = client.fields()
+        if found.streamed:
+            raise BadRequest("a line of a batch cannot be streamed", "stream")
+        return InferenceRequest(
+            client=client,
+            send=answer.send,
+            cancellation=cancellation,
+            body=line.body,
+            fields=found,
+            adapter=adapter_named(client, found, self._pipeline.adapters),
+            framing=JSON_LINES,
+            begun=lambda: None,
+            parse=openai.on(self._batch.endpoint),
+            refusable=False,
+            background=True,
+        )
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._look()
+                if self._counted() != self._batch.request_counts:
+                    await self._save(durable=False)
+            except OSError as error:
+                self._broke(error)
+
+    async def _look(self) -> None:
+        """End it where somebody has asked for that, its time is over, or the folder is full."""
+        store, batch = self._store, self._batch
+        if await in_thread(store.cancel_asked, batch.id):
+            self._end.cancel(_Ends(Status.CANCELLED))
+        if store.now() >= batch.expires_at:
+            self._end.cancel(_Ends(Status.EXPIRED))
+        if self._looks % ROOM_LOOKS == 0 and await in_thread(lambda: store.full):
+            message = "there is no room for more answers (OPTION_BATCH_STORAGE)"
+            self._end.cancel(_Ends(Status.FAILED, Fault("storage_full", message)))
+        self._looks += 1
+
+    def _broke(self, error: OSError) -> None:
+        self._broken = error
+        self.leave()
+
+    def _counted(self) -> Counts:
+        completed, failed = self._results.counts
+        return Counts(self._batch.request_counts.total, completed, failed)
+
+    async def _save(self, *, durable: bool = True) -> None:
+        if self._batch.status.open:
+            self._batch.request_counts = self._counted()
+        await in_thread(lambda: self._store.save(self._owned, durable=durable))
+
+    async def _over(self) -> None:
+        """Make its files known, and end it, unless it is to be taken up again."""
+        end = self._end.cause
+        status = end.status if isinstance(end, _Ends) else Status.COMPLETED
+        if not status:
+            return
+        batch, results = self._batch, self._results
+        if status is Status.COMPLETED and sum(results.counts) != batch.request_counts.total:
+            raise RuntimeError("lines have no answers")
+        if status is Status.EXPIRED:
+            async with contextlib.aclosing(self._left()) as left:
+                async for line in left:
+                    results.soon(line.custom_id, lines.expired(line))
+            await results.written()
+        if status is Status.CANCELLED:
+            batch.cancelling_at = await in_thread(self._store.cancel_asked, batch.id)
+        batch.status, batch.finalizing_at = Status.FINALIZING, self._store.now()
+        await self._save()
+        batch.output_file_id = await in_thread(self._file, self._owned.output, "output", 0)
+        batch.error_file_id = await in_thread(self._file, self._owned.errors, "error", 1)
+        batch.status = status
+        if isinstance(end, _Ends) and end.fault:
+            self._fail([end.fault])
+        else:
+            setattr(batch, f"{status}_at", self._store.now())
+        await self._save()
+        counts = msgspec.structs.asdict(batch.request_counts)
+        log.info("batch", extra={"facts": {"batch": batch.id, "status": status, **counts}})
+
+    def _file(self, name: str, what: str, number: int) -> str | None:
+        """Make one of its files known; None where there is nothing in it."""
+        size = self._results.sizes[number]
+        if not size:
+            self._store.content(name).unlink(missing_ok=True)
+            return None
+        filename = f"{self._batch.id}_{what}.jsonl"
+        file = self._store.described(name, filename, OUTPUT, size)
+        self._store.add(OwnedFile(file, self._owned.owner))
+        return name

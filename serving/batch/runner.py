@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds batches that no server runs, and runs them: those that are new, and those whose server has
+ended.
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from lmi_config.options.declared import Settings
+from serving.aio import in_thread
+from serving.batch.run import Run
+from serving.batch.store import Store
+from serving.inference.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+FIND_S = 5.0
+"""Between two looks for batches that other servers made, or no longer run."""
+SWEEP_S = 60.0
+"""Between two looks for what has been kept for long enough."""
+PAUSE_S = 10.0
+"""After which a batch is tried again that failed for no fault of its own."""
+
+
+class Runner:
+    """Runs the batches of a folder. pipeline: answers their lines."""
+
+    def __init__(self, store: Store, settings: Settings, pipeline: Pipeline) -> None:
+        self._store = store
+        self._settings = settings
+        self._pipeline = pipeline
+        concurrency = settings.batch_concurrency or max(pipeline.engine.concurrency // 2, 1)
+        self._slots = asyncio.Semaphore(concurrency)  # batches take turns at them
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._runs: set[Run] = set()
+        self._stopping = asyncio.Event()
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """There is a batch to be begun."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Run batches until stop() is called."""
+        loop = asyncio.get_running_loop()
+        swept = -SWEEP_S
+        while not self._stopping.is_set():
+            self._wake.clear()
+            try:
+                if loop.time() >= swept + SWEEP_S:
+                    await in_thread(self._store.sweep)
+                    swept = loop.time()
+                found = await in_thread(self._store.open_batches)
+            except OSError as error:
+                log.error("OPTION_BATCH_FOLDER cannot be read: %s", error)
+                found = []
+            for owned in found:
+                name = owned.batch.id
+                if name not in self._tasks and not self._stopping.is_set():
+                    self._tasks[name] = asyncio.create_task(self._one(name))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), FIND_S)
+
+    async def stop(self) -> None:
+        """Leave batches where they are, to be taken up again."""
+        self._stopping.set()
+        self._wake.set()
+        for run in self._runs:
+            run.leave()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    async def _one(self, name: str) -> None:
+        """Run a batch, unless another server does."""
+        try:
+            with self._store.locked(name) as locked:
+                if locked:
+                    await self._locked(name)
+        except Exception as error:
+            why = error if isinstance(error, OSError) else "the server failed on it"
+            trace = None if isinstance(error, OSError) else error
+            log.error("%s is tried again in %d s: %s", name, PAUSE_S, why, exc_info=trace)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), PAUSE_S)
+        finally:
+            del self._tasks[name]
+
+    async def _locked(self, name: str) -> None:
+        owned = await in_thread(self._store.any_batch, name)
+        if not owned or not owned.batch.status.open or self._stopping.is_set():
+            return
+        run = Run(owned, self._store, self._settings, self._pipeline, self._slots)
+        self._runs.add(run)
+        try:
+            await run.run()
+        finally:
+            self._runs.discard(run)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder in which files and batches are. Every function here may block; threads call them.
+
+A file is its content and, beside it, what is known of it, which is written last: without that
+there is no file. Servers may share the folder. Each batch is written by the one that has its lock
+(flock), which ends with the process; others only ask for its end, by a file beside it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lmi_config.options.declared import Settings
+from serving import folders
+from serving.batch.records import BATCH, FILE, ID, File, OwnedBatch, OwnedFile, Status
+from serving.errors import Conflict, NotFound, StorageFull
+
+T = TypeVar("T")
+
+UPLOAD = ".upload-"
+"""What the names of files begin with that are being received."""
+UPLOAD_S = 24 * 3600
+"""After which one of these is of nobody."""
+
+
+def owner(tenant: str | None) -> str | None:
+    """What is kept of a tenant, None where tenants are not distinguished."""
+    return None if tenant is None else hashlib.sha256(tenant.encode()).hexdigest()
+
+
+class Store:
+    """Files and batches in a folder, each its owner's. Raises OSError where that cannot be used.
+
+    clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Settings, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._most_files = settings.batch_files
+        self._most_bytes = settings.batch_storage
+        self._retention = settings.batch_retention
+        self._clock = clock
+        self._files = folder / "files"
+        self._batches = folder / "batches"
+        self._folder = folder
+
+    def open(self) -> None:
+        """Make the folder, for this user alone."""
+        folders.make(self._folder)
+        for path in (self._files, self._batches):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            folders.require_ours(path)
+
+    def now(self) -> int:
+        return int(self._clock())
+
+    # Room
+
+    def used(self) -> int:
+        """Bytes of all that is in the folder."""
+        found = 0
+        for folder in (self._files, self._batches):
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        found += entry.stat(follow_symlinks=False).st_size
+        return found
+
+    def require_room(self, batch: bool = False) -> None:
+        """Raise StorageFull where the folder has what it may have, or one more file, or batch, is
+        too much.
+        """
+        if self.full:
+            raise StorageFull(
+                f"files and batches may have {self._most_bytes} bytes together "
+                "(OPTION_BATCH_STORAGE); delete files that are not needed"
+            )
+        folder, what = (self._batches, "batches") if batch else (self._files, "files")
+        if sum(1 for _ in self._records(folder)) >= self._most_files:
+            raise StorageFull(
+                f"there may be {self._most_files} {what} (OPTION_BATCH_FILES); wait until some are "
+                "gone, or delete files"
+            )
+
+    @property
+    def full(self) -> bool:
+        """Whether batches may write no more."""
+        return self.used() > self._most_bytes
+
+    # Files
+
+    def begin_upload(self) -> Path:
+        """An empty file to be written, and then kept or removed."""
+        path = self._files / f"{UPLOAD}{secrets.token_hex(16)}"
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        return path
+
+    def keep(self, upload: Path, owned: OwnedFile) -> None:
+        """Make what was written a file."""
+        _sync(upload)
+        upload.rename(self.content(owned.file.id))
+        self.add(owned)
+
+    def add(self, owned: OwnedFile) -> None:
+        """Make a content that is there a file."""
+        _write(self._files / f"{owned.file.id}.json", owned)
+
+    def described(
+        self, name: str, filename: str, purpose: str, size: int, lives: int | None = None
+    ) -> File:
+        """A file that begins now. lives: seconds, where that is less than all do."""
+        now = self.now()
+        seconds = min(lives or self._retention, self._retention)
+        return File(
+            id=name,
+            bytes=size,
+            created_at=now,
+            expires_at=now + seconds,
+            filename=filename,
+            purpose=purpose,
+        )
+
+    def content(self, name: str) -> Path:
+        """The path of a file's content."""
+        return self._files / name
+
+    def file(self, name: str, owner: str | None) -> File:
+        """One of the owner's files. Raises NotFound."""
+        found = _read(self._files / f"{name}.json", OwnedFile) if _is(name, FILE) else None
+        if not found or found.owner != owner or found.file.expires_at <= self._clock():
+            raise NotFound(f"No such File object: {name!r:.100}")
+        return found.file
+
+    def files(self, owner: str | None) -> list[File]:
+        """The owner's files, the newest first."""
+        found = (_read(path, OwnedFile) for path in self._records(self._files))
+        now = self._clock()
+        files = [it.file for it in found if it and it.owner == owner and it.file.expires_at > now]
+        return sorted(files, key=lambda it: (it.created_at, it.id), reverse=True)
+
+    def delete(self, name: str, owner: str | None) -> None:
+        """Delete one of the owner's files. Raises NotFound, and Conflict where a batch reads it."""
+        self.file(name, owner)
+        for batch in self.open_batches():
+            if name == batch.batch.input_file_id:
+                raise Conflict(f"{batch.batch.id} reads this file; cancel the batch first")
+        self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        (self._files / f"{name}.json").unlink(missing_ok=True)
+        self.content(name).unlink(missing_ok=True)
+
+    # Batches
+
+    def save(self, owned: OwnedBatch, *, durable: bool = True) -> None:
+        """Write a batch. durable: whether a machine that loses power still has it."""
+        _write(self._batches / f"{owned.batch.id}.json", owned, durable=durable)
+
+    def batch(self, name: str, owner: str | None) -> OwnedBatch:
+        """One of the owner's batches. Raises NotFound."""
+        found = self.any_batch(name)
+        if not found or found.owner != owner:
+            raise NotFound(f"No batch found with id {name!r:.100}")
+        return found
+
+    def any_batch(self, name: str) -> OwnedBatch | None:
+        """A batch, whosever it is."""
+        path = self._batches / f"{name}.json"
+        found = _read(path, OwnedBatch) if _is(name, BATCH) else None
+        if found and found.batch.status.open and (asked := self.cancel_asked(name)):
+            found.batch.status = Status.CANCELLING
+            found.batch.cancelling_at = asked
+        return found
+
+    def batches(self, owner: str | None) -> list[OwnedBatch]:
+        """The owner's batches, the newest first."""
+        found = (self.any_batch(path.stem) for path in self._records(self._batches))
+        batches = [it for it in found if it and it.owner == owner]
+        return sorted(batches, key=lambda it: (it.batch.created_at, it.batch.id), reverse=True)
+
+    def open_batches(self) -> list[OwnedBatch]:
+        """Those in which there is something to be done, the oldest first."""
+        found = (self.any_batch(path.stem) for path in self._records(self._batches))
+        batches = [it for it in found if it and it.batch.status.open]
+        return sorted(batches, key=lambda it: (it.batch.created_at, it.batch.id))
+
+    def ask_to_cancel(self, name: str) -> None:
+        """Ask whoever runs a batch to end it."""
+        (self._batches / f"{name}.cancel").touch(mode=0o600)
+
+    def cancel_asked(self, name: str) -> int | None:
+        """When somebody asked for a batch's end."""
+        try:
+            return int((self._batches / f"{name}.cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def locked(self, name: str) -> Iterator[bool]:
+        """Whether this process alone may run a batch now, while within."""
+        descriptor = os.open(self._batches / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(descriptor)
+
+    # Retention
+
+    def sweep(self) -> None:
+        """Remove what has been kept for long enough, but for what batches still read or write."""
+        now, used = self._clock(), set[str]()
+        for path in list(self._records(self._batches)):
+            found = _read(path, OwnedBatch)
+            if found and found.batch.status.open:
+                used |= {found.batch.input_file_id, found.output, found.errors}
+            elif path.stat().st_mtime + self._retention <= now:
+                for suffix in (".json", ".cancel", ".lock"):
+                    path.with_suffix(suffix).unlink(missing_ok=True)
+        for path in list(self._batches.glob(".*")):  # a process ended while it wrote one
+            if path.stat().st_mtime + UPLOAD_S <= now:
+                path.unlink(missing_ok=True)
+        for path in list(self._files.iterdir()):
+            name = path.name.removesuffix(".json")
+            with contextlib.suppress(FileNotFoundError):
+                if name not in used and self._outlived(path, name, now):
+                    self._remove(name)
+
+    def _outlived(self, path: Path, name: str, now: float) -> bool:
+        found = _read(self._files / f"{name}.json", OwnedFile)
+        if found:
+            return found.file.expires_at <= now
+        return path.stat().st_mtime + UPLOAD_S <= now  # of nobody
+
+    def _records(self, folder: Path) -> Iterator[Path]:
+        return (path for path in folder.glob("*.json") if ID.fullmatch(path.stem))
+
+
+def _is(name: str, kind: str) -> bool:
+    """Whether a name is an id of this kind, and so no path to anywhere."""
+    return name.startswith(kind) and bool(ID.fullmatch(name))
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def _write(path: Path, value: object, *, durable: bool = True) -> None:
+    """Write a file whole, or not at all."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(value))
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    beside.rename(path)
+    if durable:
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Have what is written in a file or a folder outlive the machine's losing power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
