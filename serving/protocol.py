@@ -32,6 +32,8 @@ DESTINATION = b"x-gateway-destination-endpoint"
 DESTINATION_SUBSET = "x-gateway-destination-endpoint-subset"
 DESTINATION_SERVED = "x-gateway-destination-endpoint-served"
 
+FORMATTED = b"x-slipway-formatted"
+"""A stream has it that a model.py has made, or whose prompt it has."""
 ROUTE = b"x-slipway-route"
 """Asks a router, by any value, why it chose the replica that answers; the answer says so."""
 

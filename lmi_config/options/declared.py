@@ -972,6 +972,14 @@ class Settings:
         help="Whether `route` logs a line for each request that it sends to a server "
         "(docs/reference/logs.md).",
     )
+    router_continue_streams: bool = _option(
+        boolean,
+        "OPTION_ROUTER_CONTINUE_STREAMS",
+        section=Section.ROUTER,
+        default=False,
+        help="Have another replica complete a stream whose replica fails: greedy or seeded chats "
+        "and completions, without tools and log probabilities.",
+    )
     kv_events: bool = _option(
         boolean,
         "OPTION_KV_EVENTS",

@@ -57,6 +57,7 @@ class World:
         environ = {
             "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in self.servers),
             "OPTION_MODEL_ID": str(path),
+            "OPTION_ROUTER_CONTINUE_STREAMS": "true",
         }
         if hostile:
             environ["OPTION_ROUTING_STRATEGY"] = "kvaware"

@@ -214,9 +214,10 @@ class Pipeline:
         """Have the engine answer, which is a part of the request's trace."""
         record = request.client.record
         formatter = None if record.caller.phase == "prefill" else self._code(adapter, "output")
+        formatted = bool(formatter or self._code(adapter, "input"))
         trace = record.trace
         if not trace:
-            await Relay(request, call, adapter, formatter).run(self.engine.app)
+            await Relay(request, call, adapter, formatter, formatted=formatted).run(self.engine.app)
             return
         operation = OPERATIONS.get(call.path) or call.path.rpartition("/")[2]
         model = adapter.name if adapter else self._model_name
@@ -226,7 +227,8 @@ class Pipeline:
                 gen_ai__provider__name="vllm",
                 gen_ai__request__model=model,
             )
-            relay = Relay(request, call, adapter, formatter, span.headers())
+            context = span.headers()
+            relay = Relay(request, call, adapter, formatter, context, formatted=formatted)
             try:
                 await relay.run(self.engine.app)
             finally:

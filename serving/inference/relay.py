@@ -24,7 +24,7 @@ from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
 from serving.inference.limits import HEADERS
 from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
-from serving.protocol import TRACE_CONTEXT
+from serving.protocol import FORMATTED, TRACE_CONTEXT
 from serving.user_code import UserCode
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ class Relay:
 
     adapter: the one the call goes to, whose inner name no client sees. formatter: it has the last
     word on the answer, in the place of the call's own reply. context: the headers of its trace, of
-    which the engine's work is a part; where there are none, the client's are passed on.
+    which the engine's work is a part; where there are none, the client's are passed on. formatted:
+    whether a model.py has made the call or makes its answer, which a stream's head then says.
     """
 
     def __init__(
@@ -135,6 +136,8 @@ class Relay:
         adapter: Adapter | None,
         formatter: UserCode | None,
         context: Sequence[tuple[bytes, bytes]] = (),
+        *,
+        formatted: bool,
     ) -> None:
         # The request
         self._client = request.client
@@ -148,6 +151,7 @@ class Relay:
         self._adapter = adapter
         # The answer
         self._formatter = formatter
+        self._formatted = formatted
         self._formatting = (
             _Formatting(formatter, self._write_formatted, self._cancellation) if formatter else None
         )
@@ -268,6 +272,8 @@ class Relay:
         elif headers.get(b"content-type", b"").startswith(b"text/event-stream"):
             self._enter(State.STREAMING)
             headers[b"content-type"] = self._framing.content_type
+            if self._formatted:
+                headers[FORMATTED] = b"true"
             message = {**message, "headers": list(headers.items())}
         else:
             self._enter(State.COLLECTING if self._formatter or self._reply else State.PASSING)

@@ -86,6 +86,8 @@ class Routing:
     """What tells a replica who sends a request, and which phase of it to do."""
     prefill_tokens: int
     """Uncached tokens from which on prompts are computed apart; 0 for never."""
+    continues: bool
+    """Whether streams are completed by another replica where theirs fails."""
 
     async def first_probe(self) -> None:
         """Wait until it is known which replicas can serve, or for FIRST_PROBE_S."""

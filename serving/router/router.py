@@ -51,7 +51,7 @@ from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RequestReader, RoutingRequest
-from serving.router.proxy import ProxiedRequest
+from serving.router.proxy.proxied import ProxiedRequest
 from serving.router.retry import RetryBudget
 from serving.router.routes import BATCH, CHANGE, END_TO_END, INFERENCE, Route, methods, route_of
 from serving.router.session_affinity import SessionAffinity
@@ -135,6 +135,7 @@ class Router:
             tokenise=self.kvaware.tokenise if self.kvaware else None,
             identity=self._access.identity,
             prefill_tokens=settings.router_prefill_tokens if self._divides(policy) else 0,
+            continues=settings.router_continue_streams,
         )
         self._broadcast = Broadcast(
             self.pool, self._health, settings.router_first_byte_timeout, asking

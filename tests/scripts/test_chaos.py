@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -185,6 +186,9 @@ async def test_a_fault_excuses_no_wrong_or_lost_answer_and_no_busy_without_a_tim
     cut = streamed(line_of(1, "a"), end=b"")
     assert await end_of(LINES, LINE, cut, fault=True) is End.LOST
     assert await end_of(CHAT, None, told(503, ERROR_V1), fault=True) is End.UNEXPLAINED
+    survivor = replace(SSE, survives=True)
+    failed = streamed(*sse(chunk_of("a"), ERROR_V1))
+    assert await end_of(survivor, None, failed, fault=True) is End.UNEXPLAINED
 
 
 async def test_no_answer_and_one_that_never_ends_are_lost():

@@ -204,6 +204,14 @@ class Request:
 
     # as it is sent on
 
+    def replace(self, path: str, body: bytes) -> None:
+        """Send this from now on instead of what has come."""
+        _, mark, query = self.target.partition(b"?")
+        self.target = path.encode() + mark + query
+        self._buffers.bodies += len(body) - len(self.body)
+        self.body = bytearray(body)
+        self._head = b""
+
     @property
     def repeatable(self) -> bool:
         """Whether all that has come of it is here, to be sent, or sent once more."""

@@ -108,7 +108,9 @@ async def test_an_output_formatter_gets_events_in_order_and_holds_a_bounded_numb
         assert engine.taken <= WINDOW + AT_ONCE + 2
         assert held.calls == 1
         held.go()
-        lines = (await answering).text.split()
+        answer = await answering
+    assert answer.headers["x-slipway-formatted"] == "true"
+    lines = answer.text.split()
     assert lines == [it for number in range(events) for it in ("data:", '{"n":', f"{number}}}")]
 
 

@@ -13,8 +13,8 @@ from prometheus_client import REGISTRY
 from scripts.harness.wait import until_async
 from serving.access.caller import Phase
 from serving.access.identity import Signer
-from serving.router import proxy
 from serving.router.fleet import replicas
+from serving.router.proxy import proxied
 from tests.serving.access.test_access import SECRET
 from tests.serving.router.conftest import FakeReplica, Routed, routing, sends, whole
 
@@ -111,7 +111,7 @@ async def breaks(replica, asked, writer):
     ],
 )
 async def test_what_goes_wrong_with_a_prefill_costs_no_answer(answer, end, monkeypatch):
-    monkeypatch.setattr(proxy, "PREFILL_S", 0.2)
+    monkeypatch.setattr(proxied, "PREFILL_S", 0.2)
     async with divided() as it:
         it.prefills.answer = answer
         before = ended(end)

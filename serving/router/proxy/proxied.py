@@ -11,7 +11,7 @@ from serving import errors
 from serving.access.limits import Taken
 from serving.errors import RateLimited, ReplicaFailed, ReplicaTimedOut, ServingError
 from serving.observability.tracing import Span
-from serving.protocol import RATE_LIMIT, REQUEST_ID, ROUTE
+from serving.protocol import RATE_LIMIT, REQUEST_ID, ROUTE, SESSION_ID
 from serving.router import metrics
 from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica
@@ -19,6 +19,7 @@ from serving.router.http.ports import Responder
 from serving.router.http.request import NO_HEADERS, Headers, Request
 from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
 from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenise
+from serving.router.proxy.continuation import Continuation, continuation
 from serving.router.routes import template
 
 PREFILL_S = 60.0
@@ -29,6 +30,9 @@ RETRIED = REFUSED | {502}
 """What another replica may answer otherwise. Other statuses are about the request; so is 504: after
 all the work that a replica has put into it in vain, the next one would do the same.
 """
+
+STOPPED_S = 5.0
+"""A stream without a byte for so long has stopped, if its replica is down as well."""
 
 # Of an answer's head: what is not passed on. The request's id is put there for all answers.
 _DROPPED_1_0 = HOP_BY_HOP | {REQUEST_ID}
@@ -73,6 +77,8 @@ class ProxiedRequest:
         self._computing = True  # its first byte is not here
         self._over = False
         self._taken: Taken | None = None  # of its caller's limits
+        self._continuation: Continuation | None = None  # of a stream that can outlive its replica
+        self._paused = False
         self._bytes = 0
         self._error: ServingError | None = None  # instead of one
         # time
@@ -108,10 +114,19 @@ class ProxiedRequest:
             self._choosing = self._trace.part("choose")
         placement, request = self.placement, self._request
         placement.read(request, request.body)
+        if self._routing.continues and self._is_held():
+            self._continuation = continuation(request.path, bytes(request.body))
+        if it := self._continuation:
+            request.replace(it.path, it.body)
         if placement.inference and (tokenise := self._routing.tokenise):
             self._spawn(self._tokenise, tokenise, bytes(request.body))
         else:
             self._choose()
+
+    def _is_held(self) -> bool:
+        """Whether all of it is here, for any replica, and its answer can be framed here."""
+        request = self._request
+        return not (request.streamed or request.http10 or SESSION_ID in request.named)
 
     def _spawn(self, work: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
         """Go on in a task, of which there is at most one."""
@@ -226,15 +241,20 @@ class ProxiedRequest:
         self._progress_at = time.monotonic()
         # The replica may just have closed one that is idle, and some requests are sent only once.
         once = self._request.streamed or self.placement.features.begins_session
-        reuse = reuse and not self._request.http10 and not once
+        reuse = reuse and not self._decoding and not once
         if reuse and (upstream := replica.take_idle()):
             self._send(replica, upstream)
         else:
             self._spawn(self._connect_anew, replica)
 
+    @property
+    def _decoding(self) -> bool:
+        """Whether answers come without their framing."""
+        return self._request.http10 or self._continuation is not None
+
     async def _connect_anew(self, replica: Replica) -> None:
         try:
-            upstream = await replica.connect(self._routing.tls, decoding=self._request.http10)
+            upstream = await replica.connect(self._routing.tls, decoding=self._decoding)
         except (OSError, TimeoutError) as error:
             self._pending = None
             reason = str(error) or "it takes no connections"
@@ -255,6 +275,8 @@ class ProxiedRequest:
             head_only=request.method == b"HEAD",
             complete=request.complete,
         )
+        if self._paused:
+            upstream.pause()
         if request.streamed:
             self._responder.resume()
 
@@ -312,11 +334,13 @@ class ProxiedRequest:
             self._responder.pause()
 
     def pause(self) -> None:
+        self._paused = True
         self._progress_at = time.monotonic()
         if self._upstream:
             self._upstream.pause()
 
     def resume(self) -> None:
+        self._paused = False
         self._progress_at = time.monotonic()
         if self._upstream:
             self._upstream.resume()
@@ -338,6 +362,17 @@ class ProxiedRequest:
             metrics.RETRIES.labels(str(status)).inc()
             self._choose_again()
             return False
+        stream = self._continuation
+        if self.begun:  # this is to be its rest
+            assert stream
+            if not stream.begin(status, headers):
+                self._cut()
+                return False
+            self.placement.computed()
+            return self._pass_on(stream, body)
+        if stream:
+            stream.begin(status, headers)
+            body = stream.passed(body)
         self.begun = True
         self._progress_at = now
         self._status = status
@@ -357,13 +392,19 @@ class ProxiedRequest:
         self._bytes = len(body)
         if body:
             self._first_byte()
+        if stream and stream.broken:
+            self._break_off()
+            return False
         return True
 
     def on_data(self, data: bytes) -> None:
         self._progress_at = time.monotonic()
-        self._bytes += len(data)
         if self._computing:
             self._first_byte()
+        if self._continuation:
+            self._pass_on(self._continuation, data)
+            return
+        self._bytes += len(data)
         write = self._responder.write  # in two steps: Python 3.11 is slow to call attributes
         write(data)
 
@@ -374,8 +415,23 @@ class ProxiedRequest:
         metrics.FIRST_BYTE.observe(self._progress_at - self._began)
         self.placement.computed()
 
+    def _pass_on(self, stream: Continuation, data: bytes) -> bool:
+        """Pass a stream's next bytes on. Whether more of this answer is wanted."""
+        if data := stream.passed(data):
+            self._bytes += len(data)
+            self._responder.write(data)
+        if stream.broken:
+            self._break_off()
+        return not stream.broken
+
     def on_end(self, *, keep_alive: bool) -> None:
         self._upstream = None
+        if stream := self._continuation:
+            if not stream.may_end:
+                self._break_off()
+                return
+            self._responder.write(stream.end())
+            keep_alive = True  # its framing was taken off and put on again
         self._end("finished")
         self._responder.finish(keep_alive=keep_alive)
 
@@ -383,7 +439,7 @@ class ProxiedRequest:
         upstream, self._upstream = self._upstream, None
         replica = self.placement.replica
         if self.begun:
-            self._cut()
+            self._break_off()
             return
         if upstream and upstream.used and replica and self._request.repeatable:
             # It was idle for so long that the replica closed it just as it was used again.
@@ -410,24 +466,49 @@ class ProxiedRequest:
             what = "a replica did not answer" if self._request.complete else "no more body came"
             self._fail(ReplicaTimedOut(f"{what} within {first} s"))
         elif self.begun and waited > timeouts.idle:
-            self._cut()
+            self._break_off()
 
     def replica_down(self) -> None:
-        """Its replica is down. What that has not begun to answer goes to another."""
+        """Its replica is down. What that has not begun to answer goes to another, and so does the
+        rest of a stream that has stopped.
+        """
         if self._prefilling:
             self._decode("down")
         elif not self.begun and self.placement.replica:
             self._retry("down", ReplicaFailed("the replica does not answer any more"))
+        elif self._continuation and time.monotonic() - self._progress_at > STOPPED_S:
+            self._break_off()
 
     def _fail(self, error: ServingError) -> None:
+        if self.begun:
+            self._cut()
+            return
         self._error = error
         self._end("failed")
         self._responder.fail(error)
 
+    def _break_off(self) -> None:
+        """Its replica does not complete the answer that has begun."""
+        stream = self._continuation
+        if stream and stream.complete:
+            self.on_end(keep_alive=True)
+        elif stream and stream.resume() and self._take_retry():
+            self._leave_replica()
+            self._end_attempt(0, "stream")
+            self._request.replace(stream.path, stream.body)
+            metrics.RETRIES.labels("stream").inc()
+            self._choose_again()
+        else:
+            self._cut()
+
     def _cut(self) -> None:
         """The answer has begun and cannot be completed."""
         self._end("cut")
-        self._responder.abort()
+        if self._continuation and self._continuation.failure:
+            self._responder.write(self._continuation.end())
+            self._responder.finish(keep_alive=True)
+        else:
+            self._responder.abort()
 
     def _end(self, how: str) -> None:
         if self._over:
