@@ -479,7 +479,8 @@ async function* chunks(stream) {
 async function send(text) {
   const target = models.find(({ id }) => id === $("target").value);
   const system = $("system").value.trim();
-  talk.push({ role: "user", content: text });
+  const conversation = talk; // a new chat is another
+  conversation.push({ role: "user", content: text });
   bubble("user", text);
   const { made, content } = bubble("model", "");
   made.setAttribute("aria-busy", "true");
@@ -492,7 +493,7 @@ async function send(text) {
       "v1/chat/completions",
       {
         model: target?.id,
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...talk],
+        messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
         stream: true,
         stream_options: { include_usage: true },
         max_tokens: Number($("most").value) || undefined,
@@ -524,8 +525,8 @@ async function send(text) {
     const why = stopped ? "Stopped." : error instanceof TypeError ? "The server does not answer." : error.message;
     made.append(el("div", { className: stopped ? "facts" : "facts fault" }, why));
   }
-  if (said) talk.push({ role: "assistant", content: said });
-  else talk.pop(); // what was not answered is not sent again
+  if (said) conversation.push({ role: "assistant", content: said });
+  else conversation.pop(); // what was not answered is not sent again
   made.removeAttribute("aria-busy");
   $("log").scrollTop = $("log").scrollHeight;
   answering = null;

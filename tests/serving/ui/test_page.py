@@ -158,6 +158,16 @@ async def test_from_the_start_to_a_chat_by_keyboard(page):
             await page.keyboard.type(text)
             await page.keyboard.press("Enter")
             await expect(answer.last).to_contain_text(said)
+        # A new chat has nothing of the one before, not even what was being said.
+        await page.keyboard.type("wait y")
+        await page.keyboard.press("Enter")
+        await expect(answer.last).to_contain_text("y")
+        await page.get_by_role("button", name="New chat").click()
+        await expect(page.get_by_role("button", name="Send")).to_be_visible()
+        await page.keyboard.type("z")
+        await page.keyboard.press("Enter")
+        await expect(answer).to_contain_text("z")
+        assert it.engine.bodies[-1]["messages"] == [{"role": "user", "content": "z"}]
 
 
 async def test_nothing_that_models_or_clients_write_becomes_html(page):
