@@ -616,7 +616,10 @@ function showStart() {
   $("start-detail").textContent = detail ?? last?.detail ?? "";
   const steps = status?.steps ?? [];
   const reached = steps.findLastIndex(({ seconds: taken }) => taken !== null);
-  const shown = steps.filter((step) => step.step !== "cache_server" || step.seconds !== null);
+  // What was passed over is not needed here, like fetching a model of this machine.
+  const shown = steps.filter(
+    (step, n) => step.seconds !== null || (n > reached && step.step !== "cache_server"),
+  );
   if (stage === "starting") showSteps($("steps"), shown, shown.indexOf(steps[reached]));
   else $("steps").replaceChildren();
 }
