@@ -209,7 +209,7 @@ class Request:
         _, mark, query = self.target.partition(b"?")
         self.target = path.encode() + mark + query
         self._buffers.bodies += len(body) - len(self.body)
-        self.body = bytearray(body)
+        self.body = body
         self._head = b""
 
     @property
