@@ -308,7 +308,8 @@ def test_a_trace_goes_from_the_client_into_the_engine(engines_with_memory, colle
     for it in found:
         if outer := by_id.get(it.parent):
             assert outer.span.start_time_unix_nano <= it.span.start_time_unix_nano
-            assert it.span.end_time_unix_nano <= outer.span.end_time_unix_nano
+            if it.service == outer.service:  # else the last byte may be there before it is written
+                assert it.span.end_time_unix_nano <= outer.span.end_time_unix_nano
     (adapter,) = [it for it in found if it.name == "adapter"]
     assert adapter.attributes == {"slipway.adapter": "one", "slipway.adapter.loaded": False}
     assert "my own words" not in str([it.span for it in found])
