@@ -70,10 +70,12 @@ class EngineCall:
     """A request as the engine takes it.
 
     reply: None where the engine's answer is the format's. steps: the same reply, where the answer
-    is a stream of which it can have the steps.
+    is a stream of which it can have the steps. content_type: of the body, where it
+    is not JSON.
     """
 
     path: str
     body: bytes
     reply: Reply | None = None
     steps: StepReply | None = None
+    content_type: bytes | None = None

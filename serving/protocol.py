@@ -101,6 +101,9 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 """Both Anthropic's."""
 AGENTS_PATHS = (RESPONSES, MESSAGES, COUNT_TOKENS)
 """Those whose streams have named events, and whose pictures have no names."""
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+AUDIO_PATHS = (TRANSCRIPTIONS, TRANSLATIONS)
+"""Those that take forms with a file."""
 RERANK, SCORE = "/rerank", "/score"
 RERANK_PATHS = (RERANK, "/v1/rerank", "/v2/rerank")
 """Jina's and Cohere's, which are the same."""
@@ -111,7 +114,10 @@ CLASSIFY = "/classify"
 POOLING = "/pooling"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 TOKENIZER_PATHS = (TOKENIZE, DETOKENIZE)
-UNFORMATTED_PATHS = (*AGENTS_PATHS, *PAIRS_PATHS, CLASSIFY, POOLING, *TOKENIZER_PATHS)
+UNFORMATTED_PATHS = (
+    *(*AGENTS_PATHS, *AUDIO_PATHS),
+    *(*PAIRS_PATHS, CLASSIFY, POOLING, *TOKENIZER_PATHS),
+)
 """Those whose shapes no formatter of a model.py knows."""
 ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, *UNFORMATTED_PATHS)
 """The engine's own paths that are answered. No other path of the engine's is reachable."""

@@ -61,7 +61,7 @@ class FakeEngine:
         self.request_ids: list[str] = []
         self.concurrency = 4
         self.first_s = self.between_s = 0.0  # how long tokens take, as it says
-        self.embeds = self.classifies = False
+        self.embeds = self.classifies = self.hears = False
         self.loaded: list[str] = []
         self.loads: list[str] = []
         self.misused: list[str] = []  # adapters that were loaded twice, or missing when needed

@@ -88,7 +88,8 @@ class ModelFacts:
     weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
     max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
     attention_heads: which tensor parallelism divides among the ranks. latent: whether vLLM runs it
-    with latent attention (MLA).
+    with latent attention (MLA). heard: tokens that its encoder makes of the sound
+    that it hears at once, of models like Whisper.
     """
 
     architectures: tuple[str, ...]
@@ -104,6 +105,7 @@ class ModelFacts:
     kv: KvShape | None
     attention_heads: int | None = None
     latent: bool = False
+    heard: int | None = None
 
 
 UNKNOWN = ModelFacts(
@@ -336,6 +338,9 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
         kv=kv.shape(config, _layers(config)),
         attention_heads=config.whole("num_attention_heads", "n_heads"),
         latent=kv.latent(config),
+        heard=config.whole("max_source_positions")
+        if config.top.get("is_encoder_decoder")
+        else None,
     )
 
 

@@ -474,6 +474,14 @@ class Settings:
         help="Comma-separated hosts from which images and other media of chats may be fetched; `*` "
         "is every host with public addresses. `data:` URLs are always allowed.",
     )
+    max_audio_seconds: int = _option(
+        integer(low=1),
+        "OPTION_MAX_AUDIO_SECONDS",
+        section=Section.SERVER,
+        default=1500,
+        help="How long a sound may last that is to be transcribed or translated, or is in a chat. "
+        "While it is heard, 1,500 s take about 0.2 GB.",
+    )
     trust_request_internals: bool = _option(
         boolean,
         "OPTION_TRUST_REQUEST_INTERNALS",

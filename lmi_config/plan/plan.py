@@ -133,6 +133,7 @@ def make(
     if faults := kv_tiers.handover_faults(settings, tiers):
         raise SettingsError(faults)
     derived: dict[str, Any] = vllm.parsers(settings, chat)
+    derived |= vllm.batch(settings, machine, model)
     cache_environment: dict[str, str] = {}
     if budget.kv is not None:
         derived["kv_cache_memory_bytes"] = budget.kv

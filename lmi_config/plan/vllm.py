@@ -88,6 +88,7 @@ PARSERS = {"tool_call_parser": "tools", "reasoning_parser": "reasoning"}
 _PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
 """... → the option whose file may bring more of them."""
 NO_PARSER = "none"
+_HEARING = 4096  # tokens of a step without a GPU: two sounds of Whisper's, or more
 
 
 def generates(settings: Settings) -> bool:
@@ -111,6 +112,15 @@ def parsers(settings: Settings, chat: Chat) -> dict[str, Any]:
     if "enable_auto_tool_choice" not in given and parser != NO_PARSER:
         found["enable_auto_tool_choice"] = True
     return found
+
+
+def batch(settings: Settings, machine: Machine, model: ModelFacts) -> dict[str, Any]:
+    """vLLM's option for the tokens of a step, where the model has to hear and nobody has set it:
+    vLLM does not split what an encoder makes of a sound, and without a GPU it may take fewer.
+    """
+    if machine.gpus or not model.heard or settings.max_rolling_batch_prefill_tokens:
+        return {}
+    return {"max_num_batched_tokens": max(model.heard, _HEARING)}
 
 
 def _flags(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
@@ -163,6 +173,9 @@ def environment(
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_MAX_AUDIO_DECODE_DURATION_S": str(settings.max_audio_seconds),
+        # A file with sound is as large as a body may be.
+        "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": str(-(-settings.max_request_size // 1024**2)),
     }
     if not settings.trust_remote_code and not settings.engine.keys() & {
         "tokenizer",

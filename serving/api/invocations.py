@@ -10,6 +10,7 @@ from starlette.types import Scope, Send
 
 from handlers import openai, payloads
 from handlers.custom import RAW
+from handlers.multipart import CONTENT_TYPE
 from handlers.records import FormatError
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
@@ -31,12 +32,14 @@ from serving.inference.request import (
     adapters_named,
 )
 from serving.protocol import (
+    AUDIO_PATHS,
     CUSTOM_ATTRIBUTES,
     CUSTOM_ROUTE,
     ENGINE_PATHS,
     HANDLER,
     INVOCATIONS,
     TOKENIZER_PATHS,
+    TRANSCRIPTIONS,
     shown,
 )
 from serving.user_code import UserCode
@@ -90,10 +93,14 @@ class Invocations:
     async def _run(self, client: ClientRequest, send: Send, pipeline: Pipeline) -> None:
         """Have the engine answer: one request, several lines, or a list for several adapters."""
         kind = header(client.scope, b"content-type").decode("latin-1")
+        route = self._route(client.scope)
+        form = pipeline.engine.hears and kind.lower().startswith(CONTENT_TYPE)
+        if route in AUDIO_PATHS or (form and not route):
+            await self._hear(client, route or TRANSCRIPTIONS, send, pipeline)
+            return
         raw = kind.lower().startswith(RAW)
         requests = iter([client.body]) if raw else await _requests(client)
         body = next(requests)
-        route = self._route(client.scope)
         if (second := next(requests, None)) is not None:
             if route:
                 raise BadRequest(f"{CUSTOM_ROUTE}{route} is for one request; several lines came")
@@ -118,6 +125,24 @@ class Invocations:
             parse=openai.on(route) if route else None,
             content_type=kind,
             raw=raw,
+        )
+        await pipeline.run(request)
+
+    async def _hear(self, client: ClientRequest, path: str, send: Send, pipeline: Pipeline) -> None:
+        """Have a form with a file transcribed or translated."""
+        form = await pipeline.form(client, path)
+        found = client.fields()
+        request = InferenceRequest(
+            client=client,
+            send=send,
+            cancellation=client.admitted,
+            body=client.body,
+            fields=found,
+            adapter=adapter_named(client, found, pipeline.adapters),
+            framing=SSE,
+            begun=client.admitted.go,
+            parse=openai.on(path),
+            form=form,
         )
         await pipeline.run(request)
 

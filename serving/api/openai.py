@@ -11,6 +11,7 @@ from serving.inference.request import (
     InferenceRequest,
     adapter_named,
 )
+from serving.protocol import AUDIO_PATHS
 
 
 class OpenAI:
@@ -27,7 +28,10 @@ class OpenAI:
             await pipeline.answer_once(client, call.receive, answer)
 
     async def _run(self, client: ClientRequest, pipeline: Pipeline) -> None:
-        fields, scope = client.fields(), client.scope
+        scope = client.scope
+        path = scope["path"]
+        form = await pipeline.form(client, path) if path in AUDIO_PATHS else None
+        fields = client.fields()
         request = InferenceRequest(
             client=client,
             adapter=adapter_named(client, fields, pipeline.adapters),
@@ -38,5 +42,6 @@ class OpenAI:
             framing=SSE,
             begun=client.admitted.go,
             parse=openai.on(scope["path"]),
+            form=form,
         )
         await pipeline.run(request)

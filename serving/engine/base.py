@@ -34,6 +34,8 @@ class Engine(Protocol):
     """Whether the model makes embeddings rather than text."""
     classifies: bool
     """Whether it classifies rather than generates; rerankers do."""
+    hears: bool
+    """Whether it writes down what it hears."""
 
     @property
     def failure(self) -> str | None:

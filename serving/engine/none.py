@@ -17,7 +17,7 @@ MESSAGE = (
 class NoEngine:
     """Answers no request. concurrency: calls that the handler works on at once."""
 
-    embeds = classifies = False
+    embeds = classifies = hears = False
     failure: str | None = None
 
     def __init__(self, concurrency: int) -> None:

@@ -3,8 +3,10 @@
 
 import contextlib
 import functools
+import io
 import random
 import signal
+import wave
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,9 +29,11 @@ from serving.protocol import (
     EMBEDDINGS,
     KV_EVENT_SOURCES,
     TOKENIZE,
+    TRANSCRIPTIONS,
 )
 
 MEASURED = 1024  # tokens of the prompt that shows how fast the engine is
+_TRANSCRIPTION = "transcription"  # what vLLM calls it
 TERM_S = 1.5  # between SIGTERM and SIGKILL of the engine's processes
 
 
@@ -63,9 +67,10 @@ class VllmEngine:
         app: ASGIApp,
         client: Any,
         task: str,
+        hears: bool,
         until_stopped: contextlib.AsyncExitStack,
     ) -> None:
-        """task: what the model does, in vLLM's words."""
+        """task: what the model does, in vLLM's words. hears: whether it transcribes as well."""
         self.app = app
         self._state = of_vllm.state
         config = client.vllm_config
@@ -73,7 +78,8 @@ class VllmEngine:
         self.concurrency: int = config.scheduler_config.max_num_seqs * ranks
         self.task = task
         self.classifies = task == "classify"
-        self.embeds = task not in ("generate", "classify")
+        self.embeds = task not in ("generate", "classify", _TRANSCRIPTION)
+        self.hears = hears
         self._client = client
         self._processes = client.engine_core.resources.engine_manager.processes
         self._until_stopped = until_stopped
@@ -260,6 +266,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     from vllm.entrypoints.serve.tokenize.api_router import detokenize, tokenize
 
     tasks = await client.get_supported_tasks()
+    hears = _TRANSCRIPTION in tasks
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.state.args = args
 
@@ -267,6 +274,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
         from serving.engine import error_handlers
         from serving.engine.pooling_requests import JSON_ONLY
         from serving.engine.pooling_requests import attach as attach_pooling
+        from serving.engine.speech.routes import attach as attach_speech
 
         attach_metrics(app)
         attach_models(app)
@@ -274,6 +282,8 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
         if "generate" in tasks:
             register_generate_api_routers(app)
         attach_pooling(app, tasks, client.model_config)
+        if hears:
+            attach_speech(app)
         for path, endpoint in ((TOKENIZE, tokenize), (DETOKENIZE, detokenize)):
             app.add_api_route(path, endpoint, methods=["POST"], dependencies=JSON_ONLY)
         error_handlers.attach(app)
@@ -282,13 +292,17 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
     from serving.engine.direct import Direct
+    from serving.engine.speech.routes import keep_tenants_apart
 
+    if hears:
+        keep_tenants_apart(app.state)
     _count_tokens(client.output_processor)
     _name_adapters_publicly(client.output_processor.lora_states)
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))
-    task = "generate" if "generate" in tasks else client.model_config.get_pooling_task(tasks)
-    return VllmEngine(app, Direct(app), client, task, until_stopped)
+    writing = next((it for it in ("generate", _TRANSCRIPTION) if it in tasks), None)
+    task = writing or client.model_config.get_pooling_task(tasks)
+    return VllmEngine(app, Direct(app), client, task, hears, until_stopped)
 
 
 def _count_tokens(processor: Any) -> None:
@@ -362,6 +376,8 @@ async def _warm_up(app: ASGIApp, task: str) -> None:
         path, body = EMBEDDINGS, {"input": prompt}
     elif task == "classify":
         path, body = CLASSIFY, {"input": prompt}
+    elif task == _TRANSCRIPTION:
+        path, body = TRANSCRIPTIONS, {"language": "en"}
     else:
         return
     answer = await _post(app, path, body)
@@ -379,10 +395,21 @@ async def _measure(app: ASGIApp, model: Any) -> None:
     await _post(app, COMPLETIONS, body)
 
 
-async def _post(app: ASGIApp, path: str, body: object) -> httpx.Response:
+async def _post(app: ASGIApp, path: str, body: dict[str, Any]) -> httpx.Response:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        if path == TRANSCRIPTIONS:
+            return await client.post(path, data=body, files={"file": _silence()}, timeout=None)
         return await client.post(path, json=body, timeout=None)
+
+
+def _silence() -> bytes:
+    """A second of it, as a WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, 16_000, 0, "NONE", ""))
+        sound.writeframes(bytes(2 * 16_000))
+    return file.getvalue()
 
 
 def _reason(error: Exception) -> str:

@@ -31,6 +31,7 @@ ABANDONED = 100
 LARGEST = 2**20
 """Bytes of an answer that waits for a client. Larger ones are dropped."""
 
+_FORM = b"multipart/"
 _AT_ONCE = 2**18  # bytes that are digested in a moment
 
 _DEDUPLICATED = Counter(
@@ -47,6 +48,8 @@ async def shared_key(client: ClientRequest, tenants: Tenants) -> Hashable:
     scope, body = client.scope, client.body
     if header(scope, SESSION_ID) == b"NEW_SESSION":
         return None
+    if b'"stream"' in body and header(scope, b"content-type").lower().startswith(_FORM):
+        return None  # it is not worth reading the form twice
     if b'"stream"' in body and (fields := client.fields_of_json()) and fields.streamed:
         return None
     names = (INFERENCE_ID, ADAPTER_ID, SESSION_ID, b"accept", b"content-type")

@@ -9,13 +9,17 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
+from handlers import multipart
+from handlers.multipart import Form
 from handlers.openai import PROMPT_ALONE
 from handlers.records import EngineCall, FormatError
 from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.access.limits import Limiter
+from serving.aio import in_thread
 from serving.engine.base import HANDED_OVER, USAGE, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
+from serving.engine.speech import sound
 from serving.errors import BadRequest, NotFound, NotReady
 from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
@@ -173,6 +177,21 @@ class Pipeline:
         admitted.go()  # what is shared has a place of its own, and retries have a limit of theirs
         await self._coalescer.answer(key, shared, receive, client.send)
 
+    async def form(self, client: ClientRequest, path: str) -> Form:
+        """A client's form with a file, whose fields are the request's. Raises NotFound where the
+        model does not hear, and BadRequest.
+        """
+        if not self.engine.hears:
+            raise NotFound(f"the model does not answer {path}")
+        kind = header(client.scope, b"content-type").decode("latin-1")
+        try:
+            with client.admitted.raising():
+                found = await in_thread(multipart.parse, client.body, kind)
+        except FormatError as error:
+            raise bad_request(error) from None
+        client.known = fields(found.json())
+        return found
+
     async def run(self, request: InferenceRequest) -> None:
         """Have the engine answer a request in its turn. Raises ServingError and ClientLeft.
 
@@ -297,7 +316,7 @@ class Pipeline:
         """The request as the input formatter has it, where there is one: what the engine gets
         counts, not what the client sent.
         """
-        if request.client.scope["path"] in protocol.UNFORMATTED_PATHS:
+        if request.form or request.client.scope["path"] in protocol.UNFORMATTED_PATHS:
             self._require_no_formatter(adapter)
         formatter = self._code(adapter, "input")
         if not formatter:
@@ -348,9 +367,13 @@ class Pipeline:
         inner = adapter.inner if adapter else None
         tenant = self.tenant(request.client)
         salt = kv_salt.digest(tenant, call_fields.salt(), inner)
-        allowed = settings.allowed_media_domains
-        named = call.path not in protocol.AGENTS_PATHS
-        body = await media.prepared(call.body, allowed, settings.max_request_size, salt, named)
+        sequences, body = call_fields.sequences(call.path), call.body
+        if request.form:
+            sequences *= await self._windows(request.form)
+        else:
+            allowed = settings.allowed_media_domains
+            named = call.path not in protocol.AGENTS_PATHS
+            body = await media.prepared(body, allowed, settings.max_request_size, salt, named)
         keys: dict[str, object] = {}
         if salt and call.path not in protocol.TOKENIZER_PATHS:
             keys["cache_salt"] = salt
@@ -373,9 +396,22 @@ class Pipeline:
             call = dataclasses.replace(call, reply=None)
         elif caller.phase == "decode" and call.path in PROMPT_ALONE:
             keys["kv_transfer_params"] = {HANDED_OVER: True}
-        if keys or body is not call.body:
+        if request.form:
+            body, kind = await in_thread(request.form.rendered, keys)
+            call = dataclasses.replace(call, body=body, content_type=kind)
+        elif keys or body is not call.body:
             call = dataclasses.replace(call, body=with_keys(body, **keys))
-        return call, call_fields.sequences(call.path)
+        return call, sequences
+
+    async def _windows(self, form: Form) -> int:
+        """How many sequences a form's sound is: the model hears so much of it at once. Raises
+        BadRequest for what is no sound, or too long.
+        """
+        try:
+            lasts = await in_thread(sound.seconds, form.file, self._settings.max_audio_seconds)
+        except sound.SoundError as error:
+            raise BadRequest(str(error), "file") from None
+        return max(math.ceil(lasts / sound.WINDOW_S), 1)
 
     def _check(self, call: EngineCall, found: RequestFields) -> None:
         """Raise BadRequest for a call that the engine may not get."""

@@ -214,10 +214,10 @@ class Relay:
         scope = self._client.scope
         passed = HEADERS
         added = []
-        if self._call.path != scope["path"]:
+        if self._call.content_type or self._call.path != scope["path"]:
             # On /invocations every body is JSON, whatever its content type says; vLLM insists.
             passed = HEADERS - {b"content-type", b"content-length"}
-            added.append((b"content-type", b"application/json"))
+            added.append((b"content-type", self._call.content_type or b"application/json"))
         if self._context:
             passed = passed.difference(TRACE_CONTEXT)
             added += self._context

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 
 from starlette.types import Receive, Scope, Send
 
+from handlers.multipart import Form
 from serving.cancellation import Cancellation
 from serving.errors import BadRequest, ErrorShape, NotFound
 from serving.http.bodies import header
@@ -102,6 +103,7 @@ class InferenceRequest:
     whether it can be refused because of what waits already. background: whether it goes while no
     other request waits, for however long that takes; its time begins then. content_type: the
     client's, which an input formatter may want to know. raw: the body is of that type, and no JSON.
+    form: the body, where it is a form with a file.
     """
 
     client: ClientRequest
@@ -117,6 +119,7 @@ class InferenceRequest:
     background: bool = False
     content_type: str = ""
     raw: bool = False
+    form: Form | None = None
 
     def rewritten(self, body: bytes) -> "InferenceRequest":
         """The same with what a formatter made of its body. Raises BadRequest."""

@@ -686,6 +686,18 @@ def test_any_config_is_read_or_refused(config, over_a_model):
         assert facts.kv.bytes_per_token("auto", facts.dtype) >= 0
 
 
+@pytest.mark.parametrize(
+    ("config", "heard"),
+    [
+        ({"is_encoder_decoder": True, "max_source_positions": 1500}, 1500),
+        ({"is_encoder_decoder": True}, None),
+        ({"max_source_positions": 1500}, None),
+    ],
+)
+def test_what_an_encoder_hears_at_once(config, heard):
+    assert look(model(config)).heard == heard
+
+
 @given(json_values | st.dictionaries(st.sampled_from(["a", "__metadata__"]), json_values))
 def test_any_header_is_read_or_refused(header):
     files = {"model.safetensors": framed(encoded(header)), INDEX: encoded(header)}

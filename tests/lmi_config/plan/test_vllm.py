@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
 import pytest
 
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import parallelism
-from lmi_config.plan.vllm import arguments, environment, options
+from lmi_config.plan.vllm import arguments, batch, environment, options
 from tests.lmi_config.examples import PARTS, machine
 from tests.lmi_config.examples import model as model_facts
 
@@ -220,7 +222,10 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
     ],
 )
 def test_the_engines_environment(environ, here, expected):
-    always = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    always = {
+        **{"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        **{"VLLM_MAX_AUDIO_DECODE_DURATION_S": "1500", "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": "64"},
+    }
     on_cpu = {} if here.gpus else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
     spread = parallelism.decide(read(environ), here, model_facts())
     assert environment(read(environ), here, spread, environ) == always | on_cpu | expected
@@ -281,3 +286,17 @@ def test_an_empty_list_is_no_argument():
     assert not any(
         "domains" in it for it in command({"SM_VLLM_ALLOWED_MEDIA_DOMAINS": "[]"}, machine())
     )
+
+
+@pytest.mark.parametrize(
+    ("environ", "here", "heard", "expected"),
+    [
+        ({}, CPU, 1500, {"max_num_batched_tokens": 4096}),
+        ({}, CPU, 6000, {"max_num_batched_tokens": 6000}),
+        ({}, CPU, None, {}),
+        ({}, GPU, 1500, {}),
+        ({"OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS": "2000"}, CPU, 1500, {}),
+    ],
+)
+def test_a_step_has_room_for_a_sound(environ, here, heard, expected):
+    assert batch(read(environ), here, dataclasses.replace(model_facts(), heard=heard)) == expected

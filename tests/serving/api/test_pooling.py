@@ -8,7 +8,13 @@ from starlette.routing import Route
 
 from lmi_config.options.declared import Settings
 from serving.inference.limits import INPUTS, MESSAGES, SHORTENED, TOKENIZED
-from serving.protocol import AGENTS_PATHS, PAIRS_PATHS, TOKENIZER_PATHS, UNFORMATTED_PATHS
+from serving.protocol import (
+    AGENTS_PATHS,
+    AUDIO_PATHS,
+    PAIRS_PATHS,
+    TOKENIZER_PATHS,
+    UNFORMATTED_PATHS,
+)
 from serving.router.routes import Route as Routed
 from serving.router.routes import route_of
 from tests.serving.conftest import running
@@ -172,4 +178,4 @@ async def test_responses_on_invocations_are_not_kept(served):
 
 
 def test_every_path_is_tried():
-    assert BODIES.keys() == {*UNFORMATTED_PATHS} - {*AGENTS_PATHS}
+    assert BODIES.keys() == {*UNFORMATTED_PATHS} - {*AGENTS_PATHS, *AUDIO_PATHS}
