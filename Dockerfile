@@ -54,11 +54,12 @@ RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=cache,target=/root/.cache/uv \
     --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
     bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
-        . /run/build/scripts/env.sh; in_image; \
+        . /run/build/scripts/env.sh; in_image "$ENGINE"; \
         uv venv --quiet --python /usr/bin/python3 "$venv"; \
         install <(grep -E "^(torch|triton|nvidia-.+)==" "$root/requirements/$ENGINE.txt"); \
         if [ "$ENGINE" = gpu ]; then complete_cuda; fi; \
-        slim'
+        slim "$ENGINE"'
+# hadolint ignore=DL3059
 RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=bind,source=requirements,target=/run/build/requirements \
     --mount=type=bind,from=uv,source=/uv,target=/run/build/uv \
@@ -66,10 +67,10 @@ RUN --mount=type=bind,source=scripts/env.sh,target=/run/build/scripts/env.sh \
     --mount=type=cache,target=/root/.cache/uv \
     --mount=type=secret,id=packages --mount=type=secret,id=uv_toml --mount=type=secret,id=ca \
     bash -euc 'if [ -f /run/secrets/packages ]; then . /run/secrets/packages; fi; \
-        . /run/build/scripts/env.sh; in_image; \
+        . /run/build/scripts/env.sh; in_image "$ENGINE"; \
         install "$root/requirements/$ENGINE.txt"; \
         works; \
-        slim; \
+        slim "$ENGINE"; \
         if [ "$ENGINE" = cpu ]; then name_vllm; else ln -s "$(site)/nvidia/cu13" /usr/local/cuda; fi'
 
 

@@ -163,17 +163,17 @@ complete_cuda() {
     ln -sf ../../../triton/backends/nvidia/bin/{cuobjdump,nvdisasm} "$home/bin/"
 }
 
-# Remove what no engine of Slipway's loads, which scripts/test rehearsal does too, and then runs:
-# tests, what profilers use, what only other GPUs than NVIDIA's do, one linear system over several
-# GPUs, vLLM's other front end, and names for debuggers in the libraries that have many. Others can
-# be broken by that: where a wheel's tools have moved their parts. Doing it again changes nothing,
-# so that the image's layers have no file twice.
+# slim cpu|gpu: remove what no engine of Slipway's loads, which scripts/test rehearsal does too, and
+# then runs: tests, what profilers use, what only other GPUs than NVIDIA's do, one linear system over
+# several GPUs, vLLM's other front end, and names for debuggers in the libraries that have many.
+# Others can be broken by that: where a wheel's tools have moved their parts. Doing it again changes
+# nothing, so that the image's layers have no file twice.
 slim() {
-    local file files
+    local engine=$1 file files
     (
         cd "$(site)" || exit
         find . -type d -name tests -prune -exec rm -rf {} +
-        if [ "$ENGINE" = cpu ]; then exit; fi
+        if [ "$engine" = cpu ]; then exit; fi
         rm -rf {triton,tokenspeed_triton}/backends/nvidia/lib/cupti triton/_C/libproton.so \
             tokenspeed_triton/backends/amd/lib tilelang/3rdparty/composable_kernel \
             nvidia/cu13/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt,nvperf_}* \
@@ -192,11 +192,11 @@ slim() {
     )
 }
 
-# The variables that installing in the image's build takes.
+# in_image cpu|gpu: the variables that installing in the image's build takes.
 in_image() {
     export SLIPWAY_UV=/run/build/uv UV_LINK_MODE=copy
     venv=/opt/venv
-    if [ "$ENGINE" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi
+    if [ "$1" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi
 }
 
 # Name in DOCKER an engine for containers that runs: what it names already, docker, or podman.
