@@ -21,7 +21,7 @@ from lmi_config.plan.memory import (
     kv_of_request,
     kv_per_token,
 )
-from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.parallelism import FEW_CPUS, Parallelism
 
 
 def findings(
@@ -60,7 +60,7 @@ def findings(
             f"takes up to {format_size(talk)}; give the container more (docker run --shm-size="
             f"{-(-talk // GIB)}g, or an emptyDir with medium Memory)"
         )
-    if parallelism.workerless:
+    if parallelism.workerless and len(machine.cpus) > FEW_CPUS:
         yield (
             f"/dev/shm has {format_size(machine.shm)}, too little for a worker process: the "
             "engine's core does its work (docker run --shm-size=2g gives more)"

@@ -227,7 +227,8 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
 
 
 def test_the_death_of_a_worker_is_told(tiny_options, tmp_path):
-    with serving(tmp_path / "log", **tiny_options) as it:
+    own = {"OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "mp"}
+    with serving(tmp_path / "log", **tiny_options, **own) as it:
         it.ready()
         (worker,) = it.children("VLLM::Worker")
         worker.kill()

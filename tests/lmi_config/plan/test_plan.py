@@ -236,7 +236,12 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             "/dev/shm has 1.0 GiB and 8 ranks talk through it, which takes up to 2.0 GiB; give the "
             "container more (docker run --shm-size=2g,",
         ),
-        ({}, machine(shm=64 << 20), None, "/dev/shm has 64 MiB, too little for a worker process"),
+        (
+            {},
+            machine(shm=64 << 20, cpus=tuple(range(8))),
+            None,
+            "/dev/shm has 64 MiB, too little for a worker process",
+        ),
         (
             {"OPTION_MAX_MODEL_LEN": "200k"},
             None,

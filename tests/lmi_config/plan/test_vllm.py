@@ -12,6 +12,7 @@ from tests.lmi_config.examples import model as model_facts
 CPU = machine()
 GPU = machine(gpus=4)
 SMALL_SHM = {"shm": 64 << 20}
+MANY_CPUS = machine(cpus=tuple(range(8)))
 
 
 def command(environ, here, model="m", derived=()):
@@ -64,7 +65,8 @@ def test_the_whole_command_line_on_gpus():
         ({"OPTION_PIPELINE_PARALLEL_SIZE": "2"}, GPU, ["--pipeline-parallel-size=2"]),
         ({"OPTION_TENSOR_PARALLEL_DEGREE": "8", "OPTION_NNODES": "2"}, GPU, ["--nnodes=2"]),
         ({"OPTION_ENABLE_LORA": "true"}, CPU, ["--worker-extension-cls=our.Lora"]),
-        ({}, machine(**SMALL_SHM), ["--distributed-executor-backend=uni"]),
+        ({}, CPU, ["--distributed-executor-backend=uni"]),
+        ({}, dataclasses.replace(MANY_CPUS, shm=64 << 20), ["--distributed-executor-backend=uni"]),
         (
             {"OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "mp"},
             machine(**SMALL_SHM),
@@ -183,8 +185,8 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
             GPU,
             {"HF_HUB_OFFLINE": "1", "VLLM_PORT": "5004"},
         ),
-        ({}, CPU, {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}),
-        ({"OPTION_ENFORCE_EAGER": "false"}, CPU, {"HF_HUB_OFFLINE": "1"}),
+        ({}, MANY_CPUS, {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}),
+        ({"OPTION_ENFORCE_EAGER": "false"}, MANY_CPUS, {"HF_HUB_OFFLINE": "1"}),
         (
             {"OPTION_TENSOR_PARALLEL_DEGREE": "2"},
             CPU,
@@ -202,7 +204,7 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
         ({}, machine(gpus=4, **SMALL_SHM), {"HF_HUB_OFFLINE": "1"}),
         (
             {},
-            machine(**SMALL_SHM),
+            CPU,
             {
                 "HF_HUB_OFFLINE": "1",
                 "TORCHDYNAMO_DISABLE": "1",
