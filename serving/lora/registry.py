@@ -37,6 +37,8 @@ from serving.sources.source import SourceError
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
+CHECKS = 8
+"""Adapters whose files are checked at the same time."""
 LABELS = 100
 """Adapters that have a series of their own, the first ones that are used; the others share one."""
 
@@ -69,7 +71,9 @@ class AdapterRegistry:
     ) -> None:
         self._model_names = model_names
         self._shared = shared
-        self._applied: dict[str, Entry] = {}  # of the shared list
+        self._applied: dict[str, Entry] = {}  # what is registered here as the shared list has it
+        self._changing: set[str] = set()  # what is just made as the list has it
+        self._changed_here: set[str] = set()  # since the last look at the list began
         self._gone: set[str] = set()  # what was missing at the last look
         self._told: dict[str, str] = {}  # what was logged of it, by name
         self._files = files
@@ -82,6 +86,7 @@ class AdapterRegistry:
         self._batch = BatchSlots[Adapter](lambda: batch_slots - slots.pinned)
         self._host = AdapterHost(engine, self._batch, slots, files, start_code)
         self._registered: dict[str, Adapter] = {}
+        self._checks = asyncio.Semaphore(CHECKS)
         self._locks = WeakValueDictionary[str, asyncio.Lock]()  # names come and go
         self._labels: set[str] = set()
         _REGISTERED.set_function(lambda: len(self._registered))
@@ -128,7 +133,7 @@ class AdapterRegistry:
         if name in self._model_names:
             raise Conflict(f"{name} is a name of the model itself; choose another for the adapter")
         async with self._lock(name):
-            located = await in_thread(self._look, name, src)
+            located = await self._check(name, src)
             known = self._registered.get(name)
             if known and known.digest != located.digest:
                 raise Conflict(
@@ -170,7 +175,7 @@ class AdapterRegistry:
             known = self.get(name)
             if known.pin and pin is False:
                 raise BadRequest("an adapter cannot be unpinned; delete it and register it again")
-            located = await in_thread(self._look, name, src) if src else known.located
+            located = await self._check(name, src) if src else known.located
             same = located.digest == known.digest
             adapter = known if same else Adapter(name, located, self._host)
             pin = known.pin or bool(pin)
@@ -197,19 +202,24 @@ class AdapterRegistry:
             if share:
                 await self._unlist(name)
             del self._registered[name]
+            self._applied.pop(name, None)
             await adapter.retire()
 
     # the shared list
 
     async def follow(self) -> None:
         """Register what other servers have listed, and the other way round, until cancelled."""
-        while self._shared:
-            await asyncio.sleep(self._shared.pause_s)
-            try:
-                await self.catch_up()
-                self._told.pop("", None)
-            except OSError as error:
-                self._tell("", f"the shared list of adapters cannot be read: {error}")
+        async with asyncio.TaskGroup() as changes:
+            while self._shared:
+                await asyncio.sleep(self._shared.pause_s)
+                try:
+                    changed = await self._differences(self._shared)
+                    self._told.pop("", None)
+                except OSError as error:
+                    self._tell("", f"the shared list of adapters cannot be read: {error}")
+                    continue
+                for name, entry in changed.items():
+                    changes.create_task(self._follow(name, entry))
         await asyncio.Event().wait()
 
     async def catch_up(self) -> None:
@@ -217,28 +227,45 @@ class AdapterRegistry:
 
         What cannot be registered here is logged, and tried again at the next call.
         """
-        if not self._shared:
-            return
-        listed, faults = await in_thread(self._shared.read)
+        changed = await self._differences(self._shared) if self._shared else {}
+        async with asyncio.TaskGroup() as changes:
+            for name, entry in changed.items():
+                changes.create_task(self._follow(name, entry))
+
+    async def _differences(self, shared: SharedList) -> dict[str, Entry | None]:
+        """What the shared list has otherwise than this server: name → entry, None where it is to
+        go. Raises OSError where the list cannot be read.
+        """
+        self._changed_here.clear()
+        listed, faults = await in_thread(shared.read)
         for name, fault in faults.items():
             self._tell(name, fault)
         gone = self._applied.keys() - listed.keys() - faults.keys()
         # Not at the first look: a router sends a deletion to all, and ours may be on its way.
         gone, self._gone = gone & self._gone, gone
-        for name in gone:
-            del self._applied[name]
-            if name in self:
-                await self.unregister(name, share=False)
-        for name, entry in listed.items():
-            if self._applied.get(name) == entry:
-                continue
-            try:
+        found: dict[str, Entry | None] = dict.fromkeys(gone)
+        found |= {name: it for name, it in listed.items() if self._applied.get(name) != it}
+        # Of what was changed here in the meantime, the list may have been read before.
+        for name in self._changing | self._changed_here:
+            found.pop(name, None)
+        return found
+
+    async def _follow(self, name: str, entry: Entry | None) -> None:
+        """Make one adapter as the shared list has it. This can take as long as a request."""
+        self._changing.add(name)
+        try:
+            if entry:
                 await self._apply(name, entry)
-            except ServingError as error:
-                self._tell(name, f"adapter {name} of the shared list: {error}")
-            else:
                 self._applied[name] = entry
-                self._told.pop(name, None)
+            else:
+                with contextlib.suppress(NotFound):  # a client has deleted it here as well
+                    await self.unregister(name, share=False)
+            self._told.pop(name, None)
+        except Exception as error:
+            unforeseen = None if isinstance(error, ServingError) else error
+            self._tell(name, f"adapter {name} of the shared list: {error}", unforeseen)
+        finally:
+            self._changing.discard(name)
 
     async def _apply(self, name: str, entry: Entry) -> None:
         """Have an adapter as the shared list has it."""
@@ -255,20 +282,24 @@ class AdapterRegistry:
                 "adapter %s: %s has other content than where it was registered", name, entry.src
             )
 
-    def _tell(self, name: str, fault: str) -> None:
+    def _tell(self, name: str, fault: str, unforeseen: Exception | None = None) -> None:
         if self._told.get(name) != fault:
-            log.error("%s", fault)
+            log.error("%s", fault, exc_info=unforeseen)
         self._told[name] = fault
 
     async def _list(self, adapter: Adapter) -> None:
         if self._shared:
+            entry = _entry(adapter)
             with _writing():
-                await in_thread(self._shared.put, adapter.name, _entry(adapter))
+                await in_thread(self._shared.put, adapter.name, entry)
+            self._applied[adapter.name] = entry
+            self._changed_here.add(adapter.name)
 
     async def _unlist(self, name: str) -> None:
         if self._shared:
             with _writing():
                 await in_thread(self._shared.drop, name)
+            self._changed_here.add(name)
 
     @contextlib.asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Adapter]:
@@ -285,6 +316,11 @@ class AdapterRegistry:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
+
+    async def _check(self, name: str, src: str) -> Located:
+        """Check an adapter's files. Raises as _look() does."""
+        async with self._checks:
+            return await in_thread(self._look, name, src)
 
     def _look(self, name: str, src: str) -> Located:
         """Check an adapter's files. Blocks; raises AdapterRefused, BadRequest and Conflict."""

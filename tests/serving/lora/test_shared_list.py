@@ -5,7 +5,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ def listed(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def server(root: Path, listed: Path | Place, limit: int = 100) -> AsyncIterator[Running]:
+async def server(
+    root: Path, listed: Path | Place, limit: int = 100, *, follows: bool = True
+) -> AsyncIterator[Running]:
     place = ListFolder(listed) if isinstance(listed, Path) else listed
     async with running() as it:
         files = AdapterFiles((root.resolve(),), (), root.parent / "store", 20_000)
@@ -46,6 +49,8 @@ async def server(root: Path, listed: Path | Place, limit: int = 100) -> AsyncIte
         )
         await it.pipeline.adapters.catch_up()
         following = asyncio.create_task(it.pipeline.adapters.follow())
+        if not follows:
+            following.cancel()
         yield it
         following.cancel()
         for adapter in it.pipeline.adapters.listed():
@@ -210,11 +215,137 @@ async def test_a_list_in_s3(root, aws):
             answer = await first.client.post("/adapters/a/update", params={"src": new})
             assert answer.status_code == 200
             await until_async(lambda: late.pipeline.adapters.get("a").src == new)
-            aws.fetched.clear()
             before = len(aws.listed)
-            await until_async(lambda: len(aws.listed) > before + 4)
+            await until_async(lambda: len(aws.listed) > before + 4)  # both have read what is new
+            aws.fetched.clear()
+            await until_async(lambda: len(aws.listed) > before + 8)
             assert not aws.fetched  # what is as it was is not read again
             await first.client.delete("/adapters/a")
             await has(late, "b")
     listed = aws.client.list_objects_v2(Bucket=BUCKET)["Contents"]
     assert [it["Key"] for it in listed] == ["of/one/b.json", "of/one/b/c.json"]
+
+
+@pytest.mark.parametrize(
+    ("place", "steps", "has_it"),
+    [
+        ("folder", "register 0, look 1, delete 1", False),
+        ("s3", "register 0, look 1, delete 1", False),
+        ("folder", "register 0, look 0, look 1, delete 0, register 1", True),
+        ("folder", "register 0, look 0, look 1, delete 1, register 1", True),
+        ("folder", "register 0, look 0, look 1, update 0, restore 1", True),
+    ],
+)
+async def test_the_last_change_counts_whoever_has_seen_those_before(
+    root, listed, aws, place, steps, has_it
+):
+    if place == "s3":
+        aws.client.create_bucket(Bucket=BUCKET)
+    old, new = write(root / "a"), write(root / "new", content=1)
+    async with contextlib.AsyncExitStack() as stack:
+        places = [ListBucket(LIST) if place == "s3" else listed for _ in range(2)]
+        both = [await stack.enter_async_context(server(root, it, follows=False)) for it in places]
+        for step, at in (it.split() for it in steps.split(", ")):
+            it = both[int(at)]
+            match step:
+                case "register":
+                    await register(it, "a", old)
+                case "delete":
+                    assert (await it.client.delete("/adapters/a")).status_code == 200
+                case "look":
+                    await it.pipeline.adapters.catch_up()
+                case _:
+                    to = {"src": str(new if step == "update" else old)}
+                    answer = await it.client.post("/adapters/a/update", params=to)
+                    assert answer.status_code == 200
+        for it in both * 3:
+            await it.pipeline.adapters.catch_up()
+        found = [[one.src for one in it.pipeline.adapters.listed()] for it in both]
+        assert found == [[str(old)] if has_it else []] * 2
+
+
+class Slow(ListFolder):
+    """Whose call of that name has done its work, but does not end yet."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder)
+        self._name = name
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.waits = False
+
+    def read(self) -> Mapping[str, bytes]:
+        found = super().read()
+        self._wait("read")
+        return found
+
+    def drop(self, name: str) -> None:
+        super().drop(name)
+        self._wait("drop")
+
+    def _wait(self, name: str) -> None:
+        if name == self._name:
+            self.waits = not self.goes_on.is_set()
+            self.goes_on.wait(10)
+            self.waits = False
+
+
+@pytest.mark.parametrize("change", ["delete", "update", "register"])
+async def test_what_was_read_before_a_change_does_not_undo_it(root, listed, change):
+    place = Slow(listed, "read")
+    async with server(root, place, follows=False) as it:
+        adapters = it.pipeline.adapters
+        old, new = write(root / "a"), write(root / "new", content=1)
+        await register(it, "a", old)
+        await adapters.catch_up()
+        if change == "register":
+            (listed / "a.json").unlink()
+            await adapters.catch_up()
+        before = adapters.listed()
+        place.goes_on.clear()
+        looking = asyncio.create_task(adapters.catch_up())
+        await until_async(lambda: place.waits)
+        match change:
+            case "delete":
+                await it.client.delete("/adapters/a")
+            case "update":
+                await it.client.post("/adapters/a/update", params={"src": str(new)})
+            case _:
+                await register(it, "a", old)
+        place.goes_on.set()
+        await looking
+        wanted = {"delete": [], "update": [str(new)], "register": [str(old)]}[change]
+        assert [one.src for one in adapters.listed()] == wanted
+        if change == "register":
+            assert adapters.listed() == before
+
+
+async def test_a_deletion_that_is_under_way_ends_nothing(root, listed, caplog):
+    place = Slow(listed, "drop")
+    async with server(root, place) as it, server(root, listed) as other:
+        await register(it, "a", write(root / "a"))
+        await has(other, "a")
+        place.goes_on.clear()
+        deleting = asyncio.create_task(it.client.delete("/adapters/a"))
+        await has(other)
+        await asyncio.sleep(0.2)  # some looks
+        place.goes_on.set()
+        assert (await deleting).status_code == 200
+        await register(other, "b", write(root / "b"))
+        await has(it, "b")
+    assert "of the shared list" not in caplog.text
+
+
+async def test_one_that_is_in_use_holds_up_no_others(root, listed):
+    async with server(root, listed) as one, server(root, listed) as other:
+        for name in ("a", "b", "c"):
+            await register(one, name, write(root / name))
+        await has(other, "a", "b", "c")
+        new = {"src": str(write(root / "new", content=1))}
+        using = other.pipeline.adapters.using
+        async with using("a"), using("b"):
+            assert (await one.client.delete("/adapters/a")).status_code == 200
+            assert (await one.client.post("/adapters/b/update", params=new)).status_code == 200
+            await has(other, "b", "c")
+            await one.client.delete("/adapters/c")
+            await has(other, "b")
