@@ -33,7 +33,7 @@ from serving.router.policy.policies import Choice, Policy, Work
 from serving.router.policy.request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
-from serving.router.routes import generates, template
+from serving.router.routes import creates, generates, template
 from serving.router.session_affinity import SessionAffinity
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,8 @@ class Placement:
         self._prefilled_on = ""
         self.inference = inference
         self.features = _UNREAD
+        self.once = False
+        """Whether two replicas would make two of what it asks for: a session, a file, a batch."""
         self.tried: list[Replica] = []
         self.replica: Replica | None = None
         """The one that it is with."""
@@ -135,12 +137,14 @@ class Placement:
     def read(self, request: Request, body: bytes | bytearray) -> None:
         """Learn of the request what the strategy wants to know, but for its tokens."""
         self._routing.retries.earn()
+        self.once = creates(request.method, request.path)
         if self.inference:
             self._divisible = not request.streamed and generates(request.path)
             found = self._routing.read(request.named, body, request.target, request.tenant)
             if found.adapter and not request.caller.may_use(found.adapter):
                 found = msgspec.structs.replace(found, adapter="")  # for it there is none
             self.features = found
+            self.once = self.once or found.begins_session
 
     def candidates(self, now: float) -> list[Replica]:
         """The replicas that can take it and were not tried."""

@@ -78,6 +78,11 @@ def generates(path: str) -> bool:
     return bool(_GENERATES.fullmatch(path))
 
 
+def creates(method: bytes, path: str) -> bool:
+    """Whether what is asked for on a path is made anew each time: a file, a batch."""
+    return method == b"POST" and path in (FILES, BATCHES)
+
+
 _TEMPLATES = [
     (re.compile(re.sub("{[^}]*}", "[^/]+", template)), template)
     for template in (

@@ -242,8 +242,8 @@ class Exchange:
             if not placement.choose():
                 raise placement.trouble()
         assert placement.replica
-        # A replica that fails may have begun a session already, and so would the next one.
-        others = [] if placement.features.begins_session else placement.alternatives()
+        # A replica that fails may have done it already, and so would the next one.
+        others = [] if placement.once else placement.alternatives()
         return [it.endpoint for it in (placement.replica, *others)]
 
     def _refuse(self, error: ServingError) -> Responses:

@@ -240,7 +240,7 @@ class ProxiedRequest:
     def _connect(self, replica: Replica, *, reuse: bool) -> None:
         self._progress_at = time.monotonic()
         # The replica may just have closed one that is idle, and some requests are sent only once.
-        once = self._request.streamed or self.placement.features.begins_session
+        once = self._request.streamed or self.placement.once
         reuse = reuse and not self._decoding and not once
         if reuse and (upstream := replica.take_idle()):
             self._send(replica, upstream)
@@ -304,8 +304,8 @@ class ProxiedRequest:
         return (
             not self._over
             and self._request.repeatable
-            # A replica that has failed may have begun a session already, and so would the next one.
-            and (refused or not (self._sent and self.placement.features.begins_session))
+            # A replica that has failed may have done it already, and so would the next one.
+            and (refused or not (self._sent and self.placement.once))
             and len(self.placement.tried) < TRIES
             and bool(self.placement.candidates(time.monotonic()))
             and self._routing.retries.spend()

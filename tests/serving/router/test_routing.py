@@ -462,16 +462,18 @@ async def test_a_replica_whose_answers_make_no_sense_is_looked_at_again(caplog):
         await it.ready(2)
 
 
-BEGINS = [
-    ({"requestType": "NEW_SESSION"}, {}),
-    ({"inputs": "Hi"}, {"X-Amzn-SageMaker-Session-Id": "NEW_SESSION"}),
+ONCE = [
+    ("/invocations", {"requestType": "NEW_SESSION"}, {}),
+    ("/invocations", {"inputs": "Hi"}, {"X-Amzn-SageMaker-Session-Id": "NEW_SESSION"}),
+    ("/v1/files", {}, {}),
+    ("/v1/batches", {}, {}),
 ]
 
 
-@pytest.mark.parametrize(("body", "headers"), BEGINS)
+@pytest.mark.parametrize(("path", "body", "headers"), ONCE)
 @pytest.mark.parametrize("fault", ["502", "closed", "down"])
-async def test_a_session_is_begun_once(body, headers, fault):
-    """The replica may have begun it before it failed."""
+async def test_what_would_be_made_twice_is_asked_for_once(tmp_path, path, body, headers, fault):
+    """A session, a file or a batch, which the replica may have made before it failed."""
 
     async def answer(replica, asked, writer):
         if fault == "closed":
@@ -481,37 +483,39 @@ async def test_a_session_is_begun_once(body, headers, fault):
         else:
             writer.write(whole(int(fault), b"no"))
 
-    async with routing(3, routing_strategy="roundrobin") as it:
+    async with routing(3, routing_strategy="roundrobin", batch_folder=str(tmp_path)) as it:
         for _ in range(6):  # so that there are connections to use again
             assert (await it.post({"prompt": "Hi"})).status_code == 200
         for replica in it.fleet:
             replica.answer = answer
             replica.asked.clear()
-        found = await it.post(body, "/invocations", headers=headers)
+        found = await it.post(body, path, headers=headers)
         assert found.status_code == 502
         assert sum(len(replica.asked) for replica in it.fleet) == 1
 
 
-@pytest.mark.parametrize(("body", "headers"), BEGINS)
+@pytest.mark.parametrize(("path", "body", "headers"), ONCE)
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_session_that_a_replica_refuses_is_begun_elsewhere(body, headers, status):
+async def test_what_a_replica_refuses_to_make_is_made_elsewhere(
+    tmp_path, path, body, headers, status
+):
     """As one does that was asked to stop, until its next probe."""
-    async with routing(2, routing_strategy="roundrobin") as it:
+    async with routing(2, routing_strategy="roundrobin", batch_folder=str(tmp_path)) as it:
         it.fleet[0].answer = sends(whole(status, b"draining", "retry-after: 1"))
         for _ in range(2):
-            found = await it.post(body, "/invocations", headers=headers)
+            found = await it.post(body, path, headers=headers)
             assert found.json()["replica"] == it.fleet[1].url
 
 
-@pytest.mark.parametrize(("body", "headers"), BEGINS)
-async def test_a_session_that_no_replica_was_asked_for_is_begun_elsewhere(
-    monkeypatch, body, headers
+@pytest.mark.parametrize(("path", "body", "headers"), ONCE)
+async def test_what_no_replica_was_asked_to_make_is_made_elsewhere(
+    monkeypatch, tmp_path, path, body, headers
 ):
     monkeypatch.setattr(health, "PING_S", 60.0)
-    async with routing(2, routing_strategy="roundrobin") as it:
+    async with routing(2, routing_strategy="roundrobin", batch_folder=str(tmp_path)) as it:
         await it.fleet[0].stop()
         for _ in range(2):
-            found = await it.post(body, "/invocations", headers=headers)
+            found = await it.post(body, path, headers=headers)
             assert found.json()["replica"] == it.fleet[1].url
 
 
@@ -926,11 +930,12 @@ async def test_a_request_may_ask_why_it_went_where(caplog):
         first = await it.post(body)
         assert "x-slipway-route" not in first.headers
         answer = await it.post(body, headers={"X-Slipway-Route": "1"})
-        reason = f"prefixaware: {first.json()['replica']} engine 384 of 500 tokens"
+        chosen = f"prefixaware: {first.json()['replica']}"
+        reason = f"{chosen} engine 384 of 500 tokens"
         assert answer.headers["x-slipway-route"] == reason
         own = [it for it in caplog.records if it.name == "serving.router.placement"]
         lines = [it.getMessage() for it in own]
-        assert lines[0] == reason.replace("384", "0")
+        assert lines[0] == f"{chosen} engine 0 of 500 tokens"
         assert lines[1] == reason
         assert "word" not in "".join(lines)
 
