@@ -33,6 +33,11 @@ ADAPTERS = 1024
 PAIRS = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
 """Keys of the texts that are compared."""
 
+GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "grammar", "choice")}
+"""Keys that vLLM had before 0.12 → their kinds of `structured_outputs`, which took their place."""
+_GUIDING = ("guided_decoding_backend", "guided_whitespace_pattern")
+"""Keys beside them, for which vLLM has nothing: it chooses a backend by what is asked for."""
+
 _SHORT = 128 * 1024  # bytes in which no list is too long to be read whole
 _NONE = msgspec.Raw()
 
@@ -87,6 +92,10 @@ class RequestFields(msgspec.Struct, gc=False):
     logit_bias: msgspec.Raw = _NONE
     response_format: msgspec.Raw = _NONE
     structured_outputs: msgspec.Raw = _NONE
+    guided_json: msgspec.Raw = _NONE
+    guided_regex: msgspec.Raw = _NONE
+    guided_grammar: msgspec.Raw = _NONE
+    guided_choice: msgspec.Raw = _NONE
     tools: msgspec.Raw = _NONE
     text: msgspec.Raw = _NONE
     output_config: msgspec.Raw = _NONE
@@ -191,6 +200,7 @@ class _Adapters(msgspec.Struct):
 
 
 _read_adapters = msgspec.json.Decoder(_Adapters).decode
+_read_values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_fields = msgspec.json.Decoder(RequestFields).decode
 
 
@@ -229,6 +239,29 @@ def with_keys(body: bytes, **keys: object) -> bytes:
     start = start[:-1].rstrip()
     comma = b"" if start.endswith(b"{") else b","
     return b"".join((start, comma, msgspec.json.encode(keys)[1:]))
+
+
+def with_structured_outputs(body: bytes, found: RequestFields) -> bytes:
+    """The body of a completion or chat, with `structured_outputs` for one of the GUIDED keys: vLLM
+    would ignore it, and answer freely. found: what the body says. Raises BadRequest where there is
+    more than one constraint.
+    """
+    keys = (*GUIDED, "structured_outputs", "response_format")
+    asked, *others = [key for key in keys if given(getattr(found, key))] or [""]
+    if asked not in GUIDED:
+        return body
+    if others:
+        raise BadRequest(
+            f"{asked} and {others[0]} cannot both constrain an answer; send one of them", others[0]
+        )
+    try:
+        values = read(_read_values, body)
+    except FormatError as error:  # names of keys were not looked at before
+        raise bad_request(error) from None
+    for key in (*GUIDED, *_GUIDING):
+        values.pop(key, None)
+    constraint = {GUIDED[asked]: getattr(found, asked)}
+    return msgspec.json.encode({**values, "structured_outputs": constraint})
 
 
 def given(value: msgspec.Raw) -> bool:

@@ -25,7 +25,14 @@ from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
-from serving.inference.fields import RequestFields, bad_request, fields, formats, with_keys
+from serving.inference.fields import (
+    RequestFields,
+    bad_request,
+    fields,
+    formats,
+    with_keys,
+    with_structured_outputs,
+)
 from serving.inference.queue import QUEUED, FairQueue, Ticket
 from serving.inference.relay import Relay
 from serving.inference.request import NAMED_EVENTS, ClientRequest, HttpCall, InferenceRequest
@@ -359,6 +366,10 @@ class Pipeline:
         except FormatError as error:
             raise bad_request(error) from None
         call_fields = request.fields if call.body is request.body else fields(call.body)
+        if call.path in (protocol.COMPLETIONS, protocol.CHAT_COMPLETIONS):
+            body = with_structured_outputs(call.body, call_fields)
+            if body is not call.body:
+                call, call_fields = dataclasses.replace(call, body=body), fields(body)
         if call.path in protocol.AGENTS_PATHS:
             self._require_no_formatter(adapter)
         self._check(call, call_fields)

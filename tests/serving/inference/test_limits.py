@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from serving.inference.fields import GUIDED
 from serving.inference.limits import INPUTS, MESSAGES, PROMPT_LOGPROBS, SEQUENCES, TOKENS
 from tests.serving.conftest import running
 
@@ -113,6 +114,59 @@ async def test_what_costs_the_engine_more_than_the_client_has_a_limit(large, key
     )
     lmi = {"inputs": "a", "parameters": {key: value}}
     assert f"{key} has more than " in await refused(large, "/invocations", lmi)
+
+
+@pytest.mark.parametrize("key", GUIDED)
+async def test_a_guided_key_becomes_the_structured_outputs_that_vllm_has_in_its_place(shared, key):
+    """vLLM (0.32) ignores the keys, and answers as if nothing had been asked for."""
+    value = ["yes", "no"] if key == "guided_choice" else "[ab]{2}"
+    more = {key: value, "guided_decoding_backend": "outlines", "guided_whitespace_pattern": " "}
+    for path, body in (
+        ("/invocations", {"inputs": "a", "parameters": more}),
+        ("/invocations", {"prompt": "a", "structured_outputs": None} | more),
+        ("/v1/completions", {"prompt": "a", "response_format": None} | more),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]} | more),
+    ):
+        answer = await shared.post(path, body)
+        assert answer.status_code == 200, answer.text
+        engines = served_as(shared)
+        assert engines["structured_outputs"] == {GUIDED[key]: value}
+        assert not [it for it in engines if it.startswith("guided")]  # vLLM would warn of them
+    assert (await shared.invoke({"prompt": "a", key: None})).status_code == 200
+    assert "structured_outputs" not in served_as(shared)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"guided_regex": "a"},
+        {"structured_outputs": {"regex": "a"}},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+async def test_a_guided_key_stands_alone(shared, more):
+    parameters = {"guided_json": {"type": "object"}, **more}
+    told = f"guided_json and {next(iter(more))} cannot both"
+    for path, body in (
+        ("/invocations", {"inputs": "a", "parameters": parameters}),
+        ("/v1/completions", {"prompt": "a"} | parameters),
+        ("/v1/chat/completions", {"messages": [user()]} | parameters),
+    ):
+        assert told in await refused(shared, path, body)
+
+
+async def test_a_guided_key_beside_a_name_that_is_no_text(shared):
+    body = b'{"prompt": "a", "guided_regex": "a", "\xff": 1}'
+    assert "not JSON" in await refused(shared, "/v1/completions", body)
+
+
+async def test_a_guided_key_has_the_limit_of_structured_outputs(large):
+    parameters = {"guided_regex": "a" * 70_000}
+    for path, body in (
+        ("/invocations", {"inputs": "a", "parameters": parameters}),
+        ("/v1/completions", {"prompt": "a"} | parameters),
+    ):
+        assert "structured_outputs has more than 65536 bytes" in await refused(large, path, body)
 
 
 @pytest.mark.parametrize(
