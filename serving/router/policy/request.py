@@ -2,8 +2,8 @@
 """What strategies know of a request, and how it is read from its headers and body.
 
 Of a JSON body only the keys that matter are looked at, and prompts stay the bytes that they are,
-where they are. Bodies are judged by the replicas: what cannot be read here goes its way all the
-same.
+where they are; forms go on unread. Bodies are judged by the replicas: what cannot be read here goes
+its way all the same.
 """
 
 import re
@@ -24,7 +24,8 @@ _SESSION_KEYS = ("session_id", "user_id", "user")
 _NONE = msgspec.Raw(b"")
 _MEDIA = re.compile(rb'"data:[^"]*"')
 _MEDIA_TOKENS = 1_000
-"""What an image in a prompt counts as; its base64 says nothing of its tokens."""
+"""What an image in a prompt, or a form, counts as; its size says nothing of its tokens."""
+_FORM = b"multipart/"  # with a file in it, most of all: sound, of which no prefix is cached
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -130,6 +131,9 @@ class RequestReader:
         """What is to be known of a request. tenant: whose it is, as serving/kv_cache/salt.py has
         it.
         """
+        form = headers.get(b"content-type", b"")[: len(_FORM)].lower() == _FORM
+        if form:
+            body = b""
         try:
             keys = self._decode(body)
         except _UNREADABLE:
@@ -137,6 +141,7 @@ class RequestReader:
         given = keys.prompt or keys.inputs or keys.messages or keys.input
         prompt = memoryview(given or body)
         tokens = _tokens(prompt, body, chat=bool(given) and given is keys.messages)
+        tokens += _MEDIA_TOKENS if form else 0
         if system := bytes(keys.system):
             prompt = memoryview(system + prompt)
             tokens += len(system) // BYTES_PER_TOKEN
