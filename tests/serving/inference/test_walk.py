@@ -147,6 +147,7 @@ WALK = [
     "inference/media",
     "engine/base",
     "inference/relay",
+    "observability/objectives",
     "observability/redaction",
     "observability/logs",
 ]
