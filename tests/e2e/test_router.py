@@ -256,15 +256,16 @@ def refusing(engine: Served):
 
 
 def whole(collector, trace, parent):
-    """The spans of a trace, once those have come that are sent last by their processes."""
+    """The spans of a trace, once the engine's have come, and all in which others are."""
 
-    def last():
+    def complete():
         found = collector.of(trace)
+        parents = {it.parent for it in found} - {it.id for it in found}
         return {"llm_request", "kv_cache_lookup"} <= {it.name for it in found} and (
-            parent in [it.parent for it in found]
+            parents == {parent}
         )
 
-    until(last)
+    until(complete)
     return collector.of(trace)
 
 
