@@ -94,18 +94,18 @@ def test_two_keys_and_one_document(where, cache, served, request):
 
 
 def test_real_clients_and_a_wrong_key(served, routed):
+    message = {"role": "user", "content": "a"}
+    asked: Any = {"model": "lmi", "max_tokens": 1, "messages": [message]}
     for it in (served, routed):
-        client = openai.OpenAI(base_url=f"{it.url}/v1", api_key="team-a", max_retries=0)
-        assert client.completions.create(model="lmi", prompt="a", max_tokens=1).choices
-        with pytest.raises(openai.AuthenticationError) as refused:
-            client.with_options(api_key="wrong").models.list()
-        assert refused.value.code == "invalid_api_key"
-        messages = anthropic.Anthropic(base_url=it.url, api_key="team-a", max_retries=0)
-        message = {"role": "user", "content": "a"}
-        asked: Any = {"model": "lmi", "max_tokens": 1, "messages": [message]}
-        assert messages.messages.create(**asked).content is not None
-        with pytest.raises(anthropic.AuthenticationError):
-            messages.with_options(api_key="wrong").messages.create(**asked)
+        with openai.OpenAI(base_url=f"{it.url}/v1", api_key="team-a", max_retries=0) as client:
+            assert client.completions.create(model="lmi", prompt="a", max_tokens=1).choices
+            with pytest.raises(openai.AuthenticationError) as refused:
+                client.with_options(api_key="wrong").models.list()
+            assert refused.value.code == "invalid_api_key"
+        with anthropic.Anthropic(base_url=it.url, api_key="team-a", max_retries=0) as client:
+            assert client.messages.create(**asked).content is not None
+            with pytest.raises(anthropic.AuthenticationError):
+                client.with_options(api_key="wrong").messages.create(**asked)
         assert it.client.get("/metrics", headers=bearer("team-a")).status_code == 403
         assert it.client.get("/metrics", headers=bearer(ADMIN)).status_code == 200
 

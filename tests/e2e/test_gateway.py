@@ -57,23 +57,23 @@ def client(fleet):
 
 
 def test_the_apis_are_those_of_one_server(fleet, client, tiny_options):
-    api = openai.OpenAI(base_url=f"{fleet[2].url}/v1", api_key="none", max_retries=0)
     name = tiny_options["OPTION_MODEL_ID"]
     message: Any = {"role": "user", "content": "Hi"}
-    whole = api.chat.completions.create(model=name, messages=[message], max_tokens=4)
-    assert whole.usage
-    assert whole.usage.completion_tokens == 4
-    stream = api.chat.completions.create(
-        model=name, messages=[message], max_tokens=4, stream=True, temperature=0
-    )
-    chunks: list[Any] = list(stream)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert len(chunks) >= 4
-    assert api.completions.create(model=name, prompt="Hi", max_tokens=3).choices[0].text
+    with openai.OpenAI(base_url=f"{fleet[2].url}/v1", api_key="none", max_retries=0) as api:
+        whole = api.chat.completions.create(model=name, messages=[message], max_tokens=4)
+        assert whole.usage
+        assert whole.usage.completion_tokens == 4
+        stream = api.chat.completions.create(
+            model=name, messages=[message], max_tokens=4, stream=True, temperature=0
+        )
+        chunks: list[Any] = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert len(chunks) >= 4
+        assert api.completions.create(model=name, prompt="Hi", max_tokens=3).choices[0].text
+        assert api.models.list().data
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}
     assert client.post("/invocations", json=body).json()["generated_text"]
     assert client.post("/invocations", json={"inputs": 5}).status_code == 424
-    assert api.models.list().data
 
 
 def test_adapters_are_registered_everywhere(fleet, client):
