@@ -68,7 +68,7 @@ def test_the_apis_are_those_of_one_server(fleet, client, tiny_options):
         )
         chunks: list[Any] = list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert len(chunks) >= 4
+        assert len(chunks) > 1
         assert api.completions.create(model=name, prompt="Hi", max_tokens=3).choices[0].text
         assert api.models.list().data
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}
