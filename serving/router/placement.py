@@ -89,6 +89,13 @@ class Routing:
     continues: bool
     """Whether streams are completed by another replica where theirs fails."""
 
+    def trace(self, request: Request) -> Span | None:
+        """The span of a request that has come, where traces are sent."""
+        if not self.tracer:
+            return None
+        name = f"{request.method.decode('latin-1')} {template(request.path)}"
+        return self.tracer.begin(name, request.headers)
+
     async def first_probe(self) -> None:
         """Wait until it is known which replicas can serve, or for FIRST_PROBE_S."""
         with contextlib.suppress(TimeoutError):

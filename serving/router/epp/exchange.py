@@ -25,7 +25,6 @@ from serving.router.http.buffers import Buffers
 from serving.router.http.ports import WholeResponder
 from serving.router.http.request import Request, Rules
 from serving.router.placement import Outcome, Placement, Routing
-from serving.router.routes import template
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +221,7 @@ class Exchange:
         if placement is None:
             return await whole.given
         self._placement = placement
-        if tracer := routing.tracer:
-            name = f"{request.method.decode('latin-1')} {template(request.path)}"
-            self._trace = tracer.begin(name, request.headers)
+        self._trace = routing.trace(request)
         if placement.inference and request.caller.limited:
             self._taken = await routing.limiter.take(request.caller)
         with self._trace.part("choose") if self._trace else contextlib.nullcontext():
@@ -232,10 +229,9 @@ class Exchange:
 
     async def _chosen(self, request: Request, placement: Placement) -> list[str]:
         routing = self._routing
-        body = bytes(request.body) if placement.inference else b""
-        placement.read(request, body)
-        if placement.inference and routing.tokenise:
-            placement.features = await routing.tokenise(placement.features, request, body)
+        placement.read(request, request.body)
+        if placement.inference and (tokenise := routing.tokenise):
+            placement.features = await tokenise(placement.features, request, bytes(request.body))
         if not placement.choose():
             if not routing.pool.probed.is_set():
                 await routing.first_probe()

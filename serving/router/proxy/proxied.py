@@ -20,7 +20,6 @@ from serving.router.http.request import NO_HEADERS, Headers, Request
 from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
 from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenise
 from serving.router.proxy.continuation import Continuation, continuation
-from serving.router.routes import template
 
 PREFILL_S = 60.0
 """For another replica to compute the prompt; then the one that answers does so itself."""
@@ -85,12 +84,9 @@ class ProxiedRequest:
         self._began = self._progress_at = time.monotonic()
         self._first_byte_at: float | None = None
         # trace, where there is one
-        self._trace: Span | None = None
+        self._trace = routing.trace(request)
         self._choosing: Span | None = None
         self._attempt: Span | None = None
-        if routing.tracer:
-            name = f"{request.method.decode('latin-1')} {template(request.path)}"
-            self._trace = routing.tracer.begin(name, request.headers)
 
     def start(self) -> None:
         if self.placement.inference and self._request.caller.limited:
