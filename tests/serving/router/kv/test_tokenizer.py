@@ -241,8 +241,14 @@ async def test_a_worker_that_hangs_holds_nobody_up_and_is_replaced(monkeypatch, 
     for _ in range(tokenizer_workers.WORKERS + 1):  # no worker is free for the last one
         with pytest.raises(TimeoutError):
             await hostile.tokens(CHAT, saying("hang"))
-    await until_async(lambda: not set(before[1:]) & set(hostile.processes()), LATE_S)
-    assert hostile.processes()[0] == before[0]
+    starter, *hung = before
+
+    def all_replaced():
+        now = hostile.processes()
+        return len(now) == len(before) and not set(hung) & set(now)
+
+    await until_async(all_replaced, LATE_S)
+    assert hostile.processes()[0] == starter
     monkeypatch.setattr(tokenizer_workers, "WAIT_S", LATE_S)
     assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
 
