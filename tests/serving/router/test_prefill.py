@@ -179,7 +179,7 @@ async def test_what_keeps_prompts_from_being_handed_over_is_a_warning(stores, se
 
 async def test_a_prefill_server_that_takes_no_connections(monkeypatch):
     """It is not asked again for a while."""
-    monkeypatch.setattr(replicas, "CONNECT_S", 0.1)
+    monkeypatch.setattr(replicas, "CONNECT_S", 0.5)
     async with divided() as it:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
             for _ in range(3):

@@ -108,8 +108,8 @@ async def test_the_log_first_and_then_what_comes():
     async with publishing() as it:
         await it.publish(block(0), block(1))
         async with following(it) as index:
-            await until_async(lambda: held(index) == 2)
-            assert index.follows("a")
+            await until_async(lambda: index.follows("a"))
+            assert held(index) == 2
             await it.publish(block(2))
             await until_async(lambda: held(index) == 3)
             await it.publish(BlockRemoved([2]))
