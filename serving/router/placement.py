@@ -3,8 +3,6 @@
 goes next if that one cannot. The proxy and the endpoint picker decide by this.
 """
 
-import asyncio
-import contextlib
 import copy
 import logging
 import ssl
@@ -38,8 +36,6 @@ from serving.router.session_affinity import SessionAffinity
 
 log = logging.getLogger(__name__)
 
-FIRST_PROBE_S = 3.0
-"""A router that has just started lets requests wait so long to learn which replicas can serve."""
 TRIES = 4
 """Replicas that one request is sent to, at most."""
 CLIENT_LEFT = 499
@@ -62,6 +58,8 @@ class Routing:
     """What a request on its way needs of its router."""
 
     pool: ReplicaPool
+    look: Callable[[], Awaitable[None]]
+    """Has the pool know which replicas can serve now."""
     strategy: str
     policy: Policy
     """Chooses replicas for inference, by the strategy of this name."""
@@ -95,12 +93,6 @@ class Routing:
             return None
         name = f"{request.method.decode('latin-1')} {template(request.path)}"
         return self.tracer.begin(name, request.headers)
-
-    async def first_probe(self) -> None:
-        """Wait until it is known which replicas can serve, or for FIRST_PROBE_S."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_PROBE_S):
-                await self.pool.probed.wait()
 
 
 class Outcome(NamedTuple):

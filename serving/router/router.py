@@ -114,6 +114,7 @@ class Router:
         affinity = SessionAffinity()
         self.routing = Routing(
             pool=self.pool,
+            look=self._health.look,
             strategy=settings.routing_strategy,
             policy=policy,
             fallback=RoundRobin(),

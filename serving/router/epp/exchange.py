@@ -233,8 +233,7 @@ class Exchange:
         if placement.inference and (tokenise := routing.tokenise):
             placement.features = await tokenise(placement.features, request, bytes(request.body))
         if not placement.choose():
-            if not routing.pool.probed.is_set():
-                await routing.first_probe()
+            await routing.look()
             if not placement.choose():
                 raise placement.trouble()
         assert placement.replica

@@ -41,6 +41,7 @@ class Broadcast:
 
     async def send(self, request: Request) -> Answer:
         """Have all replicas answer. Returns the worst of their answers; raises ServingError."""
+        await self._health.look()
         ready = self._pool.ready
         if not ready:
             raise NotReady(self._pool.trouble())
@@ -82,6 +83,7 @@ class Broadcast:
             replica.name + request.target.decode("latin-1"),
             data=bytes(request.body),
             headers={name.decode(): value.decode("latin-1") for name, value in _passed_on(request)},
+            allow_redirects=False,
             timeout=self._timeout,
         ) as answer:
             content_type = answer.headers.get("content-type", "application/json")

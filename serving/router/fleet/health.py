@@ -30,6 +30,10 @@ MODELS_S = 5.0
 """Between two looks at a replica's models and adapters."""
 SPEEDS_S = 30.0
 """Between two looks at how fast it loads from its tiers, which it measures as it serves."""
+LOOK_S = 0.2
+"""Between two looks at replicas that are not ready, while requests come for which none is."""
+LOOKING_S = 3.0
+"""Such a request waits so long at most for what they answer."""
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
@@ -68,6 +72,10 @@ class HealthChecks:
         self._asking = asking
         self._probes: dict[str, Probe] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        # looks at those that are not ready
+        self._looks: set[asyncio.Task[None]] = set()
+        self._next_look: asyncio.Task[None] | None = None  # the one that has not begun
+        self._looked_at = 0.0  # when the last one has
 
     async def run(self, sets: AsyncIterator[frozenset[str]]) -> None:
         """Check until cancelled. sets: the replicas' URLs, each time they change."""
@@ -77,9 +85,32 @@ class HealthChecks:
                     self._update(urls, client)
                 await asyncio.Event().wait()
             finally:
-                for task in self._tasks.values():
+                tasks = [*self._tasks.values(), *self._looks]
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Have it known which replicas can serve by now: probe those that could not.
+
+        Another process of the router, or whoever has started a replica, may have seen before us
+        that it is ready.
+        """
+        if not self._next_look or self._next_look.done():
+            self._next_look = asyncio.create_task(self._look())
+            self._looks.add(self._next_look)
+            self._next_look.add_done_callback(self._looks.discard)
+        await asyncio.wait([self._next_look])
+
+    async def _look(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOKING_S):
+                await self._pool.probed.wait()
+                await asyncio.sleep(self._looked_at + LOOK_S - time.monotonic())
+                self._next_look, self._looked_at = None, time.monotonic()
+                ready = {it.name for it in self._pool.ready}
+                late = [probe for name, probe in self._probes.items() if name not in ready]
+                await asyncio.gather(*(it.check() for it in late))
 
     def expire_models(self, replicas: Iterable[Replica]) -> None:
         """What these replicas serve may have changed: they are asked with their next probe."""
@@ -117,25 +148,30 @@ class Probe:
         self._silent = 0  # pings in a row that had no answer
         self._models_at = 0.0  # when its models were asked for
         self._speeds_at = 0.0
+        self._checking = asyncio.Lock()
 
     async def run(self) -> None:
         """Check until cancelled."""
-        replica = self._replica
         while True:
+            await self.check()
+            await asyncio.sleep(PING_S)
+
+    async def check(self) -> None:
+        """Ask what has become of the replica. Whatever it answers, it is asked again."""
+        replica = self._replica
+        async with self._checking:
             try:
                 await self._check()
-            except Exception as error:  # whatever it answers, it is probed again
+            except Exception as error:
                 detail = f"looking at it failed: {error}"
                 if replica.detail != detail:
                     log.exception("%s: looking at it failed", replica.name)
                 self._pool.enter(replica, State.FAILED, detail, anew=False)
-            await asyncio.sleep(PING_S)
 
     def expire_models(self) -> None:
         self._models_at = 0.0
 
     async def _check(self) -> None:
-        """Ask what has become of the replica."""
         replica = self._replica
         state, detail = await self._ping()
         anew = False

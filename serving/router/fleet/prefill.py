@@ -46,7 +46,7 @@ async def prefill(
     context: of its trace. identity: by which the replica knows what it is to do. Where this is
     cancelled, so is its work.
     """
-    upstream = await replica.connect(tls)
+    upstream = await replica.connect(tls, once=True)
     answer = _Answer()
     head = request.head(replica.authority, context, identity)
     upstream.send(answer, head, request.framed(), head_only=False, complete=True)

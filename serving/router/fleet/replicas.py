@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from serving.router.fleet.circuit_breaker import CircuitBreaker
 from serving.router.fleet.facts import Facts
-from serving.router.http.upstream import Upstream
+from serving.router.http.upstream import IdleConnections, Upstream
 from serving.router.policy.policies import Load, Share
 from serving.router.policy.tiers import Capacity
 
@@ -54,8 +54,7 @@ class Replica(Load):
         host = f"[{self.host}]" if ":" in self.host else self.host
         self.endpoint = f"{host}:{self.port}"
         """What gateways call it."""
-        self.idle: list[Upstream] = []
-        """Connections that wait for a request."""
+        self.idle = IdleConnections()
         self.breaker = CircuitBreaker()
         # what it says of itself
         self.state = State.UNKNOWN
@@ -111,32 +110,24 @@ class Replica(Load):
         """It was probed. Whether its state is another than before."""
         before, self.state, self.detail = self.state, state, detail
         self.settle(now)
-        for upstream in [it for it in self.idle if now - it.idle_since > IDLE_S]:
-            upstream.drop()
+        self.idle.drop(IDLE_S)
         return state is not before
 
-    async def connect(self, tls: ssl.SSLContext, *, decoding: bool = False) -> Upstream:
-        """A new connection. tls: for encrypted replicas. decoding: as Upstream has it. Raises
-        OSError, TimeoutError.
+    async def connect(
+        self, tls: ssl.SSLContext, *, once: bool = False, decoding: bool = False
+    ) -> Upstream:
+        """A new connection. tls: for encrypted replicas. once: it carries one request alone.
+        decoding: as Upstream has it. Raises OSError, TimeoutError.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):  # wait_for() may miss that it is cancelled
             _, upstream = await loop.create_connection(
-                lambda: Upstream(self.idle, decoding=decoding),
+                lambda: Upstream(None if once else self.idle, decoding=decoding),
                 self.host,
                 self.port,
                 ssl=tls if self.encrypted else None,
             )
         return upstream
-
-    def take_idle(self) -> Upstream | None:
-        """A connection that waits for a request, if there is one."""
-        return self.idle.pop() if self.idle else None
-
-    def close(self) -> None:
-        """Drop the connections that wait."""
-        for upstream in [*self.idle]:
-            upstream.drop()
 
 
 class ReplicaPool:
@@ -241,7 +232,7 @@ class ReplicaPool:
             log.info("a replica is gone", extra={"facts": {"replica": replica.name}})
             # What it has under way goes on; a pod that ends answers it.
             self.replicas.remove(replica)
-            replica.close()
+            replica.idle.close()
             self._on_gone(replica)
             self._gone[replica.name] = time.monotonic()
         for url in sorted(urls - {replica.name for replica in self.replicas}):
@@ -252,7 +243,7 @@ class ReplicaPool:
 
     def enter(self, replica: Replica, state: State, detail: str, *, anew: bool) -> None:
         """A replica was probed. anew: whether it has started anew since it last was ready."""
-        if not replica.enter(state, detail, time.monotonic()):
+        if replica not in self.replicas or not replica.enter(state, detail, time.monotonic()):
             return
         facts = {"replica": replica.name, "state": state} | ({"detail": detail} if detail else {})
         level = logging.WARNING if state in (State.DOWN, State.FAILED) else logging.INFO
@@ -260,7 +251,7 @@ class ReplicaPool:
         if state is State.READY:
             self._on_ready(replica, anew)
         elif state in (State.DOWN, State.FAILED):
-            replica.close()
+            replica.idle.drop()
             self._on_gone(replica)
         self._check_probed()
 

@@ -52,21 +52,55 @@ class Listener(Protocol):
         """There is room again for what is sent to the replica."""
 
 
+class IdleConnections:
+    """The connections to one replica that wait for a request."""
+
+    def __init__(self) -> None:
+        self._since: dict[Upstream, float] = {}
+        self._closed = False
+
+    def put(self, connection: "Upstream") -> None:
+        """It can carry another request."""
+        if self._closed:
+            connection.drop()
+        else:
+            self._since[connection] = time.monotonic()
+
+    def take(self) -> "Upstream | None":
+        """The one that has waited for the shortest time, if there is any."""
+        return self._since.popitem()[0] if self._since else None
+
+    def discard(self, connection: "Upstream") -> None:
+        """It is at its end."""
+        self._since.pop(connection, None)
+
+    def drop(self, waiting_s: float = 0.0) -> None:
+        """End those that have waited for so long."""
+        latest = time.monotonic() - waiting_s
+        for connection in [it for it, since in self._since.items() if since <= latest]:
+            del self._since[connection]
+            connection.drop()
+
+    def close(self) -> None:
+        """End all, and those that would wait from now on."""
+        self._closed = True
+        self.drop()
+
+
 class Upstream(FlowControl):
     """A connection to a replica, which carries one request and its answer at a time."""
 
-    def __init__(self, idle: list["Upstream"], *, decoding: bool = False) -> None:
-        """idle: where it puts itself when it can be used again. decoding: pass on bodies without
-        their framing, to clients that do not know it; such a connection is used once.
+    def __init__(self, idle: IdleConnections | None, *, decoding: bool = False) -> None:
+        """idle: where it waits for another request; None where it carries one alone. decoding: pass
+        on bodies without their framing, to clients that do not know it; it carries one alone, too.
         """
         super().__init__()
-        self._idle = idle
+        self._idle = None if decoding else idle
         self._decoding = decoding
         if decoding:
             self.on_body = self._collect  # httptools would make a copy of every body for it
         self.used = False
         """Whether it has carried an answer before."""
-        self.idle_since = 0.0
         # request
         self._listener: Listener | None = None
         self._request_sent = True
@@ -164,8 +198,8 @@ class Upstream(FlowControl):
         """The replica ends the connection, and with it an answer that has no other end."""
 
     def connection_lost(self, exception: Exception | None) -> None:
-        if self in self._idle:
-            self._idle.remove(self)
+        if self._idle:
+            self._idle.discard(self)
         listener, self._listener = self._listener, None
         if listener is None:
             return
@@ -213,13 +247,12 @@ class Upstream(FlowControl):
     def _release(self) -> None:
         """Become idle where another request can follow, else end the connection."""
         over = self._complete and self._request_sent and not self._head_only
-        if not (over and self._keep_alive) or self._decoding:
+        if not (over and self._keep_alive and self._idle):
             self.transport.abort()
             return
         self.used = True
-        self.idle_since = time.monotonic()
         self.resume()
-        self._idle.append(self)
+        self._idle.put(self)
 
     def _fail(self, reason: str) -> None:
         listener, self._listener = self._listener, None

@@ -148,7 +148,12 @@ class Continuation:
         """A replica's answer begins. Whether it is a stream of events."""
         self._chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
         kind = headers.get(b"content-type", b"").lower()
-        self._followed = status == 200 and self._chunked and kind.startswith(b"text/event-stream")
+        self._followed = (
+            status == 200
+            and self._chunked
+            and kind.startswith(b"text/event-stream")
+            and b"content-encoding" not in headers
+        )
         self._resumable = self._resumable and FORMATTED not in headers
         self._incoming = b""
         self.broken, self.failure = False, b""

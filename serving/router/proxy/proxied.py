@@ -140,9 +140,9 @@ class ProxiedRequest:
         self._pending = None
         self._choose()
 
-    async def _await_first_probe(self) -> None:
-        """Wait until it is known which replicas can serve."""
-        await self._routing.first_probe()
+    async def _look(self) -> None:
+        """Wait until it is known which replicas can serve now."""
+        await self._routing.look()
         self._pending = None
         self._choose(self.placement.trouble())
 
@@ -157,10 +157,10 @@ class ProxiedRequest:
             if self._trace:
                 self._begin_attempt(self._trace, replica, self._request.method.decode("latin-1"))
             self._connect(replica, reuse=True)
-        elif failure or self._routing.pool.probed.is_set():
-            self._fail(failure or self.placement.trouble())
+        elif failure:
+            self._fail(failure)
         else:
-            self._spawn(self._await_first_probe)
+            self._spawn(self._look)
 
     async def _prefill(self, replica: Replica) -> None:
         """Have a replica compute the prompt for the one that will answer."""
@@ -235,13 +235,18 @@ class ProxiedRequest:
 
     def _connect(self, replica: Replica, *, reuse: bool) -> None:
         self._progress_at = time.monotonic()
-        # The replica may just have closed one that is idle, and some requests are sent only once.
-        once = self._request.streamed or self.placement.once
-        reuse = reuse and not self._decoding and not once
-        if reuse and (upstream := replica.take_idle()):
+        reuse = reuse and not self._decoding and not self._once
+        if reuse and (upstream := replica.idle.take()):
             self._send(replica, upstream)
         else:
             self._spawn(self._connect_anew, replica)
+
+    @property
+    def _once(self) -> bool:
+        """Whether it can be sent only once: not on a connection that was idle, which its replica
+        may just have closed.
+        """
+        return self._request.streamed or self.placement.once
 
     @property
     def _decoding(self) -> bool:
@@ -250,7 +255,9 @@ class ProxiedRequest:
 
     async def _connect_anew(self, replica: Replica) -> None:
         try:
-            upstream = await replica.connect(self._routing.tls, decoding=self._decoding)
+            upstream = await replica.connect(
+                self._routing.tls, once=self._once, decoding=self._decoding
+            )
         except (OSError, TimeoutError) as error:
             self._pending = None
             reason = str(error) or "it takes no connections"
@@ -462,7 +469,10 @@ class ProxiedRequest:
             what = "a replica did not answer" if self._request.complete else "no more body came"
             self._fail(ReplicaTimedOut(f"{what} within {first} s"))
         elif self.begun and waited > timeouts.idle:
-            self._break_off()
+            if self._paused:  # by the client, whom no other replica would make read
+                self._cut()
+            else:
+                self._break_off()
 
     def replica_down(self) -> None:
         """Its replica is down. What that has not begun to answer goes to another, and so does the
@@ -487,6 +497,8 @@ class ProxiedRequest:
         """Its replica does not complete the answer that has begun."""
         stream = self._continuation
         if stream and stream.complete:
+            if self._upstream:
+                self._upstream.drop()
             self.on_end(keep_alive=True)
         elif stream and stream.resume() and self._take_retry():
             self._leave_replica()

@@ -68,6 +68,7 @@ class FakeReplica:
         self.blocks = ""  # what it tells of its cache instead, where it makes no sense
         self.tiers = ""  # the series of its tiers
         self.asked: list[Asked] = []
+        self.pings = 0
         self.probed: dict[str, Asked] = {}  # the router's last questions, by path
         self.answer: Answer | None = None
         self.connections: set[asyncio.StreamWriter] = set()
@@ -113,6 +114,7 @@ class FakeReplica:
             self.probed[asked.target] = asked
         match asked.target:
             case "/ping":
+                self.pings += 1
                 writer.write(whole(self.ping[0], json.dumps(self.ping[1]).encode()))
             case "/metrics":
                 cache = f'block_size="100",num_gpu_blocks="{self.blocks or self.tokens // 100}"'

@@ -96,6 +96,15 @@ async def test_each_is_told_its_phase_and_only_the_router_can_say_it():
         assert forged.status_code == 401
 
 
+async def test_connections_for_prompts_are_not_kept():
+    async with divided() as it:
+        before = len(it.prefills.connections)
+        for _ in range(20):
+            assert (await it.routed.post(long())).status_code == 200
+        assert it.phases()["prefills"] == ["prefill"] * 20
+        await until_async(lambda: len(it.prefills.connections) <= before, 5)
+
+
 async def breaks(replica, asked, writer):
     writer.transport.abort()
 

@@ -386,3 +386,17 @@ async def test_a_router_that_has_just_started():
     async with routing(2, wait=False) as it:
         answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(10)))
         assert {answer.status_code for answer in answers} == {200}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/adapters?name=poet&src=/poet"])
+async def test_a_replica_that_has_just_become_ready(path, monkeypatch):
+    """Who knows it, as from another process of the router, is not refused."""
+    monkeypatch.setattr(health, "PING_S", 60.0)
+    async with routing(1, wait=False) as it:
+        (replica,) = it.fleet
+        replica.ping = (503, {"status": "starting"})
+        answers = await asyncio.gather(*(it.post({}, path) for _ in range(50)))
+        assert {answer.status_code for answer in answers} == {503}
+        assert replica.pings < 10  # together they are no load
+        replica.ping = (200, {"status": "ready"})
+        assert (await it.post({}, path)).status_code == 200

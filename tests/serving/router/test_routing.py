@@ -70,6 +70,38 @@ async def test_connections_are_used_again_on_both_sides():
         assert len(it.router.clients) == 1
 
 
+async def test_connections_that_carry_one_request_alone_are_not_kept():
+    async with routing(1) as it:
+        before = len(it.fleet[0].connections)
+        for _ in range(20):
+            begins = {"requestType": "NEW_SESSION"}
+            assert (await it.post(begins, "/invocations")).status_code == 200
+        await until_async(lambda: len(it.fleet[0].connections) <= before, 5)
+
+
+async def test_connections_to_a_replica_that_is_gone_are_not_kept(tmp_path):
+    go_on = asyncio.Event()
+
+    async def answer(replica, asked, writer):
+        await go_on.wait()
+        writer.write(whole(200, b"late"))
+
+    listed = tmp_path / "replicas"
+    async with routing(1) as it:
+        (replica,) = it.fleet
+        replica.answer = answer
+        listed.write_text(replica.url)
+        async with routing(0, wait=False, router_replicas=listed.as_uri()) as other:
+            asked = asyncio.create_task(other.post({"prompt": "Hi"}))
+            await until_async(lambda: replica.asked)
+            before = len(replica.connections)
+            listed.write_text("")
+            await other.ready(0)
+            go_on.set()
+            assert (await asked).text == "late"  # what it has under way it answers
+            await until_async(lambda: len(replica.connections) < before, 5)
+
+
 async def test_a_stream_comes_as_it_is_made():
     go_on = asyncio.Event()
 
@@ -968,6 +1000,14 @@ async def test_changes_of_adapters_go_to_all():
         it.fleet[2].answer = sends(whole(503, b'{"code":503}', "retry-after: 7"))
         answer = await it.client.delete("/adapters/poet")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+
+
+async def test_a_change_goes_nowhere_else():
+    async with routing(1) as it, routing(1) as other:
+        where = f"location: {other.fleet[0].url}/adapters"
+        it.fleet[0].answer = sends(whole(307, b"{}", where))
+        answer = await it.client.post("/adapters?name=poet&src=/poet", content=b"")
+        assert (answer.status_code, other.fleet[0].asked) == (307, [])
 
 
 async def test_a_replica_that_ends_keeps_no_change_from_the_others():

@@ -2,12 +2,15 @@
 """Streams whose replica fails: what clients get is what they would have got without that."""
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from scripts.harness.wait import until_async
+from serving.router import router
 from serving.router.proxy import continuation, proxied
 from tests.serving.router.conftest import END, STREAM, FakeReplica, chunk, routing, whole
 
@@ -306,6 +309,61 @@ async def test_a_stopped_stream_of_a_replica_that_is_down_is_continued(monkeypat
             replica.answer = engine
         it.router._on_gone(hanging)
         assert text(events(await asked)) == "".join(PIECES)
+
+
+async def test_a_stream_that_lacks_only_its_end_ends_once(monkeypatch):
+    """What its replica may yet send is no part of the next answer."""
+    monkeypatch.setattr(proxied, "STOPPED_S", 0.0)
+
+    async def hang(replica: FakeReplica, asked: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + chunk(b"data: [DONE]\n\n"))
+        await asyncio.sleep(60)
+
+    async with routing(1, router_continue_streams=True) as it:
+        (replica,) = it.fleet
+        replica.answer = hang
+        asked = asyncio.create_task(it.post(BODIES[COMPLETION], COMPLETION))
+        await until_async(lambda: any(one.begun for one in it.router.proxied))
+        it.router._on_gone(it.router.pool.replicas[0])
+        assert events(await asked) == ["[DONE]"]
+        await until_async(lambda: replica.gone == 1, 5)
+
+
+async def test_a_client_that_does_not_read_is_not_generated_for_again(monkeypatch):
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
+    choice = {"index": 0, "text": "a", "finish_reason": None}
+    event = {"id": "1", "object": "o", "created": 1, "model": "m" * 100_000, "choices": [choice]}
+    piece = chunk(b"data: %b\n\n" % json.dumps(event).encode())
+
+    async def answer(replica: FakeReplica, asked: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+        while True:
+            writer.write(piece)
+            await writer.drain()
+
+    async with routing(2, router_continue_streams=True, router_idle_timeout=0.3) as it:
+        for replica in it.fleet:
+            replica.answer = answer
+        body = json.dumps(BODIES[COMPLETION]).encode()
+        head = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n"
+        # The reader stops at twice its limit.
+        _, writer = await it.raw(head % (COMPLETION.encode(), len(body)) + body)
+        await until_async(lambda: it.router.proxied)
+        await until_async(lambda: not it.router.proxied)
+        assert sum(len(replica.asked) for replica in it.fleet) == 1
+        writer.transport.abort()
+
+
+async def test_an_encoded_stream_passes():
+    data = gzip.compress(b"data: 1\n\ndata: [DONE]\n\n")
+
+    async def answer(replica: FakeReplica, asked: Any, writer: asyncio.StreamWriter) -> None:
+        head = STREAM.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+        writer.write(head + chunk(data[:9]) + chunk(data[9:]) + END)
+
+    async with routing(1, router_continue_streams=True) as it:
+        it.fleet[0].answer = answer
+        assert (await it.post(BODIES[CHAT], CHAT)).text == "data: 1\n\ndata: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("data", [b"data: 1\r\n\r\n", b": hello\n\n", b"data: {}\n\n"])
