@@ -20,6 +20,7 @@ from typing import Any, Literal
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
 from lmi_config.options.parsers import (
     Reader,
+    adapter_list,
     address,
     amount,
     boolean,
@@ -858,12 +859,13 @@ class Settings:
         help="Comma-separated S3 buckets whose adapters may be registered.",
     )
     adapter_list: str | None = _option(
-        text,
+        adapter_list,
         "OPTION_ADAPTER_LIST",
         section=Section.LORA,
-        help="Folder on a volume that all servers of a model mount, or `s3://bucket/prefix`. What "
-        "is registered on one of them is listed there, and registered on all, also on those that "
-        "start later.",
+        secret=True,
+        help="Folder on a volume that all servers of a model mount, `s3://bucket/prefix`, or "
+        "`valkey://host:6379/0` with a database of its own. What is registered on one of them is "
+        "listed there, and registered on all, also on those that start later.",
     )
     adapter_disk: int = _option(
         size,

@@ -41,6 +41,14 @@ def store(value: str) -> str:
     return value
 
 
+def adapter_list(value: str) -> str:
+    """Read where servers list their adapters: a folder, a prefix in S3, or a Valkey or Redis."""
+    try:
+        return store(value) if "://" in value and not value.startswith("s3://") else value
+    except ValueError:
+        raise ValueError("a folder, s3://bucket/prefix, or valkey://host:6379") from None
+
+
 def https_url(value: str) -> str:
     """Read a URL whose answers nobody on the way can change."""
     match = re.fullmatch(r"(https?)://(\[[0-9a-f:]+\]|[^/\s:@\[\]]+)(:\d+)?(/[^\s#]*)?", value)

