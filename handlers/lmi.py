@@ -84,7 +84,8 @@ def parse(body: bytes) -> EngineCall:
     request = read(_read_request, body)
     given = request.parameters or {}
     try:
-        parameters = msgspec.convert(given, _Parameters)
+        # As LMI reads them: "50" is a number there, and "true" is true.
+        parameters = msgspec.convert(given, _Parameters, strict=False)
     except msgspec.ValidationError as error:
         raise FormatError(str(error)) from None
     stream = bool(request.stream)
@@ -99,7 +100,7 @@ def parse(body: bytes) -> EngineCall:
 
     call: dict[str, Any] = {
         _RENAMED.get(name, name): value
-        for name, value in given.items()
+        for name, value in (given | msgspec.structs.asdict(parameters)).items()
         if name not in _NOT_PASSED and value is not None
     }
     call["prompt"] = request.inputs

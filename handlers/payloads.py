@@ -98,7 +98,7 @@ def _column(body: bytes) -> list[str]:
 
 
 def _csv_lines(body: bytes) -> Iterator[str]:
-    text = io.TextIOWrapper(io.BytesIO(body), "utf-8", newline="")
+    text = io.TextIOWrapper(io.BytesIO(body), "utf-8-sig", newline="")  # Excel writes a mark first
     while line := text.readline(LINE + 1):
         if len(line) > LINE:
             raise FormatError(f"a line of the CSV is longer than {LINE} characters")

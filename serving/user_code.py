@@ -633,7 +633,8 @@ class _Process:
                     break
             except asyncio.LimitOverrunError as overrun:
                 line = await lines.read(overrun.consumed)
-            log.info("%s: %s", self._name, redacted(line.decode(errors="replace").rstrip()))
+            # No template: by one, different lines would count as repetitions of the first.
+            log.info(redacted(f"{self._name}: {line.decode(errors='replace').rstrip()}"))
         await self._process.wait()
 
 

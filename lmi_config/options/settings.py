@@ -380,8 +380,9 @@ class _Resolver:
         given = self.given[name]
         try:
             return read(given.text)
-        except (ValueError, RecursionError) as error:
-            should = error if isinstance(error, ValueError) else "less deeply nested"
+        except (ValueError, RecursionError, OverflowError) as error:
+            too_much = {RecursionError: "less deeply nested", OverflowError: "less"}
+            should = too_much.get(type(error), error)
             self._faults.append(f"{self._shown(name)}: should be {should}")
             return None
 
@@ -399,6 +400,10 @@ class _Resolver:
 
     def _look_twice(self, name: str) -> None:
         """Note a variable that is none of ours, and nearly one: others have such prefixes too."""
+        whole = _meanings().get(name, "")
+        # Of one or two words it may be anybody's.
+        if name.count("_") > 1 and whole and whole not in UNUSED.keys() | REMOVED.keys():
+            self._notes += nearly(name, name, {name: whole})
         if not name.startswith(_PREFIXES) or len(_bare(name)) < spelling.SHORTEST:
             return
         known = {_bare(it): it for it in sorted(_NAMES | UNUSED.keys())}

@@ -135,17 +135,17 @@ class Adapter:
             self._users -= 1
             self._host.slots.notify()
 
-    async def configure(self, located: Located, load: bool, pin: bool) -> None:
+    async def configure(self, located: Located, preload: bool, pin: bool) -> None:
         """Take over how it is registered; where loading or pinning fails, it stays as it was.
 
         located: the same version, perhaps at another place. Raises AdapterFailed and NoSlot.
         """
-        if load:
+        if preload:
             async with self.use(located):
                 if pin and not self.pin:
                     await self._host.engine.pin_adapter(self.inner)
                     self.pin = True
-        self.preload = self.preload or load
+        self.preload = preload
         self.src = located.src
 
     async def unload(self) -> None:

@@ -146,7 +146,7 @@ class AdapterRegistry:
                 )
             adapter = self._registered[name] = known or Adapter(name, located, self._host)
             try:
-                await adapter.configure(located, preload or pin, pin)
+                await adapter.configure(located, preload or pin or adapter.preload, pin)
                 if share:
                     await self._list(adapter)
             except (
@@ -166,21 +166,23 @@ class AdapterRegistry:
         *,
         share: bool = True,
     ) -> None:
-        """Change an adapter's content or how it is kept. Where that fails it stays as it was.
+        """Change an adapter's content or how it is kept. Where that fails it stays as it was; what
+        is None stays in any case.
 
         Raises as register() does, and NotFound.
         """
         self.get(name)
         async with self._lock(name):
             known = self.get(name)
-            if known.pin and pin is False:
+            if known.pin and False in (pin, preload):
                 raise BadRequest("an adapter cannot be unpinned; delete it and register it again")
             located = await self._check(name, src) if src else known.located
             same = located.digest == known.digest
             adapter = known if same else Adapter(name, located, self._host)
             pin = known.pin or bool(pin)
+            preload = known.preload if preload is None else preload
             try:
-                await adapter.configure(located, bool(preload) or pin, pin)
+                await adapter.configure(located, preload or pin, pin)
                 if share:
                     await self._list(adapter)
             except BaseException:

@@ -19,6 +19,7 @@ from handlers.records import FormatError
         ("text/plain", b"", [{"inputs": ""}]),
         ("Text/CSV", b'id,inputs\n1,"a, ""b"""\n2,c\n', [{"inputs": ['a, "b"', "c"]}]),
         ("text/csv", b"inputs\r\na\r\n", [{"inputs": ["a"]}]),
+        ("text/csv", b"\xef\xbb\xbfinputs\r\na\r\n", [{"inputs": ["a"]}]),  # as Excel writes it
         (
             "application/jsonlines",
             b'{"inputs": "a"}\n\n {"prompt": "b"} \r\n',

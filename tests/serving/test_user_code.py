@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import shutil
+import sys
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 
@@ -232,6 +234,19 @@ async def test_secrets_that_it_prints_or_raises_are_hidden(shared, monkeypatch, 
         answer = await shared.invoke({"inputs": "a", "do": "print"})
         assert "ValueError: [secret] (model.py" in answer.json()["error"]
     assert "the token is [secret]" in capsys.readouterr().err
+
+
+async def test_all_that_it_prints_is_logged(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        logging.getLogger(), "handlers", [logs.Handler(sys.stderr, logging.Formatter())]
+    )
+    printed = [f"{first}{second}" for first in ascii_lowercase for second in ascii_lowercase]
+    (tmp_path / "model.py").write_text(f"print(*{printed}, sep='\\n')\ndef handle(inputs): ...")
+    code = await start_user_code(tmp_path, COMPAT, LIMITS)
+    assert code
+    await code.stop()
+    logged = capsys.readouterr().err
+    assert [word for word in printed if f": {word}\n" not in logged] == []
 
 
 async def test_it_is_started_again_when_it_has_ended(tmp_path):

@@ -184,6 +184,7 @@ def test_how_long_answers_may_take(environ, whole, stream):
     assert (found.whole_timeout, found.stream_timeout) == (whole, stream)
 
 
+NINES = "9" * 400
 UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
 
 
@@ -294,6 +295,8 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
             "OPTION_KV_DISK_SIZE='4 boxes': should be a whole number, or one with a suffix: 8k and "
             "8kB are 8,000, 8K and 8KiB are 8,192",
         ),
+        ({"OPTION_KV_DISK_SIZE": NINES + "kB"}, f"OPTION_KV_DISK_SIZE='{NINES}kB': should be less"),
+        ({"OPTION_MAX_MODEL_LEN": NINES + "k"}, f"OPTION_MAX_MODEL_LEN='{NINES}k': should be less"),
     ],
 )
 def test_a_fault_names_the_value_and_what_would_do(environ, fault):

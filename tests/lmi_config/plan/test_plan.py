@@ -168,7 +168,11 @@ def test_a_length_that_vllm_chooses_is_no_number():
 
 
 @pytest.mark.parametrize(
-    "name", ["LMCACHE_CHUNK_SZIE", "SERVING_JOB_QUEUE_SZIE", "SERVING_PREDICT_TIMEOUTS"]
+    "name",
+    [
+        *("LMCACHE_CHUNK_SZIE", "SERVING_JOB_QUEUE_SZIE", "SERVING_PREDICT_TIMEOUTS"),
+        *("MAX_ROLLING_BATCH_SIZE", "GPU_MEMORY_UTILIZATION"),
+    ],
 )
 def test_a_variable_that_is_nearly_one_of_ours_is_noted(name):
     findings = planned({name: "5"}).findings

@@ -743,6 +743,24 @@ async def test_an_update_changes_the_version(served, root):
     assert (await ask(served, "one"))["model"] == "one"
 
 
+@pytest.mark.parametrize("update", [{}, {"src": "new"}, {"pin": "true"}])
+async def test_an_update_keeps_what_it_does_not_name(served, root, update):
+    write(root / "new", content=1)
+    await register(served, "one", write(root / "one"), preload="true")
+    update = {name: str(root / value) if name == "src" else value for name, value in update.items()}
+    assert (await served.client.post("/adapters/one/update", params=update)).status_code == 200
+    described = (await served.client.get("/adapters/one")).json()
+    assert described["preload"] is True
+    assert served.engine.loaded == [served.pipeline.adapters.get("one").inner]
+
+
+async def test_an_update_may_take_preloading_back(served, root):
+    await register(served, "one", write(root / "one"), preload="true")
+    update = await served.client.post("/adapters/one/update", params={"preload": "false"})
+    assert update.status_code == 200
+    assert (await served.client.get("/adapters/one")).json()["preload"] is False
+
+
 async def test_selection(served, root):
     await register(served, "one", write(root / "one"))
     inner = f"one@{served.pipeline.adapters.get('one').digest}"
