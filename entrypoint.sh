@@ -9,7 +9,7 @@ set -euo pipefail
 [ $# -gt 0 ] || set -- serve
 id='^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$'
 case $1 in
-    serve | plan | route | keys | -* | s3://*) ;;
+    serve | plan | tune | route | keys | -* | s3://*) ;;
     *)
         case "${1##*/} ${2-} ${3-} " in
             "vllm serve "* | python*" -m vllm.entrypoints.openai.api_server ")

@@ -37,12 +37,13 @@ from lmi_config.plan import explain
 from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
 
-USAGE = """usage: python -m serving [serve | plan | route] [ARGUMENT ...]
+USAGE = """usage: python -m serving [serve | plan | tune | route] [ARGUMENT ...]
        python -m serving keys new NAME [--tenant TENANT]
        python -m serving [vllm serve] ARGUMENT ...
 
   serve   serve a model (the default)
   plan    print what serve would do here, and why; starts nothing
+  tune    measure configurations of serve, and write the options of the best one
   route   route requests to several servers
   keys    make an API key, and its lines for OPTION_API_KEYS_FILE
 
@@ -86,6 +87,18 @@ def _plan(rest: list[str], environ: Mapping[str, str]) -> int:
     else:
         print(redaction.redacted(explain.as_text(plan)))
     return 0
+
+
+def _tune(rest: list[str], environ: Mapping[str, str]) -> int:
+    from serving.tune.tune import tune
+
+    redaction.hide(environ)
+    try:
+        redaction.hide(_together(environ, arguments.read("tune", rest)))
+        return tune(rest, environ)
+    except SettingsError as error:
+        print(redaction.redacted(str(error)), file=sys.stderr)
+        return USAGE_ERROR
 
 
 def _together(environ: Mapping[str, str], argued: Mapping[str, Given]) -> dict[str, str]:
@@ -202,6 +215,7 @@ def _keys(rest: list[str], environ: Mapping[str, str]) -> int:
 _VERBS: Mapping[str, Callable[[list[str], Mapping[str, str]], int]] = {
     "serve": functools.partial(_run, "serve", _serve),
     "plan": _plan,
+    "tune": _tune,
     "route": functools.partial(_run, "route", _route),
     "keys": _keys,
 }

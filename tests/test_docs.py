@@ -111,7 +111,7 @@ def check_script(call: Call) -> None:
     script, *words = call.words
     assert os.access(ROOT / script, os.X_OK), f"there is no {script}"
     verb = next(iter(words), "")
-    if script in ("scripts/serve", "scripts/plan", "scripts/route"):
+    if script in ("scripts/serve", "scripts/plan", "scripts/tune", "scripts/route"):
         configured(call.environ, Path(script).name, words)
     elif script == "scripts/build":
         assert verb in ("cpu", "gpu")
@@ -159,7 +159,7 @@ def check(call: Call) -> None:
     if call.words[:2] == ["docker", "run"]:
         environ, command = container(call.words)
         verb, *words = command or ["serve"]
-        assert verb in ("serve", "plan", "route", "keys", "vllm", "bash")
+        assert verb in ("serve", "plan", "tune", "route", "keys", "vllm", "bash")
         if verb not in ("vllm", "keys"):
             configured(environ, verb, words)
 

@@ -119,7 +119,7 @@ def program(path, *lines):
     return str(path)
 
 
-@pytest.mark.parametrize("words", [("serve",), ("plan",), ()])
+@pytest.mark.parametrize("words", [("serve",), ("plan",), ("tune", "--workload", "w"), ()])
 def test_a_mistyped_flag_ends_it_and_is_named_as_it_was_typed(words):
     ended = run(*words, "--max-modle-len", "5", "--port=abc")
     assert ended.returncode == 2

@@ -21,6 +21,8 @@ from lmi_config.options.settings import SettingsError
 
 AS_JSON = "--json"
 """The one argument of `plan` that is no option."""
+WORKLOAD, RESULTS = "--workload", "--results"
+"""Those of `tune`, each with a value."""
 _BOOLEANS = (boolean, switch)
 _HELP = ("-h", "--help")
 _MODELS = ("-m", "--models")
@@ -29,9 +31,17 @@ _PYTHON = ("", "python", "mpi", "vllm")
 _ABOUT = {
     "serve": "Serve a model. MODEL is a local folder, an s3:// prefix or a Hugging Face hub id.",
     "plan": "Print what `serve` would do here, and why; starts nothing. --json is for programs.",
+    "tune": "Measure configurations of `serve` under a workload, and write the best one's options: "
+    "FILE has\noptions of AIPerf's, --slo-ttft-ms and --slo-itl-ms are the objectives, FOLDER gets "
+    "slipway.yaml.",
     "route": "Route requests to servers. REPLICA is the address of one, like http://10.0.0.5:8080.",
 }
-_POSITIONAL = {"serve": "[MODEL]", "plan": "[MODEL] [--json]", "route": "[REPLICA ...]"}
+_POSITIONAL = {
+    "serve": "[MODEL]",
+    "plan": "[MODEL] [--json]",
+    "tune": "[MODEL] --workload FILE [--results FOLDER]",
+    "route": "[REPLICA ...]",
+}
 _NOTE = """\
 Each flag is also an environment variable: --max-model-len 8k is OPTION_MAX_MODEL_LEN=8k. What the
 command line says comes before all else. Flags that are on or off need no value: --enable-lora,
@@ -81,7 +91,7 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     others: list[str] = []
     models: list[str] = []
-    left = [word for word in arguments if verb != "plan" or word != AS_JSON]
+    _, left = apart(verb, arguments)
     while left:
         word = left.pop(0)
         if not word.startswith("-") or word == "-":
@@ -116,6 +126,29 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
             raise SettingsError([f"{' '.join(others)}: {fault}"])
         found["OPTION_MODEL_ID"] = Given(others[0], "MODEL")
     return found
+
+
+def apart(verb: str, arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """A verb's arguments that are no options, by their names, and the words that are left.
+
+    Raises SettingsError where one has no value.
+    """
+    if verb != "tune":
+        return {}, [word for word in arguments if verb != "plan" or word != AS_JSON]
+    found: dict[str, str] = {}
+    left, words = [], [*arguments]
+    while words:
+        word = words.pop(0)
+        name, assigned, value = word.partition("=")
+        if name not in (WORKLOAD, RESULTS):
+            left.append(word)
+            continue
+        if not assigned:
+            value = words.pop(0) if words and not words[0].startswith("-") else ""
+        if not value:
+            raise SettingsError([f"{name}: needs a value"])
+        found[name] = value
+    return found, left
 
 
 def _model(models: str) -> dict[str, Given]:

@@ -193,8 +193,19 @@ def tokens_of_a_step(settings: Settings, machine: Machine, parallelism: Parallel
     """max_num_batched_tokens; vLLM's own are of get_batch_defaults in vllm/engine/arg_utils.py."""
     if settings.max_rolling_batch_prefill_tokens:
         return settings.max_rolling_batch_prefill_tokens
+    return _step_on_gpu(machine) if machine.gpus else 2048 * parallelism.workers
+
+
+def sequences_of_a_step(settings: Settings, machine: Machine, parallelism: Parallelism) -> int:
+    """max_num_seqs; vLLM's own are of the same function."""
+    if settings.max_rolling_batch_size:
+        return settings.max_rolling_batch_size
     if not machine.gpus:
-        return 2048 * parallelism.workers
+        return 128 * parallelism.workers
+    return 1024 if _step_on_gpu(machine) > 2048 else 256
+
+
+def _step_on_gpu(machine: Machine) -> int:
     # In a container that has a slice of a GPU, vLLM cannot tell its memory.
     first = machine.gpus[0]
     memory, name = 0 if first.slice else first.memory or 0, first.name.lower()

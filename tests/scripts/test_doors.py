@@ -14,7 +14,10 @@ from scripts.models import default
 from tests.test_entrypoint import run
 
 ROOT = Path(__file__).parents[2]
-DOORS = ("serve", "plan", "route", "sagemaker", "hyperpod", "build", "check", "test", "lock", "dev")
+DOORS = (
+    *("serve", "plan", "tune", "route", "sagemaker", "hyperpod"),
+    *("build", "check", "test", "lock", "dev"),
+)
 UV = 'echo "uv was asked: $@" >&2; exit 9'
 
 
@@ -74,6 +77,7 @@ def test_each_helps_without_installing_anything(root, door):
     [
         ("serve", ("org/m", "--help")),
         ("plan", ("-h",)),
+        ("tune", ("org/m", "--workload", "w.yaml", "-h")),
         ("route", ("--help", "http://a")),
     ],
 )
@@ -98,7 +102,7 @@ def test_the_readme_names_every_door():
     assert doors == set(re.findall(r"`scripts/(\w+)", (ROOT / "scripts/README.md").read_text()))
 
 
-@pytest.mark.parametrize("door", ["serve", "route"])
+@pytest.mark.parametrize("door", ["serve", "tune", "route"])
 def test_a_mistyped_flag_ends_it_before_anything_is_installed(root, door):
     ended = call(root, door, "--max-modle-len", "8k")
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -106,7 +110,7 @@ def test_a_mistyped_flag_ends_it_before_anything_is_installed(root, door):
     assert "uv" not in ended.stderr
 
 
-@pytest.mark.parametrize("door", ["serve", "plan"])
+@pytest.mark.parametrize("door", ["serve", "plan", "tune"])
 def test_arguments_are_passed_on(ready, door):
     words = ("org/m", "--max-model-len", "8k")
     made = f"made for -P -m scripts.models.default {door} org/m --max-model-len 8k"

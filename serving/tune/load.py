@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A workload's load on an endpoint, put there and measured by `vllm bench serve`, which comes with
+vLLM: what it counts as TTFT, and as a request that meets its objectives, is what others publish.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+from serving.observability.redaction import redacted
+from serving.process import end_with_parent
+from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
+from serving.tune.workload import Level, Workload, spread
+
+_PATHS = {"chat": ("openai-chat", CHAT_COMPLETIONS), "completions": ("openai", COMPLETIONS)}
+_TOLD = 300
+"""Characters of an error."""
+
+
+class LoadError(Exception):
+    """A load that could not be measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """In milliseconds; None: none. ttft: to the first token. itl: between an answer's tokens, on
+    average, which vLLM's benchmark calls TPOT.
+    """
+
+    ttft: int | None
+    itl: int | None
+
+    def excess(self, found: "Measured") -> float:
+        """How the 99th percentiles compare with the objectives: up to 1 both are met, at 2 one of
+        them is missed by as much again. 0 where there are none.
+        """
+        pairs = ((found.ttft_p99, self.ttft), (found.itl_p99, self.itl))
+        return max((value / wanted for value, wanted in pairs if wanted), default=0.0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a level has shown. Percentiles in milliseconds. itl: of answers' averages. tokens: of
+    answers, each second. goodput: requests/s that met the objectives; None without any.
+    """
+
+    level: str
+    requests: int
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    tokens: float
+    goodput: float | None = None
+
+
+def command(
+    workload: Workload,
+    level: Level,
+    *,
+    url: str,
+    model: str,
+    tokenizer: str,
+    seed: int,
+    objectives: Objectives,
+    result: Path,
+    remote_code: bool = False,
+) -> list[str]:
+    """The command line that puts the load on the server at that URL. result: the file it writes.
+
+    seed: of the prompts; those of two loads with one seed are the same, and the second finds them
+    cached.
+    """
+    backend, path = _PATHS[workload.endpoint]
+    words: dict[str, Any] = {
+        "backend": backend,
+        "endpoint": path,
+        "base-url": url,
+        "model": model,
+        "tokenizer": tokenizer,
+        "num-prompts": workload.requests(level),
+        "num-warmups": workload.warm_ups(level),
+        "seed": seed,
+        "percentile-metrics": "ttft,tpot",
+        "metric-percentiles": "50,99",
+        "result-dir": result.parent,
+        "result-filename": result.name,
+        **_prompts(workload),
+    }
+    if level.users:
+        words["max-concurrency"] = level.users
+    if level.rate is not None:
+        words["request-rate"] = level.rate
+    found = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    found += [part for name, value in words.items() for part in (f"--{name}", str(value))]
+    found += ["--save-result", "--save-detailed", "--disable-tqdm", "--ignore-eos"]
+    if url.startswith("https:"):
+        found.append("--insecure")  # a server's own certificate is for its clients' names
+    if remote_code:
+        found.append("--trust-remote-code")
+    limits = {"ttft": objectives.ttft, "tpot": objectives.itl}
+    if wanted := [f"{name}:{value}" for name, value in limits.items() if value]:
+        found += ["--goodput", *wanted]
+    return found
+
+
+def _prompts(workload: Workload) -> dict[str, Any]:
+    if workload.prefixes:
+        return {
+            "dataset-name": "prefix_repetition",
+            "prefix-repetition-num-prefixes": workload.prefixes,
+            "prefix-repetition-prefix-len": workload.prefix,
+            "prefix-repetition-suffix-len": workload.input,
+            "prefix-repetition-output-len": workload.output,
+        }
+    ratios = {
+        "input": round(spread(workload.input, workload.input_stddev), 6),
+        "output": round(spread(workload.output, workload.output_stddev), 6),
+    }
+    return {
+        "dataset-name": "random",
+        "random-input-len": workload.input,
+        "random-output-len": workload.output,
+        "random-range-ratio": json.dumps(ratios),
+    }
+
+
+def run(words: list[str], level: Level, *, result: Path, log: Path, key: str | None) -> Measured:
+    """Run such a command. log: gets what it prints. key: the endpoint's API key.
+
+    Raises LoadError.
+    """
+    result.unlink(missing_ok=True)
+    environ = {**os.environ, **({"OPENAI_API_KEY": key} if key else {})}
+    parent = os.getpid()
+    with log.open("ab") as output:
+        start = output.tell()
+        process = subprocess.Popen(
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,  # Ctrl-C is ours to hear
+            preexec_fn=partial(end_with_parent, SIGTERM, parent),
+        )
+        try:
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    try:
+        raw = json.loads(result.read_bytes())
+    except (OSError, ValueError):
+        said = log.read_bytes()[start:].decode(errors="replace")
+        raise LoadError(f"vllm bench serve: {_reason(said, code)}; see {log}") from None
+    finally:
+        result.unlink(missing_ok=True)  # answers are in it
+    return measured(raw, level)
+
+
+def _reason(said: str, code: int) -> str:
+    """The exception that a program ended with, or its exit code."""
+    errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*", said, re.MULTILINE)
+    return redacted(errors[-1])[:_TOLD] if errors else f"exit code {code}"
+
+
+def measured(raw: Mapping[str, Any], level: Level) -> Measured:
+    """What the file of a load says. Raises LoadError where requests failed."""
+    if failed := raw["failed"]:
+        why = next((it for it in raw.get("errors", ()) if it), "no reason given")
+        told = redacted(" ".join(str(why).split()))[:_TOLD]
+        raise LoadError(f"{failed} of {failed + raw['completed']} requests failed: {told}")
+    return Measured(
+        level=str(level),
+        requests=raw["completed"],
+        ttft_p50=raw["p50_ttft_ms"],
+        ttft_p99=raw["p99_ttft_ms"],
+        itl_p50=raw["p50_tpot_ms"],
+        itl_p99=raw["p99_tpot_ms"],
+        tokens=raw["output_throughput"],
+        goodput=raw["request_goodput"],
+    )

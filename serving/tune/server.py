@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of `tune`: `serve` in a process of its own, from its start to its end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from serving.lifecycle import GRACE_S
+from serving.process import end_with_parent
+from serving.protocol import PING
+
+_EVERY_S = 0.2
+_STOP_S = GRACE_S + 10
+"""After which a server that does not end is killed."""
+_HOST = "127.0.0.1"
+
+
+class StartError(Exception):
+    """A server that did not become ready; the message is its own reason."""
+
+
+class Server:
+    """options: the file of its options. environ: its variables. log: gets its output. scheme: http
+    or https, as its options make it.
+    """
+
+    def __init__(
+        self, options: Path, environ: Mapping[str, str], log: Path, scheme: str = "http"
+    ) -> None:
+        with socket.socket() as found:
+            found.bind((_HOST, 0))
+            port = found.getsockname()[1]
+        self.url = f"{scheme}://{_HOST}:{port}"
+        self._environ, self._log = environ, log
+        self._command = [sys.executable, "-P", "-m", "serving", "serve", "--config", str(options)]
+        self._command += ["--host", _HOST, "--port", str(port), "--log-format", "json"]
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C is ours to hear
+                preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+
+    def ready(self) -> None:
+        """Wait until it answers, or has ended, for which there are time limits of its own. Raises
+        StartError.
+        """
+        with httpx.Client(base_url=self.url, timeout=10, verify=False) as client:
+            while self._process.poll() is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(PING).status_code == 200:
+                        return
+                time.sleep(_EVERY_S)
+        raise StartError(self.reason())
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def reason(self) -> str:
+        """Why it has ended, as its last line says."""
+        for line in reversed(self._log.read_text(errors="replace").splitlines()):
+            with contextlib.suppress(ValueError, AttributeError):
+                if reason := json.loads(line).get("reason"):
+                    return str(reason)
+        return f"exit code {self._process.poll()}; see {self._log}"
