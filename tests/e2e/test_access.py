@@ -142,8 +142,6 @@ def fleet(tiny_options, tmp_path_factory):
             stack.enter_context(serving(folder / f"log-{n}", **tiny_options, **shared))
             for n in range(2)
         ]
-        for it in servers:  # each of the router's processes sees for itself that they are
-            it.ready()
         more = {
             "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in servers),
             "OPTION_API_KEYS_FILE": str(folder / "keys.json"),
@@ -152,7 +150,8 @@ def fleet(tiny_options, tmp_path_factory):
         }
         log = folder / "log-router"
         router = stack.enter_context(serving(log, "./entrypoint.sh", "route", **shared, **more))
-        router.ready()
+        for it in (*servers, router):
+            it.ready()
         yield router, servers, valkey.port
 
 
