@@ -38,6 +38,7 @@ def configuration(
     replicas: Sequence[int],
     *,
     fail_open: bool,
+    message_timeout: str,
     **processing: str,
 ) -> dict[str, Any]:
     """Envoy's configuration as gateways write it for an InferencePool. All are ports."""
@@ -86,7 +87,7 @@ def configuration(
         "ext_proc.v3.ExternalProcessor",
         grpc_service={"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
         failure_mode_allow=fail_open,
-        message_timeout="5s",
+        message_timeout=message_timeout,
         processing_mode={
             "request_header_mode": "SEND",
             "response_header_mode": "SEND",
@@ -146,12 +147,21 @@ def gateway(
     replicas: Sequence[int],
     *,
     fail_open: bool = False,
+    message_timeout: str = "5s",
     **processing: str,
 ) -> Iterator[Program]:
     """Envoy, listening. picker, replicas: ports."""
     listen, admin = ports.free(), ports.free()
     file = folder / "envoy.json"
-    found = configuration(listen, admin, picker, replicas, fail_open=fail_open, **processing)
+    found = configuration(
+        listen,
+        admin,
+        picker,
+        replicas,
+        fail_open=fail_open,
+        message_timeout=message_timeout,
+        **processing,
+    )
     file.write_text(json.dumps(found))
     command = [str(tools.envoy()), "-c", str(file), "--concurrency", "1", "--disable-hot-restart"]
     program = Program(*command, log=folder / "envoy.log", port=listen)

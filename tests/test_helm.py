@@ -4,12 +4,12 @@ both have it, and understood by the programs.
 """
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -17,11 +17,10 @@ import yaml
 from lmi_config.options.parsers import Endpoints, replica_source
 from scripts.generate import helm_values
 from scripts.release import version
-from tests import tools
+from tests import custom_resources, tools
 from tests.test_kubernetes import (
     MANIFESTS,
     ROOT,
-    TEXT,
     Document,
     check,
     parts,
@@ -32,108 +31,6 @@ CHART = ROOT / "deploy/helm/slipway"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 NEW_VOLUMES = {"oci.yaml"}
 """Examples with what the oldest Kubernetes whose schemas are checked does not have."""
-
-
-def _strict(required: str, **fields: Document) -> Document:
-    return {
-        "type": "object",
-        "required": required.split(),
-        "properties": fields,
-        "additionalProperties": False,
-    }
-
-
-LABELS = {"type": "object", "additionalProperties": TEXT}
-NAMES = {"type": "array", "minItems": 1, "items": TEXT}
-PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
-
-SPECS = {
-    # github.com/kubernetes-sigs/gateway-api-inference-extension, api/v1/inferencepool_types.go
-    "InferencePool": _strict(
-        "selector targetPorts endpointPickerRef",
-        selector=_strict("matchLabels", matchLabels=LABELS),
-        targetPorts={
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 8,
-            "items": _strict("number", number=PORT),
-        },
-        endpointPickerRef=_strict(
-            "name",
-            group=TEXT,
-            kind=TEXT,
-            name=TEXT,
-            port=_strict("number", number=PORT),
-            failureMode={"enum": ["FailOpen", "FailClose"]},
-        ),
-    ),
-    # github.com/kubernetes-sigs/gateway-api, apis/v1/httproute_types.go
-    "HTTPRoute": _strict(
-        "parentRefs rules",
-        parentRefs={
-            "type": "array",
-            "minItems": 1,
-            "items": _strict(
-                "name",
-                group=TEXT,
-                kind=TEXT,
-                name=TEXT,
-                namespace=TEXT,
-                sectionName=TEXT,
-                port=PORT,
-            ),
-        },
-        hostnames=NAMES,
-        rules={
-            "type": "array",
-            "items": _strict(
-                "backendRefs",
-                matches={
-                    "type": "array",
-                    "items": _strict(
-                        "path",
-                        path=_strict(
-                            "type value",
-                            type={"enum": ["Exact", "PathPrefix", "RegularExpression"]},
-                            value={"type": "string", "pattern": "^/"},
-                        ),
-                    ),
-                },
-                backendRefs={
-                    "type": "array",
-                    "items": _strict("name", group=TEXT, kind=TEXT, name=TEXT, port=PORT),
-                },
-                timeouts=_strict("", request=TEXT, backendRequest=TEXT),
-            ),
-        },
-    ),
-    # github.com/prometheus-operator/prometheus-operator, pkg/apis/monitoring/v1
-    "PrometheusRule": _strict(
-        "groups",
-        groups={
-            "type": "array",
-            "items": _strict(
-                "name rules",
-                name=TEXT,
-                interval=TEXT,
-                rules={
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["expr"],
-                        "properties": {
-                            **dict.fromkeys(("alert", "record", "expr", "for"), TEXT),
-                            "keep_firing_for": TEXT,
-                            "labels": LABELS,
-                            "annotations": LABELS,
-                        },
-                        "additionalProperties": False,
-                    },
-                },
-            ),
-        },
-    ),
-}
 
 
 def helm(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
@@ -150,9 +47,7 @@ def rendered(*values: str | Path) -> list[Document]:
 
 
 def valid(document: Document, *, newest: bool = False) -> None:
-    if spec := SPECS.get(document["kind"]):
-        jsonschema.Draft202012Validator(spec).validate(document["spec"])
-    elif newest:
+    if newest and not custom_resources.checked(document):
         latest = kubernetes_validate.latest_version()
         kubernetes_validate.validate(document, latest, strict=True)
     else:
@@ -182,7 +77,9 @@ def test_the_options_of_every_example_can_be_used(file):
             source = replica_source(asked.router_replicas or "")
             assert isinstance(source, Endpoints)
             services = {it["metadata"]["name"] for it in documents if it["kind"] == "Service"}
-            assert source.selector.partition("=")[2] in services
+            named = {*re.findall(r"slipway-\w+", source.selector)}
+            assert named
+            assert named <= services
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
@@ -292,6 +189,53 @@ def test_the_picker_is_where_the_pool_says():
         assert str(Path(file or "").parent) in mounts
 
 
+def test_prefill_and_decode_are_apart():
+    documents = rendered(CHART / "examples/prefill.yaml")
+    found = parts([("", it) for it in documents])
+    serves = {it.settings().server_role: it for it in found if it.verb == "serve"}
+    decode, prefill = serves["decode"], serves["prefill"]
+    (router,) = (it for it in found if it.verb == "route")
+    given = [it.environment() for it in (decode, prefill)]
+    assert [it.pop("OPTION_SERVER_ROLE") for it in given] == ["decode", "prefill"]
+    assert given[0] == given[1]
+    assert given[0]["OPTION_KV_L2_URL"] == "redis://slipway-cache"
+    memory = [it.container["resources"]["limits"].pop("memory") for it in (decode, prefill)]
+    assert memory == ["64Gi", "96Gi"]
+    assert router.settings().router_prefill_tokens == 4096
+    trusted = [
+        [it for it in part.container["env"] if it["name"] == "OPTION_ROUTER_SECRET"]
+        for part in (decode, prefill, router)
+    ]
+    assert trusted[0] == trusted[1] == trusted[2] != []
+    # The router finds both, they reach the store, and Prometheus may ask them.
+    services = {it["metadata"]["name"]: it["spec"] for it in documents if it["kind"] == "Service"}
+    named = re.findall(r"slipway-\w+", router.environment()["OPTION_ROUTER_REPLICAS"])
+    selectors = [services[name]["selector"].items() for name in named]
+    (store,) = (
+        it["spec"]["ingress"][0]["from"]
+        for it in documents
+        if (it["kind"], it["metadata"]["name"]) == ("NetworkPolicy", "slipway-cache")
+    )
+    allowed = [it["podSelector"]["matchLabels"].items() for it in store]
+    for part in (decode, prefill):
+        labels = part.pod["metadata"]["labels"].items()
+        assert sum(it <= labels for it in selectors) == sum(it <= labels for it in allowed) == 1
+    (monitor,) = (it["spec"] for it in documents if it["kind"] == "PodMonitor")
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "slipway-access", "key": "admin"}
+
+
+def test_a_gateway_sends_nothing_to_servers_that_prefill():
+    documents = rendered(CHART / "examples/prefill.yaml", CHART / "examples/gateway.yaml")
+    (pool,) = (it["spec"] for it in documents if it["kind"] == "InferencePool")
+    selected = [
+        part.settings().server_role
+        for part in parts([("", it) for it in documents])
+        if pool["selector"]["matchLabels"].items() <= part.pod["metadata"]["labels"].items()
+    ]
+    assert selected == ["decode"]
+
+
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
@@ -302,6 +246,12 @@ def test_the_picker_is_where_the_pool_says():
         ("gateway.enabled=true,router.enabled=false", "gateway.enabled needs router.enabled"),
         ("multiNode.enabled=true,autoscaling.kind=keda", "several nodes for one server"),
         ("multiNode.enabled=true,server.gpus=0", "server.gpus: several nodes"),
+        ("prefill.enabled=true", "prefill.enabled needs access.secret"),
+        ("prefill.enabled=true,access.secret=x", "needs a store that all servers share"),
+        ("prefill.enabled=true,access.secret=x,router.strategy=session", "prefixaware or kvaware"),
+        ("prefill.enabled=true,access.secret=x,router.enabled=false", "needs router.enabled"),
+        ("prefill.enabled=true,access.secret=x,multiNode.enabled=true", "several nodes"),
+        ("prefill.server.gpu=2", "additional properties 'gpu' not allowed"),
         ("autoscaling.minReplicas=9", "minReplicas is more than autoscaling.maxReplicas"),
     ],
 )

@@ -46,6 +46,8 @@ class Value(NamedTuple):
         found: dict[str, Any] = {"description": self.description}
         if not self.kinds:
             return found | {"type": TYPES[type(self.default)]}
+        if self.kinds == ("server",):
+            return found | {"$ref": "#/properties/server"}
         if {*self.kinds} <= {"string", "number", "integer", "boolean"}:
             return found | {"type": [*self.kinds] if len(self.kinds) > 1 else self.kinds[0]}
         return found | {"enum": [*self.kinds]}

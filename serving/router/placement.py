@@ -22,8 +22,9 @@ from serving.observability.redaction import redacted
 from serving.observability.tracing import Span, Tracer
 from serving.protocol import REQUEST_ID
 from serving.router import metrics
+from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica, ReplicaPool
-from serving.router.http.request import Request
+from serving.router.http.request import Headers, Request
 from serving.router.metrics import Tally
 from serving.router.peers import Peers
 from serving.router.policy import phases
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 TRIES = 4
 """Replicas that one request is sent to, at most."""
+PREFILL_S = 60.0
+"""For another replica to compute the prompt; then the one that answers does so itself."""
 CLIENT_LEFT = 499
 """The status of a request whose client left before it had an answer's."""
 
@@ -182,10 +185,24 @@ class Placement:
         self.tried.pop()  # should nobody else be left, it can answer as well
         return self.replica
 
-    def handed_over(self) -> None:
-        """Its replica has computed the prompt for the one that will answer."""
-        assert self.replica
-        self._prefilled_on = self.replica.name
+    async def prefill(self, request: Request, context: Headers) -> str:
+        """Have the replica that choose_prefilling() has chosen compute the prompt. How that ended,
+        as its series has it. context: of its trace.
+        """
+        routing, replica = self._routing, self.replica
+        identity = routing.identity(request.caller, "prefill")
+        assert replica
+        assert identity  # else nothing is computed apart
+        within = min(PREFILL_S, routing.timeouts.first_byte)
+        began = time.monotonic()
+        end = await prefill(replica, request, context, identity, routing.tls, within)
+        metrics.PREFILLS.labels(end).inc()
+        if end == "handed_over":
+            metrics.PREFILL.observe(time.monotonic() - began)
+            self._prefilled_on = replica.name
+            request.identity = routing.identity(request.caller, "decode")
+        self.leave()
+        return end
 
     def choose(self) -> Replica | None:
         """Have it go to the best replica that was not tried. None where there is none."""

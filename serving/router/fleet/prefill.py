@@ -3,6 +3,7 @@
 
 import asyncio
 import ssl
+import time
 
 from serving.router.fleet.replicas import Replica
 from serving.router.http.request import Headers, Request
@@ -12,46 +13,69 @@ class _Answer:
     """The answer to a request for a prompt: of it only the status matters."""
 
     def __init__(self) -> None:
-        self._status = 0
-        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.status = 0
+        self.over = False
+        """Whether no more of it will come."""
+        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How that has ended which it is for."""
 
     def on_head(self, status: int, head: bytes, headers: dict[bytes, bytes], body: bytes) -> bool:
-        self._status = status
+        self.status = status
         return True
 
     def on_data(self, data: bytes) -> None:
         pass
 
     def on_end(self, *, keep_alive: bool) -> None:
-        self._end()
+        self._ended("handed_over" if self.status == 200 else "refused")
 
     def on_lost(self, reason: str) -> None:
-        self._status = 0
-        self._end()
+        self._ended("lost")
 
     def on_writable(self) -> None:
         pass
 
-    def _end(self) -> None:
-        if not self.status.done():
-            self.status.set_result(self._status)
+    def _ended(self, how: str) -> None:
+        self.over = True
+        if not self.end.done():
+            self.end.set_result(how)
 
 
 async def prefill(
-    replica: Replica, request: Request, context: Headers, identity: bytes, tls: ssl.SSLContext
-) -> int:
-    """Have a replica compute a request's prompt and store it. Returns the status of its answer, 0
-    where it broke off. Raises OSError where it cannot be reached.
+    replica: Replica,
+    request: Request,
+    context: Headers,
+    identity: bytes,
+    tls: ssl.SSLContext,
+    within: float,
+) -> str:
+    """Have a replica compute a request's prompt and store it. How that ended: `handed_over`, or
+    what went wrong: `connect`, `lost`, `down`, `refused`, `timeout`.
 
-    context: of its trace. identity: by which the replica knows what it is to do. Where this is
-    cancelled, so is its work.
+    context: of its trace. identity: by which the replica knows what it is to do. within: seconds.
+    Where this is cancelled, so is its work.
     """
-    upstream = await replica.connect(tls, once=True)
+    breaker = replica.breaker
+    try:
+        upstream = await replica.connect(tls, once=True)
+    except OSError:
+        breaker.unreachable(time.monotonic())
+        return "connect"
     answer = _Answer()
     head = request.head(replica.authority, context, identity)
     upstream.send(answer, head, request.framed(), head_only=False, complete=True)
+    replica.prefills.add(answer.end)
     try:
-        return await answer.status
-    except BaseException:
-        upstream.drop()
-        raise
+        async with asyncio.timeout(within):
+            how = await answer.end
+    except TimeoutError:
+        how = "timeout"
+    finally:
+        replica.prefills.discard(answer.end)
+        if not answer.over:
+            upstream.drop()
+    if how == "lost":
+        breaker.unreachable(time.monotonic())
+    elif answer.status:
+        breaker.answered(answer.status, time.monotonic())
+    return how

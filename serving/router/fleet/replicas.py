@@ -55,6 +55,8 @@ class Replica(Load):
         self.endpoint = f"{host}:{self.port}"
         """What gateways call it."""
         self.idle = IdleConnections()
+        self.prefills: set[asyncio.Future[str]] = set()
+        """Of the prompts that it computes for others: each gets how that has ended."""
         self.breaker = CircuitBreaker()
         # what it says of itself
         self.state = State.UNKNOWN
@@ -128,6 +130,12 @@ class Replica(Load):
                 ssl=tls if self.encrypted else None,
             )
         return upstream
+
+    def abandon_prefills(self) -> None:
+        """It is down: nobody waits any longer for the prompts that it computes for others."""
+        for end in self.prefills:
+            if not end.done():
+                end.set_result("down")
 
 
 class ReplicaPool:
@@ -252,6 +260,7 @@ class ReplicaPool:
             self._on_ready(replica, anew)
         elif state in (State.DOWN, State.FAILED):
             replica.idle.drop()
+            replica.abandon_prefills()
             self._on_gone(replica)
         self._check_probed()
 

@@ -2,7 +2,6 @@
 """One request's way: to a replica, to another where that helps, and its answer to the client."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVarTuple
@@ -13,7 +12,6 @@ from serving.errors import RateLimited, ReplicaFailed, ReplicaTimedOut, ServingE
 from serving.observability.tracing import Span
 from serving.protocol import RATE_LIMIT, REQUEST_ID, ROUTE, SESSION_ID
 from serving.router import metrics
-from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica
 from serving.router.http.ports import Responder
 from serving.router.http.request import NO_HEADERS, Headers, Request
@@ -21,8 +19,6 @@ from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
 from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenise
 from serving.router.proxy.continuation import Continuation, continuation
 
-PREFILL_S = 60.0
-"""For another replica to compute the prompt; then the one that answers does so itself."""
 REFUSED = frozenset((429, 503))
 """What a replica answers that has not begun the work: it has too much of it, or is stopping."""
 RETRIED = REFUSED | {502}
@@ -152,7 +148,7 @@ class ProxiedRequest:
             self._prefilling = True
             if self._trace:
                 self._begin_attempt(self._trace, replica, "prefill")
-            self._spawn(self._prefill, replica)
+            self._spawn(self._prefill)
         elif replica := self.placement.choose():
             if self._trace:
                 self._begin_attempt(self._trace, replica, self._request.method.decode("latin-1"))
@@ -162,45 +158,12 @@ class ProxiedRequest:
         else:
             self._spawn(self._look)
 
-    async def _prefill(self, replica: Replica) -> None:
-        """Have a replica compute the prompt for the one that will answer."""
-        routing, request = self._routing, self._request
-        identity = routing.identity(request.caller, "prefill")
-        assert identity  # else nothing is computed apart
-        end = "timeout"
-        began = time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(PREFILL_S, routing.timeouts.first_byte)):
-                end = await self._prefilled(replica, identity)
-        if end == "handed_over":
-            metrics.PREFILL.observe(time.monotonic() - began)
-            self.placement.handed_over()
-            request.identity = routing.identity(request.caller, "decode")
+    async def _prefill(self) -> None:
+        """Have its replica compute the prompt for the one that will answer."""
+        end = await self.placement.prefill(self._request, self._context())
         self._pending = None
-        self._decode(end)
-
-    async def _prefilled(self, replica: Replica, identity: bytes) -> str:
-        """How it ended that a replica was to compute the prompt."""
-        breaker = replica.breaker
-        try:
-            status = await prefill(
-                replica, self._request, self._context(), identity, self._routing.tls
-            )
-        except OSError:
-            breaker.unreachable(time.monotonic())
-            return "connect"
-        if not status:
-            breaker.unreachable(time.monotonic())
-            return "lost"
-        breaker.answered(status, time.monotonic())
-        return "handed_over" if status == 200 else "refused"
-
-    def _decode(self, prefilled: str) -> None:
-        """Go on after the prompt was computed, or was not. prefilled: how that ended."""
-        metrics.PREFILLS.labels(prefilled).inc()
         self._prefilling = False
-        self._leave_replica()
-        self._end_attempt(0, None if prefilled == "handed_over" else prefilled)
+        self._end_attempt(0, None if end == "handed_over" else end)
         self._choose_again()
 
     def _begin_attempt(self, trace: Span, replica: Replica, name: str) -> None:
@@ -478,9 +441,9 @@ class ProxiedRequest:
         """Its replica is down. What that has not begun to answer goes to another, and so does the
         rest of a stream that has stopped.
         """
-        if self._prefilling:
-            self._decode("down")
-        elif not self.begun and self.placement.replica:
+        if self._prefilling:  # which learns of it by itself
+            return
+        if not self.begun and self.placement.replica:
             self._retry("down", ReplicaFailed("the replica does not answer any more"))
         elif self._continuation and time.monotonic() - self._progress_at > STOPPED_S:
             self._break_off()

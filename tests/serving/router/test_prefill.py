@@ -4,6 +4,7 @@
 import asyncio
 import itertools
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from prometheus_client import REGISTRY
 from scripts.harness.wait import until_async
 from serving.access.caller import Phase
 from serving.access.identity import Signer
+from serving.router import placement
 from serving.router.fleet import replicas
-from serving.router.proxy import proxied
 from tests.serving.access.test_access import SECRET
 from tests.serving.router.conftest import FakeReplica, Routed, routing, sends, whole
 
@@ -49,10 +50,12 @@ class Divided(NamedTuple):
 
 
 @asynccontextmanager
-async def divided(stores: str = "aa", role: str = "decode", **settings: Any):
-    """role: of the one that answers."""
+async def divided(
+    stores: str = "aa", role: str = "decode", behind: Callable[..., Any] = routing, **settings: Any
+):
+    """role: of the one that answers. behind: makes the fleet, and what is in front of it."""
     options = {"router_secret": SECRET, "router_prefill_tokens": LEAST, **settings}
-    async with routing(2, wait=False, **options) as it:
+    async with behind(2, wait=False, **options) as it:
         for replica, name, store in zip(it.fleet, ("prefill", role), stores, strict=True):
             replica.tiers = TOLD.format(role=name, store=store)
         await it.ready()
@@ -120,7 +123,7 @@ async def breaks(replica, asked, writer):
     ],
 )
 async def test_what_goes_wrong_with_a_prefill_costs_no_answer(answer, end, monkeypatch):
-    monkeypatch.setattr(proxied, "PREFILL_S", 0.2)
+    monkeypatch.setattr(placement, "PREFILL_S", 0.2)
     async with divided() as it:
         it.prefills.answer = answer
         before = ended(end)
@@ -145,6 +148,19 @@ async def test_a_prefill_server_that_dies_in_the_middle():
         before = ended("none")
         assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
         assert ended("none") == before + 1
+
+
+async def test_a_prefill_server_that_is_found_down():
+    """By its own word, for one: no connection may ever show it."""
+    async with divided() as it:
+        it.prefills.answer = sends(b"", 60)
+        before = ended("down")
+        asked = asyncio.create_task(it.routed.post(long()))
+        await until_async(lambda: it.prefills.asked)
+        it.prefills.ping = (500, {"status": "failed"})
+        assert (await asked).json()["replica"] == it.decodes.url
+        assert ended("down") == before + 1
+        await until_async(lambda: it.prefills.gone == 1)
 
 
 async def test_where_nobody_else_is_left_a_prefill_server_answers():

@@ -21,6 +21,17 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
     secretKeyRef: {name: {{ .Values.model.hubSecret }}, key: token, optional: true}
 {{- end }}
 
+{{- define "slipway.access" -}}
+{{- with .Values.access.secret }}
+- name: OPTION_ROUTER_SECRET
+  valueFrom:
+    secretKeyRef: {name: {{ . }}, key: router}
+- name: OPTION_ADMIN_API_KEY
+  valueFrom:
+    secretKeyRef: {name: {{ . }}, key: admin}
+{{- end }}
+{{- end }}
+
 {{- define "slipway.podSecurity" -}}
 runAsNonRoot: true
 seccompProfile: {type: RuntimeDefault}
@@ -57,6 +68,25 @@ spec:
     matchLabels: {{- include "slipway.selector" . | nindent 6 }}
 {{- end }}
 
+{{/*
+What the templates of servers are rendered with, those below: the values of the servers of a
+component, `server` or `prefill`, as `.Values.server`, and what the router has them do as `.role`.
+*/}}
+{{- define "slipway.servers" -}}
+{{- $root := index . 0 }}
+{{- $component := index . 1 }}
+{{- $values := deepCopy $root.Values }}
+{{- $role := "" }}
+{{- if eq $component "prefill" }}
+{{- $role = "prefill" }}
+{{- $_ := mergeOverwrite $values.server $values.prefill.server }}
+{{- else if $values.prefill.enabled }}
+{{- $role = "decode" }}
+{{- end }}
+{{- $it := dict "Values" $values "Release" $root.Release "Chart" $root.Chart }}
+{{- include "slipway.serverObjects" (merge $it (dict "component" $component "role" $role)) }}
+{{- end }}
+
 {{/* The pods of servers and, with several nodes, of their leaders: what both have. */}}
 {{- define "slipway.serverPod" -}}
 {{- $ := . }}
@@ -82,7 +112,7 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if not $multi }}
-{{ include "slipway.spread" (list . "server") }}
+{{ include "slipway.spread" (list . .component) }}
 {{- end }}
 containers:
   - name: server
@@ -99,6 +129,9 @@ containers:
       # The start fails after this, before the startup probe ends it, and the log says why.
       - {name: OPTION_MODEL_LOADING_TIMEOUT, value: {{ .Values.server.startSeconds | quote }}}
       - {name: OPTION_KV_EVENTS, value: "true"}
+      {{- with .role }}
+      - {name: OPTION_SERVER_ROLE, value: {{ . }}}
+      {{- end }}
       {{- if $multi }}
       - {name: OPTION_TENSOR_PARALLEL_DEGREE, value: {{ .Values.server.gpus | quote }}}
       - {name: OPTION_PIPELINE_PARALLEL_DEGREE, value: {{ .Values.multiNode.nodes | quote }}}
@@ -124,6 +157,9 @@ containers:
       {{- end }}
       {{- if .Values.cache.enabled }}
       - {name: OPTION_KV_L2_URL, value: "redis://{{ .Release.Name }}-cache"}
+      {{- end }}
+      {{- with include "slipway.access" . }}
+      {{- . | nindent 6 }}
       {{- end }}
       {{- include "slipway.hubToken" . | nindent 6 }}
       {{- with .Values.server.env }}
@@ -220,6 +256,23 @@ limits:
 {{- end }}
 {{- if and (eq .Values.router.strategy "kvaware") .Values.router.enabled (not .Values.model.id) (not .Values.model.tokenizer) }}
 {{- fail "model.tokenizer: the router's strategy kvaware reads a tokenizer, and there is no model.id" }}
+{{- end }}
+{{- if .Values.prefill.enabled }}
+{{- if not .Values.router.enabled }}
+{{- fail "prefill.enabled needs router.enabled: the router sends these servers their prompts" }}
+{{- end }}
+{{- if not .Values.access.secret }}
+{{- fail "prefill.enabled needs access.secret: by it servers know what the router has them do" }}
+{{- end }}
+{{- if not (has .Values.router.strategy (list "prefixaware" "kvaware")) }}
+{{- fail "prefill.enabled: router.strategy has to be prefixaware or kvaware, which know what is cached" }}
+{{- end }}
+{{- if .Values.multiNode.enabled }}
+{{- fail "prefill.enabled: several nodes for one server (multiNode) have no KV caches to hand over" }}
+{{- end }}
+{{- if not (or .Values.cache.enabled .Values.server.options.OPTION_KV_L2_URL) }}
+{{- fail "prefill.enabled needs a store that all servers share: cache.enabled, or OPTION_KV_L2_URL in server.options" }}
+{{- end }}
 {{- end }}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}
 {{- fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}

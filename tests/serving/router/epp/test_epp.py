@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,7 @@ from scripts.harness import ports
 from scripts.harness.process import AS_ENTRYPOINT_SH, Program
 from scripts.harness.wait import until, until_async
 from serving.protocol import IDENTITY
+from serving.router import placement
 from serving.router.epp.usage import Usage, UsageReader
 from serving.router.http import buffers
 from serving.router.metrics import CACHED_TOKENS, PROMPT_TOKENS, RETRIES, USAGE
@@ -41,6 +43,7 @@ from tests.serving.router.conftest import (
     sends,
     whole,
 )
+from tests.serving.router.test_prefill import Divided, breaks, divided, ended, long
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 SERVING, NOT_SERVING = 1, 2
@@ -360,6 +363,64 @@ async def test_a_client_says_nothing_of_itself_in_our_name(tmp_path):
         headers = it.fleet[0].asked[-1].headers
         assert IDENTITY.decode() not in headers
         assert headers["authorization"] == "Bearer the-servers"
+
+
+@asynccontextmanager
+async def divided_behind_envoy(folder: Path, **more: Any) -> AsyncIterator[Divided]:
+    async with divided(behind=partial(through_envoy, folder), **more) as it:
+        yield it
+
+
+async def test_a_long_prompt_is_computed_on_one_replica_before_the_gateway_asks_the_other(tmp_path):
+    """For which the gateway waits for longer than for other messages."""
+
+    async def compute(replica, asked, writer):
+        await asyncio.sleep(0.5)
+        writer.write(whole(200, b"{}"))
+
+    async with divided_behind_envoy(tmp_path, envoy={"message_timeout": "0.2s"}) as it:
+        it.prefills.answer = compute
+        body = long()
+        answer = await it.routed.post(body, headers={"x-slipway-route": "1"})
+        assert (answer.status_code, answer.json()["replica"]) == (200, it.decodes.url)
+        assert answer.headers["x-slipway-route"].endswith(f"prefilled on {it.prefills.url}")
+        (first,), (second,) = it.prefills.asked, it.decodes.asked
+        assert first.json() == second.json() == body
+        assert it.phases() == {"prefills": ["prefill"], "decodes": ["decode"]}
+        assert (await it.routed.post({"prompt": "Hi"})).status_code == 200
+        assert it.phases() == {"prefills": [], "decodes": [""]}
+        await idle(it.routed)
+
+
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [
+        (breaks, "lost"),
+        (sends(whole(503, b"busy")), "refused"),
+        (sends(b"", 9), "timeout"),
+    ],
+)
+async def test_what_goes_wrong_with_a_prefill_costs_no_answer(tmp_path, monkeypatch, answer, end):
+    monkeypatch.setattr(placement, "PREFILL_S", 0.3)
+    async with divided_behind_envoy(tmp_path) as it:
+        it.prefills.answer = answer
+        before = ended(end)
+        found = await it.routed.post(long())
+        assert (found.status_code, found.json()["replica"]) == (200, it.decodes.url)
+        assert it.phases() == {"prefills": ["prefill"], "decodes": [""]}
+        assert ended(end) == before + 1
+        await idle(it.routed)
+
+
+async def test_a_client_that_leaves_the_gateway_ends_the_prefill(tmp_path):
+    async with divided_behind_envoy(tmp_path) as it:
+        it.prefills.answer = sends(b"", 60)
+        asked = asyncio.create_task(it.routed.post(long()))
+        await until_async(lambda: it.prefills.asked)
+        asked.cancel()
+        await until_async(lambda: it.prefills.gone == 1)
+        await idle(it.routed)
+        assert not it.decodes.asked
 
 
 async def test_no_ready_endpoint(tmp_path):
