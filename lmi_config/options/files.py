@@ -90,11 +90,14 @@ def read(folder: Path | None, config_file: str | None) -> dict[str, Given]:
 
 
 def _properties(path: Path) -> dict[str, Given]:
-    """Read Java properties: `option.x` is OPTION_X, anything else is SERVING_X."""
+    """Read Java properties: `option.x` is OPTION_X, anything else is SERVING_X.
+
+    PowerShell begins files with a byte order mark.
+    """
     import javaproperties
 
     try:
-        pairs = javaproperties.loads(path.read_text("utf-8"), object_pairs_hook=list)
+        pairs = javaproperties.loads(path.read_text("utf-8-sig"), object_pairs_hook=list)
     except (OSError, ValueError) as error:
         raise FileFault(f"{path}: {error}") from None
     return _unique(path, pairs)

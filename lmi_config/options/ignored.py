@@ -181,6 +181,8 @@ REMOVED: Mapping[str, str] = {
         'set OPTION_STRUCTURED_OUTPUTS_CONFIG={"backend":"xgrammar"}'
     ),
     "OPTION_OVERRIDE_POOLER_CONFIG": "set OPTION_POOLER_CONFIG",
+    "OPTION_POOLING": 'set OPTION_POOLER_CONFIG={"pooling_type":"CLS"}, or another type',
+    "OPTION_RERANKING": "a model that ranks is known by its files, and answers on /v1/rerank",
     **dict.fromkeys(
         ("OPTION_DRAFT_MODEL_ID", "OPTION_SPECULATIVE_MODEL"), "set OPTION_SPECULATIVE_DRAFT_MODEL"
     ),

@@ -226,7 +226,7 @@ async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> Adapte
     if found is None and (option := settings.origins.get("adapters")):
         log.warning("%s: there is no folder %s", option, " or ".join(map(str, places)))
     for path in sorted(found.iterdir()) if found else ():
-        if path.is_dir():
+        if path.is_dir() and not path.name.startswith("."):
             try:
                 await adapters.register(path.name, str(path), settings.lmi_preload, share=False)
             except ServingError as error:

@@ -94,6 +94,7 @@ def test_yaml_holds_values_of_any_kind(tmp_path):
     [
         ({"serving_properties": "option.model_id=p"}, {"HF_MODEL_ID": "h"}, "p"),
         ({"serving_properties": "option.model_id=p"}, {"OPTION_MODEL_ID": "o"}, "p"),
+        ({"serving_properties": "\ufeffoption.model_id=p"}, {"OPTION_MODEL_ID": "o"}, "p"),
         ({"serving_properties": "option.dtype=auto"}, {"OPTION_MODEL_ID": "o"}, "o"),
         (
             {"serving_properties": "option.dtype=auto"},

@@ -122,6 +122,9 @@ async def test_adapters_beside_the_options_are_registered(tmp_path, caplog, name
     """The weights may be elsewhere, and the folder's name another."""
     deployment, weights = tmp_path / "model", tmp_path / "weights"
     write(deployment / named / "one")
+    (deployment / named / ".cache" / "huggingface").mkdir(
+        parents=True
+    )  # as `hf download` leaves it
     write(weights / "adapters" / "two")
     layer = {"model.layers.0.self_attn.q_proj.weight": ("BF16", [16, 8])}
     (weights / "model.safetensors").write_bytes(safetensors(layer))
