@@ -24,7 +24,7 @@ PREFIX = "sk-slipway-"
 TOKEN = "jwt:"
 """What a caller's name begins with who has a token of an issuer. No key's name has a colon."""
 
-_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _Amount = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -86,7 +86,7 @@ class _Row(_Allowed, forbid_unknown_fields=True, kw_only=True):
     """A key in the file."""
 
     name: _Name
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     tenant: _Name | None = None
     expires: str | None = None
 
@@ -95,6 +95,20 @@ class _TokenRow(_Allowed, forbid_unknown_fields=True, kw_only=True):
     """What tokens of a tenant allow, or of all tenants that are not named."""
 
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what is given twice, of which PyYAML lets the last win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: list[Any] = []
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"`{key.value}` is given twice", problem_mark=key.start_mark
+                )
+            names.append(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -107,6 +121,9 @@ def digest(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
+_OF_NOTHING = digest(b"")
+
+
 def made() -> str:
     """A new key."""
     return PREFIX + secrets.token_urlsafe(32)
@@ -117,7 +134,7 @@ def parsed(content: bytes) -> Keys:
     repeating it.
     """
     try:
-        file = msgspec.convert(_dates_as_text(yaml.safe_load(content)), _File)
+        file = msgspec.convert(_plain(yaml.load(content, _Loader)), _File)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"it is not YAML{line}: {error.problem}") from None
@@ -134,6 +151,8 @@ def parsed(content: bytes) -> Keys:
             raise ValueError(f"two keys are called {row.name}")
         if row.sha256 in found:
             raise ValueError(f"{row.name} has the sha256 of {found[row.sha256].caller.name}")
+        if row.sha256 == _OF_NOTHING:  # whoever sends no key would have it
+            raise ValueError(f"{row.name} has the sha256 of nothing, not of a key")
         names.add(row.name)
         found[row.sha256] = _key(row)
     return Keys(found, None if file.jwt is None else _of_tokens(file.jwt))
@@ -169,12 +188,18 @@ def _of_tokens(rows: list[_TokenRow]) -> Mapping[str, Caller]:
     return found
 
 
-def _dates_as_text(value: Any) -> Any:
-    """YAML makes dates of what looks like one."""
+def _plain(value: Any) -> Any:
+    """What YAML has read, without the dates that it makes of what looks like one.
+
+    Raises ValueError for a name without a value: `adapters:` with all of its lines commented out is
+    not meant to allow every adapter.
+    """
     if isinstance(value, dict):
-        return {str(key): _dates_as_text(item) for key, item in value.items()}
+        if empty := [name for name, item in value.items() if item is None]:
+            raise ValueError(f"`{empty[0]}` has no value; leave it out, or write [] for none")
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_dates_as_text(item) for item in value]
+        return [_plain(item) for item in value]
     return value.isoformat() if hasattr(value, "isoformat") else value
 
 

@@ -73,14 +73,14 @@ def _token_key(given: Any) -> TokenKey | None:
     """A key of a JWKS, unless it is for other things."""
     if not isinstance(given, dict) or given.get("use", "sig") != "sig" or "d" in given:
         return None
-    algorithms = _ALGORITHMS.get((str(given.get("kty")), given.get("crv")), ())
-    if (said := given.get("alg")) is not None:
-        algorithms = tuple({said} & {*algorithms})
-    if not algorithms:
-        return None
     try:
+        algorithms = _ALGORITHMS.get((given["kty"], given.get("crv")), ())
+        if (said := given.get("alg")) is not None:
+            algorithms = tuple({said} & {*algorithms})
+        if not algorithms:
+            return None
         key = jwt.PyJWK(given, algorithms[0]).key
-    except jwt.PyJWTError:
+    except (jwt.PyJWTError, LookupError, TypeError, ValueError):  # a list for a name, and the like
         return None
     if isinstance(key, RSAPublicKey) and key.key_size < RSA_BITS:
         return None
@@ -187,6 +187,10 @@ def _refused(error: Exception) -> Refused:
 
 
 def _time(claim: Any) -> float:
-    if isinstance(claim, bool) or not isinstance(claim, int | float) or not math.isfinite(claim):
+    try:
+        found = math.nan if isinstance(claim, bool | str) else float(claim)
+    except (TypeError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
         raise Refused("a time in it is no number")
-    return float(claim)
+    return found

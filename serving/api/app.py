@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP app: its routes, as a list."""
 
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -26,6 +27,14 @@ from serving.kv_cache.salt import Tenants
 from serving.ui import page as ui
 
 Handler = Callable[[HttpCall, Pipeline], Awaitable[None]]
+
+
+class ExactRoute(Route):
+    """A path, which a newline at its end makes another one; Starlette's patterns end with `$`."""
+
+    def __init__(self, path: str, endpoint: ASGIApp) -> None:
+        super().__init__(path, endpoint)
+        self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
 
 
 def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
@@ -56,7 +65,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
         shape = errors.shape(path, codes)
-        return Route(
+        return ExactRoute(
             path,
             RecordedEndpoint(
                 *(path, ready(handler), Gate(methods, origins, access), lambda _: shape),
@@ -65,7 +74,9 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
         )
 
     def plain(path: str, app: ASGIApp, access: Access | None, *methods: str) -> Route:
-        return Route(path, Endpoint(app, Gate(methods, origins, access), errors.shape(path, codes)))
+        return ExactRoute(
+            path, Endpoint(app, Gate(methods, origins, access), errors.shape(path, codes))
+        )
 
     invocations = Invocations(settings, sessions).answer
     openai = OpenAI(sessions).answer
@@ -111,7 +122,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
             route(protocol.SERVER_LOGGING, management.logging, "POST"),
             *(plain(path, info.Ping(backend), None) for path in protocol.PROBES),
             *(
-                plain(path, info.metrics, access, "GET")
+                plain(path, info.Metrics(backend), access, "GET")
                 for path in (protocol.METRICS, protocol.SERVER_METRICS)
             ),
             *(pages if settings.serves_ui else ()),

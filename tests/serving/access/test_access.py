@@ -124,6 +124,41 @@ async def test_administration_is_for_admin_keys(kept):
         assert (await kept.client.get(path, headers=bearer("team-a"))).status_code == 200
 
 
+ODD_PATHS = (
+    *("//adapters", "/adapters/", "/./adapters", "/%61dapters", "/adapters%0a", "/ADAPTERS"),
+    *("/v1/../adapters", "/v1/%2e%2e/adapters", "/v1/..%2fadapters", "/ping/../adapters"),
+    *("/adapters;/v1/", "/adapters#/v1/", "/adapters?/v1/", "/invocations/../adapters"),
+    *("http://a/adapters", "http:///adapters", "/models/v1/adapters", "/ui/../adapters"),
+)
+"""Ways to /adapters, and past what guards it."""
+
+
+async def status_of(url, method, target, key):
+    """What a request is answered with whose target no client has tidied up."""
+    where = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(where.host, where.port)
+    body = b'{"name": "poet", "src": "/"}'
+    head = (
+        f"{method} {target} HTTP/1.1\r\nhost: {where.host}:{where.port}\r\nconnection: close\r\n"
+        f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split(b" ")[1])
+
+
+@pytest.mark.parametrize("target", ODD_PATHS)
+async def test_no_way_to_the_administration_is_for_other_keys(kept, target):
+    for method in ("GET", "HEAD", "POST", "DELETE", "PUT", "OPTIONS"):
+        assert await status_of(kept.url, method, target, "team-a") in (400, 403, 404)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/ping"])
+async def test_a_newline_behind_a_path_makes_it_another(kept, path):
+    assert await status_of(kept.url, "POST", f"{path}%0a", ADMIN) == 404
+
+
 @pytest.mark.parametrize("path", ENGINE_PATHS)
 async def test_what_the_engine_answers_is_for_every_key(kept, path):
     answer = await kept.post(path, {"prompt": "a"}, headers=bearer("team-a"))

@@ -83,6 +83,15 @@ def test_a_time_says_its_zone_or_is_utc(text):
         (b"jwt: [{tenant: a}, {tenant: a}]", "two entries below `jwt` have the tenant 'a'"),
         (b"jwt: [{admin: true}]", "needs a tenant"),
         (b"jwt: [{tenant: a, expires: 2027-01-31}]", "unknown field `expires`"),
+        # What a careless hand leaves would be no keys less, or everything allowed.
+        (b"keys: []\nkeys: []", "line 2: `keys` is given twice"),
+        (f"keys: [{{name: a, sha256: {HASH}, admin: false, admin: true}}]".encode(), "`admin`"),
+        (b"keys: []\njwt:\n#  - tenant: a", "`jwt` has no value"),
+        (file(adapters=None), "`adapters` has no value"),
+        (file(requests_per_minute=None), "`requests_per_minute` has no value"),
+        (file(sha256=HASH + "\n"), r"keys\[0\].sha256"),
+        (file(name="a\n"), r"keys\[0\].name"),
+        (file(sha256=keys.digest(b"")), "a has the sha256 of nothing"),
         (json.dumps({"keys": [{"name": "a", "sha256": HASH}] * 2}).encode(), "two keys"),
         (
             json.dumps({"keys": [{"name": it, "sha256": HASH} for it in "ab"]}).encode(),

@@ -197,6 +197,7 @@ REFUSED = {
     "not yet": (lambda it: it.token(nbf=time.time() + tokens.LEEWAY_S + 60), "not valid yet"),
     "for ever": (lambda it: it.token(exp=None), r"a claim is missing \('exp'\)"),
     "no time": (lambda it: it.token(exp="tomorrow"), "a time in it is no number"),
+    "at the end of time": (lambda it: it.token(exp=10**400), "a time in it is no number"),
     "another audience": (lambda it: it.token(aud="another"), "for another audience"),
     "no audience": (lambda it: it.token(aud=None), r"a claim is missing \('aud'\)"),
     "another issuer": (lambda it: it.token(iss="https://a.example"), "of another issuer"),
@@ -316,7 +317,7 @@ async def test_while_the_issuer_is_broken_the_last_good_keys_stay(issuer, broken
 )
 async def test_a_start_without_the_issuers_keys(issuer, said, reason, tmp_path, monkeypatch):
     """They are waited for, and then it ends, unless others can be let in."""
-    monkeypatch.setattr(module, "START_S", 0.1)
+    monkeypatch.setattr(module, "START_S", 0.5)
     monkeypatch.setattr(module, "START_PAUSE_S", 0.02)
     issuer.answers[module.DISCOVERY] = issuer.discovery(**said)
     with pytest.raises(SettingsError, match=f"OPTION_JWT_ISSUER: .*{reason}"):
@@ -385,6 +386,10 @@ def test_a_file_says_of_tokens_what_is_taken(tmp_path):
         jwk(ec.generate_private_key(ec.SECP256K1()), "a", crv="secp256k1"),
         {**jwk(RSA, "a"), "n": "!"},
         {**jwk(EC, "a"), "x": "AQAB"},
+        {**jwk(RSA, "a"), "n": 5},
+        {**jwk(RSA, "a"), "alg": []},
+        {**jwk(EC, "a"), "crv": []},
+        {**jwk(ED, "a"), "x": None},
         "a",
     ],
 )

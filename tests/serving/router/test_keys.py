@@ -6,7 +6,15 @@ import pytest
 from scripts.harness.wait import until_async
 from serving.access.caller import ANYBODY
 from serving.access.identity import Signer
-from tests.serving.access.test_access import ADMIN, KEY, SECRET, bearer, written
+from tests.serving.access.test_access import (
+    ADMIN,
+    KEY,
+    ODD_PATHS,
+    SECRET,
+    bearer,
+    status_of,
+    written,
+)
 from tests.serving.router.conftest import routing
 
 pytestmark = pytest.mark.anyio
@@ -57,6 +65,15 @@ async def test_administration_is_for_admin_keys(options):
             assert answer.status_code == status
         (asked,) = [asked for asked in it.fleet[0].asked if asked.target.startswith("/adapters?")]
         assert list(sent(asked)) == ["x-slipway-identity"]
+
+
+async def test_no_way_to_the_administration_is_for_other_keys(options):
+    async with routing(1, **options) as it:
+        before = len(it.fleet[0].asked)
+        for target in ODD_PATHS:
+            for method in ("GET", "HEAD", "POST", "DELETE", "PUT", "OPTIONS"):
+                assert await status_of(it.url, method, target, "team-a") in (400, 403, 404)
+        assert len(it.fleet[0].asked) == before
 
 
 async def test_an_adapter_of_others_is_as_one_that_is_not_here(tmp_path):
