@@ -17,6 +17,7 @@ from serving.batch.store import Store
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
 from serving.lifecycle import Lifecycle, Stage, Step
+from serving.lora.adapter import State
 from serving.lora.registry import AdapterRegistry
 from serving.observability.error_rate import ErrorRates
 from serving.observability.objectives import Objectives
@@ -75,8 +76,8 @@ class Backend:
         return self._pipeline
 
     def status(self) -> dict[str, object]:
-        """What the page shows and nothing else says: the plan, the start, which adapters the engine
-        has, and whose requests are there.
+        """What the page shows and nothing else says: the plan, the start, whose requests are there,
+        and which adapters are more than registered, or could not be loaded.
         """
         progress, pipeline = self._lifecycle.progress, self._pipeline
         adapters = pipeline.adapters if pipeline else None
@@ -90,7 +91,12 @@ class Backend:
                 if step is not Step.PLANNING
             ],
             "requests": pipeline.requests if pipeline else [],
-            "adapters_loaded": adapters and [it.name for it in adapters.listed() if it.loaded],
+            "adapters": adapters
+            and [
+                {"name": it.name, "state": it.state, "fault": it.fault}
+                for it in adapters.listed()
+                if it.fault or it.state is not State.REGISTERED
+            ],
         }
 
     def health(self) -> tuple[int, dict[str, object]]:

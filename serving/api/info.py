@@ -8,7 +8,7 @@ DescribeWorkflowResponse).
 from typing import Any
 
 import msgspec
-from prometheus_client import REGISTRY, make_asgi_app
+from prometheus_client import REGISTRY
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -17,12 +17,10 @@ from lmi_config.options.declared import Settings
 from serving.api.backend import Backend
 from serving.engine.vllm_errors import from_engine
 from serving.errors import Conflict
+from serving.http.exposition import exposition
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
 from serving.ui import page as ui
-
-# vLLM registers its series with the process's default registry.
-_prometheus = make_asgi_app(REGISTRY)
 
 
 class Ping:
@@ -54,11 +52,19 @@ async def page(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
-async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
-    """/metrics, always as plain text: in OpenMetrics it writes vllm_… for vllm:…, and headers that
-    are no UTF-8 make it fail.
-    """
-    await _prometheus({**scope, "headers": []}, receive, send)
+class Metrics:
+    """/metrics: all series of this process, the engine's and the cache server's too."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._exemplars = backend.tracer is not None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        accept = dict(scope["headers"]).get(b"accept", b"")
+        # vLLM registers its series with the process's default registry.
+        kind, content = exposition(REGISTRY, accept, exemplars=self._exemplars)
+        response = Response(content)
+        response.raw_headers.append((b"content-type", kind))
+        await response(scope, receive, send)
 
 
 async def models(call: HttpCall, pipeline: Pipeline) -> None:

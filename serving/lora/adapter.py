@@ -85,6 +85,8 @@ class Adapter:
         self.preload = False
         self.pin = False
         self._host = host
+        self.fault: str | None = None
+        """Why it could not be loaded when that was last tried; None where it could."""
         self._users = 0  # requests that are under way, and changes that have it loaded
         self._state = State.REGISTERED
         # What takes it from LOADING or UNLOADING to the next state, in a task that no client's
@@ -102,6 +104,10 @@ class Adapter:
     @property
     def located(self) -> Located:
         return Located(self.src, self.digest)
+
+    @property
+    def state(self) -> State:
+        return self._state
 
     @property
     def loaded(self) -> bool:
@@ -178,7 +184,11 @@ class Adapter:
             if await self._host.slots.take(self):
                 with _FAILED.count_exceptions(), _LOADS.time():
                     await self._bring(located)
-                reached = State.LOADED
+                reached, self.fault = State.LOADED, None
+        except Exception as error:
+            foreseen = isinstance(error, ServingError)
+            self.fault = str(error) if foreseen else "it could not be loaded; the log says why"
+            raise
         finally:
             self._end(reached)
             if reached is State.REGISTERED:

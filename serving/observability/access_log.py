@@ -136,6 +136,11 @@ class AccessRecord:
         if between is not None:
             self.between_tokens_s = max(self.between_tokens_s or 0.0, between)
 
+    @property
+    def exemplar(self) -> dict[str, str] | None:
+        """What names its trace in series, where that is sent."""
+        return self.trace.exemplar if self.trace else None
+
     def part(self, name: str) -> contextlib.AbstractContextManager[Span | None]:
         """The span of a part of what is done for it."""
         return self.trace.part(name) if self.trace else _UNTRACED
@@ -145,7 +150,7 @@ class AccessRecord:
         seconds = time.perf_counter() - self._began
         status = self.status or CLIENT_LEFT
         _requests(self._route, self.adapter is not None, status // 100).inc()
-        _seconds(self._route).observe(seconds)
+        _seconds(self._route).observe(seconds, self.exemplar)
         facts: dict[str, Any] = {
             "method": self._method,
             "path": self._route,

@@ -46,6 +46,6 @@ class Objectives:
                 if (took := slowest[name]) is not None
             }
         for name, it in met.items():
-            self._series[name, it].inc()
+            self._series[name, it].inc(exemplar=record.exemplar)
         if met:
-            self._series[ALL, all(met.values())].inc()
+            self._series[ALL, all(met.values())].inc(exemplar=record.exemplar)

@@ -46,6 +46,10 @@ class OtelSpan(Span):
     def trace_id(self) -> str:
         return f"{self._span.get_span_context().trace_id:032x}"
 
+    @property
+    def exemplar(self) -> dict[str, str] | None:
+        return {"trace_id": self.trace_id} if self._span.is_recording() else None
+
     def part(self, name: str, kind: SpanKind = SpanKind.INTERNAL) -> "OtelSpan":
         if not self._span.is_recording():  # nor would any part of it be
             return self

@@ -21,6 +21,10 @@ class Span(AbstractContextManager["Span"], Protocol):
     def trace_id(self) -> str:
         """The trace's, in 32 hexadecimal digits."""
 
+    @property
+    def exemplar(self) -> dict[str, str] | None:
+        """The labels by which series name the trace; None where it is not sent."""
+
     def part(self, name: str) -> "Span":
         """A part of it, which begins now."""
 

@@ -367,13 +367,15 @@ class Router:
                 responder.respond(200, b"text/plain", b"ok\n")
             case protocol.METRICS | protocol.SERVER_METRICS if reads:
                 self.routing.tally.flush()
-                responder.respond(200, *status.metrics(self.pool))
+                accept = request.named.get(b"accept", b"")
+                traced = self.routing.tracer is not None
+                responder.respond(200, *status.metrics(self.pool, accept, traced=traced))
             case protocol.REPLICAS if reads:
-                responder.respond(200, *self._replicas(request.named.get(b"accept", b"")))
+                responder.respond(200, *self._replicas())
             case path if reads and path in self._page:
                 responder.respond(200, *self._page[path], *ui.LINES)
             case protocol.UI_STATUS if reads and self._page:
-                responder.respond(200, *self._replicas(b""))
+                responder.respond(200, *self._replicas())
             case (
                 protocol.PING
                 | protocol.HEALTH
@@ -390,10 +392,10 @@ class Router:
             case path:
                 raise NotFound(f"there is nothing at {path}")
 
-    def _replicas(self, accept: bytes) -> tuple[bytes, bytes]:
+    def _replicas(self) -> tuple[bytes, bytes]:
         """The kind and body of an answer about replicas."""
         warnings = [*self._different().values()]
-        return status.replicas(self.pool, self.routing.policy, self.kvaware, warnings, accept)
+        return status.replicas(self.pool, self.routing.policy, self.kvaware, warnings)
 
     def _change(self, responder: WholeResponder, request: Request) -> None:
         """Have all replicas answer. Their bodies are sent to each, so they have to be here."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router says of itself: /ping, /metrics, and /replicas for people."""
+"""What the router says of itself: /ping, /metrics and /replicas."""
 
-import html
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from serving.http.exposition import exposition
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import CurrentSeries, forget
@@ -26,8 +26,8 @@ def ping(pool: ReplicaPool, draining: bool) -> tuple[bytes, bytes]:
     return _JSON, msgspec.json.encode({"status": status, "detail": f"{ready} replicas are ready"})
 
 
-def metrics(pool: ReplicaPool) -> tuple[bytes, bytes]:
-    """All processes' series."""
+def metrics(pool: ReplicaPool, accept: bytes, *, traced: bool) -> tuple[bytes, bytes]:
+    """All processes' series, as a scraper accepts them. traced: whether spans are sent."""
     for name in pool.forget_gone():
         forget(name)
     registry = REGISTRY
@@ -39,7 +39,7 @@ def metrics(pool: ReplicaPool) -> tuple[bytes, bytes]:
     }
     shown = CollectorRegistry()
     shown.register(CurrentSeries(registry, states, pool.counted()))
-    return CONTENT_TYPE_LATEST.encode(), generate_latest(shown)
+    return exposition(shown, accept, exemplars=traced)
 
 
 def replicas(
@@ -47,20 +47,10 @@ def replicas(
     policy: Policy,
     kvaware: KvAwareness | None,
     warnings: Sequence[str],
-    accept: bytes,
 ) -> tuple[bytes, bytes]:
-    """The replicas, and warnings about them: a page for browsers, JSON for others."""
+    """The kind and body of an answer about the replicas, with warnings about them."""
     rows = [_row(replica, policy, kvaware) for replica in pool.replicas]
-    if b"text/html" not in accept:
-        return _JSON, msgspec.json.encode({"replicas": rows, "warnings": warnings})
-    shown = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(_cell(value))}</td>' for value in row.values())}</tr>"
-        for row in rows
-    )
-    titles = "".join(f"<th>{title.replace('_', ' ')}</th>" for title in rows[0]) if rows else ""
-    told = "".join(f"<p>{html.escape(warning)}</p>" for warning in warnings)
-    page = _PAGE.format(warnings=told, titles=titles, rows=shown)
-    return b"text/html; charset=utf-8", page.encode()
+    return _JSON, msgspec.json.encode({"replicas": rows, "warnings": warnings})
 
 
 def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[str, Any]:
@@ -92,21 +82,3 @@ def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[
         row["kv_cache_known"] = kvaware.follows(replica)
         row["kv_tokens_reported"] = kvaware.held(replica)
     return row
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {count:,}" for key, count in value.items())
-    return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
-<title>Replicas</title>
-<style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em }}
-table {{ border-collapse: collapse }}
-th, td {{ padding: .4em .8em; text-align: left; border-bottom: 1px solid #ccc }}
-</style></head>
-<body><h1>Replicas</h1>{warnings}<table><tr>{titles}</tr>{rows}</table></body></html>
-"""

@@ -43,6 +43,13 @@ function fill(table, titles, rows, empty = "") {
   table.replaceChildren(head, body);
 }
 
+/** A state, what else is to be said of it, and why it is so. */
+function stateOf(state, more, why) {
+  const pill = el("span", { className: `pill ${state}` }, more ? `${state}, ${more}` : state);
+  const bad = ["failed", "down"].includes(state);
+  return el("span", {}, pill, why ? el("div", { className: bad ? "fault" : "quiet" }, why) : null);
+}
+
 // The server
 
 let key = sessionStorage.getItem(KEY) ?? "";
@@ -365,9 +372,9 @@ function drawRequests() {
   const sorted = [...rows.values()].sort(
     (one, other) => other.in_flight + other.waiting - one.in_flight - one.waiting || other.input - one.input,
   );
+  const titles = ["Tenant", "Adapter", "In flight", "Waiting", "Prompt tokens", "of them cached", "Generated"];
   fill(
-    $("requests"),
-    ["Tenant", "Adapter", "In flight", "Waiting", "Prompt tokens", "of them cached", "Generated"],
+    $("requests"), isRouter() ? [] : titles,
     sorted.slice(0, 50).map((it) => [
       it.tenant || "–", it.adapter || "base model", number(it.in_flight), number(it.waiting),
       number(it.input), it.input ? percent(it.cached / it.input) : "–", number(it.output),
@@ -386,38 +393,47 @@ function showAdapters() {
   $("adapter-table").parentElement.parentElement.hidden = !adapters;
   $("adapter-table").hidden = !adapters?.listed;
   if (!adapters?.listed) return;
-  const loaded = new Set(status?.adapters_loaded ?? []);
+  const known = JSON.stringify([adapters.listed, status?.adapters]);
+  if (known === showAdapters.known) return; // else the buttons would lose their focus
+  showAdapters.known = known;
+  const states = new Map((status?.adapters ?? []).map((it) => [it.name, it]));
   const rows = adapters.listed.map(({ name, src, pin }) => {
-    const state = isRouter() ? "registered" : loaded.has(name) ? "loaded" : "registered";
+    const { state = "registered", fault = null } = states.get(name) ?? {};
+    const shown = fault && state === "registered" ? "failed" : state;
     const remove = el("button", { type: "button", className: "quiet danger" }, "Remove");
     const load = el("button", { type: "button", className: "quiet" }, "Load");
     const path = `adapters/${encodeURIComponent(name)}`;
-    load.hidden = state === "loaded";
+    load.hidden = state !== "registered";
     load.setAttribute("aria-label", `Load ${name}`);
     remove.setAttribute("aria-label", `Remove ${name}`);
-    load.onclick = () => change(`${name} is loaded`, () => post(`${path}/update`, { preload: true }), load);
+    load.onclick = () =>
+      change(`Loading ${name}…`, `${name} is loaded`, () => post(`${path}/update`, { preload: true }), load);
     remove.onclick = () => {
-      if (remove.dataset.sure) change(`${name} is removed`, () => ask(path, { method: "DELETE" }), remove);
+      const removed = () => ask(path, { method: "DELETE" });
+      if (remove.dataset.sure) change(`Removing ${name}…`, `${name} is removed`, removed, remove);
       else {
         remove.dataset.sure = "yes";
         remove.textContent = "Remove it?";
-        remove.onblur = showAdapters;
+        remove.onblur = () => {
+          delete remove.dataset.sure;
+          remove.textContent = "Remove";
+        };
       }
     };
     return [
       el("b", {}, name), el("code", {}, src),
-      el("span", { className: `pill ${state}` }, pin ? `${state}, pinned` : state),
+      stateOf(shown, pin && "pinned", fault),
       el("span", { className: "actions" }, load, remove),
     ];
   });
   fill($("adapter-table"), ["Name", "Source", "State", ""], rows, "No adapter is registered.");
 }
 
-async function change(done, what, button) {
+async function change(doing, done, what, button) {
   const said = $("adapters-said");
   button.disabled = true;
   said.className = "";
-  said.textContent = "…";
+  said.textContent = doing;
   try {
     await what();
     said.textContent = done;
@@ -434,7 +450,7 @@ $("register").addEventListener("submit", (event) => {
   event.preventDefault();
   const [name, src] = [$("adapter-name").value, $("adapter-src").value];
   const how = { preload: $("adapter-load").checked, pin: $("adapter-pin").checked };
-  change(`${name} is registered`, async () => {
+  change(`Registering ${name}…`, `${name} is registered`, async () => {
     await post("adapters", { name, src, ...how });
     $("register").reset();
   }, event.submitter);
@@ -632,7 +648,12 @@ function showPlan() {
   const said = JSON.stringify(plan);
   if (said === showPlan.said) return;
   showPlan.said = said;
-  fill($("plan-table"), ["What", "How much", "Why"], plan.rows);
+  const rows = [];
+  for (const [what, amount, why] of plan.rows) {
+    if (what || amount) rows.push([what, amount, why]);
+    else rows.at(-1)[2] += `\n${why}`; // more about the same
+  }
+  fill($("plan-table"), ["What", "How much", "Why"], rows);
   fill($("options-table"), ["Option", "Value", "From"], plan.options.map(([name, value, from]) => [el("code", {}, name), el("code", {}, value), from]));
   list($("findings"), plan.findings);
 }
@@ -645,13 +666,20 @@ function list(box, texts) {
 function showReplicas() {
   if (!isRouter()) return;
   list($("warnings"), status.warnings);
+  const divided = status.replicas.some(({ role }) => role !== "both");
+  const tokens = (it) =>
+    Object.entries({ engine: it.kv_cache_tokens, ...it.kv_tier_tokens })
+      .filter(([, count]) => count !== null)
+      .map(([tier, count]) => `${tier} ${number(count)}`)
+      .join(", ");
   const rows = status.replicas.map((it) => [
     el("b", {}, it.replica),
-    el("span", { className: `pill ${it.state}` }, it.kept_from_requests ? `${it.state}, kept from requests` : it.state),
+    stateOf(it.state, it.kept_from_requests && "kept from requests", it.state === "ready" ? "" : it.detail),
+    ...(divided ? [it.role === "both" ? "" : it.role] : []),
     number(it.requests_under_way), number(it.prompt_tokens_queued), it.models.join(", "), number(it.adapters),
-    it.kv_cache_tokens === null ? "–" : number(it.kv_cache_tokens), it.detail,
+    tokens(it) || "–",
   ]);
-  const titles = ["Replica", "State", "In flight", "Prompt tokens queued", "Models", "Adapters", "KV cache, tokens", "Detail"];
+  const titles = ["Replica", "State", ...(divided ? ["Role"] : []), "In flight", "Prompt tokens queued", "Models", "Adapters", "KV cache, tokens"];
   fill($("replica-table"), titles, rows, "No replica is known.");
 }
 
@@ -700,6 +728,7 @@ $("key-form").addEventListener("submit", (event) => {
 });
 addEventListener("hashchange", () => {
   show();
+  if (ready() && location.hash === "#adapters") lookForAdapters(); // others may have changed them
   $("view").focus({ preventScroll: true });
 });
 document.addEventListener("visibilitychange", () => document.hidden || look());

@@ -378,7 +378,8 @@ class ProxiedRequest:
         """The answer's first byte is here, so its prompt is computed."""
         self._computing = False
         self._first_byte_at = self._progress_at
-        metrics.FIRST_BYTE.observe(self._progress_at - self._began)
+        exemplar = self._trace.exemplar if self._trace else None
+        metrics.FIRST_BYTE.observe(self._progress_at - self._began, exemplar)
         self.placement.computed()
 
     def _pass_on(self, stream: Continuation, data: bytes) -> bool:

@@ -362,7 +362,7 @@ async def test_metrics_are_there_before_the_engine_is():
         answer = await served.client.get("/metrics")
         assert answer.status_code == 200
         assert "python_info" in answer.text
-        # Prometheus 2 would get vllm_… for vllm:… in this format.
+        # What it has besides, exemplars, there is with traces alone.
         openmetrics = {"accept": "application/openmetrics-text; version=1.0.0"}
         answer = await served.client.get("/metrics", headers=openmetrics)
         assert answer.headers["content-type"].startswith("text/plain")

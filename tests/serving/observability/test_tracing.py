@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from prometheus_client import REGISTRY, Counter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from scripts.harness.wait import until_async
 from tests.collector import collecting
@@ -92,6 +94,32 @@ async def test_what_went_wrong_is_in_the_spans(traced, prompt, status, error, fa
         error,
         status,
     )
+
+
+OPENMETRICS = {"accept": "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.3"}
+
+
+async def test_series_name_the_traces_that_are_sent(traced):
+    it, *_ = traced
+    unsent = TRACE[::-1]
+    for trace, flags in ((TRACE, "01"), (unsent, "00")):
+        headers = {"traceparent": f"00-{trace}-{PARENT}-{flags}"}
+        await it.post("/v1/completions", {"prompt": "a"}, headers=headers)
+    engines = Counter("vllm:tokens", "The colon is part of the name.")
+    try:
+        answer = await it.client.get("/metrics", headers=OPENMETRICS)
+    finally:
+        REGISTRY.unregister(engines)
+    kind = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert answer.headers["content-type"] == kind
+    found = {it.name: it.samples for it in text_string_to_metric_families(answer.text)}
+    assert "vllm:tokens_total" in {it.name for it in found["vllm:tokens"]}
+    named = [it.exemplar.labels for it in found["slipway_request_seconds"] if it.exemplar]
+    assert {"trace_id": TRACE} in named
+    assert unsent not in answer.text
+    plain = await it.client.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert TRACE not in plain.text
 
 
 def test_without_an_endpoint_what_makes_spans_is_not_even_imported():

@@ -144,6 +144,9 @@ async def test_a_retried_request_is_a_trace_from_the_client_to_the_replica(colle
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "some=thing"}
         assert (await it.post({"prompt": SECRET}, headers=headers)).status_code == 200
         assert (await logged(lines))["trace_id"] == TRACE
+        accept = {"accept": "application/openmetrics-text"}
+        series = (await it.client.get("/metrics", headers=accept)).text
+        assert f'# {{trace_id="{TRACE}"}}' in series
         found = await spans(collector, TRACE, 5)
         asked = sorted(
             (asked for at in it.fleet for asked in at.asked),

@@ -12,6 +12,7 @@ from scripts.harness.wait import until_async
 from serving.engine.base import EngineError
 from serving.ui.page import FILES
 from tests.serving.conftest import running
+from tests.serving.lora.test_registry import registry, write
 from tests.serving.router.conftest import routing
 from tests.tools import chromium
 
@@ -97,7 +98,7 @@ async def test_the_status_says_what_the_start_is_at_and_whose_requests_are_there
         await until_async(lambda: it.pipeline.waiting == 2)
         found = (await it.client.get("/ui/status")).json()
         rows = [{"tenant": "", "adapter": "", "waiting": 2, "in_flight": 5}]
-        assert (found["requests"], found["adapters_loaded"]) == (rows, None)
+        assert (found["requests"], found["adapters"]) == (rows, None)
         it.engine.gate.set()
         await asyncio.gather(*asked)
         assert (await it.client.get("/ui/status")).json()["requests"] == []
@@ -274,6 +275,32 @@ async def test_draining_is_shown(page):
         await expect(page.get_by_label("Message")).to_be_disabled()
         it.engine.gate.set()
         assert (await asked).status_code == 200
+
+
+async def test_an_adapter_is_shown_as_it_is_loaded_and_why_it_cannot_be(page, tmp_path):
+    async with running() as it:
+        it.pipeline.adapters = registry(it.engine, tmp_path / "adapters")
+        for name in ("lawyer", "poet"):
+            src = str(write(tmp_path / "adapters" / name))
+            await it.client.post("/adapters", params={"name": name, "src": src})
+        await page.goto(f"{it.url}/ui#adapters")
+        row = page.get_by_role("row", name="poet")
+        await expect(row).to_contain_text("registered")
+        it.engine.may_load.clear()
+        load = page.get_by_role("button", name="Load poet")
+        await load.click()
+        await expect(row).to_contain_text("loading")
+        it.engine.fails_to_load = True
+        it.engine.may_load.set()
+        await expect(row).to_contain_text("failed")
+        await expect(row).to_contain_text("the engine cannot load it")
+        it.engine.fails_to_load = False
+        await load.focus()
+        await page.evaluate("look()")  # which leaves the focus where it is
+        await page.keyboard.press("Enter")
+        await expect(row).to_contain_text("loaded")
+        await expect(row).not_to_contain_text("cannot")
+        await expect(page.get_by_role("row", name="lawyer")).to_contain_text("registered")
 
 
 async def test_it_fits_a_phone(page):
