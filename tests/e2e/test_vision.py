@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision-language model on the real engine: images in chats."""
+"""A vision-language model on the real engine, with tiers: images in chats."""
 
 import base64
 import io
@@ -41,16 +41,21 @@ def keyed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seeing(tiny_options, keyed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeing")
+    (folder / "lmcache.yaml").write_text("max_local_cpu_size: 0.5\n")
     environ = {
         **tiny_options,
         "OPTION_MODEL_ID": str(tiny_vision.make()),
         "OPTION_MAX_MODEL_LEN": "1024",
+        "OPTION_KV_CACHE_MEMORY_BYTES": "8M",  # 4,000 tokens
+        "OPTION_DTYPE": "float32",  # in 16 bits, what was cached decides between near ties
+        "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
         "OPTION_ALLOWED_MEDIA_DOMAINS": "localhost",
         "OPTION_CACHE_SALT_HEADER": "X-Tenant",
         "OPTION_API_KEY": KEY,
         **keyed,
     }
-    with serving(tmp_path_factory.mktemp("seeing") / "log", **environ) as it:
+    with serving(folder / "log", **environ) as it:
         it.ready()
         it.client.auth = with_a_key
         it.openai = it.openai.with_options(api_key=KEY)
@@ -138,17 +143,25 @@ def test_tenants_share_no_images_in_the_engines_caches(seeing):
     assert [hits(tenant) for tenant in ("a", "a", "b", "b")] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("where", "colour"), [("seeing", "yellow"), ("routed", "purple")])
-def test_two_keys_and_one_picture(where, colour, seeing, request):
+@pytest.mark.parametrize(
+    ("where", "cache", "colour", "another"),
+    [
+        ("seeing", "engine", "yellow", "gold"),
+        ("routed", "engine", "purple", "indigo"),
+        ("seeing", "tiers", "orange", "coral"),
+        ("routed", "tiers", "teal", "cyan"),
+    ],
+)
+def test_two_keys_and_one_picture(where, cache, colour, another, seeing, request):
     it = request.getfixturevalue(where)
 
-    def ask(key):
+    def ask(key, colour=colour):
         """The answer, whether any of the prompt was cached, and pictures that were."""
         seeing.counted()
         before = seeing.metric("vllm:mm_cache_hits_total")
         headers = {"authorization": f"Bearer {key}"}
         body = chat(png(colour)) | {"model": "lmi"}
-        body["messages"][0]["content"][1]["text"] = "import " * 200  # more than a block
+        body["messages"][0]["content"][1]["text"] = "import " * 600  # two of the tiers' chunks
         answer = it.client.post("/v1/chat/completions", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
         found = answer.json()
@@ -159,5 +172,12 @@ def test_two_keys_and_one_picture(where, colour, seeing, request):
 
     text, *anew = ask("team-a")
     assert anew == [False, 0]
+    if cache == "tiers":  # the engine's own cache has nothing left of it
+        for n in range(8):
+            seeing.invoke({"inputs": f"{n} " + "class " * 900}).raise_for_status()
+    loaded = seeing.metric("vllm:external_prefix_cache_hits_total")
     assert ask("team-a-too") == (text, True, 1)
+    loaded = seeing.metric("vllm:external_prefix_cache_hits_total") - loaded
+    assert (loaded > 256) == (cache == "tiers")
     assert ask("team-b") == (text, False, 0)
+    assert not ask("team-a", another)[1]  # its text is the same
