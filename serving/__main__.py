@@ -121,6 +121,7 @@ def _run(
     except Exception as error:
         end = failure(error)
     report(end)
+    logs.flush()
     return end.code
 
 

@@ -7,13 +7,12 @@ import random
 import re
 import time
 from collections.abc import Awaitable
-from typing import Any
 
 from prometheus_client import Counter, Histogram
 from starlette.types import Message, Scope, Send
 
 from serving import protocol
-from serving.access.caller import ANYBODY, Caller
+from serving.access.caller import ANYBODY, Caller, Phase
 from serving.errors import ServingError
 from serving.observability import logs
 from serving.observability.logs import REQUEST_ID
@@ -56,6 +55,21 @@ def request_id(headers: list[tuple[bytes, bytes]]) -> str:
             if redacted(given) == given:
                 return given
     return f"{random.getrandbits(128):032x}"
+
+
+class ServedLine(logs.RequestLine):
+    """The line of a request that this server has answered."""
+
+    key: str = ""
+    tenant: str | None = None
+    phase: Phase = ""
+    adapter: str | None = None
+    error: str = ""
+    complete: bool = True
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    trace_id: str = ""
 
 
 class AccessRecord:
@@ -151,31 +165,27 @@ class AccessRecord:
         status = self.status or CLIENT_LEFT
         _requests(self._route, self.adapter is not None, status // 100).inc()
         _seconds(self._route).observe(seconds, self.exemplar)
-        facts: dict[str, Any] = {
-            "method": self._method,
-            "path": self._route,
-            "status": status,
-            "ms": round(1000 * seconds, 1),
-        }
-        if self.caller.name:
-            facts["key"] = self.caller.name
-        if self.caller.tenant:
-            facts["tenant"] = self.caller.tenant
-        if self.caller.phase:
-            facts["phase"] = self.caller.phase
-        if self.adapter:
-            facts["adapter"] = redacted(self.adapter)
-        if self.error:
-            facts["error"] = type(self.error).__name__
-        if self._last is None:
-            facts["complete"] = False
-        if self._tokens:
-            names = ("prompt_tokens", "cached_tokens", "completion_tokens")
-            facts |= zip(names, self._tokens, strict=True)
+        prompt, cached, completion = self._tokens or (None, None, None)
+        line = ServedLine(
+            request_id=self.id,
+            method=self._method,
+            path=self._route,
+            status=status,
+            ms=logs.milliseconds(seconds),
+            key=self.caller.name,
+            tenant=self.caller.tenant or None,
+            phase=self.caller.phase,
+            adapter=redacted(self.adapter) if self.adapter else None,
+            error=type(self.error).__name__ if self.error else "",
+            complete=self._last is not None,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            trace_id=self.trace.trace_id if self.trace else "",
+        )
         if self.trace:
-            facts["trace_id"] = self.trace.trace_id
             self._end_trace(self.trace, status)
-        logs.access(self.id, facts)
+        logs.access(line)
 
     def _end_trace(self, trace: Span, status: int) -> None:
         trace.note(

@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -112,6 +112,24 @@ class Outcome(NamedTuple):
     first_byte: float | None
     sent: int
     error: ServingError | None
+
+
+class RoutedLine(logs.RequestLine):
+    """The line of a request that a replica was chosen for."""
+
+    end: str
+    strategy: str
+    attempts: int
+    bytes_in: int
+    bytes_out: int
+    replica: str = ""
+    prefilled_on: str = ""
+    first_byte_ms: float | None = None
+    key: str = ""
+    tenant: str | None = None
+    adapter: str = ""
+    error: str = ""
+    trace_id: str = ""
 
 
 class Placement:
@@ -310,12 +328,7 @@ class Placement:
         if error:
             status = errors.shape(request.path).status(error)
         if self._routing.access_log:
-            facts = self._facts(request, outcome, status, name)
-            if trace:
-                facts["trace_id"] = trace.trace_id
-            own = REQUEST_ID not in request.named  # else it is the client's, and may be anything
-            known_as = request.id.decode("latin-1")
-            logs.access(known_as if own else redacted(known_as), facts)
+            logs.access(self._line(request, outcome, status, name, trace))
         if trace:
             trace.note(
                 http__request__method=request.method.decode("latin-1"),
@@ -329,33 +342,30 @@ class Placement:
             # What a client did wrong is no fault of this server's, by the conventions.
             trace.end(why if status >= 500 or outcome.end == "cut" else None)
 
-    def _facts(
-        self, request: Request, outcome: Outcome, status: int, replica: str
-    ) -> dict[str, Any]:
-        first = outcome.first_byte
-        facts: dict[str, Any] = {
-            "method": request.method.decode("latin-1"),
-            "path": template(request.path),
-            "status": status,
-            "ms": round(1000 * (time.monotonic() - outcome.began), 1),
-            "end": outcome.end,
-            "strategy": self.strategy,
-            "attempts": len(self.tried),
-            "bytes_in": request.size,
-            "bytes_out": outcome.sent,
-        }
-        if replica:
-            facts["replica"] = replica
-        if self._prefilled_on:
-            facts["prefilled_on"] = self._prefilled_on
-        if first is not None:
-            facts["first_byte_ms"] = round(1000 * (first - outcome.began), 1)
-        if request.caller.name:
-            facts["key"] = request.caller.name
-        if request.caller.tenant:
-            facts["tenant"] = request.caller.tenant
-        if (adapter := self.features.adapter) in self._routing.pool.adapters:
-            facts["adapter"] = adapter
-        if outcome.error:
-            facts["error"] = type(outcome.error).__name__
-        return facts
+    def _line(
+        self, request: Request, outcome: Outcome, status: int, replica: str, trace: Span | None
+    ) -> RoutedLine:
+        began, first = outcome.began, outcome.first_byte
+        own = REQUEST_ID not in request.named  # else it is the client's, and may be anything
+        known_as = request.id.decode("latin-1")
+        adapter = self.features.adapter
+        return RoutedLine(
+            request_id=known_as if own else redacted(known_as),
+            method=request.method.decode("latin-1"),
+            path=template(request.path),
+            status=status,
+            ms=logs.milliseconds(time.monotonic() - began),
+            end=outcome.end,
+            strategy=self.strategy,
+            attempts=len(self.tried),
+            bytes_in=request.size,
+            bytes_out=outcome.sent,
+            replica=replica,
+            prefilled_on=self._prefilled_on,
+            first_byte_ms=None if first is None else logs.milliseconds(first - began),
+            key=request.caller.name,
+            tenant=request.caller.tenant or None,
+            adapter=adapter if adapter in self._routing.pool.adapters else "",
+            error=type(outcome.error).__name__ if outcome.error else "",
+            trace_id=trace.trace_id if trace else "",
+        )

@@ -16,6 +16,7 @@ import uvloop
 from lmi_config.options.declared import Settings
 from serving.exit import DIED, START_FAILED, Exit
 from serving.http.sockets import CannotListen, bound, raise_open_files
+from serving.observability import logs
 from serving.process import end_with_parent
 from serving.router.peers import links
 from serving.router.router import Router
@@ -134,4 +135,7 @@ class Supervisor:
         end_with_parent(signal.SIGTERM, self._parent)
         with bound(self._settings.host, self._port, shared=True) as listener:
             router = Router(self._settings, self._environ, self._links[number])
-            sys.exit(uvloop.run(router.run(listener)))
+            try:
+                sys.exit(uvloop.run(router.run(listener)))
+            finally:
+                logs.flush()

@@ -95,7 +95,8 @@ logs.configure(os.environ)
 with capture.capture_output():
     for number in range(2000):
         print("nobody reads this")
-        logs.access("id", {"n": number})
+        line = {"request_id": "id", "method": "GET", "path": "/", "status": 200, "ms": 0.1}
+        logs.access(logs.RequestLine(**line))
         logs.logging.getLogger("serving").error("nor %d", number)
 os._exit(7)
 """

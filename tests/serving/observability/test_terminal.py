@@ -16,6 +16,7 @@ ENTRYPOINT = str(ROOT / "entrypoint.sh")
 PROGRAM = """
 import logging, os, sys, time
 from serving.observability import capture, logs
+from serving.observability.access_log import ServedLine
 
 logs.configure(os.environ)
 logs.set_format(os.environ.get("FORMAT", "auto"))
@@ -36,7 +37,8 @@ with capture.capture_output():
     vllm.error("Error with model error=ErrorInfo(message='The model `x` does not exist.')")
     vllm.warning("[shutdown] Process manager: force killing remaining process EngineCore pid 7")
     vllm.warning("mind this")
-    logs.access("an-id", {"method": "POST", "path": "/x", "status": 200, "ms": 1.5, "tokens": 3})
+    line = {"request_id": "an-id", "method": "POST", "path": "/x", "status": 200, "ms": 1.5}
+    logs.access(ServedLine(**line, completion_tokens=3))
     print("shards: 50%|#####     | 1/2 [00:01<00:01]\\rdone", flush=True)
     print("Traceback (most recent call last):\\n  x\\nValueError: of", os.environ["HF_TOKEN"])
     try:
@@ -89,7 +91,7 @@ def test_a_terminal_gets_lines_for_people_in_colour(written):
     shown = lines(written)
     assert any(re.fullmatch(r"\d\d:\d\d:\d\d  ours n=1", line) for line in shown)
     assert any(line.endswith("  in other words") for line in shown)
-    assert any(line.endswith("  POST /x 200, 1.5 ms tokens=3") for line in shown)
+    assert any(line.endswith("  POST /x 200, 1.5 ms completion_tokens=3") for line in shown)
     assert COLOUR.search(written)
     assert '{"time"' not in written
 
