@@ -129,6 +129,15 @@ class Overloaded(ServingError):
         self.retry_after = retry_after
 
 
+class Shed(ServingError):
+    """The engine works on as much as it can, and a request of this priority does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the server works on as much as it can, and requests of a negative priority do not wait"
+        )
+
+
 class TimedOut(ServingError):
     """The answer took longer than the operator allows."""
 
@@ -199,6 +208,7 @@ _TABLE: Mapping[type[ServingError], _Row] = {
     NoSlot: _Row(507, 507, "InsufficientStorageError", "OutOfMemoryException"),
     NotReady: _Row(503, 503, "ServiceUnavailableError", "ServiceUnavailableException"),
     Overloaded: _Row(503, 503, "ServiceUnavailableError", "WlmCapacityException"),
+    Shed: _Row(429, 429, "RateLimitError", "ThrottlingException"),
     TimedOut: _Row(504, 504, "TimeoutError", "TimeoutException"),
     StorageFull: _Row(413, 413, "PayloadTooLargeError", "PayloadTooLargeException"),
     HeadTooLarge: _Row(431, 431, "BadRequestError", "BadRequestException"),
@@ -238,7 +248,7 @@ _NONE: Codes = {}
 def headers(error: ServingError) -> dict[str, str]:
     """What the answer's head says of the error besides the status."""
     match error:
-        case NotReady():
+        case NotReady() | Shed():
             return {"retry-after": "1"}
         case Overloaded():
             return {"retry-after": str(error.retry_after)}

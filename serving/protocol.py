@@ -31,6 +31,8 @@ DESTINATION = b"x-gateway-destination-endpoint"
 """Where a gateway sends a request, by its endpoint picker's word: IP:PORT[,IP:PORT ...]."""
 DESTINATION_SUBSET = "x-gateway-destination-endpoint-subset"
 DESTINATION_SERVED = "x-gateway-destination-endpoint-served"
+OBJECTIVE = b"x-gateway-inference-objective"
+"""Names the InferenceObjective of a request, which says how important it is."""
 
 FORMATTED = b"x-slipway-formatted"
 """A stream has it that a model.py has made, or whose prompt it has."""

@@ -17,6 +17,7 @@ import yaml
 from lmi_config.options.parsers import Endpoints, replica_source
 from scripts.generate import helm_values
 from scripts.release import version
+from serving.access import objectives
 from tests import custom_resources, tools
 from tests.test_kubernetes import (
     MANIFESTS,
@@ -165,7 +166,8 @@ def patched(documents: Sequence[Document]) -> list[Document]:
 
 
 def test_alerts_and_dashboard_are_those_without_helm():
-    made = {it["kind"]: it for it in rendered(CHART / "examples/gateway.yaml")}
+    documents = rendered(CHART / "examples/gateway.yaml")
+    made = {it["kind"]: it for it in documents if it["metadata"]["name"] != "slipway-objectives"}
     alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
     assert made["PrometheusRule"]["spec"] == alerts
     dashboard = ROOT / "deploy/monitoring/grafana/dashboards/slipway.json"
@@ -185,8 +187,14 @@ def test_the_picker_is_where_the_pool_says():
     asked = router.settings()
     assert (asked.epp, asked.epp_port) == (True, ports[port["targetPort"]])
     mounts = {it["mountPath"] for it in router.container["volumeMounts"]}
-    for file in (asked.epp_certificate, asked.epp_private_key):
+    for file in (asked.epp_certificate, asked.epp_private_key, asked.router_objectives):
         assert str(Path(file or "").parent) in mounts
+    (content,) = (
+        it["data"][Path(asked.router_objectives or "").name]
+        for it in documents
+        if it["metadata"]["name"] == "slipway-objectives"
+    )
+    assert objectives.parsed(content.encode()) == {"chat": 10, "batch": -10}
 
 
 def test_prefill_and_decode_are_apart():
@@ -246,6 +254,7 @@ def test_a_gateway_sends_nothing_to_servers_that_prefill():
         ("gateway.enabled=true,router.enabled=false", "gateway.enabled needs router.enabled"),
         ("multiNode.enabled=true,autoscaling.kind=keda", "several nodes for one server"),
         ("multiNode.enabled=true,server.gpus=0", "server.gpus: several nodes"),
+        ("gateway.objectives.batch=-10", "gateway.objectives needs access.secret"),
         ("prefill.enabled=true", "prefill.enabled needs access.secret"),
         ("prefill.enabled=true,access.secret=x", "needs a store that all servers share"),
         ("prefill.enabled=true,access.secret=x,router.strategy=session", "prefixaware or kvaware"),

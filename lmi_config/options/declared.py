@@ -915,6 +915,14 @@ class Settings:
         default=1,
         help="Number of `route` processes, which share the port and their state.",
     )
+    router_objectives: str | None = _option(
+        text,
+        "OPTION_ROUTER_OBJECTIVES",
+        section=Section.ROUTER,
+        help="A YAML file with InferenceObjectives of Gateway API's inference extension: requests "
+        "name one in X-Gateway-Inference-Objective, and get its priority "
+        "(docs/guides/gateway_api.md).",
+    )
     epp: bool = _option(
         boolean,
         "OPTION_EPP",

@@ -35,8 +35,9 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: its key's, "" where nobody has to have one. tenant: those who share caches, None where a
     key says nothing of it. models, adapters: the names that may be asked for, None for all.
-    priority: at the engine, the lowest first. admin: whether it may administer. counted: whether a
-    router has held it to its limits already. phase: what of its request a router has a server do.
+    priority: at the engine, the lowest first. sheddable: whether its requests are refused where the
+    engine has no room for them. admin: whether it may administer. counted: whether a router has
+    held it to its limits already. phase: what of its request a router has a server do.
     """
 
     name: str = ""
@@ -44,6 +45,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     models: tuple[str, ...] | None = None
     adapters: tuple[str, ...] | None = None
     priority: int = 0
+    sheddable: bool = False
     admin: bool = False
     limits: Limits = Limits()
     counted: bool = False

@@ -20,7 +20,7 @@ from serving.aio import in_thread
 from serving.engine.base import HANDED_OVER, USAGE, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
 from serving.engine.speech import sound
-from serving.errors import BadRequest, NotFound, NotReady
+from serving.errors import BadRequest, NotFound, NotReady, Shed
 from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
@@ -33,7 +33,7 @@ from serving.inference.fields import (
     with_keys,
     with_structured_outputs,
 )
-from serving.inference.queue import QUEUED, FairQueue, Ticket
+from serving.inference.queue import QUEUED, SHED, FairQueue, Ticket
 from serving.inference.relay import Relay
 from serving.inference.request import NAMED_EVENTS, ClientRequest, HttpCall, InferenceRequest
 from serving.kv_cache import salt as kv_salt
@@ -392,7 +392,7 @@ class Pipeline:
         if settings.engine.get("scheduling_policy") == "priority":
             if request.background:
                 keys["priority"] = LAST
-            elif caller.name:
+            elif caller.name or caller.priority:
                 keys["priority"] = caller.priority  # in the place of the client's own
         if adapter:
             request.client.record.adapter = adapter.name
@@ -435,14 +435,24 @@ class Pipeline:
             limits.check_tokenized(call.body)
 
     async def _turn(self, request: InferenceRequest, sequences: int) -> Ticket:
-        """The request's turn at the engine. Raises Overloaded where it would come too late."""
+        """The request's turn at the engine. Raises Overloaded where it would come too late, Shed
+        where it is not to wait for one.
+        """
         within = None
         if request.refusable:
+            if request.client.record.caller.sheddable:
+                self._require_room()
             within = request.cancellation.time_left(self._timeout(request))
         tenant = request.client.record.caller.tenant
         lane = f"{tenant}\0{request.adapter or ''}" if tenant else request.adapter or ""
         with request.client.record.part("queue"):
             return await self._queue.turn(lane, sequences, within, request.background)
+
+    def _require_room(self) -> None:
+        """Raise Shed where the engine works on as much as it can."""
+        if self._queue.sequences >= self.engine.concurrency:
+            SHED.inc()
+            raise Shed
 
     def _waiting_for_their_adapter(self) -> int:
         """Requests that wait for room for their adapter, which keep no others out."""

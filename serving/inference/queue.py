@@ -24,7 +24,8 @@ QUEUED = Gauge(
 _IN_FLIGHT = Gauge("slipway_requests_in_flight", "Requests that the engine has been given.")
 _REFUSED = Counter(
     "slipway_requests_refused",
-    "Requests told at once to come again: the queue is full, or they would wait for too long.",
+    "Requests told at once to come again: the queue is full, or they would wait for too long, or "
+    "at all.",
     ["reason"],
 )
 _WAITED = Histogram(
@@ -33,6 +34,7 @@ _WAITED = Histogram(
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
 )
 FULL, _LATE = _REFUSED.labels("queue_full"), _REFUSED.labels("too_late")
+SHED = _REFUSED.labels("shed")
 
 _SMOOTHING = 0.1  # the weight of the last request in what requests take
 _LONGEST_RETRY_S = 30
@@ -82,6 +84,11 @@ class FairQueue:
     def room(self) -> int:
         """Sequences that the engine may be asked for besides those it has."""
         return max(self._capacity() - self._sequences, 0)
+
+    @property
+    def sequences(self) -> int:
+        """Those that the engine has been asked for."""
+        return self._sequences
 
     @property
     def lanes(self) -> dict[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from lmi_config.options.settings import SettingsError
 from serving import errors, protocol
 from serving.access.access import Access
 from serving.access.limits import Limiter
+from serving.access.objectives import Objectives
 from serving.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -91,6 +92,7 @@ class Router:
         self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
         self._page = ui.FILES if settings.serves_ui else {}
         self._access = Access(settings, routes=True)
+        self._objectives = Objectives(settings)
         self._tenants = Tenants(settings.cache_salt_header)
         self._tls = ServerTls(settings)
         # clients
@@ -198,6 +200,7 @@ class Router:
             self.routing.peers.run(),
             self._sweep(),
             self._access.follow(),
+            self._objectives.follow(),
             self._tls.follow(),
         ]
         if self.kvaware:
@@ -346,8 +349,9 @@ class Router:
 
     def _identify(self, request: Request) -> None:
         """Find out who sends a request. Raises ServingError where they may not."""
-        caller = request.caller = self._access.caller(request.headers)
+        caller = self._access.caller(request.headers)
         caller.require_path(request.path)
+        caller = request.caller = self._objectives.applied(caller, request.named)
         request.identity = self._access.identity(caller)
         request.tenant = self._tenants.tenant(caller, request.headers)
 

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 from lmi_config.options import declared
 from scripts.harness.wait import until_async
+from serving.access.caller import Caller
+from serving.access.identity import Signer
 from serving.errors import Overloaded
 from serving.inference.pipeline import AHEAD
 from serving.inference.queue import FairQueue, Ticket
 from tests.fuzzing import examples
+from tests.serving.access.test_access import SECRET
 from tests.serving.api.test_app import JSONL, lines
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import register, registry, write
@@ -346,3 +349,29 @@ def test_tickets_at_random(steps, share):
         assert (queue.in_flight, queue.waiting, queue._sequences, queue._lanes) == (0, 0, 0, {})
 
     asyncio.run(walk())
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+async def test_what_may_be_shed_is_refused_where_the_engine_has_no_room(policy):
+    """Also where the engine is given all that waits."""
+
+    def sheddable(priority):
+        caller = Caller(priority=priority, sheddable=True, counted=True)
+        return Signer(SECRET).signed(caller).decode()
+
+    named = {"x_slipway_identity": sheddable(10)}
+    engine = {"scheduling_policy": policy}
+    async with running(router_secret=SECRET, engine=engine) as served:
+        inside = [ask(served, WAIT, **named) for _ in range(4)]
+        await until_async(lambda: served.engine.running == 4)
+        for path, body in (("/invocations", WAIT), ("/v1/completions", {"prompt": "wait a"})):
+            answer = await ask(served, body, path, **named)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert "requests of a negative priority do not wait" in answer.text
+        others = {"x_slipway_identity": Signer(SECRET).signed(Caller(counted=True)).decode()}
+        inside.append(ask(served, WAIT, **others))
+        await until_async(lambda: served.engine.running == 5)
+        served.engine.gate.set()
+        assert {(await it).status_code for it in inside} == {200}
+        got = {body.get("priority") for body in served.engine.bodies}
+        assert got == ({None, 10} if policy == "priority" else {None})

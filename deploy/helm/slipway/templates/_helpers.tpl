@@ -248,6 +248,9 @@ limits:
 {{- if and .Values.gateway.enabled (not .Values.router.enabled) }}
 {{- fail "gateway.enabled needs router.enabled: the router is the endpoint picker" }}
 {{- end }}
+{{- if and .Values.gateway.objectives (not .Values.access.secret) }}
+{{- fail "gateway.objectives needs access.secret: by it routers tell servers how important a request is" }}
+{{- end }}
 {{- if and .Values.multiNode.enabled (ne .Values.autoscaling.kind "none") }}
 {{- fail "autoscaling.kind: several nodes for one server (multiNode) are not scaled; it has to be none" }}
 {{- end }}

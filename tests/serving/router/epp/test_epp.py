@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from scripts.harness import ports
 from scripts.harness.process import AS_ENTRYPOINT_SH, Program
 from scripts.harness.wait import until, until_async
+from serving.access.identity import Signer
 from serving.protocol import IDENTITY
 from serving.router import placement
 from serving.router.epp.usage import Usage, UsageReader
@@ -33,6 +34,7 @@ from serving.router.policy import policies
 from tests.collector import collecting
 from tests.gateway import gateway
 from tests.serving.access.test_access import SECRET, bearer, written
+from tests.serving.access.test_objectives import manifest
 from tests.serving.router.conftest import (
     END,
     STREAM,
@@ -354,6 +356,31 @@ async def test_it_tells_servers_who_asks(tmp_path):
         headers = it.fleet[0].asked[-1].headers
         assert not given.keys() & headers.keys()
         assert headers[IDENTITY.decode()]
+
+
+async def test_objectives_say_how_important_a_request_is(tmp_path):
+    file = tmp_path / "objectives.yaml"
+    file.write_text(manifest(batch=-10, chat=5))
+    options: dict[str, Any] = {"router_secret": SECRET, "router_objectives": str(file)}
+    async with through_envoy(tmp_path, 1, **options) as it:
+
+        async def told(name: str) -> tuple[int, bool]:
+            headers = {"X-Gateway-Inference-Objective": name} if name else {}
+            assert (await it.post({"prompt": "Hi"}, headers=headers)).status_code == 200
+            caller = Signer(SECRET).caller(
+                it.fleet[0].asked[-1].headers[IDENTITY.decode()].encode()
+            )
+            return caller.priority, caller.sheddable
+
+        async def is_told(name: str, *expected: object) -> bool:
+            return await told(name) == expected
+
+        assert [await told(name) for name in ("", "nobody's", "batch", "chat")] == [
+            *((0, False), (0, False), (10, True), (-5, False))
+        ]
+        file.write_text(manifest(chat=-1))
+        await until_async(lambda: is_told("chat", 1, True))
+        assert await told("batch") == (0, False)
 
 
 async def test_a_client_says_nothing_of_itself_in_our_name(tmp_path):

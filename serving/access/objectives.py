@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How important requests are, by the names that they give it: InferenceObjectives of Gateway API's
+inference extension, which a file has as Kubernetes would.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from lmi_config.options.declared import Settings
+from lmi_config.options.settings import SettingsError
+from serving.access.caller import Caller
+from serving.follow import FaultLog, changes
+from serving.protocol import OBJECTIVE
+
+log = logging.getLogger(__name__)
+
+KIND = "InferenceObjective"
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+
+
+class _Spec(msgspec.Struct, frozen=True):
+    priority: int = 0
+
+
+class _Objective(msgspec.Struct):
+    """inference.networking.x-k8s.io/v1alpha2; what else there is of it concerns Kubernetes."""
+
+    kind: str
+    metadata: _Metadata
+    spec: _Spec = _Spec()
+
+
+class Objectives:
+    """Who sends a request, with the priority of the objective that it names.
+
+    Raises SettingsError where the file cannot be used.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._file = Path(settings.router_objectives) if settings.router_objectives else None
+        self._option = settings.named("router_objectives")
+        self._content = b""
+        self._priorities: Mapping[str, int] = {}
+        if not self._file:
+            return
+        if not settings.router_secret:
+            raise SettingsError(
+                [
+                    f"{self._option} needs OPTION_ROUTER_SECRET, here and on the servers: by it "
+                    "the router tells them how important a request is"
+                ]
+            )
+        try:
+            self._content = self._file.read_bytes()
+            self._priorities = parsed(self._content)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise SettingsError([f"{self._option}={str(self._file)!r}: {reason}"]) from None
+
+    def applied(self, caller: Caller, headers: Mapping[bytes, bytes]) -> Caller:
+        """The caller of a request with these headers. A key's own priority comes before that of an
+        objective, which anybody can name; names that nobody knows are those of other pools.
+        """
+        name = headers.get(OBJECTIVE, b"").decode("latin-1")
+        if not (priority := self._priorities.get(name, 0)):
+            return caller
+        # The engine has the lowest first, and Kubernetes the highest.
+        return msgspec.structs.replace(
+            caller, priority=caller.priority or -priority, sheddable=priority < 0
+        )
+
+    async def follow(self) -> None:
+        """Read the file anew until cancelled."""
+        if not self._file:
+            await asyncio.Event().wait()
+        assert self._file
+        faults = FaultLog("the objectives", self._file)
+        found = changes(self._file.read_bytes, parsed, faults, self._content)
+        async with aclosing(found):
+            async for self._priorities in found:
+                log.info("the objectives in %s were read anew", self._file)
+
+
+def parsed(content: bytes) -> Mapping[str, int]:
+    """The priorities of a manifest's objectives, by their names. Raises ValueError."""
+    try:
+        documents = [*yaml.safe_load_all(content)]
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML: {error}") from None
+    found: dict[str, int] = {}
+    for document in documents:
+        for one in _items(document):
+            try:
+                objective = msgspec.convert(one, _Objective)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"it should have objects of the kind {KIND}: {error}") from None
+            name = objective.metadata.name
+            if objective.kind != KIND:
+                raise ValueError(f"{name} is of the kind {objective.kind}, not {KIND}")
+            if name in found:
+                raise ValueError(f"two objectives are called {name}")
+            found[name] = objective.spec.priority
+    return found
+
+
+def _items(document: Any) -> list[Any]:
+    """The objects of a document: a list of them, as kubectl writes it, or one, or none."""
+    if document is None:
+        return []
+    items = document.get("items") if isinstance(document, dict) else None
+    return items if isinstance(items, list) else [document]
