@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ _PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not 
 _PIECE = 20  # characters
 _BEGINNING = 24  # characters
 _LONGEST = 10_000  # characters; vLLM's own words are fewer
+_TEXTS = 2**16  # of a request that are looked at; a message about one with more is not passed on
+_WORD = re.compile(r"(?<!\w)")  # before the first letter of one
 
 
 def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
@@ -57,15 +60,15 @@ def _repeats_prompt(message: str, request: bytes) -> bool:
         for reading in readings
         for start in range(len(reading) - _PIECE + 1)
     }
-    texts = _texts([body.get(key) for key in _PROMPT_KEYS])
-    return any(_begins_in(readings, text) or _has_piece(pieces, text) for text in texts)
-
-
-def _begins_in(readings: tuple[str, ...], text: str) -> bool:
-    beginning = text.strip()[:_BEGINNING]
-    return bool(beginning) and any(
-        beginning in reading and re.search(rf"(?<!\w){re.escape(beginning)}", reading)
+    beginnings = {
+        reading[word.start() : word.start() + length]
         for reading in readings
+        for word in _WORD.finditer(reading)
+        for length in range(1, _BEGINNING + 1)
+    }
+    texts = [*islice(_texts([body.get(key) for key in _PROMPT_KEYS]), _TEXTS + 1)]
+    return len(texts) > _TEXTS or any(
+        text.strip()[:_BEGINNING] in beginnings or _has_piece(pieces, text) for text in texts
     )
 
 

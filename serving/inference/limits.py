@@ -92,8 +92,6 @@ KEPT = {
     "store": "leave it out, or set it to false",
 }
 """Keys of Responses that need answers which are kept → what to do instead."""
-COUNTED = ("n", "prompt", "input", "messages", "echo", "prompt_logprobs", "repetition_detection")
-"""Keys that have a limit of another kind than a length."""
 
 
 class _Message(msgspec.Struct):

@@ -269,6 +269,18 @@ async def test_a_message_that_repeats_the_prompt_is_not_passed_on(shared, prompt
     assert told in answer.json()["error"]
 
 
+async def test_not_each_of_a_flood_of_texts_is_compared_with_a_message():
+    """It would hold up everybody: 8 MB of short ones for some ten seconds."""
+    body = {
+        "prompt": "refuse this",
+        "message": "temperature must be above 0",
+        "query": ["w"] * 70_000,
+    }
+    async with running(max_request_size=2**20) as served:
+        answer = await served.post("/v1/completions", body)
+    assert answer.json()["error"]["message"] == "prompt is not valid"
+
+
 @pytest.mark.parametrize("order", ["break", "raise"])
 async def test_a_failure_of_the_engines_is_500(shared, order):
     for path, body in (("/invocations", {"inputs": order}), ("/v1/completions", {"prompt": order})):

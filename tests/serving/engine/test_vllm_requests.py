@@ -64,7 +64,8 @@ REQUESTS = {
 }
 
 LIMITED = {
-    *(*limits._INTERNAL, *limits._LONGEST, *limits.COUNTED, *PAIRS),
+    *(*limits._INTERNAL, *limits._LONGEST, *PAIRS),
+    *("n", "prompt", "input", "messages", "echo", "prompt_logprobs", "repetition_detection"),
     *("instruction", "chat_template_kwargs", "max_tokens_per_query", "max_tokens_per_doc"),
 }
 """By serving/inference/limits.py."""
