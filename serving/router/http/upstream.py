@@ -20,6 +20,9 @@ HOP_BY_HOP = frozenset(
     b"transfer-encoding upgrade".split()
 )
 
+FRAMING = frozenset((b"content-length", b"transfer-encoding"))
+"""What says where a body ends."""
+
 JOINED = 4096
 """Bytes of a body below which a copy of it is cheaper than a second buffer for the kernel."""
 

@@ -15,7 +15,7 @@ from serving.router import metrics
 from serving.router.fleet.replicas import Replica
 from serving.router.http.ports import Responder
 from serving.router.http.request import NO_HEADERS, Headers, Request
-from serving.router.http.upstream import HOP_BY_HOP, Upstream, is_framed
+from serving.router.http.upstream import FRAMING, HOP_BY_HOP, Upstream, is_framed
 from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenise
 from serving.router.proxy.continuation import Continuation, continuation
 
@@ -512,7 +512,7 @@ def _passed_on(head: bytes, headers: dict[bytes, bytes], dropped: frozenset[byte
     if dropped.isdisjoint(headers):
         return [head]
     named = {name.strip().lower() for name in headers.get(b"connection", b"").split(b",")}
-    dropped = dropped | named
+    dropped = dropped | (named - FRAMING)  # which its body has as it was
     return [
         line
         for line in head.split(b"\r\n")

@@ -215,6 +215,16 @@ async def test_an_answer_that_ends_with_its_connection():
         assert (await it.post("Hi")).status_code == 200
 
 
+async def test_an_answers_framing_is_kept_whatever_its_connection_names():
+    async with routing(1) as it:
+        names = "connection: Content-Length, transfer-encoding, x-own"
+        chunked = STREAM.replace(b"\r\n\r\n", f"\r\n{names}\r\n\r\n".encode())
+        for content in (whole(200, b"ok", names, "x-own: 1"), chunked + chunk(b"ok") + END):
+            it.fleet[0].answer = sends(content)
+            answer = await it.post({"prompt": "Hi"})
+            assert (answer.text, "x-own" in answer.headers) == ("ok", False)
+
+
 async def test_head_requests():
     async with routing(1) as it:
         it.fleet[0].answer = sends(b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n")
