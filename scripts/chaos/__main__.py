@@ -15,6 +15,7 @@ nothing else, so that a wrong answer, or one of another request or adapter, is s
 is printed says how each request ended. The exit code is 0 if none was lost or wrong, no error came
 without its fault, and neither memory nor file descriptors grew.
 
+--prefill has the first server compute long prompts of the others, so that faults come in between.
 --soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
 --hostile has clients attack the servers and the router beside it (hostile.py).
 """
@@ -27,6 +28,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.chaos.faults import FAULTS, Faults
@@ -52,6 +54,7 @@ class Chaos:
         self.world = World(
             servers=options.servers,
             store=options.store,
+            prefill=options.prefill,
             hostile=options.hostile,
             folder=folder,
             ledger=self.ledger,
@@ -59,6 +62,7 @@ class Chaos:
         )
         self.users = Users(self.world, self.ledger, options.seed)
         self.compared = ""
+        self.prefills: dict[str, int] = {}
 
     async def start(self) -> None:
         """Start all of it, and record the right answers."""
@@ -84,8 +88,12 @@ class Chaos:
             else:
                 faults = Faults(self.world, self.ledger, options.seed)
                 await faults.run(options.faults, options.minutes)
+            before_the_end = await self.world.prefills()
             await asyncio.sleep(WARM_S)
             after = await self.quiet()
+            self.prefills = await self.world.prefills()
+            if options.prefill and not handed_over(self.prefills) > handed_over(before_the_end):
+                self.ledger.problems.append("prompts are not handed over any more")
             share = 0 if options.hostile else GROWS_SHARE
             self.ledger.problems += grown(before, after, share)
             users.going.set()
@@ -141,6 +149,11 @@ class Chaos:
         await self.world.aside.close()
 
 
+def handed_over(prefills: Mapping[str, int]) -> int:
+    """Prompts that one server has computed and another has answered."""
+    return prefills.get("handed_over", 0)
+
+
 async def chaos(options: argparse.Namespace, folder: Path) -> bool:
     """Whether all was as it should be."""
     task = asyncio.current_task()
@@ -157,6 +170,9 @@ async def chaos(options: argparse.Namespace, folder: Path) -> bool:
             run.world.look_into_logs()
             print("\n" + run.ledger.text(), flush=True)
     print("\n" + run.compared)
+    if options.prefill:
+        found = ", ".join(f"{count} {end}" for end, count in run.prefills.items())
+        print(f"\nprompts for another server: {found or 'none'}")
     return run.ledger.good
 
 
@@ -175,12 +191,17 @@ def main() -> int:
     parser.add_argument(
         "--store", choices=("valkey", "tieredstorage"), default="valkey", help="that they share"
     )
+    parser.add_argument(
+        "--prefill", action="store_true", help="the first computes the others' long prompts"
+    )
     parser.add_argument("--users", type=int, default=8, help="who ask at the same time")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="FAULT")
     parser.add_argument("--logs", type=Path, help="a folder for the logs, which are else removed")
     options = parser.parse_args()
     if options.store != "tieredstorage":
         options.faults = [it for it in options.faults if it != "store-lies"]
+    if options.prefill and options.hostile:
+        parser.error("with --prefill the servers answer nobody but the router")
     if options.servers < 2:
         parser.error("with one server there is nobody to answer while it starts again")
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:

@@ -206,13 +206,20 @@ def _short(value: Any) -> str:
 class Client:
     """Asks one server or router, and enters every end in the ledger.
 
-    stopped_at: when it was asked to stop.
+    headers: of all requests. stopped_at: when it was asked to stop.
     """
 
-    def __init__(self, url: str, ledger: Ledger, deadline: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        ledger: Ledger,
+        deadline: float = DEADLINE_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.url = url
         self.ledger = ledger
         self.deadline = deadline
+        self._headers = headers
         self.stopped_at = float("inf")
         self._session: aiohttp.ClientSession | None = None
 
@@ -232,7 +239,9 @@ class Client:
     ) -> Answer:
         if not self._session:
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+            self._session = aiohttp.ClientSession(
+                connector=connector, auto_decompress=False, headers=self._headers
+            )
         began, failure, status = time.monotonic(), "", 0
         kept: Mapping[str, str] = {}
         parts: list[bytes] = []

@@ -28,7 +28,7 @@ from scripts.chaos.traffic import (
     whole,
     words,
 )
-from scripts.chaos.world import World
+from scripts.chaos.world import OPERATOR, World
 
 
 class Users:
@@ -55,7 +55,7 @@ class Users:
         of the answers are different ones.
         """
         asks = cases(self.seed, ADAPTERS, FORMATTED)
-        clients = [Client(it.url, Ledger()) for it in self.world.servers]
+        clients = [Client(it.url, Ledger(), headers=OPERATOR) for it in self.world.servers]
         for ask in asks:
             self.known.append((ask, await self._right(clients[0], ask)))
         for name in ("first", "second"):

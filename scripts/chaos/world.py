@@ -4,6 +4,7 @@
 import contextlib
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,9 @@ extra_config: {{use_odirect: true}}
 """
 UNFORESEEN = "a request failed unexpectedly"  # as serving/errors.py logs it
 NO_PREFIX_CACHE = {"OPTION_ENABLE_PREFIX_CACHING": "false"}  # so that hits come from the tiers
+ADMIN = "the-operators"
+OPERATOR = {"authorization": f"Bearer {ADMIN}"}
+PREFILL_TOKENS = "500"  # fewer than long and fresh prompts have
 PROCESSES = {  # of a server, and what their command lines have
     "cache server": "kv_cache.lmcache",
     "engine core": "VLLM::EngineCore",
@@ -35,13 +39,16 @@ PROCESSES = {  # of a server, and what their command lines have
 
 
 class World:
-    """All programs. store: the kind of the shared one. hostile: whether clients attack them."""
+    """All programs. store: the kind of the shared one. prefill: whether the first server computes
+    long prompts for the others. hostile: whether clients attack them.
+    """
 
     def __init__(
         self,
         *,
         servers: int,
         store: str,
+        prefill: bool,
         hostile: bool,
         folder: Path,
         ledger: Ledger,
@@ -51,6 +58,7 @@ class World:
         self._ledger = ledger
         self._closing = closing
         self._hostile = hostile
+        self._secret = {"OPTION_ROUTER_SECRET": secrets.token_hex()} if prefill else {}
         self.store = Store(folder, store)
         path = model(folder)
         self.servers = [self._server(n, path) for n in range(servers)]
@@ -58,6 +66,8 @@ class World:
             "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in self.servers),
             "OPTION_MODEL_ID": str(path),
             "OPTION_ROUTER_CONTINUE_STREAMS": "true",
+            "OPTION_ROUTER_PREFILL_TOKENS": PREFILL_TOKENS,
+            **self._secret,
         }
         if hostile:
             environ["OPTION_ROUTING_STRATEGY"] = "kvaware"
@@ -67,6 +77,11 @@ class World:
     def _events(self) -> dict[str, str]:
         """KV events, so that the router reads prompts, which clients may have made to harm it."""
         return {"OPTION_KV_EVENTS": "true", "OPTION_KV_EVENTS_PORT": str(ports.free(2))}
+
+    def _role(self, n: int) -> dict[str, str]:
+        """The first one computes long prompts for the others, at the router's word alone."""
+        role = "decode" if n else "prefill"
+        return {"OPTION_SERVER_ROLE": role, "OPTION_ADMIN_API_KEY": ADMIN, **self._secret}
 
     def _server(self, n: int, path: Path) -> Server:
         disk = Disk(self.folder / f"disk-{n + 1}")
@@ -86,6 +101,7 @@ class World:
             "OPTION_LMCACHE_CONFIG_FILE": str(tiers),
             "OPTION_KV_L2_URL": self.store.url,
             "OPTION_SESSIONS_PATH": str(self.folder / "sessions"),
+            **(self._role(n) if self._secret else {}),
             # Each its own CPU: on shared ones the engines' threads wait for each other.
             "VLLM_CPU_OMP_THREADS_BIND": str(n % (os.cpu_count() or 1)),
         }
@@ -104,7 +120,11 @@ class World:
         for it in parts:
             it.start()
             self._closing.callback(it.end)
-        if not await until(self.well, START_S):
+
+        async def settled() -> bool:
+            return any(it.process.poll() is not None for it in self.programs) or await self.well()
+
+        if not await until(settled, START_S) or not await until(self.well, 1):
             lines = [f"{it.name}: {it.last_line()}" for it in self.programs]
             sys.exit("they did not get ready\n" + "\n".join(lines))
         say(f"{len(self.servers)} servers and the router are ready", began)
@@ -128,8 +148,19 @@ class World:
 
     async def metric(self, server: Program, name: str) -> float:
         """The sum over a series of a server's."""
-        async with aiohttp.ClientSession(server.url) as session, session.get("/metrics") as answer:
-            return metrics.total(await answer.text(), name)
+        return metrics.total(await self._metrics(server), name)
+
+    async def prefills(self) -> dict[str, int]:
+        """How often a server was asked for a prompt of another, by how that ended."""
+        found = metrics.samples(await self._metrics(self.router), "slipway_router_prefills_total")
+        return {it.labels["end"]: int(it.value) for it in found}
+
+    async def _metrics(self, server: Program) -> str:
+        async with (
+            aiohttp.ClientSession(server.url, headers=OPERATOR) as session,
+            session.get("/metrics") as answer,
+        ):
+            return await answer.text()
 
     async def idle(self) -> bool:
         """Whether nothing is under way anywhere."""

@@ -105,7 +105,7 @@ async def test_connections_for_prompts_are_not_kept():
         for _ in range(20):
             assert (await it.routed.post(long())).status_code == 200
         assert it.phases()["prefills"] == ["prefill"] * 20
-        await until_async(lambda: len(it.prefills.connections) <= before, 5)
+        await until_async(lambda: len(it.prefills.connections) <= before, 20)
 
 
 async def breaks(replica, asked, writer):

@@ -76,7 +76,7 @@ async def test_connections_that_carry_one_request_alone_are_not_kept():
         for _ in range(20):
             begins = {"requestType": "NEW_SESSION"}
             assert (await it.post(begins, "/invocations")).status_code == 200
-        await until_async(lambda: len(it.fleet[0].connections) <= before, 5)
+        await until_async(lambda: len(it.fleet[0].connections) <= before, 20)
 
 
 async def test_connections_to_a_replica_that_is_gone_are_not_kept(tmp_path):
@@ -99,7 +99,7 @@ async def test_connections_to_a_replica_that_is_gone_are_not_kept(tmp_path):
             await other.ready(0)
             go_on.set()
             assert (await asked).text == "late"  # what it has under way it answers
-            await until_async(lambda: len(replica.connections) < before, 5)
+            await until_async(lambda: len(replica.connections) < before, 20)
 
 
 async def test_a_stream_comes_as_it_is_made():

@@ -326,7 +326,7 @@ async def test_a_stream_that_lacks_only_its_end_ends_once(monkeypatch):
         await until_async(lambda: any(one.begun for one in it.router.proxied))
         it.router._on_gone(it.router.pool.replicas[0])
         assert events(await asked) == ["[DONE]"]
-        await until_async(lambda: replica.gone == 1, 5)
+        await until_async(lambda: replica.gone == 1, 20)
 
 
 async def test_a_client_that_does_not_read_is_not_generated_for_again(monkeypatch):
