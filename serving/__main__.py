@@ -28,9 +28,10 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from lmi_config.options import arguments, parsers, settings
-from lmi_config.options.declared import Settings
+from lmi_config.options.declared import SELF_SIGNED, Settings
 from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import explain
@@ -147,13 +148,19 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
 
 def _epp_faults(options: Settings) -> list[str]:
     """What an endpoint picker cannot do its work with."""
+    from serving.http import tls
+
     faults = []
-    if bool(options.epp_certificate) != bool(options.epp_private_key):
+    certificate, key = options.epp_certificate, options.epp_private_key
+    if certificate == SELF_SIGNED and key:
+        faults.append(f"OPTION_EPP_PRIVATE_KEY: OPTION_EPP_CERTIFICATE={SELF_SIGNED} has none")
+    elif bool(certificate) != bool(key) and certificate != SELF_SIGNED:
         faults.append("OPTION_EPP_CERTIFICATE and OPTION_EPP_PRIVATE_KEY: TLS needs both")
-    for name in ("epp_certificate", "epp_private_key"):
-        file = getattr(options, name)
-        if file and not os.access(file, os.R_OK):
-            faults.append(f"OPTION_{name.upper()}: {file} cannot be read")
+    elif certificate and key:
+        try:
+            tls.pair(Path(certificate), Path(key))
+        except ValueError as error:
+            faults.append(f"OPTION_EPP_CERTIFICATE: {error}")
     source = parsers.replica_source(options.router_replicas or "")
     if isinstance(source, frozenset):
         faults += [
@@ -174,9 +181,11 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
             ]
         )
     from serving.access.access import Access
+    from serving.access.objectives import Objectives
     from serving.http.tls import ServerTls
 
     access = Access(options, routes=True)  # which reads the file of keys: here it stops the start
+    Objectives(options)
     if options.epp and (faults := _epp_faults(options)):
         raise SettingsError(faults)
     ServerTls(options)

@@ -39,9 +39,32 @@ def configuration(
     *,
     fail_open: bool,
     message_timeout: str,
+    picker_tls: Path | None,
+    replicas_ca: Path | None,
     **processing: str,
 ) -> dict[str, Any]:
-    """Envoy's configuration as gateways write it for an InferencePool. All are ports."""
+    """Envoy's configuration as gateways write it for an InferencePool. All are ports.
+
+    picker_tls: the picker is asked by TLS, and its certificate has to be of the authority in this
+    file; Path() for one that is not verified. replicas_ca: the same of the replicas.
+    """
+
+    def tls(authority: Path | None, *protocols: str) -> dict[str, Any]:
+        if authority is None:
+            return {}
+        common: dict[str, Any] = {"alpn_protocols": protocols}
+        if authority.name:
+            common["validation_context"] = {
+                "trusted_ca": {"filename": str(authority)},
+                "match_typed_subject_alt_names": [
+                    {"san_type": "DNS", "matcher": {"exact": "localhost"}}
+                ],
+            }
+        context = {
+            "@type": TYPES + "extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+            "common_tls_context": common,
+        }
+        return {"transport_socket": {"name": "tls", "typed_config": context}}
 
     def endpoint(port: int) -> dict[str, Any]:
         address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
@@ -133,8 +156,13 @@ def configuration(
         "static_resources": {
             "listeners": [listener],
             "clusters": [
-                cluster("replicas", *replicas, load_balancing_policy=policy),
-                cluster("picker", picker, typed_extension_protocol_options=http2),
+                cluster("replicas", *replicas, load_balancing_policy=policy, **tls(replicas_ca)),
+                cluster(
+                    "picker",
+                    picker,
+                    typed_extension_protocol_options=http2,
+                    **tls(picker_tls, "h2"),
+                ),
             ],
         },
     }
@@ -148,9 +176,11 @@ def gateway(
     *,
     fail_open: bool = False,
     message_timeout: str = "5s",
+    picker_tls: Path | None = None,
+    replicas_ca: Path | None = None,
     **processing: str,
 ) -> Iterator[Program]:
-    """Envoy, listening. picker, replicas: ports."""
+    """Envoy, listening. picker, replicas: ports. The rest: as configuration() has it."""
     listen, admin = ports.free(), ports.free()
     file = folder / "envoy.json"
     found = configuration(
@@ -160,6 +190,8 @@ def gateway(
         replicas,
         fail_open=fail_open,
         message_timeout=message_timeout,
+        picker_tls=picker_tls,
+        replicas_ca=replicas_ca,
         **processing,
     )
     file.write_text(json.dumps(found))

@@ -254,6 +254,7 @@ def test_a_gateway_sends_nothing_to_servers_that_prefill():
         ("gateway.enabled=true,router.enabled=false", "gateway.enabled needs router.enabled"),
         ("multiNode.enabled=true,autoscaling.kind=keda", "several nodes for one server"),
         ("multiNode.enabled=true,server.gpus=0", "server.gpus: several nodes"),
+        ("gateway.selfSigned=true,gateway.tlsSecret=x", "a picker shows one certificate"),
         ("gateway.objectives.batch=-10", "gateway.objectives needs access.secret"),
         ("prefill.enabled=true", "prefill.enabled needs access.secret"),
         ("prefill.enabled=true,access.secret=x", "needs a store that all servers share"),

@@ -57,6 +57,8 @@ PREFIX = "OPTION_"
 VLLM_PREFIX = "SM_VLLM_"
 """Of the names that AWS's own vLLM container takes: this, and the name of a vLLM option."""
 
+SELF_SIGNED = "self-signed"
+"""A certificate that is made at the start, in the place of a file with one."""
 MODEL_STORE = "/opt/ml/model"
 """Where SageMaker puts a model before it starts the container. It is never written to."""
 
@@ -943,7 +945,8 @@ class Settings:
         "OPTION_EPP_CERTIFICATE",
         section=Section.ROUTER,
         default_text="no TLS",
-        help="PEM file with the endpoint picker's certificate, for gateways that want TLS.",
+        help="PEM file with the endpoint picker's certificate, for gateways that want TLS; read "
+        f"anew when it changes. Or `{SELF_SIGNED}`, for gateways that do not verify it.",
     )
     epp_private_key: str | None = _option(
         text,

@@ -129,6 +129,16 @@ def warning_due(expires: datetime, now: datetime) -> int | None:
     return next((days for days in WARNED_DAYS if left <= days), None)
 
 
+def pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
+    """A certificate and its key, in PEM. Raises ValueError where they cannot be used."""
+    try:
+        found = certificate.read_bytes(), key.read_bytes()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:
+        raise ValueError(_reason(error)) from None
+    return found
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"certificate and key do not go together, or are not PEM ({error.reason})"

@@ -5,7 +5,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +16,7 @@ from lmi_config.options.declared import Settings
 from serving.http.sockets import CannotListen, bound
 from serving.router.epp import ext_proc_pb2 as pb
 from serving.router.epp.exchange import Exchange, Picking, Unsupported
+from serving.router.epp.tls import credentials
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,9 @@ class EndpointPicker:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"{host}:{settings.epp_port}"
         try:
-            if settings.epp_certificate and settings.epp_private_key:
-                pair = Path(settings.epp_private_key), Path(settings.epp_certificate)
-                key, certificate = (it.read_bytes() for it in pair)
-                credentials = grpc.ssl_server_credentials([(key, certificate)])
-                server.add_secure_port(address, credentials)
+            if certificate := settings.epp_certificate:
+                shown = credentials(certificate, settings.epp_private_key or "")
+                server.add_secure_port(address, shown)
             else:
                 server.add_insecure_port(address)
         except RuntimeError as error:  # gRPC's only one

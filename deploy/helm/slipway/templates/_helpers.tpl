@@ -248,6 +248,9 @@ limits:
 {{- if and .Values.gateway.enabled (not .Values.router.enabled) }}
 {{- fail "gateway.enabled needs router.enabled: the router is the endpoint picker" }}
 {{- end }}
+{{- if and .Values.gateway.selfSigned .Values.gateway.tlsSecret }}
+{{- fail "gateway.selfSigned and gateway.tlsSecret: a picker shows one certificate" }}
+{{- end }}
 {{- if and .Values.gateway.objectives (not .Values.access.secret) }}
 {{- fail "gateway.objectives needs access.secret: by it routers tell servers how important a request is" }}
 {{- end }}

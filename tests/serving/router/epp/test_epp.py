@@ -623,53 +623,6 @@ async def test_a_stop_waits_for_what_is_under_way(tmp_path):
         assert await asyncio.wait_for(it.task, 10) == 0
 
 
-async def test_tls(tmp_path):
-    certificate, key = self_signed(tmp_path)
-    port = ports.free()
-    more: dict[str, Any] = {"epp_certificate": str(certificate), "epp_private_key": str(key)}
-    async with routing(1, epp=True, epp_port=port, **more):
-        trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
-        name = (("grpc.ssl_target_name_override", "picker.example"),)
-        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted, name) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service="liveness")
-            assert (await stub.Check(request, wait_for_ready=True)).status == SERVING
-
-
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    """The files of a certificate for picker.example, and of its key."""
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "picker.example")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("picker.example")]), False)
-        .sign(key, hashes.SHA256())
-    )
-    files = folder / "tls.crt", folder / "tls.key"
-    files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    files[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return files
-
-
 def picker(port: int, log: Path, *arguments: str, environ: dict[str, str] | None = None) -> Program:
     """`route --epp` in a process of its own."""
     command = (sys.executable, "-m", "serving", "route", "--epp", "--epp-port", str(port))
@@ -741,7 +694,11 @@ async def test_several_processes_share_the_port(tmp_path):
         ({"OPTION_EPP_CERTIFICATE": "/none"}, "TLS needs both"),
         (
             {"OPTION_EPP_CERTIFICATE": "/none", "OPTION_EPP_PRIVATE_KEY": "/none"},
-            "OPTION_EPP_CERTIFICATE: /none cannot be read",
+            "OPTION_EPP_CERTIFICATE: /none: No such file or directory",
+        ),
+        (
+            {"OPTION_EPP_CERTIFICATE": "self-signed", "OPTION_EPP_PRIVATE_KEY": "/none"},
+            "OPTION_EPP_PRIVATE_KEY: OPTION_EPP_CERTIFICATE=self-signed has none",
         ),
     ],
 )
