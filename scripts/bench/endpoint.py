@@ -7,14 +7,19 @@ they should have begun. A request is a document and a question about it. So many
 are about one of --documents documents, the others about one that never comes again. A document is
 its name and "hi" as often as it is long, which is about one token each.
 
+With --workload the load is what a file says, in AIPerf's vocabulary (docs/guides/tuning.md has its
+keys), level by level, and `vllm bench serve` puts it on the endpoint and measures. --slo-ttft-ms
+and --slo-itl-ms are the objectives of its goodput: requests/s that met both. Its ITL is each
+answer's average.
+
 A second URL gets the same load after the first, and its figures are also printed as multiples of
 the first's. Each URL has documents of its own.
 
 TTFT, ITL and tokens/s are of what begins after --warm-up seconds. TTFT: seconds until the first
 text. ITL: ms between two events of a stream. tokens/s: of answers, by the endpoint's own count
-where it reports one. cached: prompt tokens that the endpoint reports as cached. $/1,000: $ for
-1,000 tokens of answers, from all machines' price per hour. The exit code is 1 when a request
-failed.
+where it reports one. cached: prompt tokens that the endpoint reports as cached. $/M tokens: $ for
+a million tokens of answers, from all machines' price per hour. The exit code is 1 when a request
+failed. One request goes before all: where it fails, no load is put on the endpoint.
 
 A key in the environment variable OPENAI_API_KEY is sent. Machines of clients are to be others than
 those of servers; a client process carries some thousand tokens/s.
@@ -29,16 +34,22 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 
 import aiohttp
 
 from lmi_config.options.parsers import amount, positive
+from serving.tune import load as of_vllm
+from serving.tune import workload
+from serving.tune.load import LoadError, Measured, Objectives
+from serving.tune.workload import Level, Workload, WorkloadError
 
 STARTED_S = 120.0
 """Within which all client processes have started."""
@@ -50,7 +61,11 @@ TEXT = ("content", "reasoning", "reasoning_content")
 
 
 class Failed(Exception):
-    """A request without a whole answer."""
+    """A request without a whole answer. status: the answer's, where it was another than 200."""
+
+    def __init__(self, reason: str, status: int = 200) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -132,10 +147,7 @@ class Client:
 
     async def run(self) -> None:
         load, timeout = self._load, aiohttp.ClientTimeout(total=None, sock_read=self._load.timeout)
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Content-Type": "application/json"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        headers = _headers()
         connector = aiohttp.TCPConnector(limit=0)
         self._began = time.monotonic()
         async with (
@@ -199,9 +211,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
     times: list[float] = []
     usage: dict[str, object] = {}
     async with session.post(f"{url}/v1/chat/completions", data=body) as response:
-        if response.status != 200:
-            text = (await response.content.read(TOLD)).decode(errors="replace")
-            raise Failed(f"HTTP {response.status}: {' '.join(text.split())}")
+        await _require_ok(response)
         async for line in response.content:
             if not line.startswith(b"data:"):
                 continue
@@ -218,6 +228,13 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
             if any(delta.get(name) for delta in deltas for name in TEXT):
                 times.append(time.monotonic())
     raise Failed("a stream that ended before [DONE]")
+
+
+async def _require_ok(response: aiohttp.ClientResponse) -> None:
+    """Raises Failed."""
+    if response.status != 200:
+        text = (await response.content.read(TOLD)).decode(errors="replace")
+        raise Failed(f"HTTP {response.status}: {' '.join(text.split())}", response.status)
 
 
 def work(load: Load, number: int, start: Barrier, result: Connection) -> None:
@@ -248,24 +265,69 @@ def measure(load: Load) -> Found:
     return found
 
 
-async def first_model(url: str) -> str:
-    """What the endpoint serves. Exits where it does not say."""
+def _headers() -> dict[str, str]:
     key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    why = "it lists none"
+    return {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
+
+
+_HINTS = {
+    401: "OPENAI_API_KEY has to be a key of this endpoint",
+    403: "OPENAI_API_KEY has to be a key that may do this",
+    404: "a URL is what stands before /v1, and --model is a name that its /v1/models lists",
+}
+
+
+async def listed(url: str) -> str:
+    """The first model that an endpoint lists. Raises Failed."""
+    async with _session(30) as session, session.get(f"{url}/v1/models") as response:
+        await _require_ok(response)
+        found = await response.json(content_type=None)
+        if not found["data"]:
+            raise Failed("it lists none")
+        return str(found["data"][0]["id"])
+
+
+async def first(url: str, path: str, body: dict[str, object], timeout: float) -> None:
+    """One request, whatever it is answered. Raises Failed."""
+    asked = {**body, "max_tokens": 1}
+    async with _session(timeout) as session, session.post(url + path, json=asked) as response:
+        await _require_ok(response)
+
+
+def _session(timeout: float) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        headers=_headers(), timeout=aiohttp.ClientTimeout(total=None, sock_read=timeout)
+    )
+
+
+FIRST: dict[str, tuple[str, dict[str, object]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    "completions": ("/v1/completions", {"prompt": "hi"}),
+}
+
+
+def choose_model(url: str, named: str | None, kind: str, timeout: float) -> str:
+    """The model that is named, or the first that the endpoint lists. Exits with the reason where it
+    does not answer a request for it.
+    """
+    path, body = FIRST[kind]
+    where = "/v1/models"
     try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
-            session.get(f"{url}/v1/models", headers=headers) as response,
-        ):
-            if response.status == 200:
-                for it in (await response.json(content_type=None)).get("data", ()):
-                    return str(it["id"])
-            else:
-                why = f"HTTP {response.status}"
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
-        why = str(error) or type(error).__name__
-    sys.exit(f"{url}/v1/models: {why}; name the model with --model")
+        model = named or asyncio.run(listed(url))
+        where = f"{path}, for the model {model}"
+        asyncio.run(first(url, path, {"model": model, **body}, timeout))
+        return model
+    except Failed as error:
+        why, hint = str(error), _HINTS.get(error.status, "")
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        why, hint = str(error) or type(error).__name__, "is the URL right?"
+    except (ValueError, LookupError, TypeError):
+        why, hint = "is no list of models", "is the URL right?"
+    if not hint and where == "/v1/models":
+        hint = "name the model with --model"
+    sys.exit(f"{url}{where}: {why}" + (f"; {hint}" if hint else ""))
 
 
 Figures = dict[str, float | None]
@@ -275,7 +337,7 @@ COLUMNS = {
     "ITL P50 ms": ".1f",
     "P90 ms": ".1f",
     "tokens/s": ",.1f",
-    "$/1,000": ".5f",
+    "$/M tokens": ".3f",
     "cached": ".0%",
 }
 
@@ -283,7 +345,6 @@ COLUMNS = {
 def figures(found: Found, seconds: float, price_per_hour: float | None) -> Figures:
     """By column; None for what is not known."""
     rate = found.tokens / seconds
-    costs = price_per_hour is not None and rate > 0
     known = found.cached is not None and found.prompt
     return {
         "TTFT P50 s": _percentile(found.ttfts, 50),
@@ -291,7 +352,7 @@ def figures(found: Found, seconds: float, price_per_hour: float | None) -> Figur
         "ITL P50 ms": _percentile([gap * 1e3 for gap in found.gaps], 50),
         "P90 ms": _percentile([gap * 1e3 for gap in found.gaps], 90),
         "tokens/s": rate,
-        "$/1,000": (price_per_hour or 0.0) / 3600 / rate * 1000 if costs else None,
+        "$/M tokens": _per_million(rate, price_per_hour),
         "cached": (found.cached or 0) / found.prompt if known else None,
     }
 
@@ -302,13 +363,46 @@ def _percentile(values: Sequence[float], share: int) -> float | None:
     return statistics.quantiles(values, n=100, method="inclusive")[share - 1]
 
 
+MEASURED: dict[str, str] = {
+    "TTFT P50 ms": ".1f",
+    "P99 ms": ".1f",
+    "ITL P50 ms": ".1f",
+    "ITL P99 ms": ".1f",
+    "tokens/s": ",.1f",
+    "goodput/s": ",.2f",
+    "$/M tokens": ".3f",
+}
+"""Columns of a workload's levels."""
+
+
+def of_level(found: Measured, price_per_hour: float | None) -> Figures:
+    """By column; None for what is not known."""
+    times = (found.ttft_p50, found.ttft_p99, found.itl_p50, found.itl_p99)
+    figures = (*times, found.tokens, found.goodput, _per_million(found.tokens, price_per_hour))
+    return dict(zip(MEASURED, figures, strict=True))
+
+
+def _per_million(tokens: float, price_per_hour: float | None) -> float | None:
+    """$ for a million tokens, of so many each second."""
+    if price_per_hour is None or not tokens:
+        return None
+    return price_per_hour / 3600 / tokens * 1e6
+
+
 def row(name: str, cells: Sequence[str]) -> str:
     return f"{name:34}" + "".join(f"{cell:>12}" for cell in cells)
 
 
+def cells(figures: Figures, columns: Mapping[str, str]) -> list[str]:
+    return [
+        "-" if (value := figures[name]) is None else f"{value:{form}}"
+        for name, form in columns.items()
+    ]
+
+
 def ratios(one: Figures, base: Figures) -> list[str]:
     """Of each figure of the one ÷ the base's."""
-    pairs = [(one[name], base[name]) for name in COLUMNS]
+    pairs = [(one[name], base[name]) for name in base]
     return [f"{it / of:.2f}" if it is not None and of else "-" for it, of in pairs]
 
 
@@ -332,12 +426,23 @@ def share(text: str) -> float:
     return float(text)
 
 
+OF_STEADY = (
+    *("context", "documents", "shared", "output", "concurrency", "rate", "warm_up"),
+    *("duration", "processes", "ignore_eos", "seed"),
+)
+"""What a workload says in other words."""
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("url", nargs="+", help="one or two, like http://host:8080")
     parser.add_argument("--model", help="its name (default: the first that the URL lists)")
+    parser.add_argument("--workload", type=Path, metavar="FILE", help="the load, in AIPerf's names")
+    objective = "ms to the first token, for the goodput of a workload"
+    parser.add_argument("--slo-ttft-ms", type=count, help=objective)
+    parser.add_argument("--slo-itl-ms", type=count, help="the same, between an answer's tokens")
     parser.add_argument("--context", type=count, default=8000, help="tokens of a document: 8k")
     parser.add_argument("--documents", type=count, default=50, help="that are shared")
     parser.add_argument("--shared", type=share, default=0.9, help="of requests: 0 to 1")
@@ -359,6 +464,12 @@ def parsed() -> argparse.Namespace:
     for url in options.url:
         if not url.startswith(("http://", "https://")):
             parser.error(f"{url}: a URL begins with http:// or https://")
+    if options.workload:
+        for name in OF_STEADY:
+            if getattr(options, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')}: --workload says what the load is")
+    elif options.slo_ttft_ms or options.slo_itl_ms:
+        parser.error("--slo-ttft-ms and --slo-itl-ms: are for the goodput of a --workload")
     if options.warm_up is None:
         options.warm_up = options.duration / 5
     if options.warm_up >= options.duration:
@@ -370,6 +481,76 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
+    urls = [it.rstrip("/").removesuffix("/v1") for it in options.url]
+    prices: list[float | None] = options.price_per_hour or [None]
+    prices = prices * len(urls) if len(prices) == 1 else prices
+    if options.workload:
+        faults = measure_workload(options, urls, prices)
+    else:
+        faults = measure_steady(options, urls, prices)
+    if faults:
+        sys.exit("\n".join(["not all requests were answered:", *faults]))
+
+
+def _by_vllm(
+    asked: Workload, level: Level, url: str, model: str, objectives: Objectives, seed: int
+) -> Measured:
+    """Raises LoadError."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        words = of_vllm.command(
+            *(asked, level),
+            url=url,
+            model=model,
+            tokenizer=asked.tokenizer or model,
+            seed=seed,
+            objectives=objectives,
+            result=result,
+        )
+        return of_vllm.run(words, level, result=result, log=log, key=None)
+
+
+def measure_workload(
+    options: argparse.Namespace, urls: list[str], prices: list[float | None]
+) -> list[str]:
+    """Put a workload on each URL, and print what vLLM's benchmark measures. What failed."""
+    try:
+        asked = workload.read(options.workload)
+    except WorkloadError as error:
+        sys.exit(str(error))
+    objectives = Objectives(options.slo_ttft_ms, options.slo_itl_ms)
+    seed = time.time_ns() % 2**31 if asked.seed is None else asked.seed
+    models = [
+        choose_model(url, options.model or asked.model, asked.endpoint, options.timeout)
+        for url in urls
+    ]
+    if not asked.tokenizer and not all("/" in it for it in models):
+        sys.exit(
+            f"{options.workload}: tokenizer: is missing, and {models[0]} is no hub id; name a "
+            "folder or a hub id: prompts are made of its tokens"
+        )
+    print(row("", ["requests", *MEASURED]), flush=True)
+    faults = []
+    for number, level in enumerate(asked.levels):
+        print(level, flush=True)
+        measured: list[Figures] = []
+        for place, (url, model, price) in enumerate(zip(urls, models, prices, strict=True)):
+            try:
+                found = _by_vllm(asked, level, url, model, objectives, seed + 2 * number + place)
+            except LoadError as error:
+                faults.append(f"{url}, {level}: {error}")
+                continue
+            measured.append(of_level(found, price))
+            print(row(url, [f"{found.requests:,}", *cells(measured[-1], MEASURED)]), flush=True)
+        if len(measured) == 2:
+            print(row("second ÷ first", ["", *ratios(measured[1], measured[0])]), flush=True)
+    return faults
+
+
+def measure_steady(
+    options: argparse.Namespace, urls: list[str], prices: list[float | None]
+) -> list[str]:
+    """Put the steady load on each URL, and print what is measured. What failed."""
     pace = f"{options.concurrency} users"
     if options.rate is not None:
         pace, options.concurrency = f"{options.rate:g} requests/s", 0
@@ -379,32 +560,28 @@ def main() -> None:
         f"{options.duration:g} s, of which {options.warm_up:g} s warm-up"
     )
     print(row("", ["requests", "failed", *COLUMNS]), flush=True)
-    prices: list[float | None] = options.price_per_hour or [None]
-    taken = (
-        *("context", "documents", "shared", "output", "concurrency", "rate", "warm_up"),
-        *("duration", "processes", "timeout", "ignore_eos", "seed"),
-    )
     measured: list[Figures] = []
     faults = []
-    for place, url in enumerate(it.rstrip("/").removesuffix("/v1") for it in options.url):
-        model = options.model or asyncio.run(first_model(url))
+    for place, (url, price) in enumerate(zip(urls, prices, strict=True)):
+        model = choose_model(url, options.model, "chat", options.timeout)
         run = f"{time.time_ns():x}{place}"
-        load = Load(url, model, run=run, **{name: getattr(options, name) for name in taken})
+        load = Load(
+            url,
+            model,
+            run=run,
+            timeout=options.timeout,
+            **{name: getattr(options, name) for name in OF_STEADY},
+        )
         found = measure(load)
-        it = figures(found, load.duration - load.warm_up, prices[min(place, len(prices) - 1)])
-        measured.append(it)
-        cells = [f"{found.requests:,}", f"{found.faults.total():,}"]
-        for name, form in COLUMNS.items():
-            value = it[name]
-            cells.append("-" if value is None else f"{value:{form}}")
-        print(row(url, cells), flush=True)
+        measured.append(figures(found, load.duration - load.warm_up, price))
+        counts = [f"{found.requests:,}", f"{found.faults.total():,}"]
+        print(row(url, [*counts, *cells(measured[-1], COLUMNS)]), flush=True)
         faults += [f"{url}: {times} x {what}" for what, times in found.faults.most_common(5)]
         if not found.ttfts:
             faults.append(f"{url}: none was answered that began after the warm-up")
     if len(measured) == 2:
         print(row("second ÷ first", ["", "", *ratios(measured[1], measured[0])]))
-    if faults:
-        sys.exit("\n".join(["not all requests were answered:", *faults]))
+    return faults
 
 
 if __name__ == "__main__":

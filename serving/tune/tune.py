@@ -178,7 +178,7 @@ class _Tuning:
             url=server.url,
             model=plan.settings.model_names[0],
             tokenizer=self._tokenizer,
-            seed=self._workload.seed + number + self._workload.levels.index(level),
+            seed=(self._workload.seed or 0) + number + self._workload.levels.index(level),
             objectives=self._objectives,
             result=result,
             remote_code=plan.settings.trust_remote_code,

