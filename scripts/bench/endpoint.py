@@ -544,6 +544,8 @@ def measure_workload(
             print(row(url, [f"{found.requests:,}", *cells(measured[-1], MEASURED)]), flush=True)
         if len(measured) == 2:
             print(row("second ÷ first", ["", *ratios(measured[1], measured[0])]), flush=True)
+        if faults:
+            break  # a heavier load would fail as well
     return faults
 
 
@@ -551,6 +553,7 @@ def measure_steady(
     options: argparse.Namespace, urls: list[str], prices: list[float | None]
 ) -> list[str]:
     """Put the steady load on each URL, and print what is measured. What failed."""
+    models = [choose_model(url, options.model, "chat", options.timeout) for url in urls]
     pace = f"{options.concurrency} users"
     if options.rate is not None:
         pace, options.concurrency = f"{options.rate:g} requests/s", 0
@@ -562,8 +565,7 @@ def measure_steady(
     print(row("", ["requests", "failed", *COLUMNS]), flush=True)
     measured: list[Figures] = []
     faults = []
-    for place, (url, price) in enumerate(zip(urls, prices, strict=True)):
-        model = choose_model(url, options.model, "chat", options.timeout)
+    for place, (url, model, price) in enumerate(zip(urls, models, prices, strict=True)):
         run = f"{time.time_ns():x}{place}"
         load = Load(
             url,

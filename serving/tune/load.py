@@ -162,7 +162,8 @@ def run(words: list[str], level: Level, *, result: Path, log: Path, key: str | N
         raw = json.loads(result.read_bytes())
     except (OSError, ValueError):
         said = log.read_bytes()[start:].decode(errors="replace")
-        raise LoadError(f"vllm bench serve: {_reason(said, code)}; see {log}") from None
+        by = f"vllm bench serve with the tokenizer {words[words.index('--tokenizer') + 1]}"
+        raise LoadError(f"{by}: {_reason(said, code)}") from None
     finally:
         result.unlink(missing_ok=True)  # answers are in it
     return measured(raw, level)
@@ -179,6 +180,8 @@ def measured(raw: Mapping[str, Any], level: Level) -> Measured:
     if failed := raw["failed"]:
         why = next((it for it in raw.get("errors", ()) if it), "no reason given")
         told = redacted(" ".join(str(why).split()))[:_TOLD]
+        if told == "Bad Request":  # of a refused request vLLM's benchmark tells no more
+            told += ", as of a prompt and answer that are too long for the model"
         raise LoadError(f"{failed} of {failed + raw['completed']} requests failed: {told}")
     return Measured(
         level=str(level),

@@ -18,7 +18,7 @@ from lmi_config.options.declared import PREFIX, Settings
 from lmi_config.options.files import Given
 from lmi_config.options.redaction import secret
 from lmi_config.options.settings import SettingsError, option
-from lmi_config.plan import explain, vllm
+from lmi_config.plan import explain, preflight, vllm
 from lmi_config.plan.kv_tiers import NoTiers
 from lmi_config.plan.plan import Plan
 from serving.exit import DIED, START_FAILED, USAGE_ERROR
@@ -82,6 +82,12 @@ class _Tuning:
         settings = plan.settings
         if not vllm.generates(settings):
             raise SettingsError(["tune: is for models that generate text; this one does not"])
+        longest = preflight.longest_request(settings, plan.model)
+        if longest and asked.longest > longest:
+            raise WorkloadError(
+                f"prompts and answers have up to {asked.longest:,} tokens together, and the "
+                f"longest request is of {longest:,}; shorten them, or raise --max-model-len"
+            )
         self._own, secrets, removable = operators(settings, argued)
         self._environ = {**environ, **secrets}
         self._objectives = Objectives(settings.slo_ttft_ms, settings.slo_itl_ms)
@@ -142,7 +148,8 @@ class _Tuning:
                     except LoadError as error:
                         if server.ended():
                             raise StartError(server.reason()) from None
-                        return Point(options, tuple(levels), f"{level}: {error}")
+                        why = f"{level}: {error}; see {self.sweep.file('load.log')}"
+                        return Point(options, tuple(levels), why)
                     print(f"    {_row(_cells(levels[-1]))}", flush=True)
                     if self._objectives.excess(levels[-1]) > 1:
                         return Point(options, tuple(levels), "misses its objectives")

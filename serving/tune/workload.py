@@ -76,6 +76,13 @@ class Workload:
         """Tokens of a whole prompt, on average."""
         return self.prefix + self.input
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and an answer, at most."""
+        most = self.input * (1 + spread(self.input, self.input_stddev))
+        most += self.output * (1 + spread(self.output, self.output_stddev))
+        return self.prefix + math.ceil(most)
+
     def requests(self, level: Level) -> int:
         """How many are measured at a level: ten of each user's, or what comes within 20 s."""
         if self.count:

@@ -182,6 +182,13 @@ def test_the_results_of_another_sweep_are_not_mixed_in(called, world, capsys):
     assert "has a sweep with other workload;" in capsys.readouterr().err
 
 
+def test_requests_that_are_too_long_for_the_model_are_noticed_first(called, world, capsys):
+    assert called("--max-model-len=64", asked={**WORKLOAD, "osl": 60})[0] == 2
+    told = capsys.readouterr().err
+    assert "have up to 80 tokens together, and the longest request is of 64;" in told
+    assert not world.started
+
+
 def test_what_does_not_fit_is_never_started(called, world, capsys):
     code, _ = called(
         "--kv-disk-size=9999g",
