@@ -18,7 +18,7 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/generate/options_page.py from lmi_config; do not edit. -->
 
-Options are environment variables, or arguments of `serve`, `plan` and `route`, as in vLLM:
+Options are environment variables, or arguments of `serve`, `plan`, `tune` and `route`, as in vLLM:
 `OPTION_MAX_MODEL_LEN=8k` is `--max-model-len 8k`, `SERVING_JOB_QUEUE_SIZE=9` is
 `--job-queue-size 9`, and the model may stand without a flag: `serve Qwen/Qwen3-0.6B`. Options that
 are on or off need no value: `--enable-lora`, `--no-enable-prefix-caching`.
