@@ -74,7 +74,8 @@ def _sequences(plan: Plan, workload: Workload) -> Axis:
         return fixed
     default = _default_sequences(plan)
     length = workload.prompt + workload.output
-    held = _held(plan, length)
+    tokens = _engine_tokens(plan, length)
+    held = None if tokens is None else tokens // length
     told = f"{default:,} as planned"
     if held is not None:
         told += f"; the KV cache holds about {held:,} requests of {length:,} tokens"
@@ -90,13 +91,8 @@ def _default_sequences(plan: Plan) -> int:
     return memory.sequences_of_a_step(plan.settings, plan.machine, plan.parallelism)
 
 
-def _held(plan: Plan, length: int) -> int | None:
-    """The requests of so many tokens that the engine's KV cache holds; None: not known."""
-    tokens = _engine_tokens(plan, length)
-    return None if tokens is None else tokens // length
-
-
 def _engine_tokens(plan: Plan, length: int) -> int | None:
+    """The tokens in requests of this length that the engine's KV cache holds; None: not known."""
     cache = preflight.engine_cache(
         plan.settings, plan.machine, plan.parallelism, plan.model, plan.memory, plan.gpu
     )
@@ -168,10 +164,6 @@ def key(options: Options) -> str:
     return json.dumps(options, sort_keys=True)
 
 
-def combined(options: Options, more: Options) -> Options:
-    return {**options, **more}
-
-
 def applied(own: Options, point: Options) -> dict[str, Any]:
     """The operator's options with a point's on top."""
     return {name: it for name, it in {**own, **point}.items() if it is not None}
@@ -220,7 +212,7 @@ def walk(
     for axis in axes:
         group = [tried[key(chosen)]]
         for value in axis.values:
-            options = combined(chosen, value)
+            options = {**chosen, **value}
             if key(options) not in tried:
                 return chosen, options
             group.append(tried[key(options)])
