@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 
 from serving.engine.base import USAGE, Pace, Tokens
 from serving.errors import AdapterFailed, AlreadyLoaded, NotLoaded
+from serving.http.bodies import WRITER, Writer
 
 
 def error(status: int, message: str) -> dict[str, object]:
@@ -175,7 +176,8 @@ class FakeEngine:
             usage.paces.append(lambda: Pace(first_at, further) if generated else None)
         if body.get("stream"):
             return StreamingResponse(
-                self.stream(words, key, generated), media_type="text/event-stream"
+                self.stream(words, key, generated, body.get("model"), request.scope.get(WRITER)),
+                media_type="text/event-stream",
             )
         # As vLLM does it: whoever leaves cancels the work, and the answer goes nowhere.
         work = asyncio.ensure_future(self.work(words))
@@ -213,7 +215,15 @@ class FakeEngine:
         self.running += 1
         self.most = max(self.most, self.running)
 
-    async def stream(self, words: list[str], key: str, generated: list[str]) -> AsyncIterator[str]:
+    async def stream(
+        self,
+        words: list[str],
+        key: str,
+        generated: list[str],
+        model: str | None,
+        writer: Writer | None,
+    ) -> AsyncIterator[str]:
+        """Events; those between the first and the last are written where they come."""
         self.run()
         try:
             for place, word in enumerate(reversed(words)):
@@ -227,8 +237,12 @@ class FakeEngine:
                 generated.append(word)
                 last = place == len(words) - 1
                 kind, finish = key.replace("messages", "delta"), "length" if last else None
-                chunk = {"choices": [self.choice([word], 0, kind, finish)]}
-                yield f"data: {json.dumps(chunk)}\n\n"
+                chunk = {"choices": [self.choice([word], 0, kind, finish)], "model": model}
+                event = f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+                if writer and place and not last and writer.takes():
+                    writer.write(event.encode())
+                else:
+                    yield event
             yield "data: [DONE]\n\n"
         finally:
             self.running -= 1

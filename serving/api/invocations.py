@@ -125,6 +125,7 @@ class Invocations:
             parse=openai.on(route) if route else None,
             content_type=kind,
             raw=raw,
+            writer=client.writer,
         )
         await pipeline.run(request)
 

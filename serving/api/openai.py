@@ -43,5 +43,6 @@ class OpenAI:
             begun=client.admitted.go,
             parse=openai.on(scope["path"]),
             form=form,
+            writer=client.writer,
         )
         await pipeline.run(request)

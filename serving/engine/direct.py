@@ -12,7 +12,7 @@ with vLLM's app, and a streamed token 0.73 to 0.78 (docs/explanation/benchmarks.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -23,15 +23,18 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
+from vllm.outputs import RequestOutput
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
 from handlers.records import Step
@@ -39,16 +42,27 @@ from serving.cancellation import ClientLeft
 from serving.engine import error_handlers
 from serving.engine.base import CANCELLATION, STEPS
 from serving.errors import ServingError
+from serving.http.bodies import WRITER, Writer
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS
 
 Write = Callable[[bytes], Awaitable[None]]
 
 _encode = msgspec.json.encode
 
-_is_direct: ContextVar[bool] = ContextVar("is_direct", default=False)
-"""Whether the request under way came past vLLM's app."""
-_render: ContextVar[Callable[[Step], bytes] | None] = ContextVar("render", default=None)
-"""What renders the steps of its stream."""
+
+class _Way(NamedTuple):
+    """How a request's stream is written that came past vLLM's app. render: makes of a step what is
+    written, where it needs no more. writer: writes events where they come.
+    """
+
+    render: Callable[[Step], bytes] | None
+    writer: Writer | None
+
+
+_way: ContextVar[_Way | None] = ContextVar("way", default=None)
+"""The way of the request under way; None where it went through vLLM's app."""
+WRITTEN: ContextVar["Written | None"] = ContextVar("written", default=None)
+"""The stream of the request that the engine is being given."""
 
 _is_short: ContextVar[bool] = ContextVar("is_short", default=False)
 SHORT = 4096
@@ -80,7 +94,6 @@ def _parses(request: Any, serving: Any) -> bool:
 
 
 VLLM_RENDERS: Mapping[str, Callable[[Any, Any], object]] = {
-    "calls of tools, reasoning": _parses,
     "a log of outputs": lambda request, chat: getattr(chat, "enable_log_outputs", False),
     "usage in each event": lambda request, serving: (
         serving.enable_force_include_usage
@@ -100,40 +113,102 @@ renders all events of such a stream.
 """
 
 
-class Stream:
-    """A stream of one sequence. vLLM renders its first token and its last one, and what else there
-    is; the tokens between are written into the event that vLLM made of the first.
+class Written:
+    """A stream of one sequence, whose results become events here: where vLLM puts them while the
+    request's task waits for one, as long as the client keeps up, and else in that task. So most
+    tokens take no turn of the event loop of their own.
+
+    results: vLLM's; pairs of a prompt's number and a result where `paired`. writer: what writes
+    events where they come, where there is such.
+    """
+
+    def __init__(
+        self, results: AsyncGenerator[Any, None], writer: Writer | None, *, paired: bool = False
+    ) -> None:
+        self._results = results
+        self._writer = writer
+        self._paired = paired
+        self._waits = False
+        self.queue: Any = None
+        """vLLM's place for results of which the request's task has not heard yet."""
+
+    def begin(self, state: Any) -> None:
+        """Get the results of a request that the engine is being given. state: vLLM's of it."""
+        self.queue = state.queue
+        # It has no place to hand in a class either. Ours adds no more than this.
+        self.queue.__class__, self.queue.written = Collector, self
+
+    async def run(self, write: Write) -> None:
+        """Write all events."""
+        raise NotImplementedError
+
+    def event(self, result: Any) -> bytes | None:
+        """What is written of a result, or None where vLLM is to render it."""
+        raise NotImplementedError
+
+    def take(self, result: Any) -> bool:
+        """Write what has just come, where it is next. Returns whether it is done with."""
+        writer = self._writer
+        if not (self._waits and self.queue.output is None and writer and writer.takes()):
+            return False
+        if result.outputs[0].finish_reason is not None or (event := self.event(result)) is None:
+            return False
+        writer.write(event)
+        return True
+
+    async def _next(self) -> Any:
+        self._waits = True
+        try:
+            found = await anext(self._results)
+        finally:
+            self._waits = False
+        return found[1] if self._paired else found
+
+
+class Collector(RequestOutputCollector):  # type: ignore[misc]  # vLLM is not type-checked
+    """Where vLLM puts results for a request's task, but for those that are written at once."""
+
+    written: Written
+
+    def put(self, output: Any) -> None:
+        try:
+            if isinstance(output, RequestOutput) and self.written.take(output):
+                return
+        except Exception as error:  # it would end the reading of all results
+            output = error
+        super().put(output)
+
+
+class Stream(Written):
+    """vLLM renders its first token and its last one, and what else there is; the tokens between are
+    written into the event that vLLM made of the first.
 
     Iterated by vLLM's generator, it has the results that vLLM is to render.
 
-    render: vLLM's generator of events over results. results: vLLM's; pairs of a prompt's number and
-    a result where `paired`. key: what stands before a token's text in an event. has_blanks: whether
-    a token without a text has an event.
+    render: vLLM's generator of events over results.
     """
+
+    KEY = b'"text":'
+    """What stands before a result's value in an event."""
 
     def __init__(
         self,
         render: Callable[["Stream"], AsyncGenerator[str, None]],
         results: AsyncGenerator[Any, None],
-        key: bytes,
+        writer: Writer | None,
         *,
         paired: bool = False,
-        has_blanks: bool = True,
     ) -> None:
+        super().__init__(results, writer, paired=paired)
         self._render = render
-        self._results = results
-        self._key = key
-        self._paired = paired
-        self._has_blanks = has_blanks
         self._event: tuple[bytes, bytes] | None = None
-        """What stands around a token's text, once vLLM has rendered one."""
-        self._text = ""
-        """Of the result that vLLM has last."""
+        """What stands around a value, once vLLM has rendered one."""
+        self._given: bytes | None = None
+        """The value of the result that vLLM has last."""
         self._unseen: list[int] = []
         """Tokens that vLLM's generator has not seen. It counts them with the last result."""
 
     async def run(self, write: Write) -> None:
-        """Write all events."""
         self._write = write
         async with (
             contextlib.aclosing(self._results),
@@ -144,27 +219,142 @@ class Stream:
                 self._event = self._event or self._around(data)
                 await write(data)
 
+    def value(self, result: Any) -> bytes | None:
+        """What an event has of a result. None where vLLM is to render it, b"" for no event."""
+        return _encode(result.outputs[0].text)
+
     def _around(self, event: bytes) -> tuple[bytes, bytes] | None:
         # A text cannot have the key in it: its quotes would be escaped.
-        before, key, after = event.partition(self._key)
-        text = _encode(self._text)
-        return (before + key, after[len(text) :]) if after.startswith(text) and key else None
+        before, key, after = event.partition(self.KEY)
+        value = self._given
+        return (before + key, after[len(value) :]) if value and after.startswith(value) else None
+
+    def event(self, result: Any) -> bytes | None:
+        if not self._event or (value := self.value(result)) is None:
+            return None
+        self._unseen += result.outputs[0].token_ids
+        before, after = self._event
+        return before + value + after if value else b""
 
     def __aiter__(self) -> "Stream":
         return self
 
     async def __anext__(self) -> Any:
         while True:
-            found = await anext(self._results)
-            (output,) = (found[1] if self._paired else found).outputs
-            if output.finish_reason is not None or not self._event:
-                output.token_ids = [*self._unseen, *output.token_ids]
-                self._unseen, self._text = [], output.text
-                return found
-            self._unseen += output.token_ids
-            before, after = self._event
-            if output.text or self._has_blanks:
-                await self._write(before + _encode(output.text) + after)
+            result = await self._next()
+            (output,) = result.outputs
+            if output.finish_reason is not None or (event := self.event(result)) is None:
+                self.give(output)
+                return (0, result) if self._paired else result
+            if event:
+                await self._write(event)
+
+    def give(self, output: Any) -> None:
+        """Have vLLM see an output, with the tokens that it has not seen."""
+        self._given = _encode(output.text)
+        output.token_ids = [*self._unseen, *output.token_ids]
+        self._unseen = []
+
+
+class Deltas(Stream):
+    """A chat's stream, whose values are deltas. Where vLLM has a parser make them of tokens, they
+    are written as far as they are text or reasoning; vLLM renders others, of what that parser said.
+
+    parses: whether a token has to be parsed. has_blanks: whether a token without a text has an
+    event, where it has not.
+    """
+
+    KEY = b'"delta":'
+
+    def __init__(
+        self,
+        render: Callable[["Stream"], AsyncGenerator[str, None]],
+        results: AsyncGenerator[Any, None],
+        writer: Writer | None,
+        request: Any,
+        *,
+        parses: bool,
+        has_blanks: bool,
+    ) -> None:
+        super().__init__(render, results, writer)
+        self._request = request
+        self._parses = parses
+        self._has_blanks = has_blanks
+        self._parse: Callable[..., Any] | None = None
+        self._aside: tuple[Any, Exception | None] | None = None
+        """What the parser made of a result that vLLM is to render: a delta, or an error."""
+        self._later: list[Any] = []
+        """Results that came while that one waited. vLLM would join them to it."""
+        self._tokens: list[int] = []
+        """Those of the result that vLLM has last."""
+
+    def parsed_by(self, parser: Any) -> None:
+        """vLLM's generator uses this parser, which is to see each result once."""
+        if self._parses:
+            self._parse, parser.parse_delta = parser.parse_delta, self._delta
+
+    def _delta(self, **given: Any) -> Any:
+        """What vLLM's generator gets of its parser."""
+        if self._aside:
+            (delta, error), self._aside = self._aside, None
+            if error:
+                raise error
+        else:
+            assert self._parse
+            delta = self._parse(**given | {"delta_token_ids": self._tokens})
+        self._given = delta and _text_delta(delta)
+        return delta
+
+    def value(self, result: Any) -> bytes | None:
+        output = result.outputs[0]
+        if not self._parse:
+            return _encode({"content": output.text}) if output.text or self._has_blanks else b""
+        try:
+            delta = self._parse(
+                delta_text=output.text,
+                delta_token_ids=[*output.token_ids],
+                request=self._request,
+                prompt_token_ids=result.prompt_token_ids,
+                finished=False,
+            )
+        except Exception as error:
+            self._aside = None, error
+            return None
+        if delta is None:
+            return b""
+        if not (value := _text_delta(delta)):
+            self._aside = delta, None
+        return value
+
+    def event(self, result: Any) -> bytes | None:
+        return None if self._aside else super().event(result)
+
+    def take(self, result: Any) -> bool:
+        if self._aside or self._later:
+            self._later.append(result)
+            return True
+        return super().take(result)
+
+    async def __anext__(self) -> Any:
+        later, self._later = self._later, []
+        for result in later:
+            self.queue.put(result)
+        return await super().__anext__()
+
+    def give(self, output: Any) -> None:
+        self._tokens = [*output.token_ids]
+        super().give(output)
+        self._given = None if self._parse else _encode({"content": output.text})
+
+
+def _text_delta(delta: Any) -> bytes | None:
+    """A delta of text or reasoning as vLLM writes it; None for others."""
+    if type(delta) is not DeltaMessage or delta.tool_calls:
+        return None
+    names = delta.model_fields_set - {"tool_calls"}  # which are not written where there are none
+    if not names or names - {"content", "reasoning"}:
+        return None
+    return _encode({it: getattr(delta, it) for it in ("content", "reasoning") if it in names})
 
 
 def _is_plain(request: Any, serving: Any) -> bool:
@@ -182,10 +372,19 @@ class Chats(OpenAIServingChat):  # type: ignore[misc]  # vLLM is not type-checke
         def render(results: Any) -> AsyncGenerator[str, None]:
             return vllms(request, results, *rest, **more)  # type: ignore[no-any-return]
 
-        if not _is_direct.get() or not _is_plain(request, self):
+        if not (way := _way.get()) or not _is_plain(request, self):
             return render(result_generator)
-        has_blanks = self.parser_cls is None
-        return Stream(render, result_generator, b'"delta":{"content":', has_blanks=has_blanks)
+        return Deltas(
+            *(render, result_generator, way.writer, request),
+            parses=_parses(request, self),
+            has_blanks=self.parser_cls is None,
+        )
+
+    def _make_parser(self, *rest: Any, **more: Any) -> Any:
+        parser = super()._make_parser(*rest, **more)
+        if isinstance(written := WRITTEN.get(), Deltas):
+            written.parsed_by(parser)
+        return parser
 
 
 class Completions(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is not type-checked
@@ -209,54 +408,77 @@ class Completions(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is not
             events = vllms(request, engine_inputs, results, request_id, *rest, **more)
             return events
 
-        if render_step := _render.get():
-            return self._steps(render_step, result_generator, request_id, more["tokenizer"])
-        if not _is_direct.get() or not _is_plain(request, self):
+        if not (way := _way.get()):
             return render(result_generator)
-        return Stream(render, result_generator, b'"text":', paired=True)
+        if way.render:
+            tokenizer = more["tokenizer"]
+            return Steps(self, way.render, result_generator, way.writer, request_id, tokenizer)
+        if not _is_plain(request, self):
+            return render(result_generator)
+        return Stream(render, result_generator, way.writer, paired=True)
 
-    async def _steps(
+
+class Steps(Written):
+    """A stream of which there are no events, but its steps.
+
+    serving: the object that answers with it. render: makes of a step what is written.
+    """
+
+    def __init__(
         self,
+        serving: Any,
         render: Callable[[Step], bytes],
-        results: AsyncIterator[tuple[int, Any]],
+        results: AsyncGenerator[tuple[int, Any], None],
+        writer: Writer | None,
         request_id: str,
         tokenizer: Any,
-    ) -> AsyncGenerator[bytes, None]:
-        has_begun = False
-        try:
-            async for _, result in results:
-                (output,) = result.outputs
-                self._raise_if_error(output.finish_reason, request_id)
-                if not has_begun:
-                    self._keep_chosen_logprobs(result.request_id)
-                    if not output.text and not output.token_ids:
-                        continue  # a part of the prompt was computed
-                yield render(
-                    Step(
-                        output.text,
-                        output.token_ids,
-                        _own_texts(output, tokenizer),
-                        _logprobs(output),
-                        output.finish_reason,
-                        output.stop_reason,
-                        None if has_begun else len(result.prompt_token_ids),
-                    )
-                )
-                has_begun = True
-        except GenerationError as error:
-            yield (
-                b"data: %b\n\n"
-                % self._convert_generation_error_to_streaming_response(error).encode()
-            )
-        except Exception as error:
-            yield b"data: %b\n\n" % self.create_streaming_error_response(error).encode()
+    ) -> None:
+        super().__init__(results, writer, paired=True)
+        self._serving = serving
+        self._render = render
+        self._request_id = request_id
+        self._tokenizer = tokenizer
+        self._has_begun = False
 
-    def _keep_chosen_logprobs(self, request_id: str) -> None:
-        outputs = self.engine_client.output_processor
-        for name in outputs.external_req_ids.get(request_id, ()):
-            # It has no place to hand in a class either. Ours adds no state.
-            processor = outputs.request_states[name].logprobs_processor
-            processor.__class__, processor.logprobs = ChosenLogprobs, []
+    def begin(self, state: Any) -> None:
+        super().begin(state)
+        processor = state.logprobs_processor
+        processor.__class__, processor.logprobs = ChosenLogprobs, []
+
+    async def run(self, write: Write) -> None:
+        serving = self._serving
+        try:
+            async with contextlib.aclosing(self._results):
+                with contextlib.suppress(StopAsyncIteration):
+                    while True:
+                        result = await self._next()
+                        serving._raise_if_error(result.outputs[0].finish_reason, self._request_id)
+                        if event := self.event(result):
+                            await write(event)
+        except GenerationError as error:
+            message = serving._convert_generation_error_to_streaming_response(error)
+            await write(b"data: %b\n\n" % message.encode())
+        except Exception as error:
+            await write(b"data: %b\n\n" % serving.create_streaming_error_response(error).encode())
+
+    def event(self, result: Any) -> bytes:
+        (output,) = result.outputs
+        if not (self._has_begun or output.text or output.token_ids):
+            return b""  # a part of the prompt was computed
+        prompt_tokens = None if self._has_begun else len(result.prompt_token_ids)
+        self._has_begun = True
+        return self._render(
+            Step(
+                output.text,
+                output.token_ids,
+                _own_texts(output, self._tokenizer),
+                # as low as vLLM tells of
+                [max(it, -9999.0) for it in output.logprobs or ()],
+                output.finish_reason,
+                output.stop_reason,
+                prompt_tokens,
+            )
+        )
 
 
 class ChosenLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not type-checked
@@ -266,15 +488,6 @@ class ChosenLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not ty
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
         self.logprobs += logprobs_lists.logprobs[:, 0].tolist()
-
-
-def _logprobs(output: Any) -> list[float]:
-    """The log probabilities of an output's tokens, as low as vLLM tells of."""
-    # Results that came before the first one was looked at are vLLM's.
-    return [
-        max(it if isinstance(it, float) else it[token].logprob, -9999.0)
-        for token, it in zip(output.token_ids, output.logprobs or (), strict=False)
-    ]
 
 
 def _own_texts(output: Any, tokenizer: Any) -> list[str]:
@@ -361,7 +574,7 @@ class Direct:
         except Exception:  # vLLM's app says what is wrong
             await self._app(scope, _again(message, receive), send)
             return
-        is_direct, render = _is_direct.set(True), _render.set(scope.get(STEPS))
+        way = _way.set(_Way(scope.get(STEPS), scope.get(WRITER)))
         _is_short.set(len(message["body"]) <= route.short)
         raw = Request({**scope, "app": self._app}, receive)
         try:
@@ -373,8 +586,7 @@ class Direct:
             if cause is not ending.cause:
                 raise
         finally:
-            _is_direct.reset(is_direct)
-            _render.reset(render)
+            _way.reset(way)
 
     async def _answer(self, route: _Route, request: Any, raw: Request, send: Send) -> None:
         try:
@@ -399,12 +611,16 @@ class Direct:
         async def write(event: bytes) -> None:
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
-        if isinstance(answer, Stream):
-            await answer.run(write)
+        if isinstance(answer, Written):
+            before = WRITTEN.set(answer)
+            try:
+                await answer.run(write)
+            finally:
+                WRITTEN.reset(before)
         else:
             async with contextlib.aclosing(answer):
                 async for event in answer:
-                    await write(event if isinstance(event, bytes) else event.encode())
+                    await write(event.encode())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

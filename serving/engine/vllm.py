@@ -296,7 +296,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
 
     if hears:
         keep_tenants_apart(app.state)
-    _count_tokens(client.output_processor)
+    _tell_of_requests(client.output_processor)
     _name_adapters_publicly(client.output_processor.lora_states)
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))
@@ -305,18 +305,22 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     return VllmEngine(app, Direct(app), client, task, hears, until_stopped)
 
 
-def _count_tokens(processor: Any) -> None:
-    """Have what reads vLLM's outputs tell USAGE of the requests that it gets.
+def _tell_of_requests(processor: Any) -> None:
+    """Have what reads vLLM's outputs tell USAGE and WRITTEN of the requests that it gets.
 
     Their states know the tokens of streams, too, and of requests that are broken off, when no
     answer says how many there were. They count as in vLLM's series: a prompt when it is computed,
     and once for all of its `n` answers.
     """
+    from serving.engine.direct import WRITTEN
+
     processor_class: Any = type(processor)
 
     class Counted(processor_class):  # type: ignore[misc]  # vLLM is not type-checked
         def add_request(self, request: Any, *rest: Any, **more: Any) -> None:
             super().add_request(request, *rest, **more)
+            if written := WRITTEN.get():
+                written.begin(self.request_states[request.request_id])
             if usage := USAGE.get():
                 state = self.request_states[request.request_id]
                 usage.sources.append(functools.partial(_tokens, state))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies: how they are received, and how much of them is held."""
+"""Bodies: how they are received, how much of them is held, and how they are written at once."""
+
+from typing import Protocol
 
 from starlette.types import Receive, Scope
 
@@ -9,6 +11,19 @@ from serving.errors import Overloaded, ServingError, TooLarge
 HELD = 2**30
 """Bytes of bodies that are held at once, for all requests, but for the first FREE of each."""
 FREE = 64 * 1024
+
+WRITER = "slipway.writer"
+"""The key of a scope under which a Writer stands, where there is one."""
+
+
+class Writer(Protocol):
+    """What writes parts of an answer's body without waiting, in order with those that are sent."""
+
+    def takes(self) -> bool:
+        """Whether it can now: the head has gone, and the client keeps up."""
+
+    def write(self, part: bytes) -> None:
+        """Write a part, right after takes() has said so."""
 
 
 def header(scope: Scope, name: bytes) -> bytes:

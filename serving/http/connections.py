@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import httptools
 import uvicorn
-from uvicorn._types import ASGIReceiveEvent
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -32,6 +32,7 @@ from serving.errors import (
     ServingError,
     TooSlow,
 )
+from serving.http.bodies import WRITER
 from serving.http.rules import (
     AHEAD,
     BEHIND_S,
@@ -351,6 +352,25 @@ class Cycle(RequestResponseCycle):
     """A request and its answer."""
 
     _fault: ServingError | None = None
+
+    async def run_asgi(self, app: ASGI3Application) -> None:
+        scope = cast(dict[str, Any], self.scope)
+        scope[WRITER] = self
+        try:
+            await super().run_asgi(app)
+        finally:
+            del scope[WRITER]  # they would keep each other
+
+    def takes(self) -> bool:
+        """Whether a part of the body can be written without waiting (Writer)."""
+        return bool(self.chunked_encoding) and not (
+            self.flow.write_paused or self.disconnected or self.response_complete
+        )
+
+    def write(self, part: bytes) -> None:
+        """Write one."""
+        if part:  # a chunk of no bytes would end the body
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def break_off(self, error: ServingError, close: Callable[[], None]) -> None:
         """Let no more of the body come: `receive` raises the error. close: ends the connection,

@@ -21,7 +21,7 @@ from serving.engine.base import HANDED_OVER, USAGE, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
 from serving.engine.speech import sound
 from serving.errors import BadRequest, NotFound, NotReady, Shed
-from serving.http.bodies import Bodies, header
+from serving.http.bodies import WRITER, Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
@@ -144,7 +144,10 @@ class Pipeline:
                     call.record.headers += taken.headers
                     body = await self.bodies.whole(call.scope, call.receive, share)
                 admitted.go_on()
-                yield ClientRequest(call.scope, call.send, admitted, call.record, call.errors, body)
+                yield ClientRequest(
+                    *(call.scope, call.send, admitted, call.record, call.errors, body),
+                    writer=call.scope.get(WRITER),
+                )
             finally:
                 share.free()
                 if taken:

@@ -11,6 +11,7 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
@@ -21,6 +22,7 @@ from serving.cancellation import Cancellation, ClientLeft
 from serving.engine.base import CANCELLATION, STEPS
 from serving.engine.vllm_errors import from_engine
 from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
+from serving.http.bodies import WRITER
 from serving.inference.limits import HEADERS
 from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
@@ -142,6 +144,7 @@ class Relay:
         # The request
         self._client = request.client
         self._client_send = request.send
+        self._client_writer = None if formatter else request.writer
         self._cancellation = request.cancellation
         self._framing = request.framing
         # The engine's call
@@ -222,7 +225,11 @@ class Relay:
             passed = passed.difference(TRACE_CONTEXT)
             added += self._context
         headers = [header for header in scope["headers"] if header[0] in passed] + added
-        steps = {STEPS: self._step} if self._call.steps and not self._formatter else {}
+        more: dict[str, Any] = {}
+        if self._call.steps and not self._formatter:
+            more[STEPS] = self._step
+        if self._client_writer:
+            more[WRITER] = self
         return {
             "type": "http",
             "http_version": scope["http_version"],
@@ -239,7 +246,7 @@ class Relay:
             "root_path": "",
             "headers": headers,
             CANCELLATION: self._cancellation,
-            **steps,
+            **more,
         }
 
     async def _receive(self) -> Message:
@@ -296,14 +303,37 @@ class Relay:
                 self._cancellation.cancel(error)
                 return
             body = self._error_event(error)
-        elif not self._verbatim and not self._formatting and not self._has_steps:
+        elif not self._formatting:
             try:
-                body = b"".join(self._render(data) for data in self._events(body))
+                body = self._framed(body)
             except Exception:  # of our own reply: the engine is not to blame
                 self._cancellation.cancel(errors.unforeseen())
                 return
         if body or not more:
             await self._send_body(body, more)
+
+    def _framed(self, body: bytes) -> bytes:
+        """What the client gets of the engine's events."""
+        if self._verbatim or self._has_steps:
+            return body
+        return b"".join(self._render(data) for data in self._events(body))
+
+    def takes(self) -> bool:
+        """Whether the engine can write an event now, past `_send` (Writer)."""
+        return (
+            self._state is State.STREAMING
+            and not self._head
+            and not self._cancellation.cause
+            and self._client_writer is not None
+            and self._client_writer.takes()
+        )
+
+    def write(self, part: bytes) -> None:
+        """Write one, which is no error."""
+        assert self._client_writer
+        if self._adapter:
+            part = _public(part, self._adapter)
+        self._client_writer.write(self._framed(part))
 
     async def _write_formatted(self, texts: list[bytes]) -> None:
         if body := b"".join(self._framing.text(text) for text in texts if text):
@@ -392,10 +422,13 @@ def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
 def _with_public_name(message: Message, adapter: Adapter) -> Message:
     """The engine's message with the adapter's own name in it: a body, or the head of one."""
     if message["type"] == "http.response.body":
-        inner, name = adapter.inner.encode(), adapter.name.encode()
-        body = message.get("body", b"")
-        if not body.startswith((b'{"error"', b'data: {"error"')):
-            inner, name = b'"model":"%b"' % inner, b'"model":"%b"' % name
-        return {**message, "body": body.replace(inner, name)}
+        return {**message, "body": _public(message.get("body", b""), adapter)}
     headers = [header for header in message["headers"] if header[0] != b"content-length"]
     return {**message, "headers": headers}
+
+
+def _public(body: bytes, adapter: Adapter) -> bytes:
+    inner, name = adapter.inner.encode(), adapter.name.encode()
+    if not body.startswith((b'{"error"', b'data: {"error"')):
+        inner, name = b'"model":"%b"' % inner, b'"model":"%b"' % name
+    return body.replace(inner, name)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from handlers.multipart import Form
 from serving.cancellation import Cancellation
 from serving.errors import BadRequest, ErrorShape, NotFound
-from serving.http.bodies import header
+from serving.http.bodies import Writer, header
 from serving.inference.admission import Admitted
 from serving.inference.fields import Parse, RequestFields, fields, fields_of_json
 from serving.lora.registry import AdapterRegistry
@@ -64,7 +64,8 @@ class ClientRequest:
     """A client's request for inference, whose body is there.
 
     send: what answers it. admitted: its end, and its places in the queue. errors: the shape in
-    which its API has errors. known: the body's fields, where they have been read already.
+    which its API has errors. known: the body's fields, where they have been read already. writer:
+    writes what `send` would, where nothing stands between.
     """
 
     scope: Scope
@@ -74,10 +75,11 @@ class ClientRequest:
     errors: ErrorShape
     body: bytes
     known: RequestFields | None = None
+    writer: Writer | None = None
 
     def again(self, admitted: Admitted, send: Send) -> "ClientRequest":
         """The same request, for more clients than its first."""
-        return dataclasses.replace(self, admitted=admitted, send=send)
+        return dataclasses.replace(self, admitted=admitted, send=send, writer=None)
 
     def fields(self) -> RequestFields:
         """The body's, which are read once. Raises BadRequest."""
@@ -103,7 +105,8 @@ class InferenceRequest:
     whether it can be refused because of what waits already. background: whether it goes while no
     other request waits, for however long that takes; its time begins then. content_type: the
     client's, which an input formatter may want to know. raw: the body is of that type, and no JSON.
-    form: the body, where it is a form with a file.
+    form: the body, where it is a form with a file. writer: as the client's, where the whole answer
+    is this one's.
     """
 
     client: ClientRequest
@@ -120,6 +123,7 @@ class InferenceRequest:
     content_type: str = ""
     raw: bool = False
     form: Form | None = None
+    writer: Writer | None = None
 
     def rewritten(self, body: bytes) -> "InferenceRequest":
         """The same with what a formatter made of its body. Raises BadRequest."""

@@ -3,6 +3,7 @@
 (tests/e2e/test_direct.py).
 """
 
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
@@ -12,8 +13,11 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseStreamChoice,
     CompletionStreamResponse,
 )
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from serving.engine.direct import Stream
+from serving.engine.direct import Stream, Written
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +30,7 @@ def rendered(text, finish_reason=None):
     return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
 
 
-async def streamed(outputs, key=b'"text":', render=rendered):
+async def streamed(outputs, render=rendered):
     """The results that vLLM's rendering gets of these, and the events."""
     got, events = [], []
 
@@ -44,7 +48,7 @@ async def streamed(outputs, key=b'"text":', render=rendered):
     async def write(event):
         events.append(event.decode())
 
-    await Stream(vllms, results(), key).run(write)
+    await Stream(vllms, results(), None).run(write)
     return got, events
 
 
@@ -76,3 +80,95 @@ async def test_what_is_not_known_is_left_to_vllm(render):
     got, events = await streamed(outputs, render=render)
     assert got == [("a", [1]), ("b", [2]), ("c", [3])]
     assert events == [render(text, None) for text, *_ in outputs]
+
+
+class Client(Written):
+    """A stream of steps that go to a client, which takes them while it keeps up."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self) -> None:
+        self.keeps_up, self.fails = True, False
+        self.read = asyncio.Event()
+        self.got: list[str] = []
+        self.in_task: list[str] = []
+        super().__init__(self.results(), self)
+        self.begin(SimpleNamespace(queue=RequestOutputCollector(RequestOutputKind.DELTA, "a")))
+
+    async def results(self):
+        """As vLLM takes them of their queue."""
+        ended = False
+        while not ended:
+            result = self.queue.get_nowait() or await self.queue.get()
+            ended = result.finished
+            yield result
+
+    def takes(self):
+        return self.keeps_up
+
+    def write(self, part):
+        self.got.append(part.decode())
+
+    def event(self, result):
+        if self.fails:
+            raise RuntimeError("boom")
+        return result.outputs[0].text.encode()
+
+    async def run(self, write):
+        while True:
+            result = await self._next()
+            self.in_task.append(result.outputs[0].text)
+            if not self.keeps_up:
+                await self.read.wait()
+            self.got.append(result.outputs[0].text)
+            if result.finished:
+                return
+
+    async def put(self, *texts, end=None):
+        """vLLM has results. The stream's task runs after the last one."""
+        for text in texts:
+            output = CompletionOutput(0, text, [1], None, None, finish_reason=end)
+            self.queue.put(RequestOutput("a", None, [1], None, [output], end is not None))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def client():
+    it = Client()
+    it.task = asyncio.create_task(it.run(None))
+    await asyncio.sleep(0)
+    yield it
+    it.task.cancel()
+    await asyncio.wait([it.task])
+
+
+async def test_a_token_that_comes_while_its_request_waits_is_written_at_once(client):
+    await client.put("a", "b")
+    assert client.got == ["a", "b"]
+    await client.put("c", end="stop")
+    assert client.got == ["a", "b", "c"]
+    assert client.in_task == ["c"]
+
+
+async def test_tokens_of_a_client_that_does_not_keep_up_are_joined(client):
+    await client.put("a")
+    client.keeps_up = False
+    await client.put("b")
+    await client.put("c", "d")
+    assert client.got == ["a"]
+    client.keeps_up = True
+    await client.put("e")  # its task has not gone on yet
+    assert client.got == ["a"]
+    client.read.set()
+    await client.put()
+    await client.put("f")
+    assert "".join(client.got) == "abcdef"
+    assert client.in_task == ["b", "cde"]
+
+
+async def test_an_event_that_cannot_be_made_breaks_off_its_stream_alone(client):
+    client.fails = True
+    await client.put("a")
+    with pytest.raises(RuntimeError, match="boom"):
+        await client.task

@@ -17,7 +17,7 @@ from serving.engine.base import USAGE, Tokens, Usage
 
 def processor():
     found = OutputProcessor(None, log_stats=True)
-    vllm._count_tokens(found)
+    vllm._tell_of_requests(found)
     vllm._name_adapters_publicly(found.lora_states)
     return found
 
