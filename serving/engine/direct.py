@@ -138,6 +138,10 @@ class Written:
         # It has no place to hand in a class either. Ours adds no more than this.
         self.queue.__class__, self.queue.written = Collector, self
 
+    def end(self) -> None:
+        """Let go of what has hold of it."""
+        self.queue = None
+
     async def run(self, write: Write) -> None:
         """Write all events."""
         raise NotImplementedError
@@ -292,6 +296,10 @@ class Deltas(Stream):
         """vLLM's generator uses this parser, which is to see each result once."""
         if self._parses:
             self._parse, parser.parse_delta = parser.parse_delta, self._delta
+
+    def end(self) -> None:
+        super().end()
+        self._parse = None
 
     def _delta(self, **given: Any) -> Any:
         """What vLLM's generator gets of its parser."""
@@ -617,6 +625,7 @@ class Direct:
                 await answer.run(write)
             finally:
                 WRITTEN.reset(before)
+                answer.end()
         else:
             async with contextlib.aclosing(answer):
                 async for event in answer:
