@@ -102,7 +102,7 @@ MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 """Both Anthropic's."""
 AGENTS_PATHS = (RESPONSES, MESSAGES, COUNT_TOKENS)
-"""Those whose streams have named events, and whose pictures have no names."""
+"""Those whose streams have named events."""
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 AUDIO_PATHS = (TRANSCRIPTIONS, TRANSLATIONS)
 """Those that take forms with a file."""

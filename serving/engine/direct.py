@@ -562,7 +562,7 @@ class Direct:
             self._routes[COMPLETIONS] = _Route(read, completion.create_completion)
         if embedding := getattr(state, "serving_embedding", None):
             # It imports what only such a model needs.
-            from serving.engine.pooling_requests import EmbeddingRequest
+            from serving.engine.requests.pooling import EmbeddingRequest
 
             # A short body may have many inputs, and their vectors are long: to write them is work
             # for a thread.

@@ -272,8 +272,8 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
 
     def attach() -> None:
         from serving.engine import error_handlers
-        from serving.engine.pooling_requests import JSON_ONLY
-        from serving.engine.pooling_requests import attach as attach_pooling
+        from serving.engine.requests.pooling import JSON_ONLY
+        from serving.engine.requests.pooling import attach as attach_pooling
         from serving.engine.speech.routes import attach as attach_speech
 
         attach_metrics(app)
@@ -292,8 +292,11 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
     from serving.engine.direct import Direct
+    from serving.engine.requests import agents
     from serving.engine.speech.routes import keep_tenants_apart
 
+    reasoning = client.vllm_config.reasoning_config
+    agents.mend(app.state, thinks=bool(reasoning and reasoning.enabled))
     if hears:
         keep_tenants_apart(app.state)
     _tell_of_requests(client.output_processor)

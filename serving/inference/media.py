@@ -5,7 +5,8 @@ vLLM would fetch them itself: it follows redirects, looks at no addresses, and r
 machine reaches, its metadata service too. It is left with `data:` URIs alone. It decodes whatever
 it is given, so the pixels of a request have a limit. And it keeps media in caches whose key is the
 part's `uuid`, or else a digest of the content; both are the same for all clients, so each part gets
-a `uuid` that only the clients have that share KV caches.
+a `uuid` that only the clients have that share KV caches. Where an API has no place for one, as
+agents' have none, serving/engine/requests/agents.py gives it to what vLLM makes of the request.
 """
 
 import asyncio
@@ -42,16 +43,14 @@ async def prepared(
     allowed: Collection[str],
     limit: int,
     sharers: str | None = None,
-    named: bool = True,
 ) -> bytes:
     """The JSON body of a request as the engine may have its media.
 
     allowed: hosts that media may come from, by their names in DNS, in any case, or ANY. limit:
     bytes that all fetched media of the request may have. sharers: what the clients have in common
-    that share KV caches, or None where all do. named: whether its API has names for media; where it
-    has none, clients that share nothing may send no media. A body without media is returned as it
-    came, and so is one that is not JSON. Raises BadRequest for media that may not or cannot be
-    fetched, or are too many or too large.
+    that share KV caches, or None where all do. A body without media is returned as it came, and so
+    is one that is not JSON. Raises BadRequest for media that may not or cannot be fetched, or are
+    too many or too large.
     """
     if not _may_have_media(body):
         return body
@@ -73,11 +72,6 @@ async def prepared(
         return body
     for part in filter(_is_of_messages, parts):
         _as_url(part["source"])
-    if sharers is not None and not named:
-        raise BadRequest(
-            "pictures beside a salt, a tenant or an adapter are taken on /v1/chat/completions only",
-            "messages",
-        )
     _require_few(parts)
     fetched = await _fetch_all(_remote(parts, {name.lower() for name in allowed}), limit)
     if not await in_thread(_looked_at, parts, sharers) and not fetched:

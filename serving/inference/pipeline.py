@@ -17,7 +17,7 @@ from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
-from serving.engine.base import HANDED_OVER, USAGE, Engine, Usage
+from serving.engine.base import HANDED_OVER, SHARERS, USAGE, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
 from serving.engine.speech import sound
 from serving.errors import BadRequest, NotFound, NotReady, Shed
@@ -381,13 +381,13 @@ class Pipeline:
         inner = adapter.inner if adapter else None
         tenant = self.tenant(request.client)
         salt = kv_salt.digest(tenant, call_fields.salt(), inner)
+        SHARERS.set(salt if call.path in protocol.AGENTS_PATHS else None)
         sequences, body = call_fields.sequences(call.path), call.body
         if request.form:
             sequences *= await self._windows(request.form)
         else:
             allowed = settings.allowed_media_domains
-            named = call.path not in protocol.AGENTS_PATHS
-            body = await media.prepared(body, allowed, settings.max_request_size, salt, named)
+            body = await media.prepared(body, allowed, settings.max_request_size, salt)
         keys: dict[str, object] = {}
         if salt and call.path not in protocol.TOKENIZER_PATHS:
             keys["cache_salt"] = salt

@@ -1,23 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents' APIs on the real engine: OpenAI's Responses by its client, and Anthropic's Messages."""
 
-import json
-from typing import Any
-
 import openai
 import pytest
 
+from tests import agents
+
 SAID = [{"role": "user", "content": "Say something."}]
 GREEDY = {"temperature": 0}
-
-
-def events(answer) -> list[tuple[str, dict[str, Any]]]:
-    """The names and the data of a stream's events."""
-    found = []
-    for event in answer.text.strip().split("\n\n"):
-        name, data = event.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
 
 
 def test_responses(server):
@@ -41,6 +31,25 @@ def test_a_response_that_refers_to_another_is_refused(server):
         server.openai.responses.create(model="lmi", input="a", previous_response_id="resp_1")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], ""),
+        ([{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}], "ab"),
+        ([{"type": "refusal", "refusal": "No."}], "No."),
+    ],
+)
+def test_what_the_assistant_has_said_before(server, content, said):
+    def tokens(item):
+        asked = [*SAID, {"role": "assistant", **item}, *SAID]
+        answer = server.openai.responses.create(model="lmi", input=asked, max_output_tokens=1)
+        return answer.usage.input_tokens
+
+    whole = tokens({"content": said})
+    assert tokens({"content": content}) == tokens({"type": "message", "content": content}) == whole
+    assert whole > tokens({"content": ""}) or not said
+
+
 def test_messages(server):
     asked = {"model": "lmi", "system": "Be brief.", "messages": SAID, "max_tokens": 16, **GREEDY}
     whole = server.client.post("/v1/messages", json=asked).json()
@@ -48,13 +57,9 @@ def test_messages(server):
     assert whole["stop_reason"] == "max_tokens"
     assert whole["usage"]["output_tokens"] == 16
     (block,) = whole["content"]
-    streamed = events(server.client.post("/v1/messages", json={**asked, "stream": True}))
-    names = [name for name, _ in streamed]
-    assert names[0] == "message_start"
-    assert names[-1] == "message_stop"
-    deltas = [data["delta"] for name, data in streamed if name == "content_block_delta"]
-    pieces = [delta["text"] for delta in deltas]
-    assert "".join(pieces) == block["text"] != ""
+    streamed = server.client.post("/v1/messages", json={**asked, "stream": True}).text
+    assert agents.claude_reads(streamed)["content"] == [block]
+    assert block["text"] != ""
     del asked["max_tokens"], asked["temperature"]
     counted = server.client.post("/v1/messages/count_tokens", json=asked).json()
     usage = whole["usage"]

@@ -5,9 +5,12 @@ up for the next.
 
 import asyncio
 import json
+import shutil
 import time
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from scripts.harness import ports
 from scripts.harness.wait import until_async
@@ -16,9 +19,12 @@ from serving.router.kv import events
 from serving.router.kv.events import Follower
 from serving.router.kv.tokenizer import Tokenizer, fetch
 from serving.router.policy.kv_index import KvIndex, chain, request_seed
+from tests import agents
 from tests.e2e.conftest import serving
+from tests.e2e.test_tools import TEMPLATE
 
 TEXT = "".join(f"import statement {n}. " for n in range(120))  # several blocks
+CALL = {"id": "1", "call_id": "1", "name": "look", "input": {"a": 7}, "arguments": '{"a": 7}'}
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -29,11 +35,33 @@ def anyio_backend():
 
 
 @pytest.fixture(scope="module")
-def served(tiny_options, tmp_path_factory):
+def model(tmp_path_factory):
+    """The tiny model, with a template that shows all that there is of a chat, and a tokenizer that
+    begins what is no chat with a token of its own.
+    """
+    folder = shutil.copytree(tiny.make(), tmp_path_factory.mktemp("model") / "calling")
+    own = AutoTokenizer.from_pretrained(folder)
+    begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", own.bos_token_id)])
+    own.backend_tokenizer.post_processor = begins
+    own.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(
+        TEMPLATE.replace(
+            "{{ message.content }}",
+            "{{ message.content }}{{ message.reasoning }}"
+            "{% for call in message.tool_calls or () %}{{ call | tojson }}{% endfor %}",
+        )
+        + "{{ reasoning_effort }}"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(tiny_options, model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kv_events")
     tiny_lora.write(folder / "one", 1)
     environ = {
         **tiny_options,
+        "OPTION_MODEL_ID": str(model),
         "OPTION_KV_CACHE_MEMORY_BYTES": "8M",  # some 30 blocks
         "OPTION_MAX_MODEL_LEN": "2048",
         "OPTION_KV_EVENTS": "true",
@@ -49,9 +77,9 @@ def served(tiny_options, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def tokenizer(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    fetch(str(tiny.make()), {}, folder)
+    fetch(str(model), {}, folder)
     return Tokenizer.load(folder, trust_remote_code=False)
 
 
@@ -75,7 +103,7 @@ class Followed:
         assert answer.status_code == 200, answer.text
 
     async def chain(self, path, body, adapter=None, salt=None):
-        found = self.tokenizer.tokens(path, json.dumps(body).encode())
+        found = self.tokenizer.tokens(path.partition("?")[0], json.dumps(body).encode())
         inner = self.index.inner(adapter) if adapter else None
         return chain(found, self.size, request_seed(inner, None, salt))
 
@@ -118,6 +146,26 @@ SHORT = {"max_tokens": 2, "temperature": 0}
             None,
         ),
         ("/invocations", {"inputs": f"three {TEXT}", "parameters": {"max_new_tokens": 2}}, None),
+        (
+            "/v1/responses",
+            agents.codex(
+                f"four {TEXT}",
+                *agents.codex_goes_on(CALL, [{"type": "input_text", "text": TEXT}]),
+                stream=False,
+                max_output_tokens=2,
+            ),
+            None,
+        ),
+        (
+            "/v1/messages?beta=true",
+            agents.claude(
+                f"five {TEXT}",
+                *agents.claude_goes_on(CALL, [{"type": "text", "text": TEXT}]),
+                stream=False,
+                max_tokens=2,
+            ),
+            None,
+        ),
     ],
 )
 async def test_what_a_request_leaves_is_found(followed, path, body, adapter):

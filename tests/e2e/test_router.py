@@ -20,6 +20,7 @@ import pytest
 from scripts.harness import ports
 from scripts.harness.wait import until
 from scripts.models import tiny, tiny_lora
+from tests import agents
 from tests.collector import collecting
 from tests.e2e.conftest import Served, serving
 
@@ -100,16 +101,19 @@ def test_the_apis_are_those_of_one_server(routed, tiny_options):
 
 def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path):
     """Prompts sent past the router, in every format, which then come through it."""
-    texts = [f"{n} {WORDS}" for n in range(8)]
+    texts = [f"{n} {WORDS}" for n in range(6)]
     hits = "vllm:prefix_cache_hits_total"
 
     def asks(client, text):
         message = {"role": "user", "content": text}
+        asked = {"messages": [message], "max_tokens": 1}
         before = total(engines, hits)
         for path, body in (
             ("/v1/completions", {"prompt": "a " + text, "max_tokens": 1}),
-            ("/v1/chat/completions", {"messages": [message], "max_tokens": 1}),
+            ("/v1/chat/completions", asked),
             ("/invocations", {"inputs": "b " + text, "parameters": {"max_new_tokens": 1}}),
+            ("/v1/responses", {"input": "c " + text, "max_output_tokens": 1}),
+            ("/v1/messages", {"model": "lmi", "system": "d " + text, **asked}),
         ):
             assert client.post(path, json=body).status_code == 200
         return total(engines, hits) - before
@@ -117,7 +121,7 @@ def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path
     for n, text in enumerate(texts):
         asks(engines[n % 2].client, text)
     all_of_it = sum(asks(engines[n % 2].client, text) for n, text in enumerate(texts))
-    assert all_of_it > 8 * 3 * BLOCK
+    assert all_of_it > len(texts) * 5 * BLOCK
     for attempt in ("first", "again"):
         with routing(engines, tmp_path / attempt, "kvaware") as routed:
             ready(routed)
@@ -129,6 +133,39 @@ def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path
             late = sum(float(line.split()[-1]) for line in lines if line.startswith(series))
             assert all_of_it - late * 3 * BLOCK <= found <= all_of_it
             assert "knows no more" not in routed.log.read_text()
+
+
+@pytest.mark.parametrize("routed", ["prefixaware", "kvaware"], indirect=True)
+def test_an_agent_goes_on_where_it_began(routed, engines):
+    """Each turn is asked for while another replica has less to do."""
+    ready(routed)
+    until(lambda: all(row.get("kv_cache_known", True) for row in replicas(routed)))
+    strategy = replicas(routed)[0].get("kv_cache_known") is None
+    said: dict[str, Any] = {"stream": False, "tools": []}
+    call = {"id": "1", "call_id": "1", "name": "look", "input": {}, "arguments": "{}"}
+    for n in range(4):
+        task = f"{strategy} {n} {WORDS}"
+        further = agents.codex_goes_on(call, WORDS)
+        first = agents.codex(task, **said, max_output_tokens=1)
+        second = agents.codex(task, *further, **said, max_output_tokens=1)
+        answers = [asked_by(routed, "/v1/responses", body) for body in (first, second)]
+        usages = [answer["usage"] for _, answer in answers]
+        assert answers[0][0] == answers[1][0]
+        cached = usages[1]["input_tokens_details"]["cached_tokens"]
+        assert cached >= usages[0]["input_tokens"] // BLOCK * BLOCK
+        further = agents.claude_goes_on(call, WORDS)
+        first = agents.claude(task, bill=f"{n}a", **said, max_tokens=1)
+        second = agents.claude(task, *further, bill=f"{n}b", **said, max_tokens=1)
+        answers = [asked_by(routed, agents.CLAUDE_PATH, body) for body in (first, second)]
+        assert answers[0][0] == answers[1][0]
+        assert answers[1][1]["usage"]["cache_read_input_tokens"] >= 2 * BLOCK
+
+
+def asked_by(routed: Served, path: str, body: object) -> tuple[str, dict[str, Any]]:
+    """The replica that answers an agent, and what it answers."""
+    answer = routed.client.post(path, json=body, headers={"X-Slipway-Route": "1"})
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-slipway-route"].split()[1], answer.json()
 
 
 DOCUMENTS = 20

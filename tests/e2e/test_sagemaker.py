@@ -16,7 +16,9 @@ from scripts.harness.process import AS_ENTRYPOINT_SH
 from scripts.harness.wait import until
 from scripts.models import formatter, tiny_lora
 from scripts.sagemaker_local.server import running
+from tests import agents
 from tests.e2e.conftest import ROOT, START_S, serving, warm_python
+from tests.e2e.test_tools import TASK, TEMPLATE, strict
 
 
 @pytest.fixture
@@ -173,7 +175,7 @@ SAID = "The import statement is one of many that bind names. " * 20
 @pytest.fixture(scope="module")
 def runtime(tiny_options, image):
     """A client of an endpoint `chat` with two copies of the tiny model."""
-    environ = {**AS_ENTRYPOINT_SH, **tiny_options}
+    environ = {**AS_ENTRYPOINT_SH, **tiny_options, "OPTION_CHAT_TEMPLATE": TEMPLATE}
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
     with running(**limits) as url:
         control, runtime = clients(url)
@@ -224,3 +226,32 @@ def test_a_conversation_finds_its_cache_where_its_session_began(runtime):
             assert cached >= before - before % BLOCK
     # Without one, a turn may go to the copy that has not seen the conversation.
     assert 0 in [cached for _, cached in conversation(runtime, "none")[1:]]
+
+
+def test_agents_at_work(runtime):
+    """By the route that clients of AWS's vLLM image ask for, streamed, with calls."""
+
+    def ask(path, body):
+        answer = runtime.invoke_endpoint_with_response_stream(
+            EndpointName="chat",
+            ContentType="application/json",
+            CustomAttributes=f"route={path}",
+            Body=json.dumps(strict(body)),
+        )
+        return b"".join(it["PayloadPart"]["Bytes"] for it in answer["Body"]).decode()
+
+    named: dict[str, Any] = {"temperature": 1}
+    named["tool_choice"] = {"type": "function", "name": "get_weather"}
+    *_, call = agents.codex_reads(ask("/v1/responses", agents.codex(TASK, **named)))
+    assert (call["name"], json.loads(call["arguments"])) == ("get_weather", {"city": "Paris"})
+    further = agents.codex_goes_on(call, "Sunny.")
+    assert agents.codex_reads(
+        ask("/v1/responses", agents.codex(TASK, *further, max_output_tokens=8))
+    )
+    named["tool_choice"] = {"type": "tool", "name": "get_weather"}
+    message = agents.claude_reads(ask("/v1/messages", agents.claude(TASK, **named)))
+    call = message["content"][-1]
+    assert (call["name"], call["input"]) == ("get_weather", {"city": "Paris"})
+    further = agents.claude_goes_on(call, "Sunny.")
+    said = agents.claude_reads(ask("/v1/messages", agents.claude(TASK, *further, max_tokens=8)))
+    assert said["stop_reason"] == "max_tokens"

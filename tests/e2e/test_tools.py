@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests import agents
 from tests.e2e.conftest import serving
 
 # The format of Hermes and Qwen.
@@ -71,32 +72,84 @@ def test_a_call_in_a_stream(tools):
     assert json.loads(arguments) == {"city": "Paris"}
 
 
-def test_a_call_as_agents_ask_for_it(tools):
-    """Claude Code asks on Messages, Codex on Responses, each in a shape of its own."""
-    tool = {"name": "get_weather", "strict": True, "input_schema": CITY}
-    body = {
-        "model": "lmi",
-        "messages": ASKED["messages"],
-        "tools": [tool],
-        "tool_choice": {"type": "tool", "name": "get_weather"},
-        "max_tokens": 2000,
-        "temperature": 1,
-    }
-    answer = tools.client.post("/v1/messages", json=body).json()
-    assert answer["stop_reason"] == "tool_use"
-    (call,) = [block for block in answer["content"] if block["type"] == "tool_use"]
+@pytest.fixture(scope="module")
+def routed(tools, tmp_path_factory):
+    log = tmp_path_factory.mktemp("routed") / "log"
+    with serving(log, "./entrypoint.sh", "route", OPTION_ROUTER_REPLICAS=tools.url) as it:
+        it.ready()
+        yield it
+
+
+DOORS = pytest.mark.parametrize("door", ["tools", "routed"])
+TASK = "What is the weather in Paris?"
+
+
+def posted(it, path, body, headers):
+    answer = it.client.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return answer.text
+
+
+@DOORS
+@pytest.mark.parametrize(("name", "namespace"), [("get_weather", None), ("look_up", "mcp__docs")])
+def test_codex_at_work(door, name, namespace, request):
+    it = request.getfixturevalue(door)
+
+    def ask(*further, **more):
+        body = strict(agents.codex(TASK, *further, **more))
+        return agents.codex_reads(posted(it, "/v1/responses", body, agents.CODEX_HEADERS))
+
+    *_, call = ask(tool_choice={"type": "function", "name": name}, temperature=1)
+    assert call["type"] == "function_call"
+    assert (call["name"], call["namespace"]) == (name, namespace)
+    assert json.loads(call["arguments"]) == {"city": "Paris"}
+    for result in ("Sunny.", [{"type": "input_text", "text": "Sunny."}]):
+        (said,) = ask(*agents.codex_goes_on(call, result), max_output_tokens=8, temperature=0)
+        assert said["role"] == "assistant"
+
+
+@DOORS
+def test_claude_code_at_work(door, request):
+    """The model has room for 4,096 tokens, and does not think."""
+    it = request.getfixturevalue(door)
+
+    def ask(*further, **more):
+        body = strict(agents.claude(TASK, *further, **more))
+        message = agents.claude_reads(posted(it, agents.CLAUDE_PATH, body, agents.CLAUDE_HEADERS))
+        counted = {key: body[key] for key in ("model", "messages", "system", "tools", "thinking")}
+        path = "/v1/messages/count_tokens?beta=true"
+        tokens = it.client.post(path, json=counted, headers=agents.CLAUDE_HEADERS).json()
+        usage = message["usage"]
+        of_cache = usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+        assert tokens["input_tokens"] == usage["input_tokens"] + of_cache
+        return message
+
+    thoughts = {"type": "enabled", "budget_tokens": 31_999}
+    named = {"type": "tool", "name": "get_weather"}
+    message = ask(tool_choice=named, temperature=1, thinking=thoughts)
+    assert message["stop_reason"] == "tool_use"
+    call = message["content"][-1]
     assert (call["name"], call["input"]) == ("get_weather", {"city": "Paris"})
-    answered = tools.openai.responses.create(
-        model="lmi",
-        input=ASKED["messages"],
-        tools=[{"type": "function", **FUNCTION}],
-        tool_choice={"type": "function", "name": "get_weather"},
-        max_output_tokens=2000,
-        temperature=1,
-        store=False,
+    for result in ("Sunny.", [{"type": "text", "text": "Sunny."}], []):
+        said = ask(*agents.claude_goes_on(call, result), max_tokens=8, temperature=0)
+        assert said["stop_reason"] == "max_tokens"
+    answer = it.client.post(
+        agents.CLAUDE_PATH, json=agents.claude("word " * 5000), headers=agents.CLAUDE_HEADERS
     )
-    (call,) = [item for item in answered.output if item.type == "function_call"]
-    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    assert answer.status_code == 400
+    assert "maximum context length is 4096 tokens" in answer.json()["error"]["message"]
+
+
+def strict(body):
+    """A request whose functions get arguments of their schemas, also from a model that knows
+    nothing.
+    """
+    inner = [tool for it in body["tools"] for tool in it.get("tools", ())]
+    for tool in (*body["tools"], *inner):
+        if "name" in tool:
+            tool["strict"] = True
+    return body
 
 
 def test_an_answer_in_json_of_a_schema(tools):

@@ -181,3 +181,66 @@ def test_two_keys_and_one_picture(where, cache, colour, another, seeing, request
     assert (loaded > 256) == (cache == "tiers")
     assert ask("team-b") == (text, False, 0)
     assert not ask("team-a", another)[1]  # its text is the same
+
+
+def of_responses(url, text):
+    picture = {"type": "input_image", "image_url": url}
+    content = [picture, {"type": "input_text", "text": text}]
+    return {"input": [{"role": "user", "content": content}]}
+
+
+def of_a_function(url, text):
+    output = [{"type": "input_image", "image_url": url}]
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    asked = {"role": "user", "content": text}
+    return {
+        "input": [asked, call, {"type": "function_call_output", "call_id": "1", "output": output}]
+    }
+
+
+def of_messages(url, text):
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    picture = {"type": "image", "source": source}
+    return {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": text}]}]}
+
+
+def of_a_tool(url, text):
+    (asked,) = of_messages(url, text)["messages"]
+    picture, words = asked["content"]
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
+    turns = (("user", [words]), ("assistant", [call]), ("user", [result]))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.mark.parametrize("shape", [of_responses, of_a_function, of_messages, of_a_tool])
+def test_two_tenants_of_agents_and_one_picture(seeing, shape):
+    """Their APIs have no names for pictures."""
+    body = shape(png((7, 9, len(shape.__name__))), f"{shape.__name__} " + "import " * 200)
+    path = "/v1/responses" if "input" in body else "/v1/messages"
+    length = "max_output_tokens" if "input" in body else "max_tokens"
+    body |= {"model": "lmi", length: 5, "stream": False}
+
+    def ask(tenant):
+        """The answer, whether any of the prompt was cached, and pictures that were."""
+        seeing.counted()
+        before = seeing.metric("vllm:mm_cache_hits_total")
+        answer = seeing.client.post(path, json=body, headers={"X-Tenant": tenant})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        usage = found["usage"]
+        details = usage.get("input_tokens_details") or {}
+        cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+        seeing.counted()
+        return cached > 0, seeing.metric("vllm:mm_cache_hits_total") - before
+
+    assert [ask(tenant) for tenant in ("a", "a", "b")] == [(False, 0), (True, 1), (False, 0)]
+    if path == "/v1/messages":
+        del body["max_tokens"], body["stream"]
+        path += "/count_tokens"
+        for tenant, hits in (("a", 1), ("c", 0), ("c", 1)):
+            before = seeing.metric("vllm:mm_cache_hits_total")
+            counted = seeing.client.post(path, json=body, headers={"X-Tenant": tenant})
+            assert counted.json()["input_tokens"] > 200
+            seeing.counted()
+            assert seeing.metric("vllm:mm_cache_hits_total") - before == hits

@@ -13,12 +13,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import jinja2.ext
 import jinja2.meta
+import jinja2.sandbox
 import msgspec
 
 from handlers import lmi, payloads
 from lmi_config.facts.model import Checkpoint
-from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENGINE_PATHS, UNFORMATTED_PATHS
+from serving.protocol import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    ENGINE_PATHS,
+    MESSAGES,
+    RESPONSES,
+)
+from serving.router.kv import agents
 from serving.sources.locate import locate
 
 LARGEST_FILE = 64 * 1024**2  # bytes of what can belong to a tokenizer
@@ -31,7 +40,16 @@ _GIVEN_ARGUMENTS = {"documents", "add_generation_prompt", "continue_final_messag
 _CHANGING = ("chat_template", "prompt_embeds", "suffix", "truncate_prompt_tokens")
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 _TOOL_KEYS = ("description", "parameters")
+_FURTHER_TOOL_KEYS = ("strict", "defer_loading")
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_LATE_PROMPT = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
 _PARTS = re.compile(r"for\s+\w+\s+in\s+(\w+\.content\b|\w+\[['\"]content['\"]\]|content\b)")
+_BY_PATH = {
+    CHAT_COMPLETIONS: "messages",
+    MESSAGES: "messages",
+    COMPLETIONS: "prompt",
+    RESPONSES: "input",
+}
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -63,7 +81,7 @@ class Tokenizer:
         """The tokens of a request's prompt, or None where they are uncertain. Raises whatever
         comes of requests that are not valid, and of templates.
         """
-        request = _request(path, body, content_type)
+        request = self._request(path, body, content_type)
         if not request or any(request.get(key) is not None for key in _CHANGING):
             return None
         if "messages" in request:
@@ -73,6 +91,72 @@ class Tokenizer:
         if isinstance(text, list):
             return msgspec.convert(text, list[_Token])  # tokens already
         return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def _request(self, path: str, body: bytes, content_type: str) -> dict[str, Any] | None:
+        """The body as the engine gets it, with one `prompt` or `messages`; None where there are
+        more.
+
+        Raises FormatError, or whatever comes of wrong types.
+        """
+        key = _BY_PATH.get(path)
+        if key is None:
+            if path in ENGINE_PATHS:
+                return None
+            (body,) = payloads.requests(body, content_type)
+        request: dict[str, Any] = msgspec.json.decode(body)
+        anthropic = path == MESSAGES
+        if key is None:
+            given = (key for key in payloads.KEYS if request.get(key) is not None)
+            key = next(given, None)
+            anthropic = key == "messages" and request.get("anthropic_version") is not None
+        if anthropic:
+            return agents.of_messages(request, self._merges, self._least_effort)
+        if key == "input":
+            return agents.of_responses(request)
+        if key == "inputs":
+            request = msgspec.json.decode(lmi.parse(body).body)
+            if isinstance(request["prompt"], list):
+                request["prompt"] = request["prompt"][0]  # they go to one replica, whichever it is
+        elif key == "messages":
+            return {**request, "prompt": None}
+        elif key != "prompt":
+            return None
+        request.pop("messages", None)
+        prompt = request["prompt"]
+        if isinstance(prompt, list) and any(not isinstance(token, int) for token in prompt):
+            (request["prompt"],) = prompt
+        return request
+
+    @functools.cached_property
+    def _merges(self) -> bool:
+        """Whether vLLM puts all system prompts of Messages at the beginning. It tries the template
+        without what transformers adds to one.
+        """
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        variants: tuple[list[Any] | None, ...] = (None, [])
+        for tools in variants:
+            template = self._tokenizer.get_chat_template(tools=tools)
+            try:
+                environment.from_string(template).render(
+                    messages=_LATE_PROMPT, add_generation_prompt=False
+                )
+            except jinja2.TemplateError:
+                return True
+        return False
+
+    @functools.cached_property
+    def _least_effort(self) -> str:
+        """The effort that Messages without thinking have: none, where the template knows that."""
+        none, *others = (self._of_effort(effort) for effort in ("none", *_EFFORTS))
+        return "low" if none is None or none in others else "none"
+
+    def _of_effort(self, effort: str) -> str | None:
+        try:
+            return self._chat({"messages": _LATE_PROMPT[1:2], "reasoning_effort": effort})
+        except Exception:  # of templates
+            return None
 
     def _chat(self, request: Mapping[str, Any]) -> str:
         """The text of a chat, with vLLM's defaults."""
@@ -86,11 +170,14 @@ class Tokenizer:
             options["enable_thinking"] = options["reasoning_effort"] != "none"
         conversation = [_message(message, self._parts) for message in request["messages"]]
         tools = request.get("tools")
+        template = self._tokenizer.get_chat_template(tools=tools)
+        if not _knows_developers(template):
+            conversation = _without_developers(conversation)
         # As in vLLM (renderers/hf.py): a client names variables of the model's template, and brings
         # no template of its own.
         if given.keys() & _arguments() - _GIVEN_ARGUMENTS:
             raise ValueError
-        taken = _variables(self._tokenizer.get_chat_template(tools=tools)) | _GIVEN_ARGUMENTS
+        taken = _variables(template) | _GIVEN_ARGUMENTS
         given = {name: value for name, value in given.items() if name in taken}
         text: str = self._tokenizer.apply_chat_template(
             conversation,
@@ -144,59 +231,56 @@ def _copy(checkpoint: Checkpoint, folder: Path, suffixes: tuple[str, ...]) -> No
             path.write_bytes(checkpoint.head(name, size))
 
 
-def _request(path: str, body: bytes, content_type: str) -> dict[str, Any] | None:
-    """The body as the engine gets it, with one `prompt` or `messages`; None where there are more.
-
-    Raises FormatError, or whatever comes of wrong types.
-    """
-    if path in UNFORMATTED_PATHS:
-        return None
-    if path not in ENGINE_PATHS:
-        (body,) = payloads.requests(body, content_type)
-    request: dict[str, Any] = msgspec.json.decode(body)
-    if path == CHAT_COMPLETIONS:
-        keys = ["messages"]
-    elif path == COMPLETIONS:
-        keys = ["prompt"]
-    else:
-        keys = [key for key in payloads.KEYS if request.get(key) is not None]
-    if keys[:1] == ["inputs"]:
-        request = msgspec.json.decode(lmi.parse(body).body)
-        if isinstance(request["prompt"], list):
-            request["prompt"] = request["prompt"][0]  # they go to one replica, whichever that is
-    elif keys[:1] == ["messages"]:
-        return {**request, "prompt": None}
-    elif keys[:1] != ["prompt"]:
-        return None
-    request.pop("messages", None)
-    prompt = request["prompt"]
-    if isinstance(prompt, list) and any(not isinstance(token, int) for token in prompt):
-        (request["prompt"],) = prompt
-    return request
-
-
 def _message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
     """A message as vLLM gives it to the template. Raises ValueError for one with media."""
     rendered: dict[str, Any] = {"role": message["role"]}
     content = message.get("content") or []
     parts = [content] if isinstance(content, str) else content
     texts = [_text(part) for part in parts]
+    if message["role"] == "system":
+        texts = [text for text in map(_unbilled, texts) if text is not None]
     if in_parts and message["role"] != "tool":
         rendered["content"] = [{"type": "text", "text": text} for text in texts]
     else:
-        rendered["content"] = "\n".join(texts)
+        rendered["content"] = "\n".join(filter(None, texts))
     if message["role"] == "assistant":
         if calls := message.get("tool_calls"):
             rendered["tool_calls"] = [_call(call) for call in calls]
         if (reasoning := message.get("reasoning")) is not None:
             rendered |= {"reasoning": reasoning, "reasoning_content": reasoning}
     elif message["role"] == "developer":
-        raise ValueError  # vLLM makes it the system's where the template does not know it
+        rendered["tools"] = message.get("tools")
     elif message["role"] == "tool" and "tool_call_id" in message:
         rendered["tool_call_id"] = message["tool_call_id"]
     if isinstance(message.get("name"), str):
         rendered["name"] = message["name"]
     return rendered
+
+
+def _unbilled(text: str) -> str | None:
+    """A system prompt's text without what Claude Code says in it of its bill."""
+    if not text.startswith(agents.BILLING):
+        return text
+    return text.partition("\n")[2] or None
+
+
+def _knows_developers(template: str) -> bool:
+    return '"developer"' in template or "'developer'" in template
+
+
+def _without_developers(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What developers say is the system's. Of several prompts of the system's one is made then."""
+    prompts = [it["content"] for it in conversation if it["role"] in ("system", "developer")]
+    others = [it for it in conversation if it["role"] not in ("system", "developer")]
+    if all(it["role"] != "developer" for it in conversation):
+        return conversation
+    if len(prompts) == 1 and conversation[0] not in others:
+        return [{"role": "system", "content": prompts[0]}, *others]
+    texts = [
+        prompt if isinstance(prompt, str) else "\n".join(part["text"] for part in prompt)
+        for prompt in prompts
+    ]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def _text(part: Any) -> str:
@@ -221,6 +305,5 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool with the keys of vLLM's class for it, in their order: templates make JSON of it."""
     given = tool["function"]
     function = {"name": given["name"], **{key: given.get(key) for key in _TOOL_KEYS}}
-    if given.get("strict") is not None:
-        function["strict"] = given["strict"]
+    function |= {key: given[key] for key in _FURTHER_TOOL_KEYS if given.get(key) is not None}
     return {"type": "function", "function": function}

@@ -13,7 +13,14 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from serving.protocol import ADAPTER_ID, ADAPTER_IN_QUERY, SESSION_ID, VLLM_SESSION_ID
+from serving.protocol import (
+    ADAPTER_ID,
+    ADAPTER_IN_QUERY,
+    COUNT_TOKENS,
+    SESSION_ID,
+    TOKENIZER_PATHS,
+    VLLM_SESSION_ID,
+)
 from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 
 NEW_SESSION = "NEW_SESSION"
@@ -22,9 +29,15 @@ _SESSION_HEADERS = (SESSION_ID, VLLM_SESSION_ID)
 _SESSION_KEYS = ("session_id", "user_id", "user")
 
 _NONE = msgspec.Raw(b"")
-_MEDIA = re.compile(rb'"data:[^"]*"')
+_MEDIA = re.compile(rb'"data(:[^"]*|"\s*:\s*"[A-Za-z0-9+/]{1000,}=*)"')
+"""As a URI, or as Anthropic has them."""
 _MEDIA_TOKENS = 1_000
 """What an image in a prompt, or a form, counts as; its size says nothing of its tokens."""
+_BILL = b"x-anthropic-billing-header"
+_BILLS = re.compile(_BILL + rb'[^"\\]*')
+"""What Claude Code's system prompt begins with is another text each time. vLLM leaves it out."""
+_UNCOMPUTED = tuple(path.encode() for path in (COUNT_TOKENS, *TOKENIZER_PATHS))
+"""Paths whose prompts are computed by no engine."""
 _FORM = b"multipart/"  # with a file in it, most of all: sound, of which no prefix is cached
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -69,6 +82,7 @@ class _Keys(msgspec.Struct):
     stream: msgspec.Raw = _NONE
     tools: msgspec.Raw = _NONE
     system: msgspec.Raw = _NONE
+    instructions: msgspec.Raw = _NONE
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     inputs: msgspec.Raw = _NONE
@@ -142,16 +156,19 @@ class RequestReader:
         prompt = memoryview(given or body)
         tokens = _tokens(prompt, body, chat=bool(given) and given is keys.messages)
         tokens += _MEDIA_TOKENS if form else 0
-        if system := bytes(keys.system):
+        if system := bytes(keys.system or keys.instructions):
+            if _BILL in system:
+                system = _BILLS.sub(b"", system)
             prompt = memoryview(system + prompt)
             tokens += len(system) // BYTES_PER_TOKEN
         adapter = self._adapter(headers, keys, target)
         # What else decides whether KV caches of equal prompts are one.
         tools = bytes(keys.tools)
         seed = (adapter, tenant, bytes(keys.cache_salt), tools)
+        computed = target.partition(b"?")[0] not in _UNCOMPUTED
         return RoutingRequest(
-            tokens=tokens + len(tools) // BYTES_PER_TOKEN,
-            chain=chain(prompt, seed) if self._chained else (),
+            tokens=tokens + len(tools) // BYTES_PER_TOKEN if computed else 0,
+            chain=chain(prompt, seed) if self._chained and computed else (),
             model=self._model(keys),
             adapter=adapter,
             salt=_text(keys.cache_salt) or None,

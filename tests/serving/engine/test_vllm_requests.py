@@ -41,7 +41,7 @@ from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequ
 from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
-from serving.engine import pooling_requests as ours
+from serving.engine.requests import pooling as ours
 from serving.inference import limits, media
 from serving.inference.fields import PAIRS
 from serving.protocol import ENGINE_PATHS, RERANK_PATHS, SCORE_PATHS

@@ -955,11 +955,3 @@ async def test_pictures_of_responses_are_looked_at(item):
     for url in ("http://other.test/", "file:///etc/passwd"):
         with pytest.raises(BadRequest, match="media"):
             await prepared(json.dumps({"input": [item(url)]}).encode(), {"media.test"}, 1000)
-
-
-async def test_pictures_without_names_are_not_for_clients_that_share_nothing():
-    """vLLM keeps them by their content, for all clients, where its API has no name for them."""
-    body = json.dumps({"input": [of_responses(DATA)]}).encode()
-    assert await prepared(body, (), 1000, None, named=False) == body
-    with pytest.raises(BadRequest, match="/v1/chat/completions only"):
-        await prepared(body, (), 1000, "a salt", named=False)

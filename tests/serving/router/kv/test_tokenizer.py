@@ -18,11 +18,13 @@ from scripts.models import tiny
 from serving.router.kv import tokenizer as module
 from serving.router.kv import tokenizer_workers
 from serving.router.kv.tokenizer_workers import CannotLoad, TokenWorkers
+from tests import agents
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ASKED = [{"role": "user", "content": "import this"}]
 RENDERED = "<|user|>import this</s><|assistant|>"
 LATE_S = 180  # for the processes to start, on machines that have other work
@@ -102,6 +104,15 @@ def encoded(body):
         ("/invocations", {"inputs": "import this", "parameters": {"n": 1}}, "import this"),
         ("/predictions/lmi", {"inputs": ["import this", "x"]}, "import this"),
         ("/models/lmi/invoke", {"messages": ASKED}, RENDERED),
+        (RESPONSES, {"input": "import this"}, RENDERED),
+        (RESPONSES, {"input": ASKED, "instructions": "a"}, f"<|system|>a</s>{RENDERED}"),
+        ("/invocations", {"input": "import this"}, RENDERED),
+        (MESSAGES, {"messages": ASKED}, RENDERED),
+        (
+            "/invocations",
+            {"messages": ASKED, "system": "a", "anthropic_version": "bedrock-2023-05-31"},
+            f"<|system|>a</s>{RENDERED}",
+        ),
     ],
 )
 async def test_every_format_has_tokens(tokenizer, own, path, body, text):
@@ -153,6 +164,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         ("/invocations", {"inputs": "a", "parameters": {"truncate": 3}}),
         ("/invocations", {"requestType": "NEW_SESSION"}),
         ("/v1/embeddings", {"input": "a"}),
+        ("/v1/messages/count_tokens", {"messages": ASKED}),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{**IMAGE, "type": "input_image"}]}]}),
+        (RESPONSES, {"input": [{"role": "assistant", "content": "a", "status": "incomplete"}]}),
+        (RESPONSES, {"input": "a", "tools": [{"type": "custom", "name": "patch"}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+        (MESSAGES, {"messages": [{"role": "system", "content": [{"type": "tool_removal"}]}]}),
         (COMPLETIONS, {"prompt": "a" * tokenizer_workers.LARGEST}),
     ],
 )
@@ -192,6 +210,81 @@ def test_a_template_of_parts_with_tools_and_options(own):
     parted = copy.deepcopy(own)
     parted.chat_template = PARTS
     assert module.Tokenizer(parted).tokens(CHAT, encoded(body)) == own.encode(text)
+
+
+AGENTS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{{ message.reasoning }}{% for call in message.tool_calls or () %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{{ reasoning_effort }}"
+)
+CALL = {"id": "1", "call_id": "1", "name": "look", "input": {"a": 7}, "arguments": '{"a": 7}'}
+CALLED = '<|assistant|>Let me look.{}look{{"a": 7}}<|tool|>sunny\nwarm'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names", "text"),
+    [
+        (
+            RESPONSES,
+            agents.codex(
+                "Go",
+                *agents.codex_goes_on(
+                    CALL,
+                    [{"type": "input_text", "text": text} for text in ("sunny", "warm")],
+                ),
+            ),
+            ["get_weather", "mcp__docs__look_up"],
+            f"<|system|>You are a coding agent. Be brief.\n\n{agents.PERMISSIONS}"
+            f"<|user|>{agents.SURROUNDINGS}<|user|>Go{CALLED.format('')}medium",
+        ),
+        (
+            MESSAGES,
+            agents.claude(
+                "Go",
+                *agents.claude_goes_on(
+                    CALL, [{"type": "text", "text": text} for text in ("sunny", "warm")]
+                ),
+                {"role": "system", "content": "Late."},
+                thinking={"type": "disabled"},
+            ),
+            ["get_weather"],
+            "<|system|>You are an agent.Be brief.<|user|>"
+            "<system-reminder>The date is today's.</system-reminder>\nGo"
+            f"{CALLED.format('I should look.')}"
+            "<|user|><system-reminder>Go on.</system-reminder><|system|>Late.none",
+        ),
+    ],
+)
+def test_conversations_of_agents(own, path, body, names, text):
+    rendering = copy.deepcopy(own)
+    rendering.chat_template = AGENTS
+    it = module.Tokenizer(rendering)
+    rendered = own.decode(it.tokens(path, encoded(body)))
+    tools, end = json.JSONDecoder().raw_decode(rendered)
+    assert [tool["function"]["name"] for tool in tools] == names
+    assert rendered[end:] == text
+
+
+def test_a_template_that_takes_system_prompts_first(own):
+    """And one that knows developers gets them as they are."""
+    turns = [{"role": role, "content": role} for role in ("system", "user", "system")]
+    first = copy.deepcopy(own)
+    first.chat_template = (
+        "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+        "{{ raise_exception('late') }}{% endif %}[{{ message.content }}]{% endfor %}"
+    )
+    it = module.Tokenizer(first)
+    assert own.decode(it.tokens(MESSAGES, encoded({"messages": turns}))) == "[systemsystem][user]"
+    with pytest.raises(Exception, match="late"):
+        it.tokens(CHAT, encoded({"messages": turns}))
+    turns[2] = {"role": "developer", "content": "developer"}
+    found = it.tokens(CHAT, encoded({"messages": turns}))
+    assert own.decode(found) == "[system\n\ndeveloper][user]"
+    first.chat_template += "{# 'developer' #}"
+    found = it.tokens(CHAT, encoded({"messages": turns}))
+    assert own.decode(found) == "[system][user][developer]"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from serving.protocol import ADAPTER_ID
 from serving.router.policy.prefix_index import CHUNK
 from serving.router.policy.request import RequestReader
+from tests import agents
 
 JSON = {b"content-type": b"application/json"}
 read = RequestReader("prefixaware", None, {"poet"}).read
@@ -27,6 +28,8 @@ LONG = "word " * CHUNK
         {"inputs": LONG, "parameters": {"max_new_tokens": 5}},
         {"model": "base", "messages": [{"role": "user", "content": LONG}]},
         {"input": LONG},
+        {"input": "", "instructions": LONG},
+        {"messages": [], "system": LONG},
     ],
 )
 def test_prompts_of_all_formats_make_chains(body):
@@ -42,6 +45,33 @@ def test_a_conversation_goes_on_with_the_same_chain():
     second = asked({"stream": True, "messages": turns}).chain
     assert list(second[: len(first)]) == list(first)
     assert len(second) > len(first)
+
+
+CALL = {"id": "1", "call_id": "1", "name": "look", "input": {}, "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (agents.codex(LONG), agents.codex(LONG, *agents.codex_goes_on(CALL, "sunny"))),
+        (
+            agents.claude(LONG, bill="one"),
+            agents.claude(LONG, *agents.claude_goes_on(CALL, "sunny"), bill="two"),
+        ),
+    ],
+)
+def test_an_agent_goes_on_with_the_same_chain(first, second):
+    """Claude Code's system prompt begins with other characters in each request."""
+    before, after = asked(first).chain, asked(second).chain
+    assert len(before) >= len(LONG) // CHUNK
+    assert list(after[: len(before) - 1]) == list(before[:-1])
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens?beta=true", "/tokenize"])
+def test_what_is_only_counted_is_in_no_cache(path):
+    body = json.dumps({"model": "poet", "messages": [{"role": "user", "content": LONG}]}).encode()
+    found = read(JSON, body, path.encode())
+    assert (found.tokens, [*found.chain], found.adapter) == (0, [], "poet")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +152,7 @@ def test_sessions(key, body, headers, session):
 
 URL = "data:image/png;base64," + "A" * 400_000
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}
+OF_MESSAGES = {"type": "image", "source": {"type": "base64", "data": "A" * 400_000}}
 TURN = {"role": "user", "content": [IMAGE, IMAGE]}
 
 
@@ -131,6 +162,7 @@ TURN = {"role": "user", "content": [IMAGE, IMAGE]}
         ({"messages": [TURN]}, 2_000),
         ({"messages": [{"role": "system", "content": LONG}, TURN]}, 2_000 + len(LONG) // 4),
         ({"input": [TURN]}, 2_000),
+        ({"messages": [{"role": "user", "content": [OF_MESSAGES, {"data": "short"}]}]}, 1_000),
         ({"image": URL}, 1_000),
         ({"messages": [{"role": "user", "content": json.dumps(IMAGE)}]}, 100_000),  # a text
         ({"tools": [], "messages": [{"role": "user", "content": json.dumps(IMAGE)}]}, 100_000),
