@@ -103,11 +103,6 @@ prompt, whose KV is in the shared store by now or in a moment.
 USAGE: ContextVar[Usage | None] = ContextVar("usage", default=None)
 """Of the call that is being made."""
 
-SHARERS: ContextVar[str | None] = ContextVar("sharers", default=None)
-"""What the clients have in common that share caches with the one whose call is being made, where
-the call's API has no names for media; else None, as where all clients share.
-"""
-
 
 class Hits(NamedTuple):
     """Prompt tokens that needed not be computed since the engine's start, summed up."""

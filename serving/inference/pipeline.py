@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -17,8 +18,9 @@ from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
-from serving.engine.base import HANDED_OVER, SHARERS, USAGE, Engine, Usage
+from serving.engine.base import HANDED_OVER, USAGE, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
+from serving.engine.requests.names import NAME
 from serving.engine.speech import sound
 from serving.errors import BadRequest, NotFound, NotReady, Shed
 from serving.http.bodies import WRITER, Bodies, header
@@ -381,7 +383,8 @@ class Pipeline:
         inner = adapter.inner if adapter else None
         tenant = self.tenant(request.client)
         salt = kv_salt.digest(tenant, call_fields.salt(), inner)
-        SHARERS.set(salt if call.path in protocol.AGENTS_PATHS else None)
+        nameless = salt and call.path in protocol.AGENTS_PATHS
+        NAME.set(functools.partial(kv_salt.scoped_name, salt) if nameless else None)
         sequences, body = call_fields.sequences(call.path), call.body
         if request.form:
             sequences *= await self._windows(request.form)

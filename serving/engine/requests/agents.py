@@ -9,11 +9,12 @@
   that is no text, or where there is none.
 - Claude Code asks for 32,000 tokens, with 31,999 for thoughts, of every model. Either is what there
   may be at most: a model with less room, or without thoughts, is not to refuse that.
+- An empty list of tools would make Messages of a model that calls none an error.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from openai.types.responses import ResponseOutputMessage
@@ -24,8 +25,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from serving.aio import in_thread
-from serving.engine.base import SHARERS
-from serving.kv_cache.salt import scoped_name
+from serving.engine.requests.names import NAME
 
 _MEDIA = MM_PARSER_MAP.keys() - TEXT_PART_TYPES
 
@@ -67,7 +67,8 @@ class _Bounded(ChatCompletionRequest, defer_build=True):  # type: ignore[misc, c
     """A chat whose `max_tokens` are what there may be at most, where the context has room."""
 
     def build_tok_params(self, model: Any) -> Any:
-        return dataclasses.replace(super().build_tok_params(model), max_output_tokens=0)
+        unbounded = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
+        return super(_Bounded, unbounded).build_tok_params(model)
 
 
 def _lenient(handler_class: Any, thinks: bool) -> Any:
@@ -77,6 +78,8 @@ def _lenient(handler_class: Any, thinks: bool) -> Any:
             chat = super().to_chat_completion_request(*rest, **more)
             if not thinks:
                 chat.thinking_token_budget = None
+            if not chat.tools:
+                chat.tools = chat.tool_choice = None
             chat.__class__ = _Bounded
             return chat
 
@@ -86,8 +89,8 @@ def _lenient(handler_class: Any, thinks: bool) -> Any:
 def _naming(renderer_class: Any) -> Any:
     class Naming(renderer_class):  # type: ignore[misc]  # vLLM is not type-checked
         async def preprocess_chat(self, request: Any, messages: Any, **more: Any) -> Any:
-            if (sharers := SHARERS.get()) and (media := _media(messages)):
-                await in_thread(_name, media, sharers)
+            if (name := NAME.get()) and (media := _media(messages)):
+                await in_thread(_name, media, name)
             return await super().preprocess_chat(request, messages, **more)
 
     return Naming
@@ -105,8 +108,7 @@ def _media(messages: Iterable[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _name(media: Iterable[dict[str, Any]], sharers: str) -> None:
-    """Give them the names by which they are known among these clients."""
+def _name(media: Iterable[dict[str, Any]], name: Callable[[str], str]) -> None:
     for part in media:
         given = {key: part[key] for key in _MEDIA & part.keys()}
-        part["uuid"] = scoped_name(sharers, json.dumps(given, sort_keys=True))
+        part["uuid"] = name(json.dumps(given, sort_keys=True))

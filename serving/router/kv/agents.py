@@ -9,6 +9,8 @@ is uncertain: of such a one there comes some exception.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 BILLING = "x-anthropic-billing-header"
 """What the text of Claude Code's begins with that is another one in every request. vLLM leaves it
 out of system prompts.
@@ -62,10 +64,11 @@ def _add(messages: list[Chat], item: Mapping[str, Any]) -> None:
         said = {"reasoning": parts[0]["text"] if parts else ""}
     elif kind == "function_call":
         name = "__".join(filter(None, (item.get("namespace"), item["name"])))
-        said = {"tool_calls": [_call(item["call_id"], name, item["arguments"])]}
+        arguments = msgspec.json.decode(item["arguments"] or "{}")
+        said = {"tool_calls": [_call(item["call_id"], name=name, arguments=arguments)]}
     elif kind == "custom_tool_call":
         given = {"input": item.get("input") or ""}
-        said = {"tool_calls": [_call(item["call_id"], item["name"], given)]}
+        said = {"tool_calls": [_call(item["call_id"], name=item["name"], arguments=given)]}
     else:
         raise ValueError
     last = messages[-1] if messages else {}
@@ -118,10 +121,10 @@ def of_messages(asked: Mapping[str, Any], merges: bool, least_effort: str) -> Ch
     effort = (asked.get("output_config") or {}).get("effort")
     if (asked.get("thinking") or {}).get("type") == "disabled":
         effort = least_effort
-    tools = asked.get("tools")
+    tools = asked.get("tools") or ()
     return {
         "messages": messages,
-        "tools": None if tools is None else [{"function": _function(tool)} for tool in tools],
+        "tools": [{"function": _function(tool)} for tool in tools] or None,
         "reasoning_effort": effort,
         "chat_template_kwargs": asked.get("chat_template_kwargs"),
     }
@@ -153,7 +156,8 @@ def _turn(role: str, content: Any) -> Iterator[Chat]:
             case "redacted_thinking":
                 pass
             case "tool_use":
-                calls.append(_call(block["id"], block["name"], block.get("input") or {}))
+                given = block.get("input") or {}
+                calls.append(_call(block["id"], arguments=given, name=block["name"]))
             case "tool_result" if role == "user":
                 said = _result(block.get("content") or "")
                 yield {"role": "tool", "content": said, "tool_call_id": block["tool_use_id"]}
@@ -185,6 +189,6 @@ def _function(tool: Mapping[str, Any]) -> Chat:
     return {**tool, "parameters": schema if "type" in schema else {**schema, "type": "object"}}
 
 
-def _call(number: str, name: str, arguments: Any) -> Chat:
-    function = {"name": name, "arguments": arguments}
-    return {"id": number, "type": "function", "function": function}
+def _call(number: str, **function: Any) -> Chat:
+    """A call as templates get it, who may make JSON of it: its keys are in vLLM's order."""
+    return {"id": number, "function": function, "type": "function"}

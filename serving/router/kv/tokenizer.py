@@ -292,13 +292,16 @@ def _text(part: Any) -> str:
     return text
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """A tool call with its arguments as an object, as templates expect them."""
-    function = dict(call["function"])
+    function = call["function"]
     arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        arguments = msgspec.json.decode(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    if not isinstance(arguments, str):
+        return call
+    arguments = msgspec.json.decode(arguments)
+    # In the order of keys that a chat's have when vLLM has read them.
+    function = {"arguments": arguments, "name": function["name"]}
+    return {"id": call.get("id"), "function": function, "type": "function"}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
