@@ -57,6 +57,8 @@ _TEXTS = ("text", "content", "reasoning", "reasoning_content")
 _STAMP = ("id", "object", "created", "model")
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_UNKNOWN = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading an event raises that has another shape than vLLM's."""
 _decode = msgspec.json.decode
 _encode = msgspec.json.encode
 
@@ -86,7 +88,12 @@ def continuation(path: str, body: bytes) -> "Continuation | None":
     prompt = asked.get("prompt", "")
     if path == COMPLETIONS and not isinstance(prompt, str) and not _is_tokens(prompt):
         return None
-    resumable = greedy and asked.keys() <= _CONTINUED and _is_text(asked.get("messages"))
+    resumable = (
+        greedy
+        and asked.keys() <= _CONTINUED
+        and all(isinstance(asked.get(key, 0), int) for key in _OF_THE_LENGTH)  # vLLM takes "5"
+        and _is_text(asked.get("messages", []))
+    )
     return Continuation(path, body, asked, resumable=resumable)
 
 
@@ -96,9 +103,11 @@ def _is_tokens(prompt: Any) -> bool:
 
 def _is_text(messages: Any) -> bool:
     """Whether a prompt's tokens are all there is of it."""
+    if not isinstance(messages, list):
+        return False
     parts = [
         part
-        for message in messages or ()
+        for message in messages
         if isinstance(message, dict) and isinstance(message.get("content"), list)
         for part in message["content"]
     ]
@@ -197,7 +206,7 @@ class Continuation:
                 self.failure = event if self.broken else b""
                 return b"" if self.broken else event
             wanted = self._read(found)
-        except (*_UNREADABLE, LookupError, TypeError, ValueError, AttributeError):
+        except (*_UNREADABLE, *_UNKNOWN):
             if self._continues:
                 self._break()
                 return b""

@@ -72,7 +72,7 @@ class Engine:
         ids = self.has_ids and body.get("return_token_ids")
         done = len(prompt) - len(PROMPT)
         assert prompt == [*PROMPT, *range(done)]
-        wanted = pieces[done : done + body["max_tokens"]]
+        wanted = pieces[done : done + int(body["max_tokens"])]
         kind = "chat.completion.chunk" if chat else "text_completion"
         told: dict[str, Any] = {"id": f"id-{number}", "object": kind, "created": 10 + number}
         shared = {"prompt_token_ids": prompt if ids else None}
@@ -176,6 +176,8 @@ async def test_the_rest_begins_with_a_whole_character():
         (CHAT, {"seed": 5, "temperature": 1}),
         (COMPLETION, {"seed": 5, "temperature": 1}),
         (COMPLETION, {"stop": ["x"]}),
+        (COMPLETION, {"max_tokens": f"{len(PIECES)}"}),
+        (CHAT, {"min_tokens": 2.0}),
         (COMPLETION, {"frequency_penalty": 1}),
         (CHAT, {"response_format": {"type": "json_object"}}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
@@ -282,8 +284,8 @@ async def test_whole_answers_pass(status):
 
     async with routing(1, router_continue_streams=True) as it:
         it.fleet[0].answer = answer
-        for _ in range(2):
-            found = await it.post(BODIES[CHAT], CHAT)
+        for odd in ({}, {"messages": 5}):
+            found = await it.post(BODIES[CHAT] | odd, CHAT)
             assert (found.status_code, found.json()) == (status, {"a": 1})
         assert len(it.router.clients) == 1
 
@@ -375,3 +377,16 @@ async def test_other_servers_events_pass(data):
         it.fleet[0].answer = answer
         found = await it.post(BODIES[CHAT], CHAT)
         assert found.content == data * 2 + b"data: [DONE]\n\n"
+
+
+async def test_what_is_no_token_is_not_kept():
+    choice = {"index": 0, "text": "a", "finish_reason": None, "token_ids": [-1]}
+    event = {"id": "1", "object": "o", "created": 1, "model": "m", "choices": [choice]}
+    data = b"data: %b\n\n" % json.dumps(event).encode()
+
+    async def answer(replica: FakeReplica, asked: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + chunk(data) + chunk(data + b"data: [DONE]\n\n") + END)
+
+    async with routing(1, router_continue_streams=True) as it:
+        it.fleet[0].answer = answer
+        assert text(events(await it.post(BODIES[COMPLETION], COMPLETION))) == "aa"
