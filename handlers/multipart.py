@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms with a file, as OpenAI's audio paths take them: multipart/form-data (RFC 7578)."""
+"""Forms with a file, as OpenAI's paths for audio and for files take them: multipart/form-data
+(RFC 7578).
+"""
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,7 +18,9 @@ CONTENT_TYPE = "multipart/form-data"
 FILE = "file"
 FIELDS = 64
 FIELDS_SIZE = 64 * 1024
-"""Fields that a form may have, and bytes of their names, headers and values together."""
+"""Parts that a form may have, and bytes of all that is not its file."""
+_PIECE = 64 * 1024
+"""Bytes that are read before the limits are looked at."""
 
 _TRUE = {"true", "1", "yes", "on", "y", "t"}  # as pydantic reads a text that is to be true or false
 _LISTED = "[]"  # what the name of a field ends with that may be there several times
@@ -49,106 +53,124 @@ class Form:
 
 
 def parse(body: bytes, content_type: str) -> Form:
-    """Read a form. Raises FormatError for what is none, or has no file or more than one, a field
-    twice, or too many.
+    """Read a form that is there. Raises what FormReader does."""
+    file: list[bytes] = []
+    reader = FormReader(content_type, file.append)
+    reader.read(body)
+    reader.require_whole()
+    return Form(b"".join(file), tuple(reader.fields))
+
+
+class FormReader:
+    """Reads a form as it comes.
+
+    All of it raises FormatError: for what is no form, or has no file or more than one, a field
+    twice, or too much.
     """
-    kind, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary")
-    if kind != CONTENT_TYPE.encode() or not boundary:
-        raise FormatError(f"the body should be {CONTENT_TYPE} with a `{FILE}`", FILE)
-    reader = _Reader()
-    try:
-        parser = MultipartParser(boundary, reader.callbacks())
-        parser.write(body)
-        parser.finalize()
-    except FormParserError as error:
-        raise FormatError(f"the body is not {CONTENT_TYPE}: {error}") from None
-    if not reader.ended:
-        raise FormatError(f"the body is not {CONTENT_TYPE}: it ends in the middle")
-    if reader.file is None:
-        raise FormatError(f"the form should have a file named `{FILE}`", FILE)
-    return Form(reader.file, tuple(reader.fields))
 
+    def __init__(self, content_type: str, sink: Callable[[bytes], object]) -> None:
+        """sink: is given the file's content, piece by piece."""
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind != CONTENT_TYPE.encode() or not boundary:
+            raise FormatError(f"the body should be {CONTENT_TYPE} with a `{FILE}`", FILE)
+        self.fields: list[tuple[str, str]] = []
+        """Names and values, in their order; the file is none of them."""
+        self.filename: str | None = None
+        """The client's, None until there is a file."""
+        self.size = 0
+        """Bytes of the file that have come."""
+        self._sink = sink
+        self._read = self._parts = 0
+        self._ended = False
+        # Of the part that is read
+        self._header = self._value = self._disposition = b""
+        self._name = ""
+        self._content = bytearray()
+        names = ("part_begin", "part_data", "part_end", "end")
+        headers = ("header_begin", "header_field", "header_value", "header_end", "headers_finished")
+        callbacks: Any = {f"on_{name}": getattr(self, f"_{name}") for name in (*names, *headers)}
+        try:
+            self._parser = MultipartParser(boundary, callbacks)
+        except FormParserError as error:
+            raise _no_form(error) from None
 
-@dataclass
-class _Reader:
-    """What the parser has come across."""
+    def read(self, data: bytes) -> None:
+        """Take what has come."""
+        for place in range(0, len(data), _PIECE):
+            piece = data[place : place + _PIECE]
+            try:
+                self._parser.write(piece)
+            except FormParserError as error:
+                raise _no_form(error) from None
+            self._read += len(piece)
+            if self._read - self.size > FIELDS_SIZE:
+                raise FormatError(f"a form may have at most {FIELDS_SIZE} bytes beside its file")
 
-    file: bytes | None = None
-    fields: list[tuple[str, str]] = field(default_factory=list)
-    ended: bool = False
-    _size: int = 0
-    _parts: int = 0
-    _header: list[bytes] = field(default_factory=lambda: [b"", b""])
-    _disposition: bytes = b""
-    _name: str = ""
-    _is_file: bool = False
-    _content: list[bytes] = field(default_factory=list)
+    def require_whole(self) -> None:
+        """There comes no more."""
+        if not self._ended:
+            raise _no_form("it ends in the middle")
+        if self.filename is None:
+            raise FormatError(f"the form should have a file named `{FILE}`", FILE)
 
-    def callbacks(self) -> Any:
-        names = (
-            *("part_begin", "part_data", "part_end", "end"),
-            *("header_begin", "header_field", "header_value", "header_end", "headers_finished"),
-        )
-        return {f"on_{name}": getattr(self, name) for name in names}
-
-    def part_begin(self) -> None:
+    def _part_begin(self) -> None:
         self._parts += 1
         if self._parts > FIELDS:
             raise FormatError(f"a form may have at most {FIELDS} fields")
-        self._disposition, self._content = b"", []
+        self._disposition = b""
+        self._content.clear()
 
-    def header_begin(self) -> None:
-        self._header = [b"", b""]
+    def _header_begin(self) -> None:
+        self._header = self._value = b""
 
-    def header_field(self, data: bytes, start: int, end: int) -> None:
-        self._count(end - start)
-        self._header[0] += data[start:end]
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
 
-    def header_value(self, data: bytes, start: int, end: int) -> None:
-        self._count(end - start)
-        self._header[1] += data[start:end]
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
 
-    def header_end(self) -> None:
-        if self._header[0].lower() == b"content-disposition":
-            self._disposition = self._header[1]
+    def _header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
 
-    def headers_finished(self) -> None:
+    def _headers_finished(self) -> None:
         kind, options = parse_options_header(self._disposition)
         name = options.get(b"name", b"")
         if kind != b"form-data" or not name:
             raise FormatError("each part of the form should have a Content-Disposition and a name")
         self._name = _text(name, "the name of a field")
-        self._is_file = self._name == FILE
-        if self._is_file != (b"filename" in options):
+        filename = options.get(b"filename")
+        if (self._name == FILE) != (filename is not None):
             raise FormatError(f"`{FILE}` should be a file, and nothing else should", self._name)
-        known = any(self._name == name for name, _ in self.fields)
-        if (self._is_file and self.file is not None) or (
-            known and not self._name.endswith(_LISTED)
-        ):
+        if filename is not None:
+            known = self.filename is not None
+            self.filename = filename.decode(errors="replace")
+        else:
+            known = any(self._name == name for name, _ in self.fields)
+            known = known and not self._name.endswith(_LISTED)
+        if known:
             raise FormatError(f"{self._name} is there twice", self._name)
-        if not self._is_file and any(it in self._name for it in '"\r\n\\'):
+        if any(it in self._name for it in '"\r\n\\'):
             raise FormatError("the name of a field should be plain")
 
-    def part_data(self, data: bytes, start: int, end: int) -> None:
-        if not self._is_file:
-            self._count(end - start)
-        self._content.append(data[start:end])
-
-    def part_end(self) -> None:
-        content = b"".join(self._content)
-        if self._is_file:
-            self.file = content
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name == FILE:
+            self.size += end - start
+            self._sink(data[start:end])
         else:
-            self.fields.append((self._name, _text(content, self._name)))
+            self._content += data[start:end]
 
-    def end(self) -> None:
-        self.ended = True
+    def _part_end(self) -> None:
+        if self._name != FILE:
+            self.fields.append((self._name, _text(bytes(self._content), self._name)))
 
-    def _count(self, size: int) -> None:
-        self._size += size
-        if self._size > FIELDS_SIZE:
-            raise FormatError(f"the fields of a form may have at most {FIELDS_SIZE} bytes")
+    def _end(self) -> None:
+        self._ended = True
+
+
+def _no_form(why: object) -> FormatError:
+    return FormatError(f"the body is not {CONTENT_TYPE}: {why}")
 
 
 def _text(value: bytes, name: str) -> str:

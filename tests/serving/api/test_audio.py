@@ -97,33 +97,6 @@ async def test_what_is_refused(served, fields, told):
     assert told in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "kind", "told"),
-    [
-        (b"{}", "application/json", "multipart/form-data with a `file`"),
-        (b"", "multipart/form-data", "multipart/form-data with a `file`"),
-        (b"--a--", "multipart/form-data; boundary=a", "a file named `file`"),
-        (b"--b\r\n", "multipart/form-data; boundary=a", "is not multipart/form-data"),
-        (
-            b'--a\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nRIFF',
-            "multipart/form-data; boundary=a",
-            "ends in the middle",
-        ),
-        (
-            b'--a\r\nContent-Disposition: form-data; name="file"\r\n\r\nRIFF\r\n--a--',
-            "multipart/form-data; boundary=a",
-            "`file` should be a file",
-        ),
-        (b"--a\r\nx: y\r\n\r\nRIFF\r\n--a--", "multipart/form-data; boundary=a", "and a name"),
-    ],
-)
-async def test_bodies_that_are_no_forms(served, body, kind, told):
-    for path, status in ((TRANSCRIPTIONS, 400), ("/v1/audio/translations", 400)):
-        answer = await served.client.post(path, content=body, headers={"content-type": kind})
-        assert answer.status_code == status
-        assert told in answer.json()["error"]["message"]
-
-
 async def test_no_file_can_add_a_field(served):
     """The boundary that the engine sees is not the client's."""
     inner = (
