@@ -99,6 +99,7 @@ class Router:
         named = (settings.cache_salt_header, settings.session_key)
         self.rules = Rules(
             settings.max_request_size,
+            settings.batch_file_size,
             (settings.cache_salt_header or "").lower().encode(),
             END_TO_END | {name.lower().encode() for name in named if name},
         )

@@ -167,8 +167,10 @@ class Exchange:
         request = self._request
         if request is None:
             return messages.request_body(body, end=end)
-        if request.size + len(body) > self._picking.rules.max_body:
-            return self._refuse(TooLarge(self._picking.rules.max_body))
+        try:
+            self._picking.rules.check_size(request.path, request.size + len(body))
+        except TooLarge as error:
+            return self._refuse(error)
         if request.streamed:
             request.size += len(body)
             return messages.request_body(body, end=end)

@@ -34,7 +34,6 @@ from serving.errors import (
     Malformed,
     Overloaded,
     ServingError,
-    TooLarge,
     TooSlow,
 )
 from serving.http.rules import (
@@ -253,8 +252,7 @@ class Downstream(FlowControl):
         assert request
         self._stuck = 0
         room = request.receive(body)
-        if request.size > self._rules.max_body:
-            raise TooLarge(self._rules.max_body)
+        self._rules.check_size(request.path, request.size)
         if not room:
             if self._request is None and not self._waiting:
                 self._waiting.append(request)

@@ -7,10 +7,11 @@ from collections.abc import Set
 from itertools import chain
 from typing import NamedTuple
 
+from handlers.multipart import FIELDS_SIZE
 from serving.access.access import CREDENTIALS
 from serving.access.caller import ANYBODY
 from serving.errors import Malformed, ServingError, TooLarge
-from serving.protocol import IDENTITY, REQUEST_ID, SAGEMAKER, TRACE_CONTEXT
+from serving.protocol import FILES, IDENTITY, REQUEST_ID, SAGEMAKER, TRACE_CONTEXT
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
 from serving.router.http.upstream import HOP_BY_HOP
@@ -34,10 +35,20 @@ class Rules(NamedTuple):
 
     max_body: int
     """Bytes of a body."""
+    max_file: int
+    """Bytes of a file that is kept for batches."""
     tenant: bytes
     """The header that names the tenant, or b""."""
     end_to_end: Set[bytes]
     """Headers that no client may declare to be about the connection alone."""
+
+    def check_size(self, path: str, size: int) -> None:
+        """Raise TooLarge for a path's body of so many bytes."""
+        if path == FILES:
+            if size > self.max_file + FIELDS_SIZE:
+                raise TooLarge(self.max_file, "OPTION_BATCH_FILE_SIZE")
+        elif size > self.max_body:
+            raise TooLarge(self.max_body)
 
 
 class Request:
@@ -151,8 +162,7 @@ class Request:
             if lost:
                 names = ", ".join(sorted(name.decode("latin-1") for name in lost))
                 raise Malformed(f"Connection names {names}, which is not about the connection")
-        if (self.length or 0) > rules.max_body:
-            raise TooLarge(rules.max_body)
+        rules.check_size(self.path, self.length or 0)
 
     @property
     def connections_own(self) -> set[bytes]:

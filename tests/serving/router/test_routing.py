@@ -1132,11 +1132,22 @@ async def test_retry_budget():
 async def test_files_and_batches_go_to_servers_that_share_them(tmp_path):
     paths = [("POST", "/v1/files"), ("DELETE", "/v1/files/a"), ("GET", "/v1/files/a/content")]
     paths += [("POST", "/v1/batches"), ("GET", "/v1/batches/a"), ("POST", "/v1/batches/a/cancel")]
-    async with routing(2, batch_folder=str(tmp_path)) as it:
+    folder = str(tmp_path)
+    async with routing(
+        2, batch_folder=folder, max_request_size=1_000, batch_file_size=100_000
+    ) as it:
         for method, path in paths:
-            answer = await it.client.request(method, path, content=b"x" * 100_000)
+            size = 100_000 if path == "/v1/files" else 1_000
+            answer = await it.client.request(method, path, content=b"x" * size)
             assert answer.status_code == 200, path
         assert sum(len(replica.asked) for replica in it.fleet) == len(paths)
+        for path, size, told in (
+            ("/v1/files", 200_000, "100000 bytes; OPTION_BATCH_FILE_SIZE sets the limit"),
+            ("/v1/batches", 2_000, "1000 bytes; SERVING_MAX_REQUEST_SIZE sets the limit"),
+        ):
+            answer = await it.client.post(path, content=b"x" * size)
+            assert answer.status_code == 413
+            assert told in answer.json()["error"]["message"]
     async with routing(1) as it:
         for method, path in paths:
             answer = await it.client.request(method, path)
