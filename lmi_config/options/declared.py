@@ -674,15 +674,16 @@ class Settings:
         "OPTION_BATCH_FILES",
         section=Section.BATCHES,
         default=1000,
-        help="Files that there may be, and batches; one more is answered 413.",
+        help="Files that there may be, and batches, of one tenant half as many; one more is "
+        "answered 413.",
     )
     batch_storage: int = _option(
         size,
         "OPTION_BATCH_STORAGE",
         section=Section.BATCHES,
         default=10 * 1000**3,
-        help="Bytes that the folder may have; more are answered 413, and a batch that would write "
-        "more fails with what it has.",
+        help="Bytes that the folder may have, of one tenant half as many; more are answered 413, "
+        "and a batch that would write more fails with what it has.",
     )
     batch_retention: int = _option(
         integer(low=60),

@@ -2,7 +2,8 @@
 """/v1/files and /v1/batches over HTTP, as OpenAI's clients call them."""
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -22,17 +23,25 @@ from serving.inference.fields import bad_request
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
 from serving.kv_cache.salt import Tenants
-from serving.protocol import BATCH_ENDPOINTS
+from serving.protocol import BATCH_ENDPOINTS, EMBEDDINGS
 
+ANCHOR = "created_at"
+"""From when on a file's life counts."""
 UPLOADS = 8
-"""Files that are received at once."""
+"""Files that are received at once; of one tenant half as many."""
 WINDOW = re.compile("([1-9][0-9]{0,2})h")
 MOST_WINDOW = 720
 """Hours that a batch may have; OpenAI's have 24."""
-LEAST_LIFE = 3600
-"""Seconds, with `expires_after`: OpenAI's limit."""
+LEAST_LIFE, MOST_LIFE = 3600, 30 * 24 * 3600
+"""Seconds, with `expires_after` and `output_expires_after`: OpenAI's limits."""
 
 T = TypeVar("T", File, Batch)
+R = TypeVar("R")
+
+
+class _ExpiresAfter(msgspec.Struct):
+    anchor: str
+    seconds: int
 
 
 class _NewBatch(msgspec.Struct):
@@ -40,6 +49,7 @@ class _NewBatch(msgspec.Struct):
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
+    output_expires_after: _ExpiresAfter | None = None
 
 
 _read_new_batch = msgspec.json.Decoder(_NewBatch).decode
@@ -56,7 +66,7 @@ class FilesAndBatches:
         self._largest = settings.batch_file_size
         self._tenants = Tenants(settings.cache_salt_header)
         self._header = (settings.cache_salt_header or "").lower()
-        self._uploads = 0
+        self._uploads = Counter[str | None]()  # by owner
         self.runner: Runner | None = None
 
     async def files(self, call: HttpCall, pipeline: Pipeline) -> None:
@@ -65,7 +75,7 @@ class FilesAndBatches:
         if call.scope["method"] == "POST":
             await _answer(call, await self._received(call, store, whose))
             return
-        found = await in_thread(store.files, whose)
+        found = await _on_disk(store.files, whose)
         if purpose := Request(call.scope).query_params.get("purpose"):
             found = [file for file in found if file.purpose == purpose]
         await _answer(call, _page(call, found, 10_000, 10_000))
@@ -74,17 +84,19 @@ class FilesAndBatches:
         """GET describes a file, DELETE deletes it."""
         store, name, whose = self._store, call.scope["path_params"]["id"], self._owner(call)
         if call.scope["method"] == "DELETE":
-            await in_thread(store.delete, name, whose)
+            await _on_disk(store.delete, name, whose)
             await _answer(call, {"id": name, "object": "file", "deleted": True})
             return
-        await _answer(call, await in_thread(store.file, name, whose))
+        await _answer(call, await _on_disk(store.file, name, whose))
 
     async def content(self, call: HttpCall, pipeline: Pipeline) -> None:
         """GET is a file's content."""
         store, name = self._store, call.scope["path_params"]["id"]
-        file = await in_thread(store.file, name, self._owner(call))
+        file = await _on_disk(store.file, name, self._owner(call))
+        path = store.content(name)
         answer = FileResponse(
-            store.content(name),
+            path,
+            stat_result=await _on_disk(path.stat),
             media_type="application/octet-stream",
             filename=file.filename,
             headers={"x-content-type-options": "nosniff"},
@@ -97,7 +109,7 @@ class FilesAndBatches:
         if call.scope["method"] == "POST":
             await _answer(call, await self._made(call, pipeline, store, whose))
             return
-        found = [owned.batch for owned in await in_thread(store.batches, whose)]
+        found = [owned.batch for owned in await _on_disk(store.batches, whose)]
         await _answer(call, _page(call, found, 20, 100))
 
     async def batch(self, call: HttpCall, pipeline: Pipeline) -> None:
@@ -109,7 +121,7 @@ class FilesAndBatches:
         batch = (await self._named(call)).batch
         if not batch.status.open:
             raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
-        await in_thread(self._store.ask_to_cancel, batch.id)
+        await _on_disk(self._store.ask_to_cancel, batch.id)
         await self.batch(call, pipeline)
 
     @property
@@ -125,28 +137,29 @@ class FilesAndBatches:
 
     async def _named(self, call: HttpCall) -> OwnedBatch:
         name = call.scope["path_params"]["id"]
-        return await in_thread(self._store.batch, name, self._owner(call))
+        return await _on_disk(self._store.batch, name, self._owner(call))
 
     async def _received(self, call: HttpCall, store: Store, whose: str | None) -> File:
-        if self._uploads == UPLOADS:
-            raise Overloaded(f"{UPLOADS} files are being received; try again")
-        self._uploads += 1
+        uploads = self._uploads
+        if uploads.total() == UPLOADS or (whose is not None and uploads[whose] == UPLOADS // 2):
+            raise Overloaded(f"{uploads.total()} files are being received; try again")
+        uploads[whose] += 1
         path = None
         try:
-            await in_thread(store.require_room)
+            await in_thread(store.require_room, whose)
             path = await in_thread(store.begin_upload)
             form = await received(call.scope, call.receive, path, self._largest)
             if (purpose := form.fields.get("purpose")) != INPUT:
                 raise BadRequest(f"purpose={purpose!r:.40}; it should be {INPUT!r}", "purpose")
-            await in_thread(store.require_room)
-            described = (form.filename or "file")[:255], INPUT, form.size, _life(form.fields)
+            await in_thread(store.require_room, whose)
+            described = form.filename[:255], INPUT, form.size, _life(form.fields)
             file = store.described(records.new_id(FILE), *described)
             await in_thread(store.keep, path, OwnedFile(file, whose))
             return file
         except OSError as error:
-            raise NotReady(f"the file cannot be kept: {error.strerror}") from error
+            raise _unusable(error) from error
         finally:
-            self._uploads -= 1
+            uploads[whose] -= 1
             if path:
                 await in_thread(path.unlink, True)
 
@@ -163,10 +176,16 @@ class FilesAndBatches:
             raise BadRequest(
                 f"endpoint={asked.endpoint!r:.100}; it should be one of {endpoints}", "endpoint"
             )
+        engine = pipeline.engine
+        if engine.classifies or engine.embeds != (asked.endpoint == EMBEDDINGS):
+            raise BadRequest(f"the model does not answer {asked.endpoint}", "endpoint")
         hours = _hours(asked.completion_window)
         _require_small(asked.metadata)
-        await in_thread(store.require_room, True)
-        file = await in_thread(store.file, asked.input_file_id, whose)
+        lives = None
+        if policy := asked.output_expires_after:
+            lives = _lives("output_expires_after", policy.anchor, policy.seconds)
+        await _on_disk(store.make_room, whose)
+        file = await _on_disk(store.file, asked.input_file_id, whose)
         if file.purpose != INPUT:
             raise BadRequest(f"{file.id} is no input, but {file.purpose}", "input_file_id")
         now = store.now()
@@ -186,8 +205,9 @@ class FilesAndBatches:
             tenant=self._tenant_header(call),
             output=records.new_id(FILE),
             errors=records.new_id(FILE),
+            lives=lives,
         )
-        await in_thread(store.save, owned)
+        await _on_disk(store.save, owned)
         if self.runner:
             self.runner.wake()
         return batch
@@ -198,6 +218,18 @@ class FilesAndBatches:
             if self._header and name == self._header.encode():
                 return self._header, value.decode("latin-1")
         return None
+
+
+async def _on_disk(function: Callable[..., R], *args: object) -> R:
+    """Call a function in a thread. Raises NotReady where the folder cannot be used."""
+    try:
+        return await in_thread(function, *args)
+    except OSError as error:
+        raise _unusable(error) from error
+
+
+def _unusable(error: OSError) -> NotReady:
+    return NotReady(f"OPTION_BATCH_FOLDER cannot be used: {error.strerror}")
 
 
 async def _answer(call: HttpCall, value: object) -> None:
@@ -255,12 +287,17 @@ def _require_small(metadata: dict[str, str] | None) -> None:
 
 def _life(fields: dict[str, str]) -> int | None:
     """Seconds that a file is to be kept, where its form says so."""
-    seconds = fields.get("expires_after[seconds]")
+    anchor, seconds = (fields.get(f"expires_after[{key}]") for key in ("anchor", "seconds"))
     if seconds is None:
         return None
-    if not (seconds.isascii() and seconds.isdigit() and int(seconds[:9]) >= LEAST_LIFE):
-        raise BadRequest(
-            f"expires_after[seconds]={seconds!r:.40}; it should be at least {LEAST_LIFE}",
-            "expires_after",
-        )
-    return int(seconds[:9])
+    number = int(seconds[:9]) if seconds.isascii() and seconds.isdigit() else -1
+    return _lives("expires_after", anchor or ANCHOR, number)
+
+
+def _lives(name: str, anchor: str, seconds: int) -> int:
+    """Seconds that a file is to be kept from its creation on."""
+    if anchor != ANCHOR:
+        raise BadRequest(f"{name}: anchor={anchor!r:.40}; it should be {ANCHOR!r}", name)
+    if not LEAST_LIFE <= seconds <= MOST_LIFE:
+        raise BadRequest(f"{name}: seconds should be from {LEAST_LIFE} to {MOST_LIFE}", name)
+    return seconds

@@ -3,7 +3,8 @@
 
 Both are OpenAI's (platform.openai.com/docs/guides/batch). As there, a batch whose input is at fault
 fails as a whole, and says which lines are at fault; a body that cannot be answered is the fault of
-its line alone.
+its line alone. Faults have the codes that Azure's documentation of the same API lists
+(learn.microsoft.com/azure/ai-services/openai/how-to/batch, Error codes), and two of our own.
 """
 
 import secrets
@@ -15,7 +16,7 @@ import msgspec
 from serving.batch.records import Fault
 
 LINES = 50_000
-"""In a batch: OpenAI's limit."""
+"""In a batch: OpenAI's limit. There may be as many blank ones."""
 FAULTS = 100
 """That are listed."""
 CUSTOM_ID = 512
@@ -58,23 +59,28 @@ def requests(file: BinaryIO) -> Iterator[Line]:
             yield Line(found.custom_id, bytes(found.body))
 
 
-def validate(file: Iterable[bytes], endpoint: str, longest: int) -> tuple[int, list[Fault]]:
+def validate(file: BinaryIO, endpoint: str, longest: int) -> tuple[int, list[Fault]]:
     """How many requests an input has, and its faults. longest: bytes that a line may have."""
     seen: set[str] = set()
     faults: list[Fault] = []
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        fault = _fault(line, number, endpoint, longest, seen)
-        if fault:
+    for number, line in enumerate(_lines(file, longest), 1):
+        if line.strip() and (fault := _fault(line, number, endpoint, longest, seen)):
             faults.append(fault)
         if len(faults) == FAULTS:
             break
-        if len(seen) > LINES:
+        if len(seen) > LINES or number > 2 * LINES:
             return len(seen), [Fault("too_many_tasks", f"a batch may have {LINES} lines", number)]
     if not seen and not faults:
         faults.append(Fault("empty_file", "the input file has no lines"))
     return len(seen), faults
+
+
+def _lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
+    """The lines of a file; of one that is longer, so much that it can be seen."""
+    while line := file.readline(longest + 1):
+        yield line
+        while len(line) > longest and not line.endswith(b"\n"):
+            line = file.readline(longest + 1)
 
 
 def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[str]) -> Fault | None:
@@ -98,7 +104,7 @@ def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[str]
         return Fault("invalid_method", "method should be POST", number, "method")
     if found.url != endpoint:
         message = f"url should be the batch's endpoint, {endpoint}"
-        return Fault("mismatched_url", message, number, "url")
+        return Fault("url_mismatch", message, number, "url")
     if not bytes(found.body).startswith(b"{"):
         return Fault("invalid_request", "body should be a JSON object", number, "body")
     return None

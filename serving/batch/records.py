@@ -117,7 +117,8 @@ class OwnedBatch(msgspec.Struct, kw_only=True):
     """A batch, and what its lines are run with.
 
     caller: who made it. tenant: its tenant's header, where a header has it. output, errors: ids of
-    the files that are being written. starts: how often it was begun since a line was last answered;
+    the files that are being written, and lives: seconds that they live, None for as long as all do.
+    starts: how often it was begun since a line was last answered;
     answered: how many were then.
     """
 
@@ -127,5 +128,6 @@ class OwnedBatch(msgspec.Struct, kw_only=True):
     tenant: tuple[str, str] | None = None
     output: str
     errors: str
+    lives: int | None = None
     starts: int = 0
     answered: int = 0

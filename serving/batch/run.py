@@ -7,7 +7,6 @@ A batch may begin anywhere: its files say which lines have answers.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import AsyncGenerator
 from typing import BinaryIO
@@ -36,6 +35,7 @@ from serving.errors import (
     RateLimited,
     ServerFailed,
     ServingError,
+    StorageFull,
 )
 from serving.inference.admission import Admitted
 from serving.inference.pipeline import Pipeline
@@ -51,8 +51,8 @@ ROOM_LOOKS = 20
 """One look in so many is at the folder's size as well."""
 STARTS = 3
 """A batch that was begun so often without one more answer has ended what ran it, and fails."""
-AT_ONCE = 16
-"""Lines that are read at a time."""
+READ = 64 * 1024
+"""Bytes of bodies that are read at a time."""
 SETTLES_S = 1.0
 """After which it is known whether the engine has died with a line."""
 AGAIN_S = 1.0
@@ -195,7 +195,12 @@ class Run:
             requests = lines.requests(file)
 
             def some() -> list[Line]:
-                return list(itertools.islice(requests, AT_ONCE))
+                found: list[Line] = []
+                size = 0
+                while size < READ and (line := next(requests, None)):
+                    found.append(line)
+                    size += len(line.body)
+                return found
 
             while found := await in_thread(some):
                 for line in found:
@@ -317,9 +322,11 @@ class Run:
             self._end.cancel(_Ends(Status.CANCELLED))
         if store.now() >= batch.expires_at:
             self._end.cancel(_Ends(Status.EXPIRED))
-        if self._looks % ROOM_LOOKS == 0 and await in_thread(lambda: store.full):
-            message = "there is no room for more answers (OPTION_BATCH_STORAGE)"
-            self._end.cancel(_Ends(Status.FAILED, Fault("storage_full", message)))
+        if self._looks % ROOM_LOOKS == 0:
+            try:
+                await in_thread(store.require_space, self._owned.owner)
+            except StorageFull as error:
+                self._end.cancel(_Ends(Status.FAILED, Fault("storage_full", str(error))))
         self._looks += 1
 
     def _broke(self, error: OSError) -> None:
@@ -371,6 +378,6 @@ class Run:
             self._store.content(name).unlink(missing_ok=True)
             return None
         filename = f"{self._batch.id}_{what}.jsonl"
-        file = self._store.described(name, filename, OUTPUT, size)
+        file = self._store.described(name, filename, OUTPUT, size, self._owned.lives)
         self._store.add(OwnedFile(file, self._owned.owner))
         return name

@@ -6,9 +6,12 @@ ended.
 import asyncio
 import contextlib
 import logging
+from collections import Counter
+from typing import BinaryIO
 
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
+from serving.batch.records import OwnedBatch, Status
 from serving.batch.run import Run
 from serving.batch.store import Store
 from serving.inference.pipeline import Pipeline
@@ -21,6 +24,8 @@ SWEEP_S = 60.0
 """Between two looks for what has been kept for long enough."""
 PAUSE_S = 10.0
 """After which a batch is tried again that failed for no fault of its own."""
+BATCHES = 8
+"""Of one owner that run at once; each reads its input, and keeps the ids of its lines."""
 
 
 class Runner:
@@ -33,6 +38,7 @@ class Runner:
         concurrency = settings.batch_concurrency or max(pipeline.engine.concurrency // 2, 1)
         self._slots = asyncio.Semaphore(concurrency)  # batches take turns at them
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running = Counter[str | None]()  # by owner
         self._runs: set[Run] = set()
         self._stopping = asyncio.Event()
         self._wake = asyncio.Event()
@@ -49,16 +55,16 @@ class Runner:
             self._wake.clear()
             try:
                 if loop.time() >= swept + SWEEP_S:
-                    await in_thread(self._store.sweep)
                     swept = loop.time()
+                    await in_thread(self._store.sweep)
                 found = await in_thread(self._store.open_batches)
-            except OSError as error:
-                log.error("OPTION_BATCH_FOLDER cannot be read: %s", error)
+            except Exception as error:  # whatever it is, batches are looked for again
+                trace = None if isinstance(error, OSError) else error
+                log.error("OPTION_BATCH_FOLDER cannot be read: %s", error, exc_info=trace)
                 found = []
             for owned in found:
-                name = owned.batch.id
-                if name not in self._tasks and not self._stopping.is_set():
-                    self._tasks[name] = asyncio.create_task(self._one(name))
+                if owned.batch.id not in self._tasks and self._may_run(owned):
+                    await self._begin(owned)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), FIND_S)
 
@@ -71,12 +77,31 @@ class Runner:
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()))
 
-    async def _one(self, name: str) -> None:
+    def _may_run(self, owned: OwnedBatch) -> bool:
+        """Whether it is to be run; one that is to end is, however many its owner has."""
+        ends = owned.batch.status is Status.CANCELLING
+        return (ends or self._running[owned.owner] < BATCHES) and not self._stopping.is_set()
+
+    async def _begin(self, owned: OwnedBatch) -> None:
         """Run a batch, unless another server does."""
+        name = owned.batch.id
         try:
-            with self._store.locked(name) as locked:
-                if locked:
-                    await self._locked(name)
+            lock = await in_thread(self._store.lock, name)
+        except OSError as error:
+            log.error("%s cannot be locked: %s", name, error)
+            return
+        if lock and self._stopping.is_set():
+            lock.close()
+        elif lock:
+            self._running[owned.owner] += 1
+            self._tasks[name] = asyncio.create_task(self._one(name, owned.owner, lock))
+
+    async def _one(self, name: str, owner: str | None, lock: BinaryIO) -> None:
+        try:
+            with lock:
+                owned = await in_thread(self._store.any_batch, name)
+                if owned and owned.batch.status.open and not self._stopping.is_set():
+                    await self._run(owned)
         except Exception as error:
             why = error if isinstance(error, OSError) else "the server failed on it"
             trace = None if isinstance(error, OSError) else error
@@ -85,11 +110,10 @@ class Runner:
                 await asyncio.wait_for(self._stopping.wait(), PAUSE_S)
         finally:
             del self._tasks[name]
+            self._running[owner] -= 1
+            self.wake()  # there may be one that had no room
 
-    async def _locked(self, name: str) -> None:
-        owned = await in_thread(self._store.any_batch, name)
-        if not owned or not owned.batch.status.open or self._stopping.is_set():
-            return
+    async def _run(self, owned: OwnedBatch) -> None:
         run = Run(owned, self._store, self._settings, self._pipeline, self._slots)
         self._runs.add(run)
         try:

@@ -14,19 +14,21 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from lmi_config.options.declared import Settings
 from serving import folders
-from serving.batch.records import BATCH, FILE, ID, File, OwnedBatch, OwnedFile, Status
+from serving.batch.records import BATCH, FILE, ID, INPUT, File, OwnedBatch, OwnedFile, Status
 from serving.errors import Conflict, NotFound, StorageFull
 
 T = TypeVar("T")
 
 UPLOAD = ".upload-"
 """What the names of files begin with that are being received."""
+SHARE = 0.5
+"""Of all room, which one tenant may have where there are tenants: others always find some."""
 UPLOAD_S = 24 * 3600
 """After which one of these is of nobody."""
 
@@ -76,26 +78,59 @@ class Store:
                         found += entry.stat(follow_symlinks=False).st_size
         return found
 
-    def require_room(self, batch: bool = False) -> None:
-        """Raise StorageFull where the folder has what it may have, or one more file, or batch, is
-        too much.
-        """
-        if self.full:
+    def require_room(self, owner: str | None) -> None:
+        """Raise StorageFull where one more file of this owner's is too much."""
+        self.require_space(owner)
+        files = self._owned(self._files, OwnedFile)
+        if self._are_many([it.owner for it in files if it.file.purpose == INPUT], owner):
             raise StorageFull(
-                f"files and batches may have {self._most_bytes} bytes together "
-                "(OPTION_BATCH_STORAGE); delete files that are not needed"
-            )
-        folder, what = (self._batches, "batches") if batch else (self._files, "files")
-        if sum(1 for _ in self._records(folder)) >= self._most_files:
-            raise StorageFull(
-                f"there may be {self._most_files} {what} (OPTION_BATCH_FILES); wait until some are "
-                "gone, or delete files"
+                f"there may be {self._most_files} files (OPTION_BATCH_FILES), half of them one "
+                "tenant's; delete files that are not needed"
             )
 
-    @property
-    def full(self) -> bool:
-        """Whether batches may write no more."""
-        return self.used() > self._most_bytes
+    def make_room(self, owner: str | None) -> None:
+        """The same of a batch, in whose place the owner's oldest goes that has ended."""
+        self.require_space(owner)
+        if sum(it.owner == owner for it in self._owned(self._files, OwnedFile)) >= self._most_files:
+            raise StorageFull(
+                f"there are {self._most_files} files with inputs and answers (OPTION_BATCH_FILES); "
+                "delete files that are not needed"
+            )
+        batches = [*self._owned(self._batches, OwnedBatch)]
+        if not self._are_many([it.owner for it in batches], owner):
+            return
+        ended = [it.batch for it in batches if it.owner == owner and not it.batch.status.open]
+        if not ended:
+            raise StorageFull(
+                f"there may be {self._most_files} batches (OPTION_BATCH_FILES), half of them one "
+                "tenant's; wait until some have ended, or cancel them"
+            )
+        self._forget(min(ended, key=lambda it: it.created_at).id)
+
+    def _are_many(self, owners: list[str | None], owner: str | None) -> bool:
+        most = self._most_files
+        return len(owners) >= most or (owner is not None and owners.count(owner) >= most * SHARE)
+
+    def require_space(self, owner: str | None) -> None:
+        """Raise StorageFull where the folder, or what the owner has in it, may not grow."""
+        most = self._most_bytes
+        if self.used() > most or (owner is not None and self._used_by(owner) > most * SHARE):
+            raise StorageFull(
+                f"files and batches may have {most} bytes together (OPTION_BATCH_STORAGE), half of "
+                "them one tenant's; delete files that are not needed"
+            )
+
+    def _used_by(self, owner: str) -> int:
+        """Bytes of an owner's files, and of those that its batches write."""
+        found = sum(
+            it.file.bytes for it in self._owned(self._files, OwnedFile) if it.owner == owner
+        )
+        for batch in self.open_batches():
+            if batch.owner == owner:
+                for name in (batch.output, batch.errors):
+                    with contextlib.suppress(FileNotFoundError):
+                        found += self.content(name).stat().st_size
+        return found
 
     # Files
 
@@ -143,9 +178,8 @@ class Store:
 
     def files(self, owner: str | None) -> list[File]:
         """The owner's files, the newest first."""
-        found = (_read(path, OwnedFile) for path in self._records(self._files))
-        now = self._clock()
-        files = [it.file for it in found if it and it.owner == owner and it.file.expires_at > now]
+        found, now = self._owned(self._files, OwnedFile), self._clock()
+        files = [it.file for it in found if it.owner == owner and it.file.expires_at > now]
         return sorted(files, key=lambda it: (it.created_at, it.id), reverse=True)
 
     def delete(self, name: str, owner: str | None) -> None:
@@ -196,7 +230,8 @@ class Store:
 
     def ask_to_cancel(self, name: str) -> None:
         """Ask whoever runs a batch to end it."""
-        (self._batches / f"{name}.cancel").touch(mode=0o600)
+        with contextlib.suppress(FileExistsError):
+            (self._batches / f"{name}.cancel").touch(mode=0o600, exist_ok=False)
 
     def cancel_asked(self, name: str) -> int | None:
         """When somebody asked for a batch's end."""
@@ -205,19 +240,19 @@ class Store:
         except FileNotFoundError:
             return None
 
-    @contextlib.contextmanager
-    def locked(self, name: str) -> Iterator[bool]:
-        """Whether this process alone may run a batch now, while within."""
-        descriptor = os.open(self._batches / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    def lock(self, name: str) -> BinaryIO | None:
+        """What, until it is closed, has this process alone run a batch; None where another does."""
+        file = open(self._batches / f"{name}.lock", "ab", opener=_for_this_user)  # noqa: SIM115
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
-        finally:
-            os.close(descriptor)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        return file
+
+    def _forget(self, name: str) -> None:
+        for suffix in (".json", ".cancel", ".lock"):
+            (self._batches / f"{name}{suffix}").unlink(missing_ok=True)
 
     # Retention
 
@@ -228,26 +263,38 @@ class Store:
             found = _read(path, OwnedBatch)
             if found and found.batch.status.open:
                 used |= {found.batch.input_file_id, found.output, found.errors}
-            elif path.stat().st_mtime + self._retention <= now:
-                for suffix in (".json", ".cancel", ".lock"):
-                    path.with_suffix(suffix).unlink(missing_ok=True)
+            elif _age(path, now) >= self._retention:
+                self._forget(path.stem)
         for path in list(self._batches.glob(".*")):  # a process ended while it wrote one
-            if path.stat().st_mtime + UPLOAD_S <= now:
+            if _age(path, now) >= UPLOAD_S:
                 path.unlink(missing_ok=True)
         for path in list(self._files.iterdir()):
             name = path.name.removesuffix(".json")
-            with contextlib.suppress(FileNotFoundError):
-                if name not in used and self._outlived(path, name, now):
-                    self._remove(name)
+            if name not in used and self._outlived(path, name, now):
+                self._remove(name)
 
     def _outlived(self, path: Path, name: str, now: float) -> bool:
         found = _read(self._files / f"{name}.json", OwnedFile)
         if found:
             return found.file.expires_at <= now
-        return path.stat().st_mtime + UPLOAD_S <= now  # of nobody
+        return _age(path, now) >= UPLOAD_S  # of nobody
+
+    def _owned(self, folder: Path, kind: type[T]) -> Iterator[T]:
+        return (found for path in self._records(folder) if (found := _read(path, kind)))
 
     def _records(self, folder: Path) -> Iterator[Path]:
         return (path for path in folder.glob("*.json") if ID.fullmatch(path.stem))
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _age(path: Path, now: float) -> float:
+    """Seconds since a file was written; 0 where another server has just removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return now - path.stat().st_mtime
+    return 0
 
 
 def _is(name: str, kind: str) -> bool:
@@ -266,12 +313,16 @@ def _write(path: Path, value: object, *, durable: bool = True) -> None:
     """Write a file whole, or not at all."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(value))
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    beside.rename(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(value))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        beside.rename(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     if durable:
         _sync(path.parent)
 

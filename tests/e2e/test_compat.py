@@ -5,10 +5,12 @@ import io
 import json
 import shutil
 
+import openai
 import PIL.Image
 import psutil
 import pytest
 
+from scripts.harness.wait import until
 from scripts.models import tiny, tiny_lora
 from tests.e2e.conftest import ROOT, serving
 from tests.e2e.test_security import Pings
@@ -136,8 +138,19 @@ def test_json_lines_with_sessions(formatted):
     assert parameters["MaxConcurrentTransforms"] > 1
 
 
+def batch(it, url, body):
+    """The answers to a batch of one line."""
+    line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "lmi", **body}}
+    file = it.openai.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    made = it.openai.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    until(lambda: it.openai.batches.retrieve(made.id).status == "completed")
+    output = it.openai.batches.retrieve(made.id).output_file_id
+    return [json.loads(line) for line in it.openai.files.content(output).text.splitlines()]
+
+
 def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
-    environ = {**tiny_options, "OPTION_TASK": "text-embedding"}
+    folder = str(tmp_path / "batches")
+    environ = {**tiny_options, "OPTION_TASK": "text-embedding", "OPTION_BATCH_FOLDER": folder}
     with serving(tmp_path / "log", **environ) as it:
         it.ready()
         (one,) = it.invoke({"inputs": "import"}).json()
@@ -149,6 +162,12 @@ def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
         tokens = it.client.post("/v1/embeddings", json={"input": [[5, 6], [7]]})
         assert len(tokens.json()["data"]) == 2
         assert it.invoke({"prompt": "a"}).status_code == 404
+        (line,) = batch(it, "/v1/embeddings", {"input": ["import", "a"]})
+        found = [each["embedding"] for each in line["response"]["body"]["data"]]
+        assert len(found) == 2
+        assert found[0] == pytest.approx(one, abs=0.01)
+        with pytest.raises(openai.BadRequestError, match="does not answer /v1/completions"):
+            batch(it, "/v1/completions", {"prompt": "a"})
         with Pings(it.url) as pings:
             # Read as each of vLLM's five kinds of request, these took minutes of the event loop.
             answer = it.client.post("/v1/embeddings", json={"input": [1] * 500_000})

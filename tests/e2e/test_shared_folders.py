@@ -13,6 +13,7 @@ from scripts.harness.wait import until
 from scripts.models import tiny_lora
 from serving.lora.shared_list import ListStore
 from tests.e2e.conftest import serving
+from tests.e2e.test_router import ready, routing
 
 BODY = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
 
@@ -75,19 +76,92 @@ def test_a_server_that_starts_late_has_the_adapters(first, late, folder, store):
         assert it.client.get("/adapters/one").status_code == 404
 
 
+def test_batches_through_a_router(first, late, folder, tmp_path):
+    """Each request goes to the other server: what one has made the other knows."""
+    environ = {"OPTION_BATCH_FOLDER": str(folder / "batches")}
+    with routing([first, late], tmp_path / "log", "roundrobin", **environ) as routed:
+        ready(routed)
+        client = routed.openai
+        bodies = {
+            "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
+            "/v1/responses": {"input": "Hi", "max_output_tokens": 16},
+        }
+        made = []
+        for url, body in bodies.items():
+            content = lines(url, {"model": "lmi", **body}, 5)
+            file = client.files.create(file=("in.jsonl", content), purpose="batch")
+            assert [client.files.content(file.id).read() for _ in range(2)] == [content] * 2
+            batch = client.batches.create(
+                input_file_id=file.id,
+                endpoint=url,
+                completion_window="24h",
+                output_expires_after={"anchor": "created_at", "seconds": 3600},
+            )
+            made.append(batch.id)
+        listed = [it.id for it in client.batches.list(limit=1)]
+        assert sorted(listed) == sorted(made)  # a page each
+        for name in made:
+            until(lambda name=name: client.batches.retrieve(name).status == "completed")
+            batch = client.batches.retrieve(name)
+            assert (batch.request_counts.completed, batch.error_file_id) == (5, None)
+            output = client.files.retrieve(batch.output_file_id)
+            assert output.expires_at == output.created_at + 3600
+            first_read, second = (client.files.content(output.id).read() for _ in range(2))
+            assert first_read == second
+            assert len(second.splitlines()) == 5
+
+        url = "/v1/completions"
+        long = {"model": "lmi", "prompt": "Hi", "max_tokens": 200, "ignore_eos": True}
+        file = client.files.create(file=("in.jsonl", lines(url, long, 500)), purpose="batch")
+        whole = {"input_file_id": file.id, "completion_window": "24h"}
+        batch = client.batches.create(endpoint=url, **whole)
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 1)
+        with pytest.raises(openai.ConflictError, match=f"{batch.id} reads this file"):
+            client.files.delete(file.id)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        until(lambda: client.batches.retrieve(batch.id).status == "cancelled")
+        batch = client.batches.retrieve(batch.id)
+        kept = client.files.content(batch.output_file_id).text.splitlines()
+        assert 1 < len(kept) == batch.request_counts.completed < 500
+        with pytest.raises(openai.BadRequestError, match="does not answer /v1/embeddings"):
+            client.batches.create(endpoint="/v1/embeddings", **whole)
+        assert client.files.delete(file.id).deleted
+        for _ in range(2):
+            with pytest.raises(openai.NotFoundError):
+                client.files.retrieve(file.id)
+
+        broken = lines(url, long, 2) + b"{\n" + lines("/v1/responses", long, 1)
+        file = client.files.create(file=("in.jsonl", broken), purpose="batch")
+        whole["input_file_id"] = file.id
+        batch = client.batches.create(endpoint=url, **whole)
+        until(lambda: client.batches.retrieve(batch.id).status == "failed")
+        faults = client.batches.retrieve(batch.id).errors.data
+        assert [(it.code, it.line) for it in faults] == [
+            ("invalid_json_line", 3),
+            ("duplicate_custom_id", 4),
+        ]
+
+
+def lines(url, body, count) -> bytes:
+    found = (
+        {"custom_id": f"{n}", "method": "POST", "url": url, "body": body} for n in range(count)
+    )
+    return b"".join(json.dumps(line).encode() + b"\n" for line in found)
+
+
 def test_a_server_that_is_killed_in_a_batch_leaves_it_to_the_other(first, late, folder):
     """Nothing is lost, and nothing is there twice."""
     body = {"model": "two", "max_tokens": 32, "messages": [{"role": "user", "content": "Hi"}]}
     url = "/v1/chat/completions"
-    lines = [{"custom_id": f"{n}", "method": "POST", "url": url, "body": body} for n in range(60)]
-    content = "\n".join(json.dumps(line) for line in lines).encode()
+    content = lines(url, body, 60)
     file = first.openai.files.create(file=("in.jsonl", content), purpose="batch")
+    before_it = {it.name for it in (folder / "batches/files").iterdir()}
     batch = first.openai.batches.create(
         input_file_id=file.id, endpoint=url, completion_window="24h"
     )
 
     def answers() -> bytes:
-        found = [it for it in (folder / "batches/files").iterdir() if it.name != file.id]
+        found = [it for it in (folder / "batches/files").iterdir() if it.name not in before_it]
         return max((it.read_bytes() for it in found if it.suffix == ""), key=len, default=b"")
 
     until(lambda: answers().count(b"\n") >= 4)

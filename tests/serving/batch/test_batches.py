@@ -2,11 +2,13 @@
 """Files and batches over HTTP, on the fake engine: what is answered, kept, refused and taken up."""
 
 import asyncio
+import io
 import json
 import os
+import resource
 import stat
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,7 @@ from serving.api.backend import Backend
 from serving.batch import run as run_module
 from serving.batch.lines import LINES, validate
 from serving.batch.records import OwnedBatch, Status
-from serving.batch.results import Results
+from serving.batch.runner import BATCHES
 from serving.batch.store import Store
 from serving.lifecycle import Lifecycle
 from tests.serving.conftest import running
@@ -166,33 +168,6 @@ async def test_files(served):
     assert (await served.client.get(f"{path}/content")).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "told"),
-    [
-        (b"{}", {}, "send the file as multipart/form-data"),
-        (b"--x", {"content-type": "multipart/form-data; boundary=x"}, "the form has no end"),
-        (b"a", {"content-type": "multipart/form-data; boundary=x"}, "the body is no form"),
-        (b"a", {"content-type": f"multipart/form-data; boundary={'x' * 999}"}, "is no form"),
-        (
-            b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n',
-            {"content-type": "multipart/form-data; boundary=x"},
-            "should have a part `file`",
-        ),
-        (
-            b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n%b\r\n--x--\r\n'
-            % (b"a" * 5000),
-            {"content-type": "multipart/form-data; boundary=x"},
-            "a field of the form has more than 4096 bytes",
-        ),
-    ],
-)
-async def test_bad_forms(served, body, headers, told):
-    answer = await served.client.post("/v1/files", content=body, headers=headers)
-    assert answer.status_code == 400
-    assert told in answer.json()["error"]["message"]
-    assert [*(folder_of(served) / "files").iterdir()] == []
-
-
 async def test_what_a_file_may_not_be(tmp_path):
     async with batching(tmp_path, batch_file_size=100, batch_files=2, batch_storage=100_000) as it:
         assert "purpose='fine-tune'" in (await upload(it, b"a", purpose="fine-tune")).text
@@ -235,6 +210,9 @@ async def test_the_folder_is_for_the_servers_user_alone(served):
         ({"endpoint": "/v1/rerank"}, "it should be one of /v1/chat/completions"),
         ({"completion_window": "1d"}, "completion_window='1d'"),
         ({"completion_window": "721h"}, "at most 720"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "should be 'created_at'"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "3600 to 2592000"),
+        ({"endpoint": "/v1/embeddings"}, "the model does not answer /v1/embeddings"),
         ({"metadata": {"a": "a" * 513}}, "metadata may have 16 keys"),
         ({"input_file_id": None}, "input_file_id"),
     ],
@@ -252,7 +230,7 @@ FAULTS = [
     (jsonl(line("a", "again")), "duplicate_custom_id", "custom_id"),
     (jsonl(line("", "b")), "invalid_request", "custom_id"),
     (jsonl(line("b", "b") | {"method": "GET"}), "invalid_method", "method"),
-    (jsonl(line("b", "b", url="/v1/embeddings")), "mismatched_url", "url"),
+    (jsonl(line("b", "b", url="/v1/embeddings")), "url_mismatch", "url"),
     (jsonl(line("b", "b") | {"body": [1]}), "invalid_request", "body"),
     (jsonl(line("b", "b" * 40_000)), "invalid_request", None),
     (b"\xff\xfe\n", "invalid_json_line", None),
@@ -270,10 +248,24 @@ async def test_a_broken_line_fails_the_batch_before_it_begins(served, broken, co
     assert served.engine.bodies == []
 
 
-def test_an_input_has_lines_but_not_too_many():
-    assert validate([b"\n"], COMPLETIONS, 100)[1][0].code == "empty_file"
-    found = (jsonl(line(str(n), "a")) for n in range(LINES + 1))
-    assert validate(found, COMPLETIONS, 1000)[1][0].code == "too_many_tasks"
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"\n", [("empty_file", None)]),
+        (b"\n" * (2 * LINES + 1), [("too_many_tasks", 2 * LINES + 1)]),
+        (b"a" * 10_000 + b"\n\nb\n", [("invalid_request", 1), ("invalid_json_line", 3)]),
+        (b"a" * 1_000 + b"\nb\n", [("invalid_request", 1), ("invalid_json_line", 2)]),
+        (b"b\n" * 200, [("invalid_json_line", n) for n in range(1, 101)]),
+    ],
+)
+def test_how_many_lines_there_may_be_and_how_long(content, found):
+    faults = validate(io.BytesIO(content), COMPLETIONS, 1000)[1]
+    assert [(it.code, it.line) for it in faults] == found
+
+
+def test_an_input_has_not_too_many_lines():
+    content = jsonl(*(line(str(n), "a") for n in range(LINES + 1)))
+    assert validate(io.BytesIO(content), COMPLETIONS, 1000)[1][0].code == "too_many_tasks"
 
 
 async def test_interactive_requests_go_first_and_have_room(served):
@@ -398,18 +390,70 @@ async def test_a_full_folder_fails_the_batch_with_what_it_has(tmp_path, monkeypa
         assert (await answers(it, batch["output_file_id"])).keys() == {"a"}
 
 
-async def test_a_disk_that_fails_is_tried_again(served, monkeypatch):
-    commit, failing = Results._commit, [True, True]
+async def test_a_full_disk_is_tried_again_and_leaves_nothing_half_written(served):
+    """The system's limit on the size of files stands for it."""
+    name = await begun(served, line("a", "a"), line("b", "step"), line("c", "step"))
+    content = jsonl(line("a", "a" * 1000))
+    file = (await upload(served, content)).json()["id"]
+    while served.engine.running < 1:
+        await asyncio.sleep(0.01)
+    with largest_file(500):
+        served.engine.steps.release()
+        for _ in range(5):
+            assert (await upload(served, content)).status_code == 503
+        answer = await create(served, file)
+        assert answer.status_code == 503
+        assert "OPTION_BATCH_FOLDER cannot be used: File too large" in answer.text
+        await asyncio.sleep(0.3)  # while it is tried again
+    for _ in range(9):
+        served.engine.steps.release()
+    batch = await ended(served, name)
+    assert (await answers(served, batch["output_file_id"])).keys() == {"a", "b", "c"}
+    assert half_written(served) == []
 
-    def fails(self, entries):
-        if failing:
-            failing.pop()
-            raise OSError(28, "No space left on device")
-        commit(self, entries)
 
-    monkeypatch.setattr(Results, "_commit", fails)
-    batch = await ended(served, await begun(served, line("a", "a"), line("b", "b")))
+def half_written(served):
+    return [path for path in folder_of(served).rglob(".*") if path.is_file()]
+
+
+@contextmanager
+def largest_file(size):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_folder_that_is_gone_for_a_while(served):
+    name = await begun(served, line("a", "a"), line("b", "wait"))
+    while not served.engine.running:
+        await asyncio.sleep(0.01)
+    folder, away = folder_of(served), folder_of(served).with_name("away")
+    folder.rename(away)
+    assert (await upload(served, b"a")).status_code == 503
+    assert (await create(served, "file-" + "a" * 32)).status_code == 503
+    assert (await served.client.get(f"/v1/batches/{name}")).status_code == 404
+    served.engine.gate.set()
+    while served.engine.running:
+        await asyncio.sleep(0.01)
+    away.rename(folder)
+    batch = await ended(served, name)
     assert (await answers(served, batch["output_file_id"])).keys() == {"a", "b"}
+
+
+async def test_so_many_batches_of_a_tenant_run_at_once_and_any_can_be_cancelled(served):
+    names = [await begun(served, line("a", f"wait {n}")) for n in range(BATCHES + 3)]
+    await ended(served, names[BATCHES - 1], "in_progress")
+    await asyncio.sleep(0.2)
+    status = [(await served.client.get(f"/v1/batches/{name}")).json()["status"] for name in names]
+    assert status == ["in_progress"] * BATCHES + ["validating"] * 3
+    await served.post(f"/v1/batches/{names[-1]}/cancel", b"")
+    assert (await ended(served, names[-1]))["status"] == "cancelled"
+    served.engine.gate.set()
+    for name in names[:-1]:
+        assert (await ended(served, name))["status"] == "completed"
 
 
 async def test_a_batch_that_ends_its_server_each_time_fails(served):
@@ -462,6 +506,7 @@ async def test_a_file_outlives_its_retention_only_while_it_is_read(tmp_path, mon
 KEYS = {
     "one": Caller(name="one", tenant="one", limits=Limits(requests=3)),
     "two": Caller(name="two", tenant="two", models=("other",)),
+    "three": Caller(name="three", tenant="three"),
 }
 
 
@@ -491,6 +536,35 @@ async def test_files_and_batches_are_their_tenants(served, keys):
     batch = await ended(served, name, headers=two)
     errors = await answers(served, batch["error_file_id"], headers=two)
     assert errors["a"]["response"]["status_code"] == 403
+
+
+async def test_a_tenant_has_half_of_the_room(tmp_path, keys):
+    two = {"authorization": "Bearer two"}
+    async with batching(tmp_path, batch_files=4, batch_storage=20_000) as it:
+        it.client.headers["authorization"] = "Bearer three"
+        content = jsonl(line("a", "a"))
+        for _ in range(2):
+            file = (await upload(it, content)).json()["id"]
+        assert "there may be 4 files (OPTION_BATCH_FILES)" in (await upload(it, content)).text
+        made = []
+        for _ in range(3):
+            made.append((await create(it, file)).json()["id"])
+            output = (await ended(it, made[-1]))["output_file_id"]
+            assert (await it.client.delete(f"/v1/files/{output}")).status_code == 200
+        listed = [each["id"] for each in (await it.client.get("/v1/batches")).json()["data"]]
+        assert len(listed) == 2  # of which one has taken the place of one that has ended
+        assert made[-1] in listed
+        for _ in range(2):
+            made = (await create(it, file)).json()["id"]
+            await ended(it, made)
+        full = await create(it, file)
+        assert full.status_code == 413
+        assert "there are 4 files with inputs and answers" in full.text
+
+        assert (await upload(it, b"a" * 11_000, headers=two)).status_code == 200
+        full = await upload(it, content, headers=two)
+        assert full.status_code == 413
+        assert "20000 bytes together (OPTION_BATCH_STORAGE), half of them" in full.text
 
 
 async def test_lines_count_against_their_callers_limits_and_wait_for_them(
