@@ -95,6 +95,10 @@ _REMEDIES = tuple(
             "set OPTION_TRUST_REMOTE_CODE=true, if you trust the model's code",
         ),
         (
+            r"does not support LoRA",
+            "leave OPTION_ENABLE_LORA out: vLLM has no adapters for models like this one",
+        ),
+        (
             r"architectures? .*not supported|no vLLM implementation"
             r"|does not recognize this architecture",
             "use a model that vLLM supports: docs.vllm.ai lists them",

@@ -116,6 +116,10 @@ CLASSIFY = "/classify"
 POOLING = "/pooling"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 TOKENIZER_PATHS = (TOKENIZE, DETOKENIZE)
+NOT_GENERATED = frozenset(
+    (COUNT_TOKENS, EMBEDDINGS, CLASSIFY, POOLING, *PAIRS_PATHS, *TOKENIZER_PATHS)
+)
+"""Those whose answers no model that generates would write, and whose texts no KV cache has."""
 UNFORMATTED_PATHS = (
     *(*AGENTS_PATHS, *AUDIO_PATHS),
     *(*PAIRS_PATHS, CLASSIFY, POOLING, *TOKENIZER_PATHS),

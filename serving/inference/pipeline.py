@@ -60,11 +60,6 @@ others are called by their paths' last part.
 LAST = 2**31 - 1
 """vLLM's priority of what is in the background: the lowest come first."""
 
-NOT_GENERATED = frozenset(
-    (protocol.COUNT_TOKENS, protocol.EMBEDDINGS, protocol.CLASSIFY, protocol.POOLING)
-).union(protocol.PAIRS_PATHS, protocol.TOKENIZER_PATHS)
-"""Paths of the engine whose answers no model that generates would write."""
-
 _NO_ADAPTER: contextlib.nullcontext[Adapter | None] = contextlib.nullcontext(None)
 
 
@@ -160,7 +155,7 @@ class Pipeline:
         path, engine = call.scope["path"], self.engine
         return (
             not (engine.embeds or engine.classifies)
-            and path not in NOT_GENERATED
+            and path not in protocol.NOT_GENERATED
             and call.record.caller.phase != "prefill"
         )
 

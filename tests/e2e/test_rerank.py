@@ -3,13 +3,18 @@
 by keys.
 """
 
+import json
+
 import pytest
 
 from scripts.models import tiny_reranker
+from serving.access import keys
 from serving.protocol import RERANK_PATHS, SCORE_PATHS
 from tests.e2e.conftest import serving
+from tests.e2e.test_router import routing
 from tests.e2e.test_security import Pings
 
+SECRET = "secret" * 8
 QUERY = "How is a module imported?"
 DOCUMENTS = ["The import statement finds a module.", "A class is made.", "Numbers are added."]
 
@@ -20,6 +25,7 @@ def reranker(tmp_path_factory):
         "OPTION_MODEL_ID": str(tiny_reranker.make()),
         "OPTION_KV_CACHE_MEMORY_BYTES": "64M",
         "HF_TASK": "text-ranking",
+        "OPTION_ROUTER_SECRET": SECRET,
     }
     with serving(tmp_path_factory.mktemp("reranker") / "log", **environ) as it:
         it.ready()
@@ -115,6 +121,30 @@ def test_what_is_refused(reranker):
         answer = reranker.client.post(path, json={"input": "a", "prompt": "a", "messages": []})
         assert answer.status_code == 404
         assert answer.json()["error"]["message"] == f"the model does not answer {path}"
+
+
+@pytest.mark.parametrize("strategy", ["kvaware", "session"])
+def test_through_a_router_with_keys(reranker, tmp_path, strategy):
+    """Which reads no cached prefix out of documents, and holds keys to their limits."""
+    row = {"name": "shop", "sha256": keys.digest(b"key"), "requests_per_minute": 5}
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [row]}))
+    environ = {
+        "OPTION_MODEL_ID": str(tiny_reranker.make()),
+        "OPTION_API_KEYS_FILE": str(file),
+        "OPTION_ROUTER_SECRET": SECRET,
+    }
+    with routing([reranker], tmp_path / "log", strategy, **environ) as routed:
+        routed.ready()
+        body = {"query": QUERY, "documents": DOCUMENTS * 50, "user": "someone"}
+        assert routed.client.post("/rerank", json=body).status_code == 401
+        routed.client.headers["authorization"] = "Bearer key"
+        for path in (*RERANK_PATHS, "/invocations"):
+            answer = routed.client.post(path, json=body)
+            assert len(scores(answer)) == 150
+            assert answer.headers["x-ratelimit-limit-requests"] == "5"
+        assert routed.client.post("/rerank", json=[]).status_code == 400
+        assert routed.client.post("/rerank", json=body).status_code == 429
 
 
 def test_many_documents_hold_nobody_up(reranker):

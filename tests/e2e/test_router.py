@@ -64,7 +64,7 @@ def routing(engines: list[Served], log, strategy: str, **environ: str):
         "OPTION_ROUTING_STRATEGY": strategy,
         "OPTION_MODEL_ID": str(tiny.make()),
     }
-    return serving(log, "./entrypoint.sh", "route", **options, **environ)
+    return serving(log, "./entrypoint.sh", "route", **{**options, **environ})
 
 
 def ready(routed: Served) -> None:

@@ -17,7 +17,7 @@ from prometheus_client import Counter
 
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
-from serving.protocol import KV_EVENT_SOURCES
+from serving.protocol import AUDIO_PATHS, KV_EVENT_SOURCES, NOT_GENERATED
 from serving.router.fleet.health import Asking
 from serving.router.fleet.replicas import Replica
 from serving.router.http.request import Request
@@ -94,6 +94,8 @@ class KvAwareness:
 
         The body is decoded a second time for that, in a process of its own: templates run there.
         """
+        if request.path in NOT_GENERATED or request.path in AUDIO_PATHS:
+            return routing_request  # of which nothing is cached
         if not self._workers.ready.is_set():
             self._fallbacks.labels("tokenizer").inc()
             return routing_request

@@ -17,6 +17,7 @@ from serving.protocol import (
     ADAPTER_ID,
     ADAPTER_IN_QUERY,
     COUNT_TOKENS,
+    NOT_GENERATED,
     SESSION_ID,
     TOKENIZER_PATHS,
     VLLM_SESSION_ID,
@@ -38,6 +39,8 @@ _BILLS = re.compile(_BILL + rb'[^"\\]*')
 """What Claude Code's system prompt begins with is another text each time. vLLM leaves it out."""
 _UNCOMPUTED = tuple(path.encode() for path in (COUNT_TOKENS, *TOKENIZER_PATHS))
 """Paths whose prompts are computed by no engine."""
+_UNCACHED = frozenset(path.encode() for path in NOT_GENERATED)
+"""Those, and others whose prompts are in no KV cache afterwards."""
 _FORM = b"multipart/"  # with a file in it, most of all: sound, of which no prefix is cached
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -165,10 +168,11 @@ class RequestReader:
         # What else decides whether KV caches of equal prompts are one.
         tools = bytes(keys.tools)
         seed = (adapter, tenant, bytes(keys.cache_salt), tools)
-        computed = target.partition(b"?")[0] not in _UNCOMPUTED
+        path = target.partition(b"?")[0]
+        computed = path not in _UNCOMPUTED
         return RoutingRequest(
             tokens=tokens + len(tools) // BYTES_PER_TOKEN if computed else 0,
-            chain=chain(prompt, seed) if self._chained and computed else (),
+            chain=chain(prompt, seed) if self._chained and path not in _UNCACHED else (),
             model=self._model(keys),
             adapter=adapter,
             salt=_text(keys.cache_salt) or None,

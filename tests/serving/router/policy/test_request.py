@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from serving.protocol import ADAPTER_ID
+from serving.protocol import ADAPTER_ID, CLASSIFY, EMBEDDINGS, PAIRS_PATHS, POOLING
 from serving.router.policy.prefix_index import CHUNK
 from serving.router.policy.request import RequestReader
 from tests import agents
@@ -36,6 +36,14 @@ def test_prompts_of_all_formats_make_chains(body):
     found = asked(body)
     assert found.tokens == pytest.approx(len(LONG) / 4, rel=0.05)
     assert len(found.chain) == len(LONG) // CHUNK
+
+
+@pytest.mark.parametrize("path", [EMBEDDINGS, CLASSIFY, POOLING, *PAIRS_PATHS])
+def test_texts_that_no_cache_keeps_are_counted_and_not_hashed(path):
+    body = json.dumps({"query": LONG, "documents": [LONG], "input": LONG}).encode()
+    found = read(JSON, body, f"{path}?a=b".encode())
+    assert found.chain == ()
+    assert found.tokens >= len(LONG) // 4
 
 
 def test_a_conversation_goes_on_with_the_same_chain():
