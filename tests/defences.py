@@ -155,6 +155,14 @@ DEFENCES: Mapping[str, Removed] = {
         f"{BATCHES}test_files_and_batches_are_their_tenants",
         {"serving.batch.answers:owner": nothing},
     ),
+    "A tenant takes all the room for files and batches, or all that run": Removed(
+        f"{BATCHES}test_a_tenant_has_half_of_the_room", {"serving.batch.store:SHARE": 2.0}
+    ),
+    "Forms of ten thousand parts, with heads of a megabyte, or cut": Removed(
+        "tests/serving/api/test_forms.py::test_what_is_no_form_or_too_much"
+        "[body16-multipart/form-data; boundary=a-at most 64 fields-/v1/files]",
+        {"handlers.multipart:FIELDS": 10**9, "handlers.multipart:FIELDS_SIZE": 10**9},
+    ),
     "vLLM's administration and development paths": Removed(
         "tests/serving/api/test_app.py::test_nothing_else_is_there",
         {"serving.api.app:Router": OpenRouter},
