@@ -150,7 +150,14 @@ def batch(it, url, body):
 
 def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
     folder = str(tmp_path / "batches")
-    environ = {**tiny_options, "OPTION_TASK": "text-embedding", "OPTION_BATCH_FOLDER": folder}
+    tiny_lora.write(tmp_path / "other", 1)
+    environ = {
+        **tiny_options,
+        "OPTION_TASK": "text-embedding",
+        "OPTION_BATCH_FOLDER": folder,
+        "OPTION_ENABLE_LORA": "true",
+        "OPTION_ADAPTER_ROOTS": str(tmp_path),
+    }
     with serving(tmp_path / "log", **environ) as it:
         it.ready()
         (one,) = it.invoke({"inputs": "import"}).json()
@@ -159,6 +166,13 @@ def test_a_model_that_embeds_and_does_nothing_else(tiny_options, tmp_path):
         assert len(many) == 8
         theirs = it.openai.embeddings.create(model="lmi", input="import", encoding_format="float")
         assert theirs.data[0].embedding == pytest.approx(one, abs=0.01)
+        source = {"name": "other", "src": str(tmp_path / "other")}
+        assert it.client.post("/adapters", params=source).status_code == 200
+        other = it.openai.embeddings.create(model="other", input="import")
+        assert other.data[0].embedding != pytest.approx(one, abs=0.01)
+        both = it.invoke({"inputs": ["import"] * 2, "adapters": ["other", ""]}).json()
+        assert both[1] == pytest.approx([one], abs=0.01)
+        assert both[0][0] == pytest.approx(other.data[0].embedding, abs=0.01)
         tokens = it.client.post("/v1/embeddings", json={"input": [[5, 6], [7]]})
         assert len(tokens.json()["data"]) == 2
         assert it.invoke({"prompt": "a"}).status_code == 404

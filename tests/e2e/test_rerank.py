@@ -14,21 +14,30 @@ from tests.e2e.conftest import serving
 from tests.e2e.test_router import routing
 from tests.e2e.test_security import Pings
 
-SECRET = "secret" * 8
 QUERY = "How is a module imported?"
 DOCUMENTS = ["The import statement finds a module.", "A class is made.", "Numbers are added."]
 
 
 @pytest.fixture(scope="module")
-def reranker(tmp_path_factory):
+def access(tmp_path_factory):
+    """The keys of the server and of the router before it."""
+    rows = [{"name": it, "sha256": keys.digest(it.encode())} for it in ("own", "shop")]
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    file.write_text(json.dumps({"keys": [rows[0], {**rows[1], "requests_per_minute": 5}]}))
+    return {"OPTION_API_KEYS_FILE": str(file), "OPTION_ROUTER_SECRET": "secret" * 8}
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory, access):
     environ = {
+        **access,
         "OPTION_MODEL_ID": str(tiny_reranker.make()),
         "OPTION_KV_CACHE_MEMORY_BYTES": "64M",
         "HF_TASK": "text-ranking",
-        "OPTION_ROUTER_SECRET": SECRET,
     }
     with serving(tmp_path_factory.mktemp("reranker") / "log", **environ) as it:
         it.ready()
+        it.client.headers["authorization"] = "Bearer own"
         yield it
 
 
@@ -124,21 +133,14 @@ def test_what_is_refused(reranker):
 
 
 @pytest.mark.parametrize("strategy", ["kvaware", "session"])
-def test_through_a_router_with_keys(reranker, tmp_path, strategy):
+def test_through_a_router_with_keys(reranker, access, tmp_path, strategy):
     """Which reads no cached prefix out of documents, and holds keys to their limits."""
-    row = {"name": "shop", "sha256": keys.digest(b"key"), "requests_per_minute": 5}
-    file = tmp_path / "keys.json"
-    file.write_text(json.dumps({"keys": [row]}))
-    environ = {
-        "OPTION_MODEL_ID": str(tiny_reranker.make()),
-        "OPTION_API_KEYS_FILE": str(file),
-        "OPTION_ROUTER_SECRET": SECRET,
-    }
+    environ = {**access, "OPTION_MODEL_ID": str(tiny_reranker.make())}
     with routing([reranker], tmp_path / "log", strategy, **environ) as routed:
         routed.ready()
         body = {"query": QUERY, "documents": DOCUMENTS * 50, "user": "someone"}
         assert routed.client.post("/rerank", json=body).status_code == 401
-        routed.client.headers["authorization"] = "Bearer key"
+        routed.client.headers["authorization"] = "Bearer shop"
         for path in (*RERANK_PATHS, "/invocations"):
             answer = routed.client.post(path, json=body)
             assert len(scores(answer)) == 150
