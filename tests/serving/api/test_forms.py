@@ -79,7 +79,7 @@ async def test_bodies_that_are_not_as_long_as_they_say(served, path, length, sen
     writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode() + sent)
     await writer.drain()
     if length < len(sent):
-        assert (await reader.read(12)) == b"HTTP/1.1 400"
+        assert await reader.readexactly(12) == b"HTTP/1.1 400"
     writer.close()
     while (
         kept(served) or served.server.backend.files._uploads.total() or served.pipeline.bodies.held
