@@ -892,7 +892,8 @@ class Settings:
         "OPTION_ROUTER_REPLICAS",
         section=Section.ROUTER,
         help="Upstream servers of `route`: comma-separated URLs, `file:///path` with one per "
-        "line, or `kubernetes://NAMESPACE/LABELS?port=PORT`, labels of EndpointSlices.",
+        "line, `kubernetes://NAMESPACE/LABELS?port=PORT`, labels of EndpointSlices, or "
+        "`inferencepool://NAMESPACE/NAME`.",
     )
     routing_strategy: str = _option(
         choice("prefixaware", "kvaware", "session", "roundrobin"),

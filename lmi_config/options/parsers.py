@@ -446,6 +446,16 @@ class Endpoints(NamedTuple):
     port: str | int | None
 
 
+class Pool(NamedTuple):
+    """An InferencePool of Kubernetes, whose pods are the replicas. namespace: empty for the pod's
+    own.
+    """
+
+    namespace: str
+    name: str
+
+
+_POOL = re.compile(r"([a-z0-9-]*)/([a-z0-9][a-z0-9.-]*)", re.ASCII)
 _REPLICA = re.compile(r"(?:(https?)://)?(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(\d{1,5}))?/?", re.ASCII)
 _ENDPOINTS = re.compile(r"([a-z0-9-]*)/([\w./=!,() -]+)(?:\?port=([a-z0-9-]+))?", re.ASCII)
 
@@ -477,7 +487,7 @@ def is_address(url: str) -> bool:
     return True
 
 
-def replica_source(value: str) -> frozenset[str] | Path | Endpoints:
+def replica_source(value: str) -> frozenset[str] | Path | Endpoints | Pool:
     """Read where the replicas are listed: base URLs, a file that lists them, or Kubernetes."""
     scheme, _, rest = value.partition("://")
     if scheme == "file":
@@ -494,9 +504,16 @@ def replica_source(value: str) -> frozenset[str] | Path | Endpoints:
         namespace, selector, port = match.groups()
         number = port and port.isdecimal()
         return Endpoints(namespace, selector, integer(1, 65535)(port) if number else port)
+    if scheme == "inferencepool":
+        pool = _POOL.fullmatch(rest)
+        if not pool:
+            raise ValueError("inferencepool://NAMESPACE/NAME, like inferencepool:///slipway")
+        return Pool(*pool.groups())
     addresses = value.replace(",", " ").split()
     if not addresses:
-        raise ValueError("URLs like http://10.0.0.5:8080, a file:// or a kubernetes:// URL")
+        raise ValueError(
+            "URLs like http://10.0.0.5:8080, a file://, a kubernetes:// or an inferencepool:// URL"
+        )
     return frozenset(map(replica, addresses))
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the replicas are: a list, a file that is watched, or endpoints that Kubernetes knows."""
+"""Where the replicas are: a list, a file that is watched, or endpoints or pods that Kubernetes
+knows.
+"""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -19,7 +21,8 @@ async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
 
     where: what `values.replicas` accepts. Of Kubernetes' endpoints it takes those that are ready or
     still serve, but none that are terminating. Without `?port=` it is the port named `http`, or
-    else the first; a number is the pods' port, not the Service's.
+    else the first; a number is the pods' port, not the Service's. Of an InferencePool's pods it
+    takes those that are ready, at the pool's ports.
 
     While a file or Kubernetes cannot be read, the replicas stay as they were; nothing is yielded
     before it could be read once. Each new reason is logged. Raises ValueError when `where` is none

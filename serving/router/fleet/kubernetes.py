@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' endpoints as replicas.
+"""Kubernetes' endpoints as replicas, or the pods of an InferencePool.
 
-The router needs the verbs `list` and `watch` on `endpointslices` in the API group
-`discovery.k8s.io`.
+For endpoints the router needs the verbs `list` and `watch` on `endpointslices` in the API group
+`discovery.k8s.io`; for a pool `get` on `inferencepools` in `inference.networking.k8s.io`, and
+`list` and `watch` on `pods`.
 """
 
 import asyncio
@@ -10,12 +11,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lmi_config.options.parsers import Endpoints
+from lmi_config.options.parsers import Endpoints, Pool
 from serving.follow import FaultLog
 
 ANSWER_S = 5.0
@@ -25,14 +26,29 @@ WATCH_S = 60
 PAUSE_S = 1.0
 """From one list to the next, at least. It doubles while Kubernetes cannot be asked."""
 LONGEST_PAUSE_S = 30.0
+POOL_GROUP, POOL_VERSION, POOLS = "inference.networking.k8s.io", "v1", "inferencepools"
 
 
-async def endpoints(source: Endpoints) -> AsyncGenerator[frozenset[str]]:
+class _Objects(NamedTuple):
+    """What to list and watch. lists: the client's call. where: the namespace and the labels. urls:
+    those of the objects.
+    """
+
+    lists: Any
+    where: dict[str, str]
+    urls: Callable[[Collection[Any]], frozenset[str]]
+
+
+async def endpoints(source: Endpoints | Pool) -> AsyncGenerator[frozenset[str]]:
     """The URLs of the endpoints, whenever Kubernetes reports a change, and once a minute.
 
     The client's own informer does the same, but asks again at once and for ever when it is refused.
     """
-    faults = FaultLog("the replicas", f"EndpointSlices with {source.selector}")
+    if isinstance(source, Pool):
+        what = f"the InferencePool {source.name}"
+    else:
+        what = f"EndpointSlices with {source.selector}"
+    faults = FaultLog("the replicas", what)
     pause = PAUSE_S
     while True:
         began = time.monotonic()
@@ -51,7 +67,7 @@ async def endpoints(source: Endpoints) -> AsyncGenerator[frozenset[str]]:
         await asyncio.sleep(began + pause - time.monotonic())
 
 
-async def _watched(source: Endpoints) -> AsyncGenerator[frozenset[str]]:
+async def _watched(source: Endpoints | Pool) -> AsyncGenerator[frozenset[str]]:
     """The endpoints as a list and then a watch show them, until the watch ends.
 
     The client is synchronous, so it works in a thread. When nobody reads on, that
@@ -80,7 +96,7 @@ async def _watched(source: Endpoints) -> AsyncGenerator[frozenset[str]]:
 
 
 def _client() -> tuple[Any, str]:
-    """The API of EndpointSlices, and our own namespace.
+    """A client of the API server, and our own namespace.
 
     The configuration is KUBECONFIG, or else a pod's own, or else ~/.kube/config. Its credentials
     may have been renewed, so it is read each time.
@@ -98,21 +114,42 @@ def _client() -> tuple[Any, str]:
         context = config.list_kube_config_contexts(kubeconfig)[1]["context"]
         namespace = context.get("namespace") or "default"
     configuration.retries = False  # we do that, and urllib3 would log each
-    return client.DiscoveryV1Api(client.ApiClient(configuration)), namespace
+    return client.ApiClient(configuration), namespace
 
 
-def _list_and_watch(source: Endpoints) -> Iterator[frozenset[str]]:
+def _objects(source: Endpoints | Pool) -> _Objects:
+    """What says which replicas there are."""
+    connection, own = _client()
+    from kubernetes import client
+
+    where = {"namespace": source.namespace or own}
+    if isinstance(source, Endpoints):
+        lists = client.DiscoveryV1Api(connection).list_namespaced_endpoint_slice
+        where["label_selector"] = source.selector
+        return _Objects(lists, where, lambda slices: urls(slices, source.port))
+    # It is read anew with each watch: changes of it are rare.
+    pool = client.CustomObjectsApi(connection).get_namespaced_custom_object(
+        *(POOL_GROUP, POOL_VERSION, where["namespace"], POOLS, source.name),
+        _request_timeout=(ANSWER_S, ANSWER_S),
+    )
+    labels = pool["spec"]["selector"]["matchLabels"]
+    ports = [int(it["number"]) for it in pool["spec"]["targetPorts"]]
+    where["label_selector"] = ",".join(f"{name}={value}" for name, value in labels.items())
+    lists = client.CoreV1Api(connection).list_namespaced_pod
+    return _Objects(lists, where, lambda pods: pod_urls(pods, ports))
+
+
+def _list_and_watch(source: Endpoints | Pool) -> Iterator[frozenset[str]]:
     """The same in this thread."""
-    api, namespace = _client()
+    objects = _objects(source)
     from kubernetes.watch import Watch
 
-    where = {"namespace": source.namespace or namespace, "label_selector": source.selector}
-    listed = api.list_namespaced_endpoint_slice(**where, _request_timeout=(ANSWER_S, ANSWER_S))
-    slices = {one.metadata.name: one for one in listed.items}
-    yield urls(slices.values(), source.port)
+    listed = objects.lists(**objects.where, _request_timeout=(ANSWER_S, ANSWER_S))
+    found = {one.metadata.name: one for one in listed.items}
+    yield objects.urls(found.values())
     for event in Watch().stream(
-        api.list_namespaced_endpoint_slice,
-        **where,
+        objects.lists,
+        **objects.where,
         resource_version=listed.metadata.resource_version,
         timeout_seconds=WATCH_S,
         _request_timeout=(ANSWER_S, WATCH_S + ANSWER_S),
@@ -121,10 +158,26 @@ def _list_and_watch(source: Endpoints) -> Iterator[frozenset[str]]:
             continue
         one = event["object"]
         if event["type"] == "DELETED":
-            slices.pop(one.metadata.name, None)
+            found.pop(one.metadata.name, None)
         else:
-            slices[one.metadata.name] = one
-        yield urls(slices.values(), source.port)
+            found[one.metadata.name] = one
+        yield objects.urls(found.values())
+
+
+def pod_urls(pods: Collection[Any], ports: Collection[int]) -> frozenset[str]:
+    """The base URLs of the pods to use, one for each port: those that are ready and not about to
+    end.
+    """
+    hosts = [it.status.pod_ip for it in pods if not it.metadata.deletion_timestamp and _ready(it)]
+    return frozenset(
+        f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts for port in ports
+    )
+
+
+def _ready(pod: Any) -> bool:
+    conditions = pod.status.conditions or ()
+    ready = any(it.type == "Ready" and it.status == "True" for it in conditions)
+    return bool(ready and pod.status.pod_ip)
 
 
 def urls(slices: Collection[Any], port: str | int | None) -> frozenset[str]:

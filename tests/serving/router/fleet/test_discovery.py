@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from lmi_config.options.parsers import Endpoints, replica_source, replicas
+from lmi_config.options.parsers import Endpoints, Pool, replica_source, replicas
 from scripts.harness.wait import until_async
 from serving import follow
 from serving.router.fleet import kubernetes
@@ -75,6 +75,8 @@ async def following(where):
             Endpoints("", "app in (a, b),!canary,tier!=test", 8080),
         ),
         ("kubernetes://my-space/app=a", Endpoints("my-space", "app=a", None)),
+        ("inferencepool://my-space/my.pool", Pool("my-space", "my.pool")),
+        ("inferencepool:///slipway", Pool("", "slipway")),
     ],
 )
 def test_what_says_where_replicas_are(where, source):
@@ -125,6 +127,10 @@ def test_what_says_where_replicas_are(where, source):
                 "default/a=b?porto=http",
                 "default/a=b&c",
             )
+        ),
+        *(
+            (f"inferencepool://{where}", "inferencepool://NAMESPACE/NAME")
+            for where in ("", "slipway", "default/", "default/A", "default/a?port=1", "a/b/c")
         ),
         ("kubernetes://default/a=b?port=0", "a whole number, at least 1, at most 65535"),
         ("kubernetes://default/a=b?port=70000", "a whole number, at least 1, at most 65535"),
@@ -244,7 +250,7 @@ def piece(*pods, ports=(HTTP,), kind="IPv4"):
 
 
 class Cluster:
-    """An API server with the EndpointSlices of one namespace.
+    """An API server with the EndpointSlices of one namespace, or an InferencePool and its pods.
 
     asked: requests, as "list" or "watch from" and a version. answers: statuses to answer next
     requests with; 410 is told as an event of a watch that has begun.
@@ -252,6 +258,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.slices: dict[str, dict[str, Any]] = {}
+        self.pool: dict[str, Any] = {}
         self.version = 100
         self.asked: list[str] = []
         self.queries: list[tuple[str, dict[str, str]]] = []
@@ -292,7 +299,7 @@ class Cluster:
             self.version += 1
             about = {"name": name, "resourceVersion": str(self.version)}
             if content:
-                self.slices[name] = content | {"metadata": about}
+                self.slices[name] = content | {"metadata": about | content.get("metadata", {})}
             one = self.slices[name] if content else self.slices.pop(name)
             for watch in self.watches:
                 watch.put({"type": kind, "object": one})
@@ -305,6 +312,7 @@ class Cluster:
     def answer(self, request) -> None:
         path, query = urlsplit(request.path).path, dict(parse_qsl(urlsplit(request.path).query))
         kind = "watch" if query.get("watch") else "list"
+        kind = "get" if "/inferencepools/" in path else kind
         with self.lock:
             version = query.get("resourceVersion", "")
             self.asked.append(f"watch from {version}" if kind == "watch" else kind)
@@ -319,8 +327,10 @@ class Cluster:
             told: queue.Queue[Any] = queue.Queue()
             if kind == "watch" and status == 200:
                 self.watches.append(told)
+        if path.endswith("/inferencepools/slipway"):
+            found = {"spec": self.pool}
         fault = {"code": status, "reason": "Because", "message": f"no: {status}", "kind": "Status"}
-        if kind == "list" or status == 403:
+        if kind != "watch" or status == 403:
             body = json.dumps(found if status == 200 else fault).encode()
             request.send_response(status)
             request.send_header("Content-Type", "application/json")
@@ -383,6 +393,54 @@ async def test_endpoints_are_listed_and_watched(cluster):
     for path, query in cluster.queries:
         assert path == "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
         assert query["labelSelector"] == "kubernetes.io/service-name=slipway"
+
+
+def server(number: int, ready: bool = True, **about: str) -> dict[str, Any]:
+    """A pod of a pool."""
+    conditions = {"Initialized": True, "Ready": ready}
+    told = [{"type": name, "status": str(value)} for name, value in conditions.items()]
+    return {"metadata": about, "status": {"podIP": f"10.0.0.{number}", "conditions": told}}
+
+
+@pytest.mark.anyio
+async def test_the_pods_of_a_pool_are_listed_and_watched(cluster):
+    labels = {"app": "slipway", "role": "decode"}
+    cluster.pool = {"selector": {"matchLabels": labels}, "targetPorts": [{"number": 8080}]}
+    cluster.put("one", server(1))
+    cluster.put("late", {"metadata": {}, "status": {"conditions": None}})
+    async with following("inferencepool://default/slipway") as seen:
+        await until_async(lambda: seen == [{A}] and cluster.watches)
+        cluster.put("two", server(2, ready=False))
+        cluster.put("two", server(2))
+        await until_async(lambda: seen[1:] == [{A, B}])
+        cluster.put("one", server(1, deletionTimestamp="2027-01-01T00:00:00Z"))
+        await until_async(lambda: seen[2:] == [{B}])
+        cluster.put("two", None)
+        await until_async(lambda: seen[3:] == [set()])
+        # Another copy of the model has another port. The pool is read with each watch.
+        cluster.pool["targetPorts"].append({"number": 8081})
+        cluster.put("three", server(3))
+        await until_async(lambda: seen[4:] == [{C}])
+        cluster.end_watches()
+        await until_async(lambda: seen[5:] == [{C, "http://10.0.0.3:8081"}])
+    assert cluster.asked[:3] == ["get", "list", "watch from 102"]
+    pool = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools/slipway"
+    pods = "/api/v1/namespaces/default/pods"
+    assert [path for path, _ in cluster.queries[:3]] == [pool, pods, pods]
+    assert {query["labelSelector"] for _, query in cluster.queries[1:3]} == {
+        "app=slipway,role=decode"
+    }
+
+
+@pytest.mark.anyio
+async def test_a_pool_that_is_not_there_is_told_once(cluster, caplog):
+    cluster.answers = [("get", 404)] * 3
+    cluster.pool = {"selector": {"matchLabels": {"a": "b"}}, "targetPorts": [{"number": 8080}]}
+    cluster.put("one", server(1))
+    async with following("inferencepool:///slipway") as seen:
+        await until_async(lambda: seen == [{A}])
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.endswith("the InferencePool slipway: the API server answers 404: no: 404")
 
 
 @pytest.mark.anyio
