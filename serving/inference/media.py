@@ -36,6 +36,8 @@ PIXELS = 1 << 28  # of all its pictures: 0.8 GB as vLLM holds them. vLLM limits 
 FETCH_S = 10.0  # for one of them, from its host's name to its last byte; they are fetched at once
 CONNECT_S = 3.0  # for each of a host's addresses
 ANY = "*"  # among the hosts that media may come from: every host whose addresses are public
+_CONVERSATIONS = ("messages", "input")
+"""Keys of the parts that media may be in, as PAIRS are: limits.py lets both have so many."""
 
 
 async def prepared(
@@ -43,14 +45,15 @@ async def prepared(
     allowed: Collection[str],
     limit: int,
     sharers: str | None = None,
+    pairs: bool = False,
 ) -> bytes:
     """The JSON body of a request as the engine may have its media.
 
     allowed: hosts that media may come from, by their names in DNS, in any case, or ANY. limit:
     bytes that all fetched media of the request may have. sharers: what the clients have in common
-    that share KV caches, or None where all do. A body without media is returned as it came, and so
-    is one that is not JSON. Raises BadRequest for media that may not or cannot be fetched, or are
-    too many or too large.
+    that share KV caches, or None where all do. pairs: whether the engine compares texts, which have
+    the media then. A body without media is returned as it came, and so is one that is not JSON.
+    Raises BadRequest for media that may not or cannot be fetched, or are too many or too large.
     """
     if not _may_have_media(body):
         return body
@@ -61,11 +64,12 @@ async def prepared(
             return body
     if not isinstance(request, dict):
         return body
-    if _has_place(request.get("mm_processor_kwargs")):
+    arguments = request.get("mm_processor_kwargs")
+    if arguments and await in_thread(_has_place, arguments):
         raise BadRequest("mm_processor_kwargs may name no URLs or files", "mm_processor_kwargs")
     parts = [
         part
-        for part in _parts([request.get(key) for key in ("messages", "input", *PAIRS)])
+        for part in _parts([request.get(key) for key in (PAIRS if pairs else _CONVERSATIONS)])
         if _is_of_messages(part) or not part.keys().isdisjoint(_OF_MEDIA)
     ]
     if not parts:

@@ -385,7 +385,8 @@ class Pipeline:
             sequences *= await self._windows(request.form)
         else:
             allowed = settings.allowed_media_domains
-            body = await media.prepared(body, allowed, settings.max_request_size, salt)
+            pairs = call.path in protocol.PAIRS_PATHS
+            body = await media.prepared(body, allowed, settings.max_request_size, salt, pairs)
         keys: dict[str, object] = {}
         if salt and call.path not in protocol.TOKENIZER_PATHS:
             keys["cache_salt"] = salt

@@ -218,6 +218,13 @@ async def test_a_chats_images_come_from_allowed_hosts_only(shared):
         assert "secret" not in answer.text
 
 
+async def test_no_media_are_looked_for_where_the_engine_looks_for_none(shared):
+    """A flood of them held up everybody; texts to compare have a limit on their own paths alone."""
+    part = {"type": "image_url", "image_url": {"url": "https://elsewhere.example/a.png"}}
+    body = {"messages": [{"role": "user", "content": "a"}], "query": [{"content": [part]}]}
+    assert (await shared.post("/v1/chat/completions", body)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "error"),
     [
