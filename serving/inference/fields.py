@@ -98,6 +98,7 @@ class RequestFields(msgspec.Struct, gc=False):
     guided_choice: msgspec.Raw = _NONE
     tools: msgspec.Raw = _NONE
     text: msgspec.Raw = _NONE
+    system: msgspec.Raw = _NONE
     output_config: msgspec.Raw = _NONE
     stop_sequences: msgspec.Raw = _NONE
     metadata: msgspec.Raw = _NONE

@@ -96,6 +96,7 @@ KEPT = {
 
 class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw()
+    output: msgspec.Raw = msgspec.Raw()  # of a tool, as Responses have it
 
 
 class _Content(msgspec.Struct):
@@ -149,6 +150,8 @@ def check(call: RequestFields, trusted: bool) -> None:
     for key in ("prompt", "input", "messages"):
         if is_list(value := getattr(call, key)):
             _check_list(bytes(value), key, _kind(bytes(value)))
+    if is_list(call.system) and length(call.system) > INPUTS:
+        raise BadRequest(f"system may have {INPUTS} parts", "system")
     if n * prompts(call.prompt) > SEQUENCES:
         raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
     _check_prompt_logprobs(call, n)
@@ -237,7 +240,7 @@ def _check_messages(value: bytes, key: str, kind: str) -> None:
             found = [message for messages in _conversations(value) for message in messages]
         else:
             found = _messages(value)
-        contents = [bytes(message.content) for message in found]
+        contents = [bytes(it) for message in found for it in (message.content, message.output)]
         parts = [
             part for content in contents if content.startswith(b"[") for part in _parts(content)
         ]

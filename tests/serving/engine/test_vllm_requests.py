@@ -66,6 +66,7 @@ REQUESTS = {
 LIMITED = {
     *(*limits._INTERNAL, *limits._LONGEST, *PAIRS),
     *("n", "prompt", "input", "messages", "echo", "prompt_logprobs", "repetition_detection"),
+    "system",
     *("instruction", "chat_template_kwargs", "max_tokens_per_query", "max_tokens_per_doc"),
 }
 """By serving/inference/limits.py."""
@@ -125,7 +126,6 @@ HARMLESS = {
     "thinking": "a number or a switch",
     "enable_response_messages": "the prompt's tokens are sent back once",
     "instructions": "becomes a part of the prompt",
-    "system": "becomes a part of the prompt",
     "stream_options": "two flags",
     "tool_choice": "compared with the names in `tools`",
     "tokens": "a list in a body that has a limit of its own",

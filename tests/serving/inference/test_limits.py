@@ -238,12 +238,19 @@ def user(*parts):
         {"messages": [[], [user()] * (MESSAGES + 1)]},
         {"input": [user()] * (MESSAGES + 1)},
         {"input": [[user()] * (MESSAGES + 1)]},
+        {"input": [{"type": "function_call_output", "output": ["a"] * (MESSAGES + 1)}]},
     ],
 )
 async def test_a_request_has_so_many_messages(large, embedding, body):
     """The engine's models take long to read each of them, on the event loop."""
     path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
     assert f"may have {MESSAGES} messages" in await refused(embedding, path, body)
+
+
+async def test_what_comes_before_messages_has_so_many_parts(large):
+    """The same, on Anthropic's path."""
+    body = {"messages": [user()], "system": ["a"] * (INPUTS + 1)}
+    assert f"system may have {INPUTS} parts" in await refused(large, "/v1/messages", body)
 
 
 @pytest.mark.parametrize(
