@@ -430,6 +430,7 @@ class Pipeline:
         """Raise BadRequest for a call that the engine may not get."""
         limits.check(found, self._settings.trust_request_internals)
         if call.path == protocol.RESPONSES:
+            limits.check_items(found)
             limits.check_kept(found)
         elif call.path in protocol.PAIRS_PATHS:
             limits.check_pairs(found)

@@ -247,6 +247,21 @@ async def test_a_request_has_so_many_messages(large, embedding, body):
     assert f"may have {MESSAGES} messages" in await refused(embedding, path, body)
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"input": [1, 2]}, "input should be a text or a list of items"),
+        ({"input": ["a"]}, "input should be a text or a list of items"),
+        ({"input": {"a": 1}}, "input should be a text or a list of items"),
+        ({"tools": [1]}, "tools should be a list of objects"),
+        ({"tools": [{}] * (INPUTS + 1)}, f"tools may be at most {INPUTS}"),
+    ],
+)
+async def test_the_engine_does_not_say_of_each_item_what_it_is_not(large, more, told):
+    """60 KB of numbers would take its model of a request some seconds, on the event loop."""
+    assert told in await refused(large, "/v1/responses", {"input": "a"} | more)
+
+
 async def test_what_comes_before_messages_has_so_many_parts(large):
     """The same, on Anthropic's path."""
     body = {"messages": [user()], "system": ["a"] * (INPUTS + 1)}
