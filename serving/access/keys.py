@@ -138,7 +138,8 @@ def parsed(content: bytes) -> Keys:
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"it is not YAML{line}: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, LookupError):
+        # The last two are what PyYAML raises for `!!timestamp a` and `!!bool a`.
         raise ValueError("it is not YAML") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"it should have `keys`, a list: {error}") from None

@@ -73,6 +73,7 @@ async function ask(path, options = {}) {
     const found = JSON.parse(body);
     said = found.error?.message ?? found.message ?? found.detail ?? found.error ?? body;
   } catch {} // not JSON: as it is
+  if (answer.status === 401) said = `${key ? "the key above is not valid here" : "this server has keys"}: type one into the field above`;
   throw new Refused(answer.status, String(said || `status ${answer.status}`));
 }
 
@@ -624,12 +625,13 @@ function showStart() {
     failing: "Requests fail",
     failed: "The server has failed",
     stopped: "The server has stopped",
-    unreachable: failed ? "The server has failed, and is gone" : "The server does not answer",
+    unreachable: failed ? "The server has failed, and is gone" : "The server does not answer; its log says why",
   };
   $("start").hidden = !(stage in titles);
   $("start").className = `card ${failed ? "failed" : stage}`;
   $("start-title").textContent = titles[stage] ?? "";
-  $("start-detail").textContent = detail ?? last?.detail ?? "";
+  const before = last?.detail && `${failed ? "" : `when last seen it was ${last.status}: `}${last.detail}`;
+  $("start-detail").textContent = detail ?? before ?? "";
   const steps = status?.steps ?? [];
   const reached = steps.findLastIndex(({ seconds: taken }) => taken !== null);
   // What was passed over is not needed here, like fetching a model of this machine.
@@ -700,11 +702,11 @@ function show() {
   for (const link of $("nav").children) {
     if (link.hash === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
-    $(link.hash.slice(1)).hidden = link.hash !== view;
+    $(link.hash.slice(1)).hidden = link.hash !== view || (refused && view !== "#chat");
   }
   const why = view === "#chat" ? chatRefused : refused;
   $("refused").hidden = !why;
-  $("refused").textContent = `${why}. The field above takes it.`;
+  $("refused").textContent = `${why[0]?.toUpperCase()}${why.slice(1)}.`;
   showStart();
   showComposer();
   if (view === "#activity") {

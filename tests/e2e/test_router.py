@@ -16,6 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_parser,
+)
+from prometheus_client.parser import text_string_to_metric_families as text_parser
 
 from scripts.harness import ports
 from scripts.harness.wait import until
@@ -400,6 +404,29 @@ def read(served: Served, n: int, begun: Callable[[], object]) -> tuple[str, int,
 
 def under_way(routed: Served) -> dict[str, int]:
     return {it["replica"]: it["requests_under_way"] for it in replicas(routed)}
+
+
+def series(parser, text):
+    """Names and labels, by a parser that takes nothing which is not of its format."""
+    return {
+        (sample.name, frozenset(sample.labels.items()))
+        for family in parser(text)
+        for sample in family.samples
+    }
+
+
+def test_a_scraper_gets_the_same_series_in_openmetrics(engines_with_memory):
+    it = engines_with_memory[0]
+    traced = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    assert it.invoke({"inputs": "a"}, **traced).status_code == 200
+    asks = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.2"}
+    answer = it.client.get("/metrics", headers=asks).text
+    found = series(openmetrics_parser, answer)
+    assert found == series(text_parser, it.client.get("/metrics").text)
+    assert {"vllm:prompt_tokens_total", "lmcache_mp_lookup_requested_tokens_total"} <= {
+        name for name, _ in found
+    }
+    assert f'# {{trace_id="{"ab" * 16}"}}' in answer
 
 
 def test_streams_outlive_their_replica(engines_with_memory, tmp_path):

@@ -70,6 +70,8 @@ def test_a_time_says_its_zone_or_is_utc(text):
     [
         (b"keys: [", "not YAML in line 1"),
         (b"\xff\xfe\xff", "not YAML"),
+        (b"keys: !!bool a", "not YAML"),
+        (b"keys: !!timestamp a", "not YAML"),
         (b"", "should have `keys`, a list"),
         (b"keys: {}", "should have `keys`, a list"),
         (file(sha256="sk-plain-text-key-that-is-secret"), r"keys\[0\].sha256"),

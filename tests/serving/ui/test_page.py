@@ -232,8 +232,12 @@ async def test_the_browser_itself_refuses_html_and_other_hosts(browser):
 async def test_a_key_shows_what_it_may_and_stays_in_its_tab(page):
     async with running(api_key=KEY, admin_api_key=ADMIN) as it:
         await page.goto(f"{it.url}/ui#activity")
-        await expect(page.locator("#refused")).to_contain_text("send a valid API key")
+        await expect(page.locator("#refused")).to_contain_text("This server has keys")
         charts = page.locator("figure")
+        await expect(page.get_by_role("table")).to_have_count(0)  # nothing that looks like none
+        await page.get_by_label("Key").fill("another")
+        await page.get_by_label("Key").press("Enter")
+        await expect(page.locator("#refused")).to_contain_text("not valid here")
         for key, refusal in ((KEY, "needs an admin key"), (ADMIN, None)):
             await page.get_by_label("Key").fill(key)
             await page.get_by_label("Key").press("Enter")
