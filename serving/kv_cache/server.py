@@ -315,10 +315,14 @@ def _filled(family: GaugeMetricFamily, values: Mapping[str, float]) -> GaugeMetr
 
 
 def _series(text: str) -> list[Metric]:
-    """The series that are for operators, of stores by our names. Raises ValueError."""
+    """The series that are for operators, of stores by our names. Raises ValueError.
+
+    When a counter began is not: the text has it as a gauge, which OpenMetrics forbids.
+    """
     families = []
     for family in text_string_to_metric_families(text):
-        if family.name.startswith(("lmcache", "slipway")):  # not its process's own
+        ours = family.name.startswith(("lmcache", "slipway"))  # not its process's own
+        if ours and not family.name.endswith("_created"):
             family.samples = [
                 sample._replace(
                     labels={name: STORES.get(label, label) for name, label in sample.labels.items()}
