@@ -41,12 +41,14 @@ class Axis:
 @dataclass(frozen=True)
 class Point:
     """A configuration that has been tried. levels: none where it could not be measured; reason:
-    why, or why it was left at that level.
+    why, or why it was left at that level. again: whether it is the second measurement of what is
+    planned.
     """
 
     options: Options
     levels: tuple[Measured, ...] = ()
     reason: str = ""
+    again: bool = False
 
 
 def axes(plan: Plan, workload: Workload, removable: frozenset[str]) -> tuple[Axis, ...]:
@@ -204,8 +206,13 @@ def reached(point: Point, objectives: Objectives) -> Measured | None:
 def walk(
     axes: Sequence[Axis], points: Iterable[Point], objectives: Objectives
 ) -> tuple[Options, Options | None]:
-    """The best options so far, and those to try next; None where all has been tried."""
-    tried = {key(point.options): point for point in points}
+    """The best options so far, and those to try next; None where all has been tried.
+
+    What is planned is tried a second time, last, where another would be chosen: a machine that was
+    busy at first makes all that comes later look better.
+    """
+    points = list(points)
+    tried = {key(point.options): point for point in points if not point.again}
     chosen: Options = {}
     if key(chosen) not in tried:
         return chosen, chosen
@@ -218,4 +225,10 @@ def walk(
             group.append(tried[key(options)])
         winner = best(group, objectives)
         chosen = winner.options if winner else chosen
-    return chosen, None
+    if not chosen:
+        return chosen, None
+    again = next((it for it in points if it.again), None)
+    if again is None:
+        return chosen, {}
+    winner = best([again, tried[key(chosen)]], objectives)
+    return winner.options if winner else chosen, None

@@ -78,4 +78,4 @@ def _lines(path: Path) -> list[Any]:
 
 def _point(line: Mapping[str, Any]) -> Point:
     levels = tuple(Measured(**it) for it in line["levels"])
-    return Point(options=line["options"], levels=levels, reason=line["reason"])
+    return Point(options=line["options"], levels=levels, reason=line["reason"], again=line["again"])

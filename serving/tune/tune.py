@@ -123,7 +123,8 @@ class _Tuning:
             options := points.walk(self._axes, self.sweep.points, self._objectives)[1]
         ) is not None:
             print(f"{len(self.sweep.points) + 1:>2}  {described(options)}", flush=True)
-            point = self._point(options)
+            again = not options and bool(self.sweep.points)
+            point = dataclasses.replace(self._point(options), again=again)
             if point.reason:
                 print(f"    {point.reason}", flush=True)
             self.sweep.add(point)
@@ -196,7 +197,8 @@ class _Tuning:
         """Say which is best, and write it and the plot."""
         tried = self.sweep.points
         options, _ = points.walk(self._axes, tried, self._objectives)
-        number = 1 + [points.key(it.options) for it in tried].index(points.key(options))
+        key = points.key(options)
+        number = max(n for n, it in enumerate(tried, 1) if points.key(it.options) == key)
         best = points.reached(tried[number - 1], self._objectives)
         picture = self.sweep.folder / "tune.svg"
         picture.write_text(plot.svg(tried, number if best else None, self._objectives))
@@ -205,10 +207,11 @@ class _Tuning:
             why = "meets the objectives" if any(it.levels for it in tried) else "could be measured"
             print(f"no configuration {why}; no slipway.yaml was written", flush=True)
             return DIED
-        first = points.reached(tried[0], self._objectives)
+        planned = [it for it in tried if not it.options][-1]
+        other = points.reached(planned, self._objectives)
         told = f"{number}, {described(options)}: {best.tokens:,.1f} tokens/s at {best.level}"
-        if first and number != 1:
-            told += f", {best.tokens / first.tokens:.2f} x as planned"
+        if other and options:
+            told += f", {best.tokens / other.tokens:.2f} x as planned"
         file = self.sweep.folder / files.YAML
         note = f"# Chosen by tune from {_count(len(tried))}: {told}\n"
         file.write_text(note + _yaml(points.applied(self._own, options)))

@@ -146,21 +146,29 @@ def walked(throughput):
     found: list[Point] = []
     while (options := points.walk(AXES, found, NONE)[1]) is not None:
         speed = throughput(options)
-        found.append(Point(options, (level(speed),) if speed else ()))
+        again = not options and bool(found)
+        found.append(Point(options, (level(speed),) if speed else (), again=again))
     return [it.options for it in found], points.walk(AXES, found, NONE)[0]
 
 
 def test_each_option_is_varied_on_top_of_the_best_so_far():
     order, chosen = walked(lambda it: 100 + 50 * it.get("a", 0) + 9 * it.get("b", 0))
-    assert order == [{}, {"a": 1}, {"a": 2}, {"a": 2, "b": 1}]
+    assert order == [{}, {"a": 1}, {"a": 2}, {"a": 2, "b": 1}, {}]
     assert chosen == {"a": 2}  # b brings less than the margin
 
 
 def test_what_is_planned_may_fail_and_another_be_chosen():
     order, chosen = walked(lambda it: it.get("a") == 1 and 100)
-    assert order == [{}, {"a": 1}, {"a": 2}, {"a": 1, "b": 1}]
+    assert order == [{}, {"a": 1}, {"a": 2}, {"a": 1, "b": 1}, {}]
     assert chosen == {"a": 1}
     assert walked(lambda _: 0) == ([{}, {"a": 1}, {"a": 2}, {"b": 1}], {})
+
+
+def test_what_only_looked_better_on_a_machine_that_was_busy_at_first_is_not_chosen():
+    speeds = iter((10, 90, 91, 92, 89))
+    order, chosen = walked(lambda _: next(speeds))
+    assert order == [{}, {"a": 1}, {"a": 2}, {"a": 1, "b": 1}, {}]
+    assert chosen == {}
 
 
 def test_a_points_options_replace_and_remove_the_operators():

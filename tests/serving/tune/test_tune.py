@@ -116,7 +116,7 @@ def test_the_best_configuration_is_written_as_serve_reads_it(called, world, mode
         "enable_lora": True,
         "max_num_seqs": 2,
     }
-    assert [it.options.get("max_num_seqs") for it in world.started] == [None, 4, 2]
+    assert [it.options.get("max_num_seqs") for it in world.started] == [None, 4, 2, None]
     assert all(it.environ["OPTION_API_KEY"] == "key-of-no-one" for it in world.started)
     assert {key for _, key in world.loads} == {"key-of-no-one"}
     told = capsys.readouterr().out
