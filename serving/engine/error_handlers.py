@@ -4,6 +4,8 @@
 vLLM's own handlers put the value at fault into the message, and that may be the prompt.
 """
 
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,8 @@ EXPECTED = (
     *(OverflowError, NotImplementedError),
 )
 """Others are raised once more, after they were answered."""
+_MODEL = re.compile(r"[A-Z]\w+")
+"""The name of one of several models that a value may be of, in a fault's place."""
 
 
 def attach(app: FastAPI) -> None:
@@ -57,12 +61,29 @@ def _described(error: Exception) -> tuple[int, str, str | None]:
 
 def _first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
     """A sentence for the first fault that pydantic found, and the parameter it is in."""
-    first = faults[0]
+    first = _inside(faults)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, VLLMValidationError):
         return cause.args[0], cause.parameter
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {cause}", None
-    parameter = clean_loc_for_param(tuple(part for part in first["loc"] if part != "body"))
+    place = [part for part in first["loc"] if part != "body"]
+    if first is not faults[0]:
+        known = [*itertools.takewhile(lambda part: not _MODEL.fullmatch(str(part)), place)]
+        if len(known) < len(place):
+            parameter = clean_loc_for_param(tuple(known))
+            return f"{parameter} has none of the forms that it may have", parameter
+    parameter = clean_loc_for_param(tuple(place))
     message = first["msg"].removeprefix("Value error, ")
     return (f"{parameter}: {message}", parameter) if parameter else (message, None)
+
+
+def _inside(faults: Sequence[Any]) -> Any:
+    """The first fault. Where that is that a list is no text, and it may be either, the list's."""
+    first = faults[0]
+    *place, last = first["loc"] or ("",)
+    if first["type"] != "string_type" or last != "str":
+        return first
+    depth = len(place)
+    inside = (it for it in faults if [*it["loc"][:depth]] == place and len(it["loc"]) > depth + 1)
+    return next(inside, first)

@@ -2,7 +2,10 @@
 """Tools are called, and answers follow a schema, without options: the template shows the format."""
 
 import json
+from typing import Any, Literal
 
+import anthropic
+import pydantic
 import pytest
 
 from tests import agents
@@ -139,6 +142,38 @@ def test_claude_code_at_work(door, request):
     )
     assert answer.status_code == 400
     assert "maximum context length is 4096 tokens" in answer.json()["error"]["message"]
+
+
+class City(pydantic.BaseModel):
+    city: Literal["Paris"]
+
+
+def test_what_clients_make_of_streams(tools):
+    """OpenAI's and Anthropic's own helpers add the events up."""
+    asked: Any = {"model": "lmi", "temperature": 1}
+    tool: Any = {"name": "get_weather", "strict": True, "input_schema": CITY}
+    with (
+        anthropic.Anthropic(base_url=tools.url, api_key="none", max_retries=0) as client,
+        client.messages.stream(
+            model="lmi",
+            messages=[{"role": "user", "content": TASK}],
+            max_tokens=32_000,
+            tools=[tool],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            extra_body={"temperature": 1},
+        ) as stream,
+    ):
+        (block,) = stream.get_final_message().content
+    assert block.type == "tool_use"
+    assert block.input == {"city": "Paris"}
+    with tools.openai.responses.stream(
+        input=TASK, text_format=City, max_output_tokens=2000, **asked
+    ) as stream:
+        assert stream.get_final_response().output_parsed == City(city="Paris")
+    with tools.openai.chat.completions.stream(
+        messages=ASKED["messages"], response_format=City, max_tokens=2000, **asked
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == City(city="Paris")
 
 
 def strict(body):

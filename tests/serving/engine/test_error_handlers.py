@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How vLLM's app answers errors: in OpenAI's shape, and with nothing that the client sent."""
 
+import json
+
 import httpx
 import pytest
 from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -29,6 +33,12 @@ def app():
 
     @found.post("/complete", dependencies=[Depends(validate_json_request)])
     async def complete(body: CompletionRequest) -> None: ...
+
+    @found.post("/message")
+    async def message(body: AnthropicMessagesRequest) -> None: ...
+
+    @found.post("/respond")
+    async def respond(body: ResponsesRequest) -> None: ...
 
     @found.get("/raise/{kind}")
     async def fail(kind: str) -> None:
@@ -68,6 +78,29 @@ async def test_the_first_fault_of_a_body(app):
     assert status == 400
     assert parameter in ("temperature", "stream")
     assert message.startswith(f"{parameter}: Input should be")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message", "parameter"),
+    [
+        (
+            "/message",
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "Input should be 'text', 'image', 'tool_use'",
+            "messages.0.content.0.type",
+        ),
+        ("/message", {"messages": [{"role": "user", "content": 5}]}, "", "messages.0.content"),
+        ("/respond", {"input": [{"type": "hush"}]}, "none of the forms", "input.0"),
+        ("/respond", {"input": 5}, "Input should be a valid string", "input"),
+    ],
+)
+async def test_the_fault_is_sought_in_a_list_that_may_be_a_text(
+    app, path, body, message, parameter
+):
+    content = json.dumps({"model": "a", "max_tokens": 1, **body}).encode()
+    status, found, where = await answer(app, "POST", path, content)
+    assert (status, where) == (400, parameter)
+    assert message in found
 
 
 async def test_a_body_that_is_no_json(app):
