@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", default=["requests", "streams", "knee"])
     parser.add_argument("--before", type=Path, help="a checkout to measure as well")
     parser.add_argument("--soak", type=int, help="streams to send to Slipway")
+    parser.add_argument("--options", nargs="*", default=[], help="OPTION_…=… of all servers")
     options = parser.parse_args()
 
     arms = [*ARMS, *again(ARMS)] if options.before else [*ARMS]
@@ -139,7 +140,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         names = {arm.server for arm in arms}
-        found = servers(stack, Path(folder), names, options.before)
+        more = dict(option.split("=", 1) for option in options.options)
+        found = servers(stack, Path(folder), names, options.before, more)
         if options.soak:
             soak(found, arms, options.soak)
             return

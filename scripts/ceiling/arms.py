@@ -5,9 +5,10 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from scripts.bench.overhead import plain_vllm, planned
@@ -96,9 +97,13 @@ def keys_file(path: Path) -> Path:
 
 
 def servers(
-    stack: ExitStack, folder: Path, names: set[str], before: Path | None
+    stack: ExitStack,
+    folder: Path,
+    names: set[str],
+    before: Path | None,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Program]:
-    """Those of these names, started together."""
+    """Those of these names, started together. more: options that all of them have besides."""
     model = str(tiny.make())
     asked = {
         "OPTION_MODEL_ID": model,
@@ -109,6 +114,7 @@ def servers(
         "OPTION_LOG_LEVEL": "warning",
         "OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "scripts.ceiling.engine.NoModel",
         "PYTHONPATH": str(ROOT),
+        **more,
     }
 
     def start(name: str) -> Program:

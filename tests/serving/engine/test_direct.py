@@ -7,15 +7,16 @@ import asyncio
 import json
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseStreamChoice,
     CompletionStreamResponse,
 )
-from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from serving.engine.direct import Stream, Written
 
@@ -37,7 +38,7 @@ async def streamed(outputs, render=rendered):
     async def results():
         for text, tokens, reason in outputs:
             output = SimpleNamespace(text=text, token_ids=tokens, finish_reason=reason)
-            yield SimpleNamespace(outputs=[output])
+            yield SimpleNamespace(outputs=[output], prompt_token_ids=[1])
 
     async def vllms(found):
         async for result in found:
@@ -82,18 +83,44 @@ async def test_what_is_not_known_is_left_to_vllm(render):
     assert events == [render(text, None) for text, *_ in outputs]
 
 
+class Texts:
+    """A detokenizer that is told of texts."""
+
+    text = ""
+
+    def get_next_output_text(self, finished, delta):
+        text, self.text = self.text, ""
+        return text
+
+    def num_output_tokens(self):
+        return 0
+
+
 class Client(Written):
-    """A stream of steps that go to a client, which takes them while it keeps up."""
+    """A stream that goes to a client, which takes it while it keeps up."""
 
     task: asyncio.Task[None]
 
-    def __init__(self) -> None:
+    def __init__(self, needs_result: bool) -> None:
+        self.needs_result = needs_result
         self.keeps_up, self.fails = True, False
         self.read = asyncio.Event()
         self.got: list[str] = []
         self.in_task: list[str] = []
         super().__init__(self.results(), self)
-        self.begin(SimpleNamespace(queue=RequestOutputCollector(RequestOutputKind.DELTA, "a")))
+        none = SimpleNamespace(
+            logprobs=None,
+            cumulative_logprob=None,
+            pop_prompt_logprobs=lambda: None,
+            pop_prompt_token_id_logprobs=lambda: None,
+        )
+        kind, self.texts = RequestOutputKind.DELTA, Texts()
+        queue = RequestOutputCollector(kind, "a")
+        self.state: Any = RequestState(
+            *("a", "a", None, 0, None, kind, None, [1], None, none, self.texts),
+            *(None, 0.0, queue, False, 1),
+        )
+        self.begin(self.state)
 
     async def results(self):
         """As vLLM takes them of their queue."""
@@ -103,16 +130,19 @@ class Client(Written):
             ended = result.finished
             yield result
 
+    def needs_no_result(self):
+        return not self.needs_result and super().needs_no_result()
+
     def takes(self):
         return self.keeps_up
 
     def write(self, part):
         self.got.append(part.decode())
 
-    def event(self, result):
+    def event(self, output, prompt):
         if self.fails:
             raise RuntimeError("boom")
-        return result.outputs[0].text.encode()
+        return output.text.encode()
 
     async def run(self, write):
         while True:
@@ -125,17 +155,18 @@ class Client(Written):
                 return
 
     async def put(self, *texts, end=None):
-        """vLLM has results. The stream's task runs after the last one."""
+        """vLLM has read these. The stream's task runs after the last one."""
         for text in texts:
-            output = CompletionOutput(0, text, [1], None, None, finish_reason=end)
-            self.queue.put(RequestOutput("a", None, [1], None, [output], end is not None))
+            self.texts.text += text
+            if result := self.state.make_request_output([1], None, end, None):
+                self.state.queue.put(result)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
 
-@pytest.fixture
-async def client():
-    it = Client()
+@pytest.fixture(params=[False, True], ids=["of parts", "of results"])
+async def client(request):
+    it = Client(request.param)
     it.task = asyncio.create_task(it.run(None))
     await asyncio.sleep(0)
     yield it
@@ -146,7 +177,7 @@ async def client():
 async def test_a_token_that_comes_while_its_request_waits_is_written_at_once(client):
     await client.put("a", "b")
     assert client.got == ["a", "b"]
-    await client.put("c", end="stop")
+    await client.put("c", end=FinishReason.STOP)
     assert client.got == ["a", "b", "c"]
     assert client.in_task == ["c"]
 

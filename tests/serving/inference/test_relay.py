@@ -10,6 +10,7 @@ from starlette.responses import StreamingResponse
 from handlers.records import Step
 from scripts.harness.wait import until_async
 from serving.engine.base import STEPS
+from serving.http.bodies import WRITER
 from serving.inference.relay import AT_ONCE, WINDOW
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
@@ -48,6 +49,31 @@ async def test_steps_go_to_the_client_as_they_are_rendered():
     tokens = [(it["token"]["id"], it["token"]["text"], it["token"]["logprob"]) for it in lines]
     assert tokens == [(1, "a", -0.5), (2, "b", -1.0), (3, "c", None)]
     assert [it["generated_text"] for it in lines] == [None, None, "abc"]
+
+
+@pytest.mark.parametrize("accept", ["text/event-stream", "application/jsonlines"])
+async def test_what_is_written_at_once_is_framed_and_in_order(accept):
+    took = []
+
+    async def app(scope, receive, send):
+        writer = scope[WRITER]
+        kind = (b"content-type", b"text/event-stream")
+        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        took.append(writer.takes())  # it may yet become an error
+        await send({"type": "http.response.body", "body": FIRST, "more_body": True})
+        took.append(writer.takes())
+        writer.write(FIRST.replace(b'"a"', b'"b"'))
+        writer.write(b"")  # is not the end
+        await send({"type": "http.response.body", "body": FIRST.replace(b'"a"', b'"c"')})
+        took.append(writer.takes())
+
+    async with running() as served:
+        served.engine.app = app
+        answer = await served.invoke({"prompt": "x", "stream": True}, headers={"accept": accept})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert [json.loads(line)["choices"][0]["text"] for line in lines] == ["a", "b", "c"]
+    assert answer.text.startswith("data: ") == (accept == "text/event-stream")
+    assert took == [False, True, False]
 
 
 @pytest.mark.parametrize("begun", [(), (FIRST,), (STEP,)])

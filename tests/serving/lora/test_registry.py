@@ -785,6 +785,14 @@ async def test_selection(served, root):
     assert [model["id"] for model in models] == [*served.engine.names, "one"]
 
 
+async def test_each_event_of_a_stream_has_the_name_that_clients_know(served, root):
+    await register(served, "one", write(root / "one"))
+    body = {"prompt": "a b c", "model": "one", "stream": True}
+    answer = await served.post("/v1/completions", body)
+    events = [it.removeprefix("data: ") for it in answer.text.split("\n\n")]
+    assert [json.loads(it)["model"] for it in events if it.startswith("{")] == ["one"] * 3
+
+
 BAD = [
     ({}, 400, "name is missing"),
     ({"name": "one"}, 400, "src is missing"),
