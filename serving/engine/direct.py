@@ -6,7 +6,7 @@ A request is given to vLLM's own serving objects (0.32), and what they answer is
 is decided is decided by vLLM: a body that its models refuse goes to its app, which says why, and of
 a stream only the tokens between the first and the last are written here, into the event that vLLM
 itself made of the first one. A completion of one token takes 0.6 to 0.85 of the server's CPU time
-with vLLM's app, and a streamed token 0.73 to 0.78 (docs/explanation/benchmarks.md).
+with vLLM's app, and a streamed token 0.57 to 0.67 of plain vLLM's (docs/explanation/benchmarks.md).
 """
 
 import asyncio

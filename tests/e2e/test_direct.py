@@ -165,7 +165,7 @@ def without_chance(answer: bytes) -> bytes:
     return CHANCE.sub(b"0", CREATED.sub(b'"created":0', answer))
 
 
-TOKEN = re.compile(rb'"(?:text|content|reasoning|arguments)":("(?:[^"\\\\]|\\\\.)*")')
+TOKEN = re.compile(rb'"(?:text|content|reasoning|arguments)":("(?:[^"\\]|\\.)*")')
 CHOICE = re.compile(rb'"choices":\[{"index":(\d+)')
 
 
