@@ -24,11 +24,14 @@ from scripts.models import tiny
 from serving.access import keys
 from serving.access.limits import NAMESPACE
 from tests.e2e.conftest import ROOT, serving
+from tests.serving.access.test_objectives import manifest
 
 NAMES = ("team-a", "team-a-too", "team-b")
 LMCACHE = "max_local_cpu_size: 0.5\n"
 SECRET = "secret" * 8
 ADMIN = "the-key-of-the-operator"
+SEQUENCES = 4
+"""That the engine works on at once."""
 
 
 def bearer(key):
@@ -54,6 +57,7 @@ def options(tmp_path_factory):
 def served(options, tiny_options, tmp_path_factory):
     # For 10,000 tokens. In 16 bits, how much of a prompt was cached decides between near ties.
     small = {**tiny_options, "OPTION_KV_CACHE_MEMORY_BYTES": "80M", "OPTION_DTYPE": "float32"}
+    small |= {"OPTION_MAX_ROLLING_BATCH_SIZE": str(SEQUENCES)}
     with serving(tmp_path_factory.mktemp("served") / "log", **small, **options) as it:
         it.ready()
         yield it
@@ -61,8 +65,11 @@ def served(options, tiny_options, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def routed(options, served, tmp_path_factory):
-    more = {"OPTION_ROUTER_REPLICAS": served.url, **options}
     log = tmp_path_factory.mktemp("routed") / "log"
+    objectives = log.with_name("objectives.yaml")
+    objectives.write_text(manifest(batch=-10))
+    more = {"OPTION_ROUTER_REPLICAS": served.url, "OPTION_ROUTER_OBJECTIVES": str(objectives)}
+    more |= options
     with serving(log, "./entrypoint.sh", "route", **more) as it:
         it.ready()
         yield it
@@ -113,6 +120,25 @@ def test_two_keys_and_one_document(where, cache, served, request):
     assert (loaded > 1000) == (cache == "tiers")
     again, cached = ask(it, "team-b", document)
     assert (again, cached) == (text, 0)
+
+
+def test_requests_of_a_negative_priority_do_not_wait(served, routed):
+    def post(**headers):
+        body = {"prompt": "a", "max_tokens": 2, "model": "lmi"}
+        return routed.client.post(
+            "/v1/completions", json=body, headers=bearer("team-a") | headers, timeout=60
+        )
+
+    batch = {"x-gateway-inference-objective": "batch"}
+    with ThreadPoolExecutor(SEQUENCES + 1) as pool:
+        with served.held():
+            others = [pool.submit(post) for _ in range(SEQUENCES)]
+            until(lambda: series([served], "slipway_requests_in_flight") == SEQUENCES)
+            shed = post(**batch)
+            others.append(pool.submit(post))
+        assert (shed.status_code, shed.headers["retry-after"]) == (429, "1")
+        assert {it.result().status_code for it in others} == {200}
+    assert post(**batch).status_code == 200
 
 
 def test_real_clients_and_a_wrong_key(served, routed):
