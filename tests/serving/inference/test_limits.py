@@ -6,7 +6,7 @@ import json
 import pytest
 
 from serving.inference.fields import GUIDED
-from serving.inference.limits import INPUTS, MESSAGES, PROMPT_LOGPROBS, SEQUENCES, TOKENS
+from serving.inference.limits import INPUTS, MESSAGES, PROMPT_LOGPROBS, SEQUENCES, TOKENS, VALUES
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -253,6 +253,10 @@ async def test_a_request_has_so_many_messages(large, embedding, body):
         ({"input": [1, 2]}, "input should be a text or a list of items"),
         ({"input": ["a"]}, "input should be a text or a list of items"),
         ({"input": {"a": 1}}, "input should be a text or a list of items"),
+        (
+            {"input": [{"type": "file_search_call", "tools": [1] * VALUES}]},
+            f"input may have at most {VALUES} values",
+        ),
         ({"tools": [1]}, "tools should be a list of objects"),
         ({"tools": [{}] * (INPUTS + 1)}, f"tools may be at most {INPUTS}"),
     ],
@@ -260,6 +264,10 @@ async def test_a_request_has_so_many_messages(large, embedding, body):
 async def test_the_engine_does_not_say_of_each_item_what_it_is_not(large, more, told):
     """60 KB of numbers would take its model of a request some seconds, on the event loop."""
     assert told in await refused(large, "/v1/responses", {"input": "a"} | more)
+
+
+async def test_items_that_are_no_text_are_refused(shared):
+    assert "list of items" in await refused(shared, "/v1/responses", b'{"input":[{"a":"\xff"}]}')
 
 
 async def test_what_comes_before_messages_has_so_many_parts(large):
