@@ -10,15 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+)
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseStreamChoice,
     CompletionStreamResponse,
 )
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
-from serving.engine.direct import Stream, Written
+from serving.engine.direct import Deltas, Stream, Written
 
 pytestmark = pytest.mark.anyio
 
@@ -203,3 +209,60 @@ async def test_an_event_that_cannot_be_made_breaks_off_its_stream_alone(client):
     await client.put("a")
     with pytest.raises(RuntimeError, match="boom"):
         await client.task
+
+
+async def test_a_call_that_vllm_renders_keeps_its_place_and_is_parsed_once():
+    seen, events = [], []
+
+    def parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished):
+        seen.append((delta_text, delta_token_ids, finished))
+        call = [DeltaToolCall(index=0, function=DeltaFunctionCall(name="f"))]
+        return DeltaMessage(tool_calls=call) if delta_text == "f" else DeltaMessage(content="-")
+
+    async def results():
+        ended = False
+        while not ended:
+            result = queue.get_nowait() or await queue.get()
+            ended = result.finished
+            yield result
+
+    async def vllms(found):
+        stream.parsed_by(parser)
+        async for result in found:
+            (output,) = result.outputs
+            ended = output.finish_reason is not None
+            delta = parser.parse_delta(
+                **{"delta_text": output.text, "delta_token_ids": output.token_ids},
+                **{"request": None, "prompt_token_ids": [1], "finished": ended},
+            )
+            yield f'data: {{"delta":{delta.model_dump_json(exclude_unset=True)}}}'
+
+    async def write(event):
+        events.append(event)
+
+    async def put(*texts, end=None):
+        for text in texts:
+            output = CompletionOutput(0, text, [len(seen)], None, None, finish_reason=end)
+            queue.put(RequestOutput("a", None, [1], None, [output], end is not None))
+        await asyncio.sleep(0)
+
+    parser = SimpleNamespace(parse_delta=parse_delta)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "a")
+    writer = SimpleNamespace(takes=lambda: True, write=events.append)
+    stream = Deltas(vllms, results(), writer, None, parses=True, has_blanks=False)
+    state = Client(needs_result=True).state
+    state.queue = queue
+    stream.begin(state)
+    running = asyncio.create_task(stream.run(write))
+    await asyncio.sleep(0)
+    await put("a")
+    await put("b", "f", "c", "d")
+    await put("e", end="stop")
+    await running
+    assert [(text, ended) for text, _, ended in seen] == [
+        *(("a", False), ("b", False), ("f", False), ("cd", False), ("e", True)),
+    ]
+    text, call = b'data: {"delta":{"content":"-"}}', b'"name":"f"'
+    assert events[:2] == [text, text]
+    assert call in events[2]
+    assert events[3:] == [text, text]
