@@ -148,8 +148,8 @@ WALK = [
     "engine/base",
     "inference/relay",
     "observability/objectives",
-    "observability/redaction",
     "observability/logs",
+    "observability/redaction",
 ]
 """In the order in which they are entered first. Admission asks the slots and the queue for what is
 waiting there, long before the request comes to them.
@@ -178,6 +178,7 @@ AGAIN = {
     "inference/fields": "what its body says",
     "lora/adapter": "the adapter it goes to",
     "observability/access_log": "its record",
+    "observability/logs": "its time as a line has it, and the line",
 }
 """Rooms that are entered more than once, and why."""
 
