@@ -218,7 +218,12 @@ class Followed(RequestState):  # type: ignore[misc]  # vLLM is not type-checked
     written: Written
 
     def make_request_output(
-        self, new_token_ids: list[int], pooled: Any, finish_reason: Any, *rest: Any, **more: Any
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: Any,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         written = self.written
         if finish_reason is None and self.stream_interval == 1 and written.needs_no_result():
@@ -229,7 +234,9 @@ class Followed(RequestState):  # type: ignore[misc]  # vLLM is not type-checked
             except Exception as error:  # it would end the reading of all results
                 self.queue.put(error)
             return None
-        return super().make_request_output(new_token_ids, pooled, finish_reason, *rest, **more)
+        return super().make_request_output(
+            new_token_ids, pooling_output, finish_reason, *rest, **more
+        )
 
 
 class Stream(Written):

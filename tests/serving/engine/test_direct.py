@@ -22,7 +22,11 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    RequestOutputCollector,
+    RequestState,
+)
 
 from serving.engine.direct import Deltas, Stream, Written
 
@@ -209,6 +213,15 @@ async def test_an_event_that_cannot_be_made_breaks_off_its_stream_alone(client):
     await client.put("a")
     with pytest.raises(RuntimeError, match="boom"):
         await client.task
+
+
+async def test_the_engine_is_told_of_a_stream_that_is_broken_off(client):
+    processor = OutputProcessor(None, log_stats=False)
+    processor.request_states["a"] = client.state
+    processor.external_req_ids["a"] = ["a"]
+    assert processor.abort_requests(["a"], internal=True) == ["a"]
+    await client.task
+    assert not processor.has_unfinished_requests()
 
 
 async def test_a_call_that_vllm_renders_keeps_its_place_and_is_parsed_once():
