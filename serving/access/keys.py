@@ -122,6 +122,8 @@ def digest(key: bytes) -> str:
 
 
 _OF_NOTHING = digest(b"")
+NO_YAML = (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, LookupError)
+"""What PyYAML raises for what it cannot read; the last two for `!!timestamp a` and `!!bool a`."""
 
 
 def made() -> str:
@@ -138,8 +140,7 @@ def parsed(content: bytes) -> Keys:
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"it is not YAML{line}: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, LookupError):
-        # The last two are what PyYAML raises for `!!timestamp a` and `!!bool a`.
+    except NO_YAML:
         raise ValueError("it is not YAML") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"it should have `keys`, a list: {error}") from None

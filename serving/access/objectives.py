@@ -16,6 +16,7 @@ import yaml
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access.caller import Caller
+from serving.access.keys import NO_YAML
 from serving.follow import FaultLog, changes
 from serving.protocol import OBJECTIVE
 
@@ -95,7 +96,7 @@ def parsed(content: bytes) -> Mapping[str, int]:
     """The priorities of a manifest's objectives, by their names. Raises ValueError."""
     try:
         documents = [*yaml.safe_load_all(content)]
-    except yaml.YAMLError as error:
+    except NO_YAML as error:
         raise ValueError(f"it is not YAML: {error}") from None
     found: dict[str, int] = {}
     for document in documents:

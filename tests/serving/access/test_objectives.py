@@ -43,6 +43,9 @@ def test_a_manifest_is_read_as_people_write_it_and_as_kubectl_does():
     [
         ("a: [", "it is not YAML"),
         ("\0", "it is not YAML"),
+        ("!!bool a", "it is not YAML"),
+        ("!!timestamp a", "it is not YAML"),
+        ("[" * 5000, "it is not YAML"),
         ("chat", "it should have objects of the kind InferenceObjective"),
         ("kind: InferenceObjective\nspec: {priority: 1}", "missing required field `metadata`"),
         (manifest(chat="high"), "Expected `int`, got `str`"),
