@@ -31,6 +31,10 @@ DESTINATION = b"x-gateway-destination-endpoint"
 """Where a gateway sends a request, by its endpoint picker's word: IP:PORT[,IP:PORT ...]."""
 DESTINATION_SUBSET = "x-gateway-destination-endpoint-subset"
 DESTINATION_SERVED = "x-gateway-destination-endpoint-served"
+BILLING = "x-anthropic-billing-header"
+"""A system prompt of Claude Code's begins with it and a text that is another one in every request.
+vLLM leaves that out.
+"""
 OBJECTIVE = b"x-gateway-inference-objective"
 """Names the InferenceObjective of a request, which says how important it is."""
 

@@ -11,10 +11,7 @@ from typing import Any
 
 import msgspec
 
-BILLING = "x-anthropic-billing-header"
-"""What the text of Claude Code's begins with that is another one in every request. vLLM leaves it
-out of system prompts.
-"""
+from serving.protocol import BILLING
 
 Chat = dict[str, Any]
 """Keys of a chat, as OpenAI has them."""

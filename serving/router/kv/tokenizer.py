@@ -21,6 +21,7 @@ import msgspec
 from handlers import lmi, payloads
 from lmi_config.facts.model import Checkpoint
 from serving.protocol import (
+    BILLING,
     CHAT_COMPLETIONS,
     COMPLETIONS,
     ENGINE_PATHS,
@@ -259,7 +260,7 @@ def _message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
 
 def _unbilled(text: str) -> str | None:
     """A system prompt's text without what Claude Code says in it of its bill."""
-    if not text.startswith(agents.BILLING):
+    if not text.startswith(BILLING):
         return text
     return text.partition("\n")[2] or None
 

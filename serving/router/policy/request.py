@@ -16,6 +16,7 @@ import msgspec
 from serving.protocol import (
     ADAPTER_ID,
     ADAPTER_IN_QUERY,
+    BILLING,
     COUNT_TOKENS,
     NOT_GENERATED,
     SESSION_ID,
@@ -34,9 +35,8 @@ _MEDIA = re.compile(rb'"data(:[^"]*|"\s*:\s*"[A-Za-z0-9+/]{1000,}=*)"')
 """As a URI, or as Anthropic has them."""
 _MEDIA_TOKENS = 1_000
 """What an image in a prompt, or a form, counts as; its size says nothing of its tokens."""
-_BILL = b"x-anthropic-billing-header"
+_BILL = BILLING.encode()
 _BILLS = re.compile(_BILL + rb'[^"\\]*')
-"""What Claude Code's system prompt begins with is another text each time. vLLM leaves it out."""
 _UNCOMPUTED = tuple(path.encode() for path in (COUNT_TOKENS, *TOKENIZER_PATHS))
 """Paths whose prompts are computed by no engine."""
 _UNCACHED = frozenset(path.encode() for path in NOT_GENERATED)
