@@ -4,6 +4,7 @@ which is to judge a change and not to find what was there before it. AWS's clien
 """
 
 import functools
+import gc
 import os
 from typing import Any
 
@@ -30,3 +31,11 @@ def _loaded(path: str) -> Any:
 
 # Every session reads megabytes of descriptions of services anew.
 setattr(JSONFileLoader, "load_file", lambda self, file_path: _loaded(file_path))  # noqa: B010
+
+
+def pytest_collection_finish() -> None:
+    """What is imported now stays: the collector would look at vLLM's millions of objects again and
+    again.
+    """
+    gc.collect()
+    gc.freeze()

@@ -58,7 +58,12 @@ from serving.observability import logs
 vllm._import()
 
 CACHE_SERVER = ["-m", "serving.kv_cache.lmcache"]
-PROGRAMS = [CACHE_SERVER]
+PROGRAMS = [
+    CACHE_SERVER,
+    # What `tune` starts.
+    ["-P", "-m", "serving", "serve"],
+    ["-P", "-m", "vllm.entrypoints.cli.main"],
+]
 
 _configure = CpuPlatform.check_and_update_config.__func__
 _servers_own: dict[int, os.stat_result] = {}

@@ -4,7 +4,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from scripts.harness.wait import until
 from scripts.models import tiny
 from serving.access import keys
 from serving.access.limits import NAMESPACE
-from tests.e2e.conftest import ROOT, serving
+from tests.e2e.conftest import ROOT, serving, warm_python
 from tests.serving.access.test_objectives import manifest
 
 NAMES = ("team-a", "team-a-too", "team-b")
@@ -89,7 +88,8 @@ def test_a_workload_is_measured_with_a_key(served, tmp_path):
     file = tmp_path / "workload.json"
     asked = {"isl": 16, "osl": 4, "concurrency": [1, 2], "request_count": 4}
     file.write_text(json.dumps({**asked, "tokenizer": str(tiny.make())}))
-    command = [sys.executable, "-m", "scripts.bench.endpoint", served.url, f"--workload={file}"]
+    bench = ["-m", "scripts.bench.endpoint"]
+    command = [warm_python().executable(bench), *bench, served.url, f"--workload={file}"]
     command += ["--slo-ttft-ms=60000", "--price-per-hour=36"]
     environ = {**os.environ, "OPENAI_API_KEY": "team-a"}
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)

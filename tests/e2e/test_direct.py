@@ -20,7 +20,7 @@ from vllm.parser import ParserManager
 
 from handlers import lmi
 from lmi_config.plan import vllm as plan
-from scripts.ceiling.engine import NoModel
+from scripts.ceiling.engine import QuickNoModel
 from scripts.harness.wait import until_async
 from scripts.models import tiny
 from serving.cancellation import Cancellation, ClientLeft
@@ -30,6 +30,8 @@ from serving.engine.direct import VLLM_RENDERS
 from serving.errors import NotReady, TimedOut
 from serving.http.bodies import WRITER
 
+TRIES = 8
+"""Of an answer and the same from vLLM's app: tokens that come close together may share an event."""
 Run = Callable[[Callable[[Any], Any]], Any]
 CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -265,7 +267,7 @@ def running(**more: Any) -> Iterator[Run]:
         "served_model_name": ("tiny",),
         "max_model_len": 128,
         "kv_cache_memory_bytes": "64M",
-        "distributed_executor_backend": f"{NoModel.__module__}.{NoModel.__name__}",
+        "distributed_executor_backend": f"{QuickNoModel.__module__}.{QuickNoModel.__name__}",
         "enforce_eager": True,
         "disable_log_stats": True,
         "enable_prompt_tokens_details": True,
@@ -296,7 +298,7 @@ def answered_twice(run: Run, bodies: list[tuple[str, bytes, str]]) -> list[Any]:
             return [await both(engine, *it) for it in bodies]
 
     async def both(engine: Any, *request: Any) -> tuple[Any, Any]:
-        for _ in range(3):  # vLLM joins tokens in an event where a machine is slow to take them
+        for _ in range(TRIES):  # vLLM joins tokens in an event where a machine is slow to take them
             vllms = await Asked(*request).of(engine.app._app, direct=False)
             ours = await Asked(*request).of(engine.app)
             if vllms == ours:
@@ -413,7 +415,7 @@ def test_the_same_streams_under_a_parser(run, monkeypatch, names, said, more):
         tokens = spelled(chat.renderer.tokenizer, said) if said else SPLIT
         body = {"messages": A, "max_tokens": len(tokens), "stream": True, **more}
         asked = (CHAT, json.dumps(body | {"allowed_token_ids": tokens}).encode())
-        for _ in range(3):  # vLLM joins tokens where a machine is slow to take them
+        for _ in range(TRIES):  # vLLM joins tokens where a machine is slow to take them
             with warnings.catch_warnings():  # of tools' strictness
                 warnings.simplefilter("ignore", DeprecationWarning)
                 vllms = await Asked(*asked).of(engine.app._app, direct=False)

@@ -6,13 +6,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import yaml
 
 from scripts.harness.process import AS_ENTRYPOINT_SH, ROOT
 from scripts.harness.wait import until
 from scripts.models import tiny
+from tests.e2e.conftest import warm_python
 
 WORKLOAD = {"isl": 32, "osl": 8, "concurrency": [2], "request_count": 8}
 
@@ -22,12 +22,15 @@ def test_a_sweep_goes_on_where_it_was_interrupted_and_writes_what_it_measured(tm
     file.write_text(yaml.safe_dump(WORKLOAD))
     words = ["tune", str(tiny.make()), "--workload", str(file), "--results", str(results)]
     words += ["--max-model-len=512", "--slo-ttft-ms=60000", "--api-key=key-of-no-one"]
-    command = [sys.executable, "-P", "-m", "serving", *words]
+    python = ["-P", "-m", "serving"]
+    command = [warm_python().executable(python), *python, *words]
     environ = {**os.environ, **AS_ENTRYPOINT_SH}
     sweep = results / "sweep.jsonl"
 
     with subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE) as first:
         until(lambda: sweep.exists() and len(sweep.read_text().splitlines()) == 2, 400)
+        # An interruption while a process is forked is not heard (PyOS_AfterFork_Parent).
+        until(lambda: (results / "2.log").exists() and (results / "2.log").read_bytes())
         first.send_signal(signal.SIGINT)
         told = first.communicate(timeout=60)[0].decode()
     assert first.returncode == 130

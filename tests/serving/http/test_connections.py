@@ -222,6 +222,49 @@ async def test_head_is_answered_where_get_is(shared):
 # several requests on one connection
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        WHOLE,
+        PING,
+        PING.replace(b"GET", b"HEAD"),
+        WHOLE.replace(b"length: 16", b"length: 30").replace(b"}", b',"stream":true}'),
+        PING.replace(b"ping", b"nowhere").replace(b"x\r\n", b"x\r\nconnection: close\r\n"),
+        b"GET / HTTP/1.1\r\n: no name\r\n\r\n",
+    ],
+    ids=["answer", "ping", "head", "stream", "last", "refused"],
+)
+async def test_a_head_is_written_with_what_follows_it(shared, monkeypatch, request_):
+    """Two writes take the kernel twice the time of one."""
+    written: list[bytes] = []
+
+    class Kept:
+        def __init__(self, transport: asyncio.Transport) -> None:
+            self._transport = transport
+
+        def write(self, data: bytes) -> None:
+            written.append(data)
+            self._transport.write(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transport, name)
+
+    made = connections.Connection.connection_made
+    monkeypatch.setattr(
+        *(connections.Connection, "connection_made"),
+        lambda it, transport: made(it, Kept(transport)),
+    )
+    async with connected(shared) as client:
+        client.send(request_)
+        await until_async(lambda: written)
+        head, _, body = written[0].partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 ")
+        assert bool(body) != request_.startswith(b"HEAD")
+        if b"connection: close" not in head:
+            client.send(PING)
+            await until_async(lambda: written[-1].startswith(b"HTTP/1.1 200 OK\r\n"))
+
+
 async def test_a_client_that_leaves_ends_all_it_has_asked(shared):
     body = b'{"inputs":"wait"}'
     one = POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)
