@@ -1249,7 +1249,7 @@ class Settings:
             )
         )
 
-    @property
+    @functools.cached_property
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may give as `model`; the first stands in answers."""
         endpoint = (self.endpoint_name,) if self.endpoint_name else ()

@@ -127,6 +127,9 @@ class VllmEngine:
             raise NotLoaded(name) from None
 
     async def stop(self) -> None:
+        from vllm.envs import disable_envs_cache
+
+        disable_envs_cache()
         await self._until_stopped.aclose()
         await in_thread(self._client.shutdown, TERM_S)
 
@@ -301,11 +304,24 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
         keep_tenants_apart(app.state)
     _tell_of_requests(client.output_processor)
     _name_adapters_publicly(client.output_processor.lora_states)
+    _look_up_once(client.renderer)
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))
     writing = next((it for it in ("generate", _TRANSCRIPTION) if it in tasks), None)
     task = writing or client.model_config.get_pooling_task(tasks)
     return VllmEngine(app, Direct(app), client, task, hears, until_stopped)
+
+
+def _look_up_once(renderer: Any) -> None:
+    """Keep what vLLM looks up again for each request, and is always the same: its variables, and
+    which token ends a text, for which the tokenizer looks through all that it has.
+    """
+    from vllm.envs import enable_envs_cache
+
+    enable_envs_cache()  # as its engine does
+    if renderer.tokenizer is not None:
+        end = renderer.get_eos_token_id()
+        renderer.get_eos_token_id = lambda: end
 
 
 def _tell_of_requests(processor: Any) -> None:

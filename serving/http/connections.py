@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import httptools
 import uvicorn
-from uvicorn._types import ASGI3Application, ASGIReceiveEvent
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -50,6 +50,8 @@ from serving.protocol import PROBES
 
 STALL_S = 300.0
 """Seconds that a client may read nothing of an answer that waits for it."""
+JOINED = 64 * 1024
+"""Bytes of a body's first part up to which it is copied behind the head."""
 
 
 class HttpServer(uvicorn.Server):
@@ -361,6 +363,15 @@ class Cycle(RequestResponseCycle):
         finally:
             del scope[WRITER]  # they would keep each other
 
+    async def send(self, message: ASGISendEvent) -> None:
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if message["type"] == "http.response.start" and not self.response_started:
+            self.transport = cast(asyncio.Transport, _HeadHeld(self))
+        await super().send(message)
+        if message["type"] == "http.response.body" and isinstance(self.transport, _HeadHeld):
+            self.transport.flush()  # of an answer to HEAD, which has no body
+
     def takes(self) -> bool:
         """Whether a part of the body can be written without waiting (Writer)."""
         return bool(self.chunked_encoding) and not (
@@ -393,6 +404,37 @@ class Cycle(RequestResponseCycle):
         await errors.shape(self.scope["path"]).response(error)(
             cast(Any, self.scope), cast(Any, self.receive), cast(Any, self.send)
         )
+
+
+class _HeadHeld:
+    """A cycle's transport that keeps an answer's head for the first part of its body, since two
+    writes to the kernel take twice the time of one. It gives its place back with that.
+    """
+
+    def __init__(self, cycle: Cycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head: bytes | None = None
+        self.is_closing = self._transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._head is None:
+            self._head = data
+            return
+        if cast(object, self._cycle.transport) is self:
+            self._cycle.transport = self._transport
+        head, self._head = self._head, b""
+        if len(data) > JOINED:
+            self._transport.write(head)
+            head = b""
+        self._transport.write(head + data)
+
+    def flush(self) -> None:
+        self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
 
 
 class _Closing:
