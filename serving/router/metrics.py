@@ -2,6 +2,7 @@
 """The router's series."""
 
 import warnings
+from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Set
 
@@ -15,12 +16,36 @@ REQUESTS = Counter(
     ["replica", "status", "end"],
 )
 RETRIES = Counter("slipway_router_retries", "Requests sent to another replica.", ["reason"])
-DECISION = Histogram(
+
+
+class Gathered(Histogram):
+    """A histogram of what every request adds to, kept as plain numbers until series are read."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._counts = [0] * len(self._buckets)
+        self._total = 0.0
+
+    def add(self, amount: float) -> None:
+        """Observe it, without an exemplar."""
+        self._counts[bisect_left(self._upper_bounds, amount)] += 1
+        self._total += amount
+
+    def flush(self) -> None:
+        """Add what was gathered to the series."""
+        self._sum.inc(self._total)
+        for bucket, count in zip(self._buckets, self._counts, strict=True):
+            bucket.inc(count)
+        self._counts = [0] * len(self._buckets)
+        self._total = 0.0
+
+
+DECISION = Gathered(
     "slipway_router_decision_seconds",
     "What it took to choose a replica.",
     buckets=(2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3),
 )
-FIRST_BYTE = Histogram(
+FIRST_BYTE = Gathered(
     "slipway_router_first_byte_seconds",
     "From a whole request to the first byte of its answer.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
@@ -113,5 +138,7 @@ class Tally:
             REQUESTS.labels(replica, str(status or ""), end).inc(count)
         PROMPT_TOKENS.inc(self.prompt_tokens)
         CACHED_TOKENS.inc(self.cached_tokens)
+        DECISION.flush()
+        FIRST_BYTE.flush()
         self.requests.clear()
         self.prompt_tokens = self.cached_tokens = 0

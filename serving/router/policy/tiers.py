@@ -39,10 +39,13 @@ class Held(NamedTuple):
         """tokens: the prompt's."""
         if reach is NOWHERE:
             return NOTHING
-        engine = min(reach.engine, tokens)
-        memory = max(engine, min(reach.memory, tokens))
-        disk = max(memory, min(reach.disk, tokens))
-        shared = max(disk, min(reach.shared, tokens))
+        engine, memory, disk, shared = reach
+        engine = min(engine, tokens)
+        if not (memory or disk or shared):
+            return Held(engine)
+        memory = max(engine, min(memory, tokens))
+        disk = max(memory, min(disk, tokens))
+        shared = max(disk, min(shared, tokens))
         return Held(engine, memory - engine, disk - memory, shared - disk)
 
 
