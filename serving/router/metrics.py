@@ -6,20 +6,14 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Set
 
-from prometheus_client import Counter, Histogram, Metric
+import prometheus_client
+from prometheus_client import Counter, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-REQUESTS = Counter(
-    "slipway_router_requests",
-    "Requests that are over: finished, cut off by the replica, cancelled by the client, failed.",
-    ["replica", "status", "end"],
-)
-RETRIES = Counter("slipway_router_retries", "Requests sent to another replica.", ["reason"])
 
-
-class Gathered(Histogram):
-    """A histogram of what every request adds to, kept as plain numbers until series are read."""
+class Histogram(prometheus_client.Histogram):
+    """One that gathers what every request adds to it as plain numbers, until series are read."""
 
     def _metric_init(self) -> None:
         super()._metric_init()
@@ -40,12 +34,18 @@ class Gathered(Histogram):
         self._total = 0.0
 
 
-DECISION = Gathered(
+REQUESTS = Counter(
+    "slipway_router_requests",
+    "Requests that are over: finished, cut off by the replica, cancelled by the client, failed.",
+    ["replica", "status", "end"],
+)
+RETRIES = Counter("slipway_router_retries", "Requests sent to another replica.", ["reason"])
+DECISION = Histogram(
     "slipway_router_decision_seconds",
     "What it took to choose a replica.",
     buckets=(2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3),
 )
-FIRST_BYTE = Gathered(
+FIRST_BYTE = Histogram(
     "slipway_router_first_byte_seconds",
     "From a whole request to the first byte of its answer.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
