@@ -79,13 +79,13 @@ class Access:
         """Who sends a request with these headers. Raises Unauthorized."""
         identities: set[bytes] = set()
         given: set[bytes] = set()
-        for name, value in headers:
+        for name, value in [header for header in headers if header[0] in CREDENTIALS]:
             if name == AUTHORIZATION:
                 scheme, _, key = value.partition(b" ")
                 given.add(key.strip() if scheme.lower() == b"bearer" else b"")
             elif name == API_KEY:
                 given.add(value)
-            elif name == IDENTITY:
+            else:
                 identities.add(value)
         if self._signer and identities:
             if len(identities) > 1:

@@ -278,11 +278,13 @@ def access(line: RequestLine) -> None:
     _handler.write_soon(b"%b%b\n" % (_access_head(int(1000 * time.time())), _encode(line)[1:]))
 
 
+_ACCESS = _encode({"level": "info", "logger": _access.name, "message": "request"})[1:-1]
+
+
 @functools.lru_cache(maxsize=1)
 def _access_head(ms: int) -> bytes:
     """What each line of a request begins with. ms: milliseconds since 1970."""
-    head = {"time": _stamp(ms / 1000), "level": "info", "logger": _access.name}
-    return _encode(head | {"message": "request"})[:-1] + b","
+    return b'{"time":"%b",%b,' % (_stamp(ms / 1000).encode(), _ACCESS)
 
 
 def _access_text(facts: Mapping[str, Any]) -> str:

@@ -2,12 +2,37 @@
 """The router's series."""
 
 import warnings
+from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Set
 
-from prometheus_client import Counter, Histogram, Metric
+import prometheus_client
+from prometheus_client import Counter, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+
+class Histogram(prometheus_client.Histogram):
+    """One that gathers what every request adds to it as plain numbers, until series are read."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._counts = [0] * len(self._buckets)
+        self._total = 0.0
+
+    def add(self, amount: float) -> None:
+        """Observe it, without an exemplar."""
+        self._counts[bisect_left(self._upper_bounds, amount)] += 1
+        self._total += amount
+
+    def flush(self) -> None:
+        """Add what was gathered to the series."""
+        self._sum.inc(self._total)
+        for bucket, count in zip(self._buckets, self._counts, strict=True):
+            bucket.inc(count)
+        self._counts = [0] * len(self._buckets)
+        self._total = 0.0
+
 
 REQUESTS = Counter(
     "slipway_router_requests",
@@ -113,5 +138,7 @@ class Tally:
             REQUESTS.labels(replica, str(status or ""), end).inc(count)
         PROMPT_TOKENS.inc(self.prompt_tokens)
         CACHED_TOKENS.inc(self.cached_tokens)
+        DECISION.flush()
+        FIRST_BYTE.flush()
         self.requests.clear()
         self.prompt_tokens = self.cached_tokens = 0

@@ -159,7 +159,8 @@ class Placement:
         self._routing.retries.earn()
         self.once = creates(request.method, request.path)
         if self.inference:
-            self._divisible = not request.streamed and generates(request.path)
+            divides = self._routing.prefill_tokens and not request.streamed
+            self._divisible = bool(divides) and generates(request.path)
             found = self._routing.read(request.named, body, request.target, request.tenant)
             if found.adapter and not request.caller.may_use(found.adapter):
                 found = msgspec.structs.replace(found, adapter="")  # for it there is none
@@ -176,10 +177,12 @@ class Placement:
         """Have its prompt go to a replica that computes it for the one that will answer. None where
         that one is to compute it, as it is where this was asked before.
         """
+        if not self._divisible:
+            return None
+        self._divisible = False
         routing, features = self._routing, self.features
-        divisible, self._divisible = self._divisible, False
         least = routing.prefill_tokens
-        if not (divisible and least and features.tokens >= least) or features.begins_session:
+        if features.tokens < least or features.begins_session:
             return None
         if features.session and routing.affinity.replica(features.session):
             return None
@@ -231,13 +234,11 @@ class Placement:
             return None
         began = time.perf_counter()
         bound = routing.affinity.replica(features.session) if features.session else None
-        if home := [replica for replica in candidates if replica.name == bound]:
-            choice = Choice(home[0])
-        else:
-            choice = self._policy.choose(features, candidates, now)
+        home = [replica for replica in candidates if replica.name == bound] if bound else None
+        choice = Choice(home[0]) if home else self._policy.choose(features, candidates, now)
         self._go(choice, now)
         if self.inference:
-            metrics.DECISION.observe(time.perf_counter() - began)
+            metrics.DECISION.add(time.perf_counter() - began)
             routing.tally.prompt_tokens += features.tokens
             routing.tally.cached_tokens += choice.held.tokens
             self._reason = choice.held, bool(home)

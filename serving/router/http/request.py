@@ -4,7 +4,6 @@
 import random
 import re
 from collections.abc import Set
-from itertools import chain
 from typing import NamedTuple
 
 from handlers.multipart import FIELDS_SIZE
@@ -143,7 +142,7 @@ class Request:
         # memory, and what is sent of the head
         self._buffers = memory
         self._weight = HEADER * len(headers) + len(target)
-        self._weight += sum(map(len, chain.from_iterable(headers)))
+        self._weight += sum([len(name) + len(value) for name, value in headers])
         self._head = b""
         memory.heads += self._weight
 

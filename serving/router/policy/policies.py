@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RoutingRequest
-from serving.router.policy.tiers import DEFAULT_PRICES, Held, Prices, Reach
+from serving.router.policy.tiers import DEFAULT_PRICES, NOTHING, NOWHERE, Held, Prices, Reach
 
 # What waiting costs, in prompt tokens that could be computed in the time. The figures are those
 # that did best in scripts/dev simulate; where others do as well, it says so.
@@ -119,7 +119,7 @@ class Choice(NamedTuple):
     """The replica that a strategy chose."""
 
     replica: Load
-    held: Held = Held()
+    held: Held = NOTHING
     """Prompt tokens that it is expected to have in its caches."""
 
 
@@ -185,7 +185,7 @@ class _Cheapest:
 
     def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
         """How far the replica's caches reach into the prompt, most likely."""
-        return Reach()
+        return NOWHERE
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
         self._chosen[replica] = now

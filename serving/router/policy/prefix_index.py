@@ -3,9 +3,10 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate
 
 from serving.router.policy.hash_chain import leading, links
-from serving.router.policy.tiers import Capacity, Held, Reach
+from serving.router.policy.tiers import NOWHERE, Capacity, Held, Reach
 
 CHUNK = 512
 """Bytes of a prompt in one link of a chain, some 128 tokens."""
@@ -22,7 +23,7 @@ DEFAULT_TOKENS = 500_000
 DEFAULT_SHARED_TOKENS = 8_000_000
 """What a shared store is taken to keep where its size is unknown."""
 MOST_LINKS = 250_000
-"""Of one cache, some 25 MB: 32 million tokens."""
+"""Of one cache, 32 million tokens: some 25 MB, and 80 MB where each prompt has a single one."""
 
 
 def chain(prompt: bytes | memoryview, seed: object) -> list[int]:
@@ -30,85 +31,120 @@ def chain(prompt: bytes | memoryview, seed: object) -> list[int]:
     return links(prompt, CHUNK, hash(seed))
 
 
+class _Run:
+    """Links of a chain, one after the other, that were last used together."""
+
+    __slots__ = ("before", "level", "links", "start", "until")
+
+    def __init__(self, links: tuple[int, ...], start: int, before: "_Run | None") -> None:
+        """start: how many links of its chain are before it, which end in the run `before`."""
+        self.links = links
+        self.start = start
+        self.before = before
+        self.level = 0
+        self.until = 0.0
+
+
 class _Caches:
-    """The links that one replica was sent, by the fastest cache that most likely has them.
+    """The links that one replica was sent, or all that share a store, by the fastest cache that
+    most likely has them.
 
     Every cache drops what was least recently used and has copies of what is in faster ones. So by
     their last use the first links are in the engine, those beyond its size in memory alone, and
     those beyond the memory's size on the disk alone.
+
+    A prompt's links are kept as a few runs: one for each time that its chain grew or branched.
+    Those that share a run are always used together, so that a prompt that comes again costs a step
+    for each run and not for each link. Of a chain the first run is always used last.
     """
 
-    def __init__(self, capacity: Capacity) -> None:
-        self._levels: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(3)]
-        self.resize(capacity)
+    def __init__(self, *sizes: int) -> None:
+        """sizes: how many links each cache has room for that are in no faster one."""
+        self.counts = [0] * len(sizes)
+        """How many there are of them."""
+        self._sizes = sizes
+        self._runs: dict[int, _Run] = {}  # by each of their links
+        self._levels: list[OrderedDict[_Run, None]] = [OrderedDict() for _ in sizes]
 
-    def resize(self, capacity: Capacity) -> None:
-        engine = _count(DEFAULT_TOKENS if capacity.engine is None else capacity.engine)
-        memory = max(engine, _count(capacity.memory))
-        disk = max(memory, _count(capacity.disk))
-        sizes = engine, memory - engine, disk - memory
-        # What each drops goes to the next one that has room at all.
-        below: OrderedDict[int, float] | None = None
-        overflows = []
-        for level, size in zip(reversed(self._levels), reversed(sizes), strict=True):
-            overflows.append((level, size, below))
-            below = level if size else below
-        self._overflows = overflows[::-1]
-        self._memory, self._disk = bool(capacity.memory), bool(capacity.disk)
+    def resize(self, *sizes: int) -> None:
+        self._sizes = sizes
+        # The slowest first: what it has was used before all that is about to come into it.
+        for level in reversed(range(len(sizes))):
+            self._shrink(level)
 
     def insert(self, chain: Sequence[int], until: float) -> None:
-        engine, *others = self._levels
-        others = [level for level in others if level]
-        for link in reversed(chain):
-            engine[link] = until
-            engine.move_to_end(link)
-            for level in others:
-                level.pop(link, None)
-        for level, size, below in self._overflows:
-            for _ in range(len(level) - size):
-                link, last = level.popitem(last=False)
-                if below is not None:
-                    below[link] = last
+        known, run = self._known(chain)
+        if run and known < run.start + len(run.links):
+            run = self._split(run, known)
+        if known < len(chain):
+            run = _Run(tuple(chain[known:]), known, run)
+            self._runs.update(dict.fromkeys(run.links, run))
+            self._add(run, 0)
+        while run:
+            run.until = until
+            if run.level:
+                self._remove(run)
+                self._add(run, 0)
+            self._levels[0].move_to_end(run)
+            run = run.before
+        for level in range(len(self._sizes)):
+            self._shrink(level)
 
-    def held(self) -> tuple[int, int, int]:
-        """How many links each cache has; memory and disk have those of the caches before, too."""
-        engine, memory, disk = map(len, self._levels)
-        in_memory = engine + memory if self._memory else 0
-        return engine, in_memory, engine + memory + disk if self._disk else 0
+    def _known(self, chain: Sequence[int]) -> tuple[int, _Run | None]:
+        """How many of the chain's first links there are, and the run of the last of them."""
+        runs = self._runs
+        known = leading(chain, lambda link: link not in runs)
+        return known, runs[chain[known - 1]] if known else None
+
+    def _split(self, run: _Run, end: int) -> _Run:
+        """Make two of a run, the first up to this link of the chain. Returns that."""
+        count = end - run.start
+        first = _Run(run.links[:count], run.start, run.before)
+        first.level, first.until = run.level, run.until
+        run.links, run.start, run.before = run.links[count:], end, first
+        self._runs.update(dict.fromkeys(first.links, first))
+        self._levels[run.level][first] = None
+        return first
+
+    def _shrink(self, level: int) -> None:
+        while (surplus := self.counts[level] - self._sizes[level]) > 0:
+            self._drop(level, surplus)
+
+    def _drop(self, level: int, surplus: int) -> None:
+        """Drop up to so many links of the run that was used least recently. What a cache drops goes
+        to the next one that has room at all.
+        """
+        run = next(iter(self._levels[level]))
+        if surplus < len(run.links):
+            first = self._split(run, run.start + len(run.links) - surplus)
+            self._levels[level].move_to_end(first, last=False)
+        self._remove(run)
+        below = next((it for it in range(level + 1, len(self._sizes)) if self._sizes[it]), None)
+        if below is not None:
+            self._add(run, below)
+            return
+        for link in run.links:
+            self._runs.pop(link, None)
+
+    def _add(self, run: _Run, level: int) -> None:
+        run.level = level
+        self._levels[level][run] = None
+        self.counts[level] += len(run.links)
+
+    def _remove(self, run: _Run) -> None:
+        del self._levels[run.level][run]
+        self.counts[run.level] -= len(run.links)
 
     def reach(self, chain: Sequence[int], now: float) -> tuple[int, int, int]:
-        """How many of the chain's first links are in the engine, memory or disk."""
-        # A link's predecessors are always used no earlier than itself, so that whatever is there
-        # is there with all before it.
-        engine, memory, disk = self._levels
-        in_engine = leading(chain, lambda link: engine.get(link, 0.0) <= now)
-        if not (self._memory or self._disk):
-            return in_engine, 0, 0
-        in_memory = on_disk = 0
-        if self._memory:
-            in_memory = leading(chain, lambda link: link not in engine and link not in memory)
-        if self._disk:
-            on_disk = leading(
-                chain,
-                lambda link: link not in engine and link not in memory and link not in disk,
-            )
-        return in_engine, in_memory, on_disk
-
-
-class _Store:
-    """The links that were sent to replicas with one shared store."""
-
-    def __init__(self) -> None:
-        self.capacity: int | None = None
-        self.until: OrderedDict[int, float] = OrderedDict()
-
-    def insert(self, chain: Sequence[int], until: float) -> None:
-        for link in reversed(chain):
-            self.until[link] = until
-            self.until.move_to_end(link)
-        size = _count(DEFAULT_SHARED_TOKENS if self.capacity is None else self.capacity)
-        while len(self.until) > size:
-            self.until.popitem(last=False)
+        """How many of the chain's first links are in the engine, in memory and on the disk."""
+        known, run = self._known(chain)
+        engine = memory = known
+        while run and (run.level or run.until <= now):
+            engine = run.start
+            if run.level > 1:
+                memory = run.start
+            run = run.before
+        return engine, memory, known
 
 
 class PrefixIndex:
@@ -117,45 +153,51 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._capacity: dict[str, Capacity] = {}
         self._caches: dict[str, _Caches] = {}
-        self._stores: dict[str, _Store] = {}
+        self._stores: dict[str, _Caches] = {}
 
     def reach(self, replica: str, chain: Sequence[int], now: float) -> Reach:
         """How far the replica's caches reach into a prompt with this chain."""
+        if not chain:
+            return NOWHERE
         engine = memory = disk = shared = 0
+        capacity = self._capacity.get(replica, _UNKNOWN)
         if caches := self._caches.get(replica):
             engine, memory, disk = caches.reach(chain, now)
-        capacity = self._capacity.get(replica)
-        if capacity and (store := self._stores.get(capacity.store)):
-            until = store.until
-            shared = leading(chain, lambda link: until.get(link, 0.0) <= now)
+            memory, disk = _where_any(capacity, memory, disk)
+        if store := self._stores.get(capacity.store):
+            shared, *_ = store.reach(chain, now)
         return Reach(engine * TOKENS, memory * TOKENS, disk * TOKENS, shared * TOKENS)
 
     def held(self, replica: str) -> Held:
         """About how many tokens of what it was sent the replica still has, by cache."""
-        engine = memory = disk = 0
+        engine = memory = disk = shared = 0
+        capacity = self._capacity.get(replica, _UNKNOWN)
         if caches := self._caches.get(replica):
-            engine, memory, disk = caches.held()
-        capacity = self._capacity.get(replica)
-        store = self._stores.get(capacity.store) if capacity else None
-        shared = len(store.until) if store else 0
+            engine, memory, disk = accumulate(caches.counts)
+            memory, disk = _where_any(capacity, memory, disk)
+        if store := self._stores.get(capacity.store):
+            shared = sum(store.counts)
         return Held(engine * TOKENS, memory * TOKENS, disk * TOKENS, shared * TOKENS)
 
     def insert(self, replica: str, chain: Sequence[int], now: float) -> None:
         """The replica is sent a prompt with this chain now (seconds of any one clock)."""
-        capacity = self._capacity.get(replica) or Capacity()
+        if not chain:
+            return
+        capacity = self._capacity.get(replica, _UNKNOWN)
         if replica not in self._caches:
-            self._caches[replica] = _Caches(capacity)
+            self._caches[replica] = _Caches(*_sizes(capacity))
         self._caches[replica].insert(chain, now + TTL_S)
         if capacity.store:
-            self._stores.setdefault(capacity.store, _Store()).insert(chain, now + TTL_S)
+            self._stores[capacity.store].insert(chain, now + TTL_S)
 
     def resize(self, replica: str, capacity: Capacity) -> None:
         """The replica's KV caches hold so much."""
         self._capacity[replica] = capacity
         if caches := self._caches.get(replica):
-            caches.resize(capacity)
+            caches.resize(*_sizes(capacity))
         if capacity.store:
-            self._stores.setdefault(capacity.store, _Store()).capacity = capacity.shared
+            shared = DEFAULT_SHARED_TOKENS if capacity.shared is None else capacity.shared
+            self._stores.setdefault(capacity.store, _Caches(0)).resize(_count(shared))
 
     def forget(self, replica: str) -> None:
         """The replica has started anew, or is gone. A shared store outlives it, while another
@@ -171,3 +213,19 @@ class PrefixIndex:
 def _count(tokens: int) -> int:
     """How many links that is."""
     return min(tokens // TOKENS, MOST_LINKS)
+
+
+_UNKNOWN = Capacity()
+
+
+def _sizes(capacity: Capacity) -> tuple[int, int, int]:
+    """How many links there are in engine, memory and disk that are in no faster one of them."""
+    engine = _count(DEFAULT_TOKENS if capacity.engine is None else capacity.engine)
+    memory = max(engine, _count(capacity.memory))
+    disk = max(memory, _count(capacity.disk))
+    return engine, memory - engine, disk - memory
+
+
+def _where_any(capacity: Capacity, memory: int, disk: int) -> tuple[int, int]:
+    """What memory and disk have, where the replica has any."""
+    return memory if capacity.memory else 0, disk if capacity.disk else 0

@@ -165,14 +165,16 @@ class RequestReader:
             prompt = memoryview(system + prompt)
             tokens += len(system) // BYTES_PER_TOKEN
         adapter = self._adapter(headers, keys, target)
-        # What else decides whether KV caches of equal prompts are one.
         tools = bytes(keys.tools)
-        seed = (adapter, tenant, bytes(keys.cache_salt), tools)
         path = target.partition(b"?")[0]
+        links: Sequence[int] = ()
+        if self._chained and path not in _UNCACHED:
+            # What else decides whether KV caches of equal prompts are one.
+            links = chain(prompt, (adapter, tenant, bytes(keys.cache_salt), tools))
         computed = path not in _UNCOMPUTED
         return RoutingRequest(
             tokens=tokens + len(tools) // BYTES_PER_TOKEN if computed else 0,
-            chain=chain(prompt, seed) if self._chained and path not in _UNCACHED else (),
+            chain=links,
             model=self._model(keys),
             adapter=adapter,
             salt=_text(keys.cache_salt) or None,

@@ -5,7 +5,7 @@ The unit of cost is the time in which the replica computes one prompt token.
 """
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 
 class Reach(NamedTuple):
@@ -34,15 +34,23 @@ class Held(NamedTuple):
         """All of them."""
         return sum(self)
 
-    @classmethod
-    def of(cls, reach: Reach, tokens: int) -> Self:
+    @staticmethod
+    def of(reach: Reach, tokens: int) -> "Held":
         """tokens: the prompt's."""
-        held, before = [], 0
-        for upto in reach:
-            further = min(upto, tokens) - before if upto > before else 0
-            held.append(further)
-            before += further
-        return cls(*held)
+        if reach is NOWHERE:
+            return NOTHING
+        engine, memory, disk, shared = reach
+        engine = min(engine, tokens)
+        if not (memory or disk or shared):
+            return Held(engine)
+        memory = max(engine, min(memory, tokens))
+        disk = max(memory, min(disk, tokens))
+        shared = max(disk, min(shared, tokens))
+        return Held(engine, memory - engine, disk - memory, shared - disk)
+
+
+NOWHERE, NOTHING = Reach(), Held()
+"""Of a prompt that no cache has: to make them costs more than to compare them."""
 
 
 def described(held: Held) -> str:
@@ -67,12 +75,15 @@ class Prices(NamedTuple):
 
     def work(self, tokens: int, held: Held) -> int:
         """What a prompt of so many tokens costs a replica that holds these of them."""
-        engine, *loaded = held
-        left = float(tokens - engine)
-        for count, price in zip(loaded, self, strict=True):
+        engine, memory, disk, shared = held
+        left = tokens - engine
+        if not (memory or disk or shared):
+            return left
+        cost = float(left)
+        for count, price in zip((memory, disk, shared), self, strict=True):
             if count and price < 1.0:
-                left -= count * (1.0 - price)
-        return round(left)
+                cost -= count * (1.0 - price)
+        return round(cost)
 
 
 DEFAULT_PRICES = Prices()

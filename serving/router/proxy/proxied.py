@@ -378,8 +378,11 @@ class ProxiedRequest:
         """The answer's first byte is here, so its prompt is computed."""
         self._computing = False
         self._first_byte_at = self._progress_at
-        exemplar = self._trace.exemplar if self._trace else None
-        metrics.FIRST_BYTE.observe(self._progress_at - self._began, exemplar)
+        waited = self._progress_at - self._began
+        if self._trace:
+            metrics.FIRST_BYTE.observe(waited, self._trace.exemplar)
+        else:
+            metrics.FIRST_BYTE.add(waited)
         self.placement.computed()
 
     def _pass_on(self, stream: Continuation, data: bytes) -> bool:

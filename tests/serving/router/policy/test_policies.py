@@ -251,7 +251,7 @@ def test_an_index_is_as_large_as_the_cache_it_stands_for():
     assert reached(index, "r", chain(system + b"0099" * CHUNK, ""), 100) == 6
     assert reached(index, "r", chain(system + b"0098" * CHUNK, ""), 100) == 6
     assert reached(index, "r", chain(system + b"0097" * CHUNK, ""), 100) == 2
-    assert len(index._caches["r"]._levels[0]) == 10
+    assert len(index._caches["r"]._runs) == 10
     index.insert("r", chain(b"x" * 20 * CHUNK, ""), 101)  # longer than all of it
     assert reached(index, "r", chain(b"x" * 20 * CHUNK, ""), 102) == 10
 
@@ -260,7 +260,7 @@ def test_without_a_size_an_index_is_bounded():
     index = PrefixIndex()
     for n in range(20):
         index.insert("r", chain(b"%04d" % n * CHUNK * 300, ""), n)
-    assert len(index._caches["r"]._levels[0]) == DEFAULT_TOKENS * 4 // CHUNK
+    assert len(index._caches["r"]._runs) == DEFAULT_TOKENS * 4 // CHUNK
 
 
 def resized(index, **capacity):
@@ -288,7 +288,7 @@ def test_what_an_engine_has_dropped_is_in_its_tiers():
     first = chain(b"0002" * (CHUNK // 4) * 10, "")
     index.insert("r", first, 10)
     assert index.reach("r", first, 11) == in_engine
-    assert sum(len(level) for level in index._caches["r"]._levels) == 60
+    assert len(index._caches["r"]._runs) == 60
 
 
 def test_memory_smaller_than_the_engine_has_nothing_more():
