@@ -34,6 +34,8 @@ IN_PROCESS = "LMCacheConnectorV1"
 """The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
 TRANSFERRING = "NixlConnector"
 """vLLM's connector by which an engine fetches KV from the one that has computed it."""
+SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+"""vLLM's variable for the host where it tells others how to fetch: localhost if it is not set."""
 
 GPU_CHUNK_SIZE = 256
 """Tokens that are stored and found as one; LMCache's default."""
@@ -144,6 +146,16 @@ def transfers(settings: Settings) -> bool:
     """Whether a server with a role hands KV over by vLLM's own connector, without a store."""
     config = settings.kv_transfer_config or {}
     return settings.server_role != "both" and config.get("kv_connector") == TRANSFERRING
+
+
+def transfer_findings(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+    """What an operator should know of servers that fetch KV from each other."""
+    if not transfers(settings) or settings.server_role != "prefill" or SIDE_CHANNEL in environ:
+        return []
+    return [
+        f"{SIDE_CHANNEL} is not set, so only servers on this machine can fetch KV from this one; "
+        "set it to the name or address at which the others reach it"
+    ]
 
 
 def _role(settings: Settings) -> str:

@@ -166,5 +166,6 @@ def make(
         findings=(
             *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),
             *preflight.downloads(to_fetch, room),
+            *kv_tiers.transfer_findings(settings, environ),
         ),
     )

@@ -135,6 +135,16 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_is_fetched(fleet):
         texts.add(text)
     assert len(texts) > 1
     fetched = fleet.fetched()
+    said = [{"role": "user", "content": prompt("a message")}]
+    message = {"model": "lmi", "max_tokens": 24, "temperature": 0, "messages": said}
+    first, second = (
+        served.client.post("/v1/messages", json=message, timeout=120).json()
+        for served in (fleet.routed, fleet.prefills)
+    )
+    assert first["content"] == second["content"]
+    assert not first.get("kv_transfer_params")
+    assert fleet.fetched() > fetched + FETCHED
+    fetched = fleet.fetched()
     body = {"inputs": prompt("streamed"), "parameters": GREEDY, "stream": True}
     lines = fleet.routed.lines(body)
     (answer,) = fleet.prefills.lines({**body, "stream": False})

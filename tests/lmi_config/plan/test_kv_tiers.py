@@ -248,6 +248,26 @@ def test_servers_with_a_role_get_our_kind_of_vllms_connector():
         assert found.engine("m", None)["kv_transfer_config"] == {**config, **ours}
 
 
+@pytest.mark.parametrize(
+    ("role", "more", "told"),
+    [
+        ("prefill", {}, True),
+        ("prefill", {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.5"}, False),
+        ("decode", {}, False),
+        ("both", {}, False),
+    ],
+)
+def test_kv_that_no_other_machine_can_fetch(role, more, told):
+    config = {**NIXL, "kv_load_failure_policy": "recompute"}
+    environ = {
+        "OPTION_KV_TRANSFER_CONFIG": json.dumps(config),
+        "OPTION_ROUTER_SECRET": "s" * 32,
+        "OPTION_SERVER_ROLE": role,
+    }
+    found = " ".join(planned({**environ, **more}).findings)
+    assert ("VLLM_NIXL_SIDE_CHANNEL_HOST is not set" in found) == told
+
+
 def test_a_shared_store_alone_switches_tiers_on():
     found = planned({"OPTION_KV_L2_URL": "file:///shared"})
     assert found.tiers.shared.shown == "file:///shared"
