@@ -144,7 +144,9 @@ class Pipeline:
                     hand_over = call.record.caller.hand_over
                     front = hand_over.size if hand_over else 0
                     body = await self.bodies.whole(call.scope, call.receive, share, front)
-                transfer, body = kv_transfer.split(body, hand_over)
+                transfer = None
+                if hand_over:
+                    transfer, body = kv_transfer.split(body, hand_over)
                 admitted.go_on()
                 yield ClientRequest(
                     *(call.scope, call.send, admitted, call.record, call.errors, body),

@@ -25,12 +25,10 @@ def offered(sequences: int) -> dict[str, object]:
     return {"do_remote_decode": True}
 
 
-def split(body: bytes, hand_over: HandOver | None) -> tuple[dict[str, object] | None, bytes]:
+def split(body: bytes, hand_over: HandOver) -> tuple[dict[str, object], bytes]:
     """The parameters with which vLLM fetches a prompt's KV, and the client's body. Raises
     BadRequest for others than the router has signed.
     """
-    if not hand_over:
-        return None, body
     front = body[: hand_over.size]
     if hashlib.sha256(front).hexdigest() != hand_over.digest:
         raise BadRequest("what the router has put in front of the body is not what it has signed")
