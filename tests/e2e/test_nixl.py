@@ -21,7 +21,6 @@ CONNECTOR = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"kv_lease_duration": 24},
 }
 FETCHED = 1000
 """Tokens of a prompt() that are certainly fetched."""
@@ -39,8 +38,13 @@ class Fleet:
         self.prefills.ready()
         self.decodes.ready()
         self.list_both()
-        for served in (self.prefills, self.decodes):  # a first chat may take seconds to be read
+        for served in (self.prefills, self.decodes):
+            # The first chat and the first adapter may take longer than KV is kept.
             ask(served, "Hi", "/v1/chat/completions")
+            source = {"name": "one", "src": str(folder / "adapters" / "one")}
+            assert served.client.post("/adapters", params=source).status_code == 200
+            for tenant in ({}, {"x-tenant": "a"}):
+                ask(served, "Hi", **{"x-amzn-sagemaker-adapter-identifier": "one"}, **tenant)
         self.routed = stack.enter_context(
             serving(
                 folder / "route",
@@ -117,8 +121,6 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_is_fetched(fleet):
     """In every API, for tenants and adapters too; with what the server that prefills answers by
     itself.
     """
-    source = {"name": "one", "src": str(fleet.folder / "adapters" / "one")}
-    assert fleet.routed.client.post("/adapters", params=source).status_code == 200
     asked = [
         ("/v1/completions", {}),
         ("/v1/chat/completions", {}),
