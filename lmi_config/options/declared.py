@@ -754,8 +754,10 @@ class Settings:
         section=Section.KV_TIERS,
         vllm="kv_transfer_config",
         help="vLLM's own connector configuration, passed on unchanged; Slipway then manages no KV "
-        "cache tiers. LMI's manual mode, `LMCacheConnectorV1` with `kv_both` and nothing else, "
-        "means the tiers that LMCache's configuration names.",
+        "cache tiers. With OPTION_SERVER_ROLE, NixlConnector is Slipway's own kind of it, which "
+        "fetches the KV that a `prefill` server has computed. LMI's manual mode, "
+        "`LMCacheConnectorV1` with `kv_both` and nothing else, means the tiers that LMCache's "
+        "configuration names.",
     )
 
     speculative_config: Mapping[str, Any] | None = _option(
@@ -977,7 +979,8 @@ class Settings:
         section=Section.ROUTER,
         default="both",
         help="What `route` has this server do: `prefill` computes long prompts for the servers "
-        "that `decode`, which load them from the shared KV store (OPTION_KV_L2_URL).",
+        "that `decode`, which load them from the shared KV store (OPTION_KV_L2_URL), or fetch them "
+        "with vLLM's NixlConnector (OPTION_KV_TRANSFER_CONFIG).",
     )
     router_prefill_tokens: int = _option(
         integer(low=1),

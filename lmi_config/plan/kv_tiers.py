@@ -32,6 +32,10 @@ STORES = {"native_plugin": "disk", "fs_native": "folder"}
 """LMCache's names of its kinds of stores that would say nothing to an operator, and ours."""
 IN_PROCESS = "LMCacheConnectorV1"
 """The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
+TRANSFERRING = "NixlConnector"
+"""vLLM's connector by which an engine fetches KV from the one that has computed it."""
+SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+"""vLLM's variable for the host where it tells others how to fetch: localhost if it is not set."""
 
 GPU_CHUNK_SIZE = 256
 """Tokens that are stored and found as one; LMCache's default."""
@@ -138,6 +142,22 @@ def faults(settings: Settings) -> list[str]:
     return found
 
 
+def transfers(settings: Settings) -> bool:
+    """Whether a server with a role hands KV over by vLLM's own connector, without a store."""
+    config = settings.kv_transfer_config or {}
+    return settings.server_role != "both" and config.get("kv_connector") == TRANSFERRING
+
+
+def transfer_findings(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+    """What an operator should know of servers that fetch KV from each other."""
+    if not transfers(settings) or settings.server_role != "prefill" or SIDE_CHANNEL in environ:
+        return []
+    return [
+        f"{SIDE_CHANNEL} is not set, so only servers on this machine can fetch KV from this one; "
+        "set it to the name or address at which the others reach it"
+    ]
+
+
 def _role(settings: Settings) -> str:
     return f"{settings.named('server_role')}={settings.server_role}"
 
@@ -146,12 +166,20 @@ def handover_faults(settings: Settings, tiers: "Tiers | NoTiers") -> list[str]:
     """Why a server with a role can never hand KV over. Without room for tiers it serves all the
     same, and the router says that it shares nothing.
     """
+    if transfers(settings):
+        if (settings.kv_transfer_config or {}).get("kv_load_failure_policy") == "recompute":
+            return []
+        return [
+            f"OPTION_KV_TRANSFER_CONFIG: with {_role(settings)} it needs "
+            '"kv_load_failure_policy":"recompute"; without it vLLM fails requests whose KV cannot '
+            "be fetched"
+        ]
     shares = tiers.shared is not None if isinstance(tiers, Tiers) else wanted(settings)
     if settings.server_role == "both" or shares:
         return []
     return [
         f"{_role(settings)}: KV is handed over through a shared store, and there is none; name the "
-        "same OPTION_KV_L2_URL on all servers"
+        f"same OPTION_KV_L2_URL on all servers, or {TRANSFERRING} in OPTION_KV_TRANSFER_CONFIG"
     ]
 
 
@@ -480,6 +508,15 @@ def connector(tiers: Tiers, machine: Machine, path: str) -> dict[str, Any]:
             **tiers.connector,
         },
     }
+
+
+def transferring(settings: Settings, path: str) -> dict[str, Any]:
+    """The operator's kv_transfer_config for servers that fetch KV from each other. path: of the
+    connector, as `module.Class`. vLLM looks for what it needs by the class's name.
+    """
+    module, _, name = path.rpartition(".")
+    own = settings.kv_transfer_config or {}
+    return {**own, "kv_connector": name, "kv_connector_module_path": module}
 
 
 def yaml(tiers: Tiers) -> str:

@@ -21,11 +21,13 @@ from lmi_config.plan.parallelism import Parallelism
 class EngineParts:
     """Slipway's classes that vLLM and LMCache load, each by its path, as `module.Class`.
 
-    connector: vLLM's, to LMCache's server. disk_store: LMCache's, for the files of the disk tier.
+    connector: vLLM's, to LMCache's server. transferring: vLLM's NixlConnector, by the same name.
+    disk_store: LMCache's, for the files of the disk tier.
     cpu_lora: what vLLM's workers are extended with where adapters run without a GPU.
     """
 
     connector: str
+    transferring: str
     disk_store: str
     cpu_lora: str
 
@@ -141,6 +143,8 @@ def make(
         budget = cached
         cache_environment = kv_tiers.server_environment(tiers)
         derived["kv_transfer_config"] = kv_tiers.connector(tiers, machine, parts.connector)
+    elif kv_tiers.transfers(settings):
+        derived["kv_transfer_config"] = kv_tiers.transferring(settings, parts.transferring)
     if settings.kv_events:
         derived["kv_events_config"] = vllm.kv_events(settings, spread.copies)
     if speculative := speculation.config(settings, draft):
@@ -162,5 +166,6 @@ def make(
         findings=(
             *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),
             *preflight.downloads(to_fetch, room),
+            *kv_tiers.transfer_findings(settings, environ),
         ),
     )

@@ -30,6 +30,16 @@ what that has stored. "" for all of it.
 """
 
 
+class HandOver(msgspec.Struct, frozen=True):
+    """What a router has put in front of a request's body: where the engine gets the prompt's KV.
+
+    size: bytes. digest: their SHA-256, in hex digits.
+    """
+
+    size: int
+    digest: str
+
+
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who sends a request.
 
@@ -37,7 +47,8 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     key says nothing of it. models, adapters: the names that may be asked for, None for all.
     priority: at the engine, the lowest first. sheddable: whether its requests are refused where the
     engine has no room for them. admin: whether it may administer. counted: whether a router has
-    held it to its limits already. phase: what of its request a router has a server do.
+    held it to its limits already. phase: what of its request a router has a server do. hand_over:
+    what it is given for that.
     """
 
     name: str = ""
@@ -50,6 +61,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     limits: Limits = Limits()
     counted: bool = False
     phase: Phase = ""
+    hand_over: HandOver | None = None
 
     @property
     def limited(self) -> bool:

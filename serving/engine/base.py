@@ -100,6 +100,11 @@ HANDED_OVER = "slipway_handed_over"
 prompt, whose KV is in the shared store by now or in a moment.
 """
 
+COMPUTED_FOR = "slipway_prompt"
+"""The key of vLLM's kv_transfer_params that says of which prompt's KV they are."""
+RECEIVED = "slipway_received"
+"""The key of vLLM's kv_transfer_params that says when they have come, by this machine's clock."""
+
 USAGE: ContextVar[Usage | None] = ContextVar("usage", default=None)
 """Of the call that is being made."""
 

@@ -53,18 +53,18 @@ class Bodies:
         finally:
             share.free()
 
-    async def whole(self, scope: Scope, receive: Receive, share: "Share") -> bytes:
-        """A request's whole body.
+    async def whole(self, scope: Scope, receive: Receive, share: "Share", front: int = 0) -> bytes:
+        """A request's whole body. front: bytes of it that are not the client's.
 
         Raises TooLarge where it is larger than one may be, Overloaded where too much is held, and
         ClientLeft. What is refused but not absurdly large is read to its end all the same: a client
         that is still sending would not see the answer.
         """
-        largest = self._largest
+        largest = self._largest + front
         length = header(scope, b"content-length")
         announced = int(length) if length.isdigit() else 0
         if announced > 4 * largest:
-            raise TooLarge(largest)
+            raise TooLarge(self._largest)
         parts: list[bytes] = []
         refused: ServingError | None = None
         size = 0
@@ -75,9 +75,9 @@ class Bodies:
             part = message.get("body", b"")
             size += len(part)
             if size > 4 * largest:
-                raise TooLarge(largest)
+                raise TooLarge(self._largest)
             if not refused:
-                refused = TooLarge(largest) if size > largest else share.grown(size)
+                refused = TooLarge(self._largest) if size > largest else share.grown(size)
                 parts.append(part)
             if refused:
                 parts.clear()

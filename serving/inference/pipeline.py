@@ -15,6 +15,7 @@ from handlers.multipart import Form
 from handlers.openai import PROMPT_ALONE
 from handlers.records import EngineCall, FormatError
 from lmi_config.options.declared import Settings
+from lmi_config.plan import kv_tiers
 from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
@@ -39,6 +40,7 @@ from serving.inference.queue import QUEUED, SHED, FairQueue, Ticket
 from serving.inference.relay import Relay
 from serving.inference.request import NAMED_EVENTS, ClientRequest, HttpCall, InferenceRequest
 from serving.kv_cache import salt as kv_salt
+from serving.kv_cache import transfer as kv_transfer
 from serving.kv_cache.salt import Tenants
 from serving.lora.adapter import Adapter
 from serving.lora.registry import AdapterRegistry
@@ -139,11 +141,17 @@ class Pipeline:
                 with admitted.raising():
                     taken = await self.limiter.take(call.record.caller)
                     call.record.headers += taken.headers
-                    body = await self.bodies.whole(call.scope, call.receive, share)
+                    hand_over = call.record.caller.hand_over
+                    front = hand_over.size if hand_over else 0
+                    body = await self.bodies.whole(call.scope, call.receive, share, front)
+                transfer = None
+                if hand_over:
+                    transfer, body = kv_transfer.split(body, hand_over)
                 admitted.go_on()
                 yield ClientRequest(
                     *(call.scope, call.send, admitted, call.record, call.errors, body),
                     writer=call.scope.get(WRITER),
+                    transfer=transfer,
                 )
             finally:
                 share.free()
@@ -406,9 +414,12 @@ class Pipeline:
             keys["model"] = self._model_name
         if caller.phase == "prefill":
             keys |= _prompt_alone(call)
+            if kv_tiers.transfers(settings):
+                keys["kv_transfer_params"] = kv_transfer.offered(sequences)
             call = dataclasses.replace(call, reply=None)
         elif caller.phase == "decode" and call.path in PROMPT_ALONE:
-            keys["kv_transfer_params"] = {HANDED_OVER: True}
+            given = request.client.take_transfer() if sequences == 1 else None
+            keys["kv_transfer_params"] = given or {HANDED_OVER: True}
         if request.form:
             body, kind = await in_thread(request.form.rendered, keys)
             call = dataclasses.replace(call, body=body, content_type=kind)

@@ -65,7 +65,8 @@ class ClientRequest:
 
     send: what answers it. admitted: its end, and its places in the queue. errors: the shape in
     which its API has errors. known: the body's fields, where they have been read already. writer:
-    writes what `send` would, where nothing stands between.
+    writes what `send` would, where nothing stands between. transfer: where the engine gets the
+    prompt's KV, for the first call that takes it.
     """
 
     scope: Scope
@@ -76,6 +77,11 @@ class ClientRequest:
     body: bytes
     known: RequestFields | None = None
     writer: Writer | None = None
+    transfer: dict[str, object] | None = None
+
+    def take_transfer(self) -> dict[str, object] | None:
+        taken, self.transfer = self.transfer, None
+        return taken
 
     def again(self, admitted: Admitted, send: Send) -> "ClientRequest":
         """The same request, for more clients than its first."""

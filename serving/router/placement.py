@@ -4,6 +4,7 @@ goes next if that one cannot. The proxy and the endpoint picker decide by this.
 """
 
 import copy
+import hashlib
 import logging
 import ssl
 import time
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from serving import errors
-from serving.access.caller import Caller, Phase
+from serving.access.caller import Caller, HandOver, Phase
 from serving.access.limits import Limiter
 from serving.errors import NotReady, ServingError
 from serving.observability import logs
@@ -98,6 +99,19 @@ class Routing:
         return self.tracer.begin(name, request.headers)
 
 
+class Fetch(NamedTuple):
+    """A prompt's KV that the replica which answers is to fetch. by: the one that has computed it.
+    front: what says where it is, which is put in front of the body. identity: signs for that.
+    """
+
+    by: Replica
+    front: bytes
+    identity: bytes
+
+    def is_for(self, replica: Replica | None) -> bool:
+        return replica is not self.by and bool(replica and replica.transfer == self.by.transfer)
+
+
 class Outcome(NamedTuple):
     """How a request ended.
 
@@ -146,6 +160,9 @@ class Placement:
         self._reason = Held(), False  # what its replica should have, and whether it has its session
         self._divisible = False
         self._prefilled_on = ""
+        self._prefilled: Fetch | None = None  # what the replica that is chosen next gets
+        self.fetch: Fetch | None = None
+        """What the replica that it is with gets."""
         self.inference = inference
         self.features = _UNREAD
         self.once = False
@@ -173,9 +190,10 @@ class Placement:
         named = self.features
         return pool.candidates(named.model, named.adapter, self.tried, now, self._among)
 
-    def choose_prefilling(self) -> Replica | None:
+    def choose_prefilling(self, *, fetching: bool = False) -> Replica | None:
         """Have its prompt go to a replica that computes it for the one that will answer. None where
-        that one is to compute it, as it is where this was asked before.
+        that one is to compute it, as it is where this was asked before. fetching: whether the one
+        that answers can be told where to fetch it.
         """
         if not self._divisible:
             return None
@@ -195,7 +213,9 @@ class Placement:
             return None
         assert isinstance(answers.replica, Replica)
         pool = routing.pool
-        prefilling = pool.prefilling(features.model, features.adapter, answers.replica, now)
+        prefilling = pool.prefilling(
+            features.model, features.adapter, answers.replica, now, fetching=fetching
+        )
         if not prefilling:
             metrics.PREFILLS.labels("none").inc()
             return None
@@ -216,12 +236,19 @@ class Placement:
         assert identity  # else nothing is computed apart
         within = min(PREFILL_S, routing.timeouts.first_byte)
         began = time.monotonic()
-        end = await prefill(replica, request, context, identity, routing.tls, within)
+        end, front = await prefill(replica, request, context, identity, routing.tls, within)
         metrics.PREFILLS.labels(end).inc()
         if end == "handed_over":
             metrics.PREFILL.observe(time.monotonic() - began)
             self._prefilled_on = replica.name
-            request.identity = routing.identity(request.caller, "decode")
+            if front:
+                signed = HandOver(len(front), hashlib.sha256(front).hexdigest())
+                caller = msgspec.structs.replace(request.caller, hand_over=signed)
+                identity = routing.identity(caller, "decode")
+                assert identity
+                self._prefilled = Fetch(replica, front, identity)
+            else:
+                request.identity = routing.identity(request.caller, "decode")
         self.leave()
         return end
 
@@ -237,6 +264,7 @@ class Placement:
         home = [replica for replica in candidates if replica.name == bound] if bound else None
         choice = Choice(home[0]) if home else self._policy.choose(features, candidates, now)
         self._go(choice, now)
+        self._take_prefilled(self.replica)
         if self.inference:
             metrics.DECISION.add(time.perf_counter() - began)
             routing.tally.prompt_tokens += features.tokens
@@ -245,6 +273,14 @@ class Placement:
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("%s", self.decision())
         return self.replica
+
+    def _take_prefilled(self, replica: Replica | None) -> None:
+        """Its prompt's KV is fetched once, by the first replica, if that can."""
+        prefilled, self._prefilled = self._prefilled, None
+        if prefilled and prefilled.is_for(replica):
+            self.fetch = prefilled
+        elif prefilled or self.fetch:
+            self.fetch, self._prefilled_on = None, ""
 
     def alternatives(self) -> list[Replica]:
         """Where it would go next, one after the other, as things are now."""

@@ -75,6 +75,7 @@ def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[
         },
         "kv_chunk_tokens": replica.chunk,
         "kv_shared_store": capacity.store,
+        "kv_transfer": replica.transfer,
     }
     if isinstance(policy, PrefixAware):
         row["kv_tokens_sent"] = policy.index.held(replica.name)._asdict()

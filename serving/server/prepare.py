@@ -21,6 +21,7 @@ from serving.sources.source import Source, SourceError
 
 PARTS = EngineParts(
     connector="serving.engine.kv_connector.FaultTolerantConnector",
+    transferring="serving.engine.nixl_connector.NixlConnector",
     disk_store="serving.kv_cache.lmcache.disk_store.ChecksummedFiles",
     cpu_lora="serving.engine.cpu_lora.Extension",
 )

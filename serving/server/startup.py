@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client import Gauge
+
 from handlers.custom import FILE, THREADS
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
@@ -38,6 +40,10 @@ from serving.sources.source import Source, SourceError
 from serving.user_code import INITIAL_S, Limits, UserCode, start_user_code
 
 log = logging.getLogger(__name__)
+
+_TRANSFER = Gauge(
+    "slipway_kv_transfer_info", "Servers with the same KV fetch it from each other.", ["kv"]
+)
 
 HANDLER_S = 240
 """For a custom handler to answer: LMI's own limit."""
@@ -308,7 +314,7 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
     """
     tiers = plan.tiers
     if isinstance(tiers, NoTiers):
-        return None, folder
+        return None, await in_thread(_transferring, plan, folder)
     try:
         outlives = bool(tiers.disk or tiers.shared)
         fingerprint = await in_thread(
@@ -325,6 +331,17 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
         log.error("serving without KV cache tiers: the cache server did not start: %s", error)
         return None, folder
     return server, name
+
+
+def _transferring(plan: Plan, folder: Path) -> Path:
+    """By which name the engine knows the model's folder. Engines that fetch KV from each other have
+    to have the same.
+    """
+    if not kv_tiers.transfers(plan.settings):
+        return folder
+    fingerprint = identity.fingerprint(folder, plan.options, 0)
+    _TRANSFER.labels(identity.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
+    return _named(folder, fingerprint)
 
 
 def _cache_server(plan: Plan, tiers: Tiers, fingerprint: str) -> CacheServer:

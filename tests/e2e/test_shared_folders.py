@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real engines that share a list of adapters, and files and batches. One starts late, the other
-is killed.
+"""Real engines that share a list of adapters, and files and batches. Some start late, one is
+killed.
 """
 
 import json
@@ -74,6 +74,30 @@ def test_a_server_that_starts_late_has_the_adapters(first, late, folder, store):
     for it in (first, late):
         assert it.client.get("/adapters/two").status_code == 200
         assert it.client.get("/adapters/one").status_code == 404
+
+
+def test_every_adapter_answers_alike_on_each_of_three_servers(first, late, options, folder):
+    """The third is started behind a router that runs, after all of them were registered."""
+    whole = {"inputs": "Hi", "parameters": {"max_new_tokens": 16, "temperature": 0}}
+    for name in ("one", "two"):
+        first.client.post("/adapters", params={"name": name, "src": str(folder / name)})
+    third = serving(folder / "log-third", **options)
+    servers = [first, late, third]
+    with routing(servers, folder / "log-three", "roundrobin") as routed:
+        routed.ready()
+        with third:
+            third.ready()
+            ready(routed)
+            said = {}
+            for name in ("one", "two"):
+                body = {**whole, "adapters": name}
+                itself = [it.invoke(body) for it in servers]
+                by_route = [routed.invoke(body, **{"X-Slipway-Route": "1"}) for _ in servers]
+                assert {it.status_code for it in (*itself, *by_route)} == {200}
+                went_to = {it.headers["x-slipway-route"].split()[1] for it in by_route}
+                assert went_to == {it.url for it in servers}
+                (said[name],) = {it.text for it in (*itself, *by_route)}
+            assert said["one"] != said["two"]
 
 
 def test_batches_through_a_router(first, late, folder, tmp_path):

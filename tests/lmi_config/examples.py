@@ -11,7 +11,12 @@ from lmi_config.plan.plan import EngineParts
 
 GIB = 1024**3
 DISK = Disk(path="/tmp/lmcache", kind="ext4", free=500 * GIB, total=1000 * GIB, direct=True)
-PARTS = EngineParts(connector="our.parts.Connector", disk_store="our.Files", cpu_lora="our.Lora")
+PARTS = EngineParts(
+    connector="our.parts.Connector",
+    transferring="our.nixl.NixlConnector",
+    disk_store="our.Files",
+    cpu_lora="our.Lora",
+)
 H100 = Gpu(name="NVIDIA H100", memory=80 * GIB, driver="580.65.06")
 
 

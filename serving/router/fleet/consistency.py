@@ -19,14 +19,15 @@ def differences(
     """
     found = {}
     prefilling = [it for it in replicas if it.role == "prefill"]
-    shared = {it.capacity.store for it in prefilling if it.capacity.store}
     if prefilling and not divides:
         found["roles"] = (
             "servers with the role prefill are not used while others are ready: the router needs "
             "OPTION_ROUTER_SECRET, and the strategy prefixaware or kvaware"
         )
     elif alone := [
-        (it.role, it) for it in replicas if it.role == "decode" and it.capacity.store not in shared
+        (it.role, it)
+        for it in replicas
+        if it.role == "decode" and not any(p.hands_over_to(it, fetching=True) for p in prefilling)
     ]:
         found["roles"] = (
             f"{_listed(_by(alone))} share no KV store with a server of the role prefill, and "

@@ -18,7 +18,8 @@ class Facts:
     born: when its process started, where it says so. chunk: tokens by which its tiers find KV, 0
     where it has none. tenant_header: what tells its tenants apart, "" for nothing; None where it
     does not say. adapter_slots: adapters that its engine keeps. role: `prefill` for one that
-    computes prompts for those that `decode`; `both` for one that does all of a request.
+    computes prompts for those that `decode`; `both` for one that does all of a request. transfer:
+    engines with the same fetch KV from each other, "" for one that does not.
     """
 
     born: bytes | None
@@ -28,6 +29,7 @@ class Facts:
     tenant_header: str | None
     adapter_slots: int
     role: str
+    transfer: str
 
 
 _BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
@@ -40,6 +42,7 @@ _CHUNK = re.compile(rb"^slipway_kv_chunk_tokens (\S+)", re.MULTILINE)
 _TENANTS = re.compile(rb'^slipway_tenants_info\{header="([^"]*)"\} 1', re.MULTILINE)
 _ADAPTERS = re.compile(rb"^slipway_adapter_slots (\S+)", re.MULTILINE)
 _ROLE = re.compile(rb'^slipway_role_info\{role="(prefill|decode|both)"\} 1', re.MULTILINE)
+_TRANSFER = re.compile(rb'^slipway_kv_transfer_info\{kv="(\w+)"\} 1', re.MULTILINE)
 _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
 
 
@@ -55,7 +58,7 @@ def read(metrics: bytes) -> Facts:
     measured = {tier: load / prefill for tier, load in loads.items() if load}
     chunk, tenants = _CHUNK.search(metrics), _TENANTS.search(metrics)
     adapters = _ADAPTERS.search(metrics)
-    role = _ROLE.search(metrics)
+    role, transfer = _ROLE.search(metrics), _TRANSFER.search(metrics)
     return Facts(
         born[1] if born else None,
         Capacity(
@@ -73,6 +76,7 @@ def read(metrics: bytes) -> Facts:
         tenants[1].decode("latin-1") if tenants else None,
         int(_positive(adapters[1])) or ADAPTERS if adapters else ADAPTERS,
         role[1].decode() if role else "both",
+        transfer[1].decode() if transfer else "",
     )
 
 

@@ -72,6 +72,7 @@ class Replica(Load):
         self.chunk = 0
         self.tenant_header: str | None = None
         self.role = "both"
+        self.transfer = ""
         """All as its Facts have them."""
         self._born: bytes | None = None
         # the router's other processes
@@ -93,13 +94,21 @@ class Replica(Load):
         """Whether it keeps KV beside its engine."""
         return bool(self.capacity.memory or self.capacity.disk or self.capacity.store)
 
+    def hands_over_to(self, other: "Replica", *, fetching: bool) -> bool:
+        """Whether another can get KV that this one has computed. fetching: also where that has to
+        be told where it is.
+        """
+        store = self.capacity.store
+        fetched = fetching and self.transfer and self.transfer == other.transfer
+        return bool(fetched or (store and store == other.capacity.store))
+
     def meet(self, facts: Facts) -> bool:
         """It has become ready. Whether it has started anew since it last was."""
         before, self._born = self._born, facts.born
         self.capacity, self.prices = facts.capacity, facts.prices
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
         self.adapter_slots = facts.adapter_slots
-        self.role = facts.role
+        self.role, self.transfer = facts.role, facts.transfer
         self.breaker = CircuitBreaker()
         return not before or before != facts.born
 
@@ -182,14 +191,17 @@ class ReplicaPool:
         able = self._able(model, adapter, tried, now, among)
         return [replica for replica in able if replica.role != "prefill"] or able
 
-    def prefilling(self, model: str, adapter: str, like: Replica, now: float) -> list[Replica]:
-        """The replicas that can compute a prompt for one that answers, which this is like."""
+    def prefilling(
+        self, model: str, adapter: str, answers: Replica, now: float, *, fetching: bool
+    ) -> list[Replica]:
+        """The replicas that can compute a prompt for one that answers. fetching: as
+        hands_over_to() has it.
+        """
         return [
             replica
             for replica in self._able(model, adapter, (), now)
             if replica.role == "prefill"
-            and replica.capacity.store
-            and replica.capacity.store == like.capacity.store
+            and replica.hands_over_to(answers, fetching=fetching)
             and not replica.breaker.is_open(now)
         ]
 

@@ -227,19 +227,24 @@ class Request:
         return not self._forwarding
 
     def head(
-        self, authority: bytes, context: Headers = NO_HEADERS, identity: bytes | None = None
+        self,
+        authority: bytes,
+        context: Headers = NO_HEADERS,
+        identity: bytes | None = None,
+        front: int = 0,
     ) -> bytes:
         """Its head for a replica, whose host and port are the authority. context: of its trace, in
-        the place of the client's. identity: in the place of the request's own.
+        the place of the client's. identity: in the place of the request's own. front: bytes that
+        are put in front of a body that is not streamed.
         """
         if identity:
-            lines = self._lines(identity, context)
+            lines = self._lines(identity, context, front)
         else:
             lines = self._head = self._head or self._lines(self.identity, context)
         head = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority)
         return head + b"".join([b"%b: %b\r\n" % header for header in context]) + lines
 
-    def _lines(self, identity: bytes | None, context: Headers) -> bytes:
+    def _lines(self, identity: bytes | None, context: Headers, front: int = 0) -> bytes:
         own = self.connections_own
         dropped = _DROPPED | own if own else _DROPPED
         if identity:
@@ -251,7 +256,7 @@ class Request:
             lines.append(b"%b: %b\r\n" % (IDENTITY, identity))
         if not self.streamed:
             if self.body or self.method == b"POST":
-                lines.append(b"content-length: %d\r\n" % len(self.body))
+                lines.append(b"content-length: %d\r\n" % (front + len(self.body)))
         elif self.length is None:
             lines.append(b"transfer-encoding: chunked\r\n")
         else:

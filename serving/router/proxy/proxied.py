@@ -144,7 +144,7 @@ class ProxiedRequest:
 
     def _choose(self, failure: ServingError | None = None) -> None:
         """Send it to the best replica that was not tried. failure: what the one before did."""
-        if replica := self.placement.choose_prefilling():
+        if replica := self.placement.choose_prefilling(fetching=True):
             self._prefilling = True
             if self._trace:
                 self._begin_attempt(self._trace, replica, "prefill")
@@ -209,7 +209,8 @@ class ProxiedRequest:
         """Whether it can be sent only once: not on a connection that was idle, which its replica
         may just have closed.
         """
-        return self._request.streamed or self.placement.once
+        placement = self.placement
+        return self._request.streamed or placement.once or placement.fetch is not None
 
     @property
     def _decoding(self) -> bool:
@@ -233,11 +234,12 @@ class ProxiedRequest:
     def _send(self, replica: Replica, upstream: Upstream) -> None:
         self._upstream = upstream
         self._sent = True
-        request = self._request
+        request, fetch = self._request, self.placement.fetch
+        front, identity = (fetch.front, fetch.identity) if fetch else (b"", None)
         upstream.send(
             self,
-            request.head(replica.authority, self._context()),
-            request.framed(),
+            request.head(replica.authority, self._context(), identity, len(front)),
+            front + request.framed() if fetch else request.framed(),
             head_only=request.method == b"HEAD",
             complete=request.complete,
         )

@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import json
 
 import pytest
 import yaml
@@ -229,6 +230,44 @@ def test_another_connector_is_passed_on():
     }
 
 
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def test_servers_with_a_role_get_our_kind_of_vllms_connector():
+    config = {**NIXL, "kv_load_failure_policy": "recompute"}
+    environ = {
+        "OPTION_KV_TRANSFER_CONFIG": json.dumps(config),
+        "OPTION_ROUTER_SECRET": "s" * 32,
+    }
+    for role, ours in (
+        ("both", {}),
+        ("prefill", {"kv_connector_module_path": "our.nixl"}),
+        ("decode", {"kv_connector_module_path": "our.nixl"}),
+    ):
+        found = planned({**environ, "OPTION_SERVER_ROLE": role})
+        assert found.engine("m", None)["kv_transfer_config"] == {**config, **ours}
+
+
+@pytest.mark.parametrize(
+    ("role", "more", "told"),
+    [
+        ("prefill", {}, True),
+        ("prefill", {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.5"}, False),
+        ("decode", {}, False),
+        ("both", {}, False),
+    ],
+)
+def test_kv_that_no_other_machine_can_fetch(role, more, told):
+    config = {**NIXL, "kv_load_failure_policy": "recompute"}
+    environ = {
+        "OPTION_KV_TRANSFER_CONFIG": json.dumps(config),
+        "OPTION_ROUTER_SECRET": "s" * 32,
+        "OPTION_SERVER_ROLE": role,
+    }
+    found = " ".join(planned({**environ, **more}).findings)
+    assert ("VLLM_NIXL_SIDE_CHANNEL_HOST is not set" in found) == told
+
+
 def test_a_shared_store_alone_switches_tiers_on():
     found = planned({"OPTION_KV_L2_URL": "file:///shared"})
     assert found.tiers.shared.shown == "file:///shared"
@@ -320,6 +359,11 @@ def test_expert_parallelism_is_no_hindrance():
         ({**AUTO, "OPTION_NNODES": "2"}, None, "OPTION_NNODES=2: KV cache tiers serve the ranks"),
         ({**AUTO, **ROLE}, None, "OPTION_SERVER_ROLE=prefill: KV is handed over through a shared"),
         (ROLE, None, "OPTION_SERVER_ROLE=prefill: KV is handed over through a shared store"),
+        (
+            {**ROLE, "OPTION_KV_TRANSFER_CONFIG": json.dumps(NIXL)},
+            None,
+            'it needs "kv_load_failure_policy":"recompute"',
+        ),
         (
             {"OPTION_SERVER_ROLE": "decode", "OPTION_KV_L2_URL": "redis://a"},
             None,

@@ -2,15 +2,16 @@
 """What a server does of a request that a router has two servers answer."""
 
 import asyncio
+import hashlib
 import json
 
 import pytest
 from prometheus_client import REGISTRY
 
 from scripts.harness.wait import until_async
-from serving.access.caller import Caller
+from serving.access.caller import Caller, HandOver
 from serving.access.identity import Signer
-from serving.engine.base import HANDED_OVER
+from serving.engine.base import HANDED_OVER, RECEIVED
 from tests.serving.access.test_access import SECRET
 from tests.serving.conftest import running
 
@@ -62,6 +63,102 @@ async def test_a_prompt_alone_is_computed_and_nobodys(server, path, body):
     assert whole.pop("kv_transfer_params") == {HANDED_OVER: True}
     assert {**got, **whole} == {**got, **whole, "cache_salt": got["cache_salt"]}  # of one tenant
     assert used() > before
+
+
+@pytest.fixture(scope="module")
+async def transferring(anyio_backend):
+    """A server whose engine fetches KV from others."""
+    connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    async with running(
+        router_secret=SECRET, server_role="prefill", kv_transfer_config=connector
+    ) as it:
+        yield it
+
+
+WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "10.0.0.5"}
+
+
+async def hand_over(it, path, body, front=None, signed=None, **more):
+    """A request with what leads to its prompt's KV in front. signed: instead of that."""
+    front = json.dumps(WHERE).encode() if front is None else front
+    digest = hashlib.sha256(front if signed is None else signed).hexdigest()
+    more = {"phase": "decode", "hand_over": HandOver(len(front), digest), **more}
+    identity = Signer(SECRET).signed(Caller(tenant="team-a", counted=True, **more)).decode()
+    headers = {"x-slipway-identity": identity}
+    return await it.client.post(path, content=front + json.dumps(body).encode(), headers=headers)
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_a_prompt_is_kept_for_an_engine_that_fetches_it(transferring, path, body):
+    it = transferring
+    body = json.loads(json.dumps(body))
+    body.pop("n", None)
+    assert (await ask(it, path, body, "prefill")).status_code == 200
+    assert it.engine.bodies[-1]["kv_transfer_params"] == {"do_remote_decode": True}
+    answer = await hand_over(it, path, body)
+    assert answer.status_code == 200
+    assert "remote" not in answer.text
+    params = it.engine.bodies[-1]["kv_transfer_params"]
+    assert params.pop(RECEIVED)
+    assert params == WHERE
+    assert (await ask(it, path, body, "")).status_code == 200
+    assert "kv_transfer_params" not in it.engine.bodies[-1]
+
+
+@pytest.mark.parametrize("several", [{"n": 3}, {"prompt": ["a", "b"]}])
+async def test_what_would_be_fetched_several_times_is_computed(transferring, several):
+    """vLLM gives a prompt's KV up once it was fetched."""
+    body = {"prompt": "a", **several}
+    answer = await ask(transferring, "/v1/completions", body, "prefill")
+    assert answer.status_code == 400
+    assert (await hand_over(transferring, "/v1/completions", body)).status_code == 200
+    assert transferring.engine.bodies[-1]["kv_transfer_params"] == {HANDED_OVER: True}
+
+
+async def test_each_line_of_a_body_is_computed_but_the_first(transferring):
+    front = json.dumps(WHERE).encode()
+    signed = HandOver(len(front), hashlib.sha256(front).hexdigest())
+    caller = Caller(counted=True, phase="decode", hand_over=signed)
+    answer = await transferring.client.post(
+        "/invocations",
+        content=front + b'{"inputs": "a b"}\n{"inputs": "c d"}',
+        headers={
+            "x-slipway-identity": Signer(SECRET).signed(caller).decode(),
+            "content-type": "application/jsonlines",
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    got = [it["kv_transfer_params"] for it in transferring.engine.bodies[-2:]]
+    assert sorted("remote_host" in it for it in got) == [False, True]
+
+
+@pytest.mark.parametrize("front", [b"", b"{}", b'{"do_remote_prefill": true}'])
+async def test_only_what_the_router_has_signed_is_fetched(transferring, front):
+    before = len(transferring.engine.bodies)
+    body = {"prompt": "a"}
+    answer = await hand_over(transferring, "/v1/completions", body, front, signed=b"other")
+    assert answer.status_code == 400
+    assert "is not what it has signed" in answer.text
+    own = {**body, "kv_transfer_params": WHERE}
+    for answer in (
+        await hand_over(transferring, "/v1/completions", own),
+        await ask(transferring, "/v1/completions", own, ""),
+    ):
+        assert answer.status_code == 400
+        assert "kv_transfer_params is not for clients" in answer.text
+    assert len(transferring.engine.bodies) == before
+
+
+async def test_what_leads_to_a_prompts_kv_is_no_part_of_the_clients_body(transferring):
+    """Its size counts against no limit; 30,000 bytes are one here."""
+    front = json.dumps({**WHERE, "remote_block_ids": [[*range(9000)]]}).encode()
+    assert len(front) > 30_000
+    body = {"prompt": "a " * 14_000}
+    assert (await hand_over(transferring, "/v1/completions", body, front)).status_code == 200
+    body = {"prompt": "a " * 16_000}
+    answer = await hand_over(transferring, "/v1/completions", body, front)
+    assert answer.status_code == 413
+    assert "30000" in answer.text.replace(",", "")
 
 
 async def test_a_retry_of_a_whole_request_gets_no_prefills_answer(server):

@@ -2,7 +2,9 @@
 """Long prompts that one replica computes and another answers. A request never fails for it."""
 
 import asyncio
+import hashlib
 import itertools
+import json
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -17,7 +19,16 @@ from serving.access.identity import Signer
 from serving.router import placement
 from serving.router.fleet import replicas
 from tests.serving.access.test_access import SECRET
-from tests.serving.router.conftest import FakeReplica, Routed, routing, sends, whole
+from tests.serving.router.conftest import (
+    END,
+    Asked,
+    FakeReplica,
+    Routed,
+    chunk,
+    routing,
+    sends,
+    whole,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -51,13 +62,19 @@ class Divided(NamedTuple):
 
 @asynccontextmanager
 async def divided(
-    stores: str = "aa", role: str = "decode", behind: Callable[..., Any] = routing, **settings: Any
+    stores: str = "aa",
+    role: str = "decode",
+    behind: Callable[..., Any] = routing,
+    told: str = TOLD,
+    **settings: Any,
 ):
-    """role: of the one that answers. behind: makes the fleet, and what is in front of it."""
+    """role: of the one that answers. behind: makes the fleet, and what is in front of it. told:
+    what its servers say of themselves.
+    """
     options = {"router_secret": SECRET, "router_prefill_tokens": LEAST, **settings}
     async with behind(2, wait=False, **options) as it:
         for replica, name, store in zip(it.fleet, ("prefill", role), stores, strict=True):
-            replica.tiers = TOLD.format(role=name, store=store)
+            replica.tiers = told.format(role=name, store=store)
         await it.ready()
         yield Divided(it, *it.fleet)
 
@@ -234,3 +251,144 @@ async def test_servers_without_a_role_do_all_of_a_request():
     async with divided(role="both") as it:
         assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
         assert it.phases() == {"prefills": [], "decodes": [""]}
+
+
+FETCHED = """slipway_role_info{{role="{role}"}} 1.0
+slipway_kv_transfer_info{{kv="{store}"}} 1.0
+"""
+WHERE = {"do_remote_prefill": True, "remote_block_ids": [[*range(20_000)]]}
+KEPT = json.dumps({"choices": [], "kv_transfer_params": WHERE}, indent=1).encode()
+"""What vLLM answers that keeps a prompt's KV."""
+
+
+@asynccontextmanager
+async def fetching(stores: str = "aa", answer: bytes = KEPT, **settings: Any):
+    """Servers of which one fetches the KV that the other has computed."""
+    async with divided(stores, told=FETCHED, **settings) as it:
+        it.prefills.answer = sends(whole(200, answer))
+        yield it
+
+
+def parts(asked: Asked) -> tuple[object, Any]:
+    """What the router has put in front of a body, if anything, which it has signed; and the
+    client's body.
+    """
+    caller = Signer(SECRET).caller(asked.headers["x-slipway-identity"].encode())
+    if not caller.hand_over:
+        assert caller.phase != "decode"
+        return None, asked.json()
+    assert caller.phase == "decode"
+    size = caller.hand_over.size
+    front = asked.body[:size]
+    assert hashlib.sha256(front).hexdigest() == caller.hand_over.digest
+    return json.loads(front), json.loads(asked.body[size:])
+
+
+def in_front(asked: Asked) -> object:
+    return parts(asked)[0]
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "streamed"])
+async def test_the_one_that_answers_is_told_where_to_fetch_a_prompts_kv(framing):
+    chunked = framing != "length"
+    async with fetching(router_continue_streams=framing == "streamed") as it:
+        if chunked:
+            head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+            pieces = b"".join(chunk(KEPT[n : n + 999]) for n in range(0, len(KEPT), 999))
+            it.prefills.answer = sends(head + pieces + END)
+        body = {**long(), "stream": framing == "streamed"}
+        before = ended("handed_over")
+        answer = await it.routed.post(body, headers={b"x-slipway-route": b"1"})
+        assert answer.json()["replica"] == it.decodes.url
+        assert "kv_transfer_params" not in answer.text
+        assert f"prefilled on {it.prefills.url}" in answer.headers["x-slipway-route"]
+        assert ended("handed_over") == before + 1
+        (first,), (second,) = it.prefills.asked, it.decodes.asked
+        front, clients = parts(second)
+        assert (front, clients["prompt"]) == (WHERE, body["prompt"])
+        assert first.json()["prompt"] == body["prompt"]
+        assert int(second.headers["content-length"]) == len(second.body)
+        # What it has cached by now is not fetched again.
+        assert (await it.routed.post(body)).status_code == 200
+        assert in_front(it.decodes.asked[-1]) is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"", b"{", b"[]", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": [1]}'),
+        b'{"kv_transfer_params": {"a": "' + b"b" * 2**22 + b'"}}',
+        b"[" * 100_000,
+    ],
+)
+async def test_an_answer_that_leads_nowhere_costs_no_answer(answer):
+    async with fetching(answer=answer) as it:
+        before = ended("refused")
+        assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
+        assert it.phases() == {"prefills": ["prefill"], "decodes": [""]}
+        assert ended("refused") == before + 1
+
+
+@pytest.mark.parametrize("fails", [breaks, sends(whole(503, b"busy"))])
+async def test_another_server_than_the_first_does_not_fetch(fails):
+    """What was fetched once may be gone."""
+    async with fetching() as it:
+        it.decodes.answer = fails
+
+        async def by_phase(replica, asked, writer):
+            phase = Signer(SECRET).caller(asked.headers["x-slipway-identity"].encode()).phase
+            writer.write(whole(200, KEPT if phase == "prefill" else b'{"whole": true}'))
+
+        it.prefills.answer = by_phase
+        answer = await it.routed.post(
+            {**long(), "stream": False}, headers={b"x-slipway-route": b"1"}
+        )
+        assert answer.json() == {"whole": True}
+        assert "prefilled" not in answer.headers["x-slipway-route"]
+        assert [in_front(asked) for asked in it.decodes.asked] == [WHERE]
+        assert [in_front(asked) for asked in it.prefills.asked] == [None, None]
+
+
+async def test_the_one_that_has_computed_a_prompt_does_not_fetch_it():
+    async with fetching() as it:
+
+        async def alone(replica, asked, writer):
+            phase = Signer(SECRET).caller(asked.headers["x-slipway-identity"].encode()).phase
+            if phase == "prefill":
+                await it.decodes.stop()
+                await it.routed.ready(1)
+            writer.write(whole(200, KEPT if phase == "prefill" else b'{"whole": true}'))
+
+        it.prefills.answer = alone
+        answer = await it.routed.post(long(), headers={b"x-slipway-route": b"1"})
+        assert answer.json() == {"whole": True}
+        assert "prefilled" not in answer.headers["x-slipway-route"]
+        assert [in_front(asked) for asked in it.prefills.asked] == [None, None]
+
+
+async def test_a_connection_that_was_idle_does_not_carry_it():
+    """It would be sent again where that one has just been closed."""
+    async with fetching() as it:
+        connections = []
+
+        async def notes(replica, asked, writer):
+            connections.append(writer)
+            writer.write(whole(200, b"{}"))
+
+        it.decodes.answer = notes
+        for body in ({"prompt": "Hi"}, {"prompt": "Hi there"}, long()):
+            assert (await it.routed.post(body)).status_code == 200
+        first, second, third = connections
+        assert first is second
+        assert third is not first
+        assert in_front(it.decodes.asked[-1]) == WHERE
+
+
+async def test_servers_of_other_kv_do_not_fetch_it():
+    async with fetching("ab") as it:
+        assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
+        assert not it.prefills.asked
+        shown = (await it.routed.client.get("/replicas")).json()
+        assert f"decode ({it.decodes.url}) share no KV" in " ".join(shown["warnings"])
+    async with fetching() as it:
+        assert not (await it.routed.client.get("/replicas")).json()["warnings"]

@@ -45,7 +45,7 @@ from tests.serving.router.conftest import (
     sends,
     whole,
 )
-from tests.serving.router.test_prefill import Divided, breaks, divided, ended, long
+from tests.serving.router.test_prefill import FETCHED, Divided, breaks, divided, ended, long
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 SERVING, NOT_SERVING = 1, 2
@@ -437,6 +437,15 @@ async def test_what_goes_wrong_with_a_prefill_costs_no_answer(tmp_path, monkeypa
         assert it.phases() == {"prefills": ["prefill"], "decodes": [""]}
         assert ended(end) == before + 1
         await idle(it.routed)
+
+
+async def test_what_a_gateway_sends_leads_to_no_kv_to_be_fetched(tmp_path):
+    """Its body is the client's. The one that answers computes the prompt."""
+    async with divided_behind_envoy(tmp_path, told=FETCHED) as it:
+        before = ended("none")
+        assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
+        assert it.phases() == {"prefills": [], "decodes": [""]}
+        assert ended("none") == before + 1
 
 
 async def test_a_client_that_leaves_the_gateway_ends_the_prefill(tmp_path):

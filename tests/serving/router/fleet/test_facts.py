@@ -72,6 +72,12 @@ def test_its_role():
         assert read(other).role == "both"
 
 
+def test_whose_kv_it_fetches():
+    assert read(b'slipway_kv_transfer_info{kv="ab12"} 1.0\n').transfer == "ab12"
+    for other in (b"", b"slipway_kv_transfer_info 1.0\n"):
+        assert read(other).transfer == ""
+
+
 def test_when_it_started():
     assert read(b"process_start_time_seconds 1.5e9\n").born == b"1.5e9"
     assert read(b"").born is None
