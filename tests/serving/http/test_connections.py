@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.responses import JSONResponse
@@ -252,7 +252,7 @@ async def test_a_head_is_written_with_what_follows_it(shared, monkeypatch, reque
     made = connections.Connection.connection_made
     monkeypatch.setattr(
         *(connections.Connection, "connection_made"),
-        lambda it, transport: made(it, Kept(transport)),
+        lambda it, transport: made(it, cast(Any, Kept(transport))),
     )
     async with connected(shared) as client:
         client.send(request_)
