@@ -5,8 +5,8 @@ pydantic.
 A request is given to vLLM's own serving objects (0.32), and what they answer is written. All that
 is decided is decided by vLLM: a body that its models refuse goes to its app, which says why, and of
 a stream only the tokens between the first and the last are written here, into the event that vLLM
-itself made of the first one. A completion of one token takes 0.6 to 0.85 of the server's CPU time
-with vLLM's app, and a streamed token 0.57 to 0.67 of plain vLLM's (docs/explanation/benchmarks.md).
+itself made of the first one. A request of one token takes about 0.8 of plain vLLM's CPU time,
+and a streamed token 0.5 to 0.6 (docs/explanation/benchmarks.md).
 """
 
 import asyncio

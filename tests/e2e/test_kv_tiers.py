@@ -10,6 +10,7 @@ import itertools
 import signal
 import socket
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from scripts.harness.wait import until
 from serving.engine.base import Hits, Prefilled
 from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
 from tests import composed
-from tests.e2e.conftest import serving
+from tests.e2e.conftest import serving, warm_python
 
 LMCACHE = """
 max_local_cpu_size: {l1}
@@ -370,8 +371,10 @@ def test_notes_that_cannot_be_written_cost_no_tier(tiny_options, tmp_path):
         assert "the decision about KV cache tiers is not written down" in served.log.read_text()
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken(monkeypatch):
     """The cache server says that it did not start; nothing of it is left but the series for it."""
+    python = warm_python().executable(["-m", "serving.kv_cache.lmcache"])
+    monkeypatch.setattr(sys, "executable", python)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         arguments = ["server", f"--port={port}", "--l1-size-gb=0.1", "--no-l1-use-lazy"]

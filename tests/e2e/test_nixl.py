@@ -185,6 +185,7 @@ def test_nobody_else_can_have_kv_fetched_or_kept(fleet):
             assert "kv_transfer_params is not for clients" in answer.text
 
 
+@pytest.mark.nightly
 def test_kv_that_nobody_fetches_is_given_up(fleet):
     """The one that prefills keeps it while the other, which is held, does not answer."""
     until(lambda: fleet.prefills.metric(USAGE) == 0)
@@ -199,6 +200,7 @@ def test_kv_that_nobody_fetches_is_given_up(fleet):
     assert text == ask(fleet.prefills, prompt("left alone"))[0]
 
 
+@pytest.mark.nightly
 def test_a_prefill_server_that_is_killed_loses_nothing(fleet):
     prompts = [prompt(f"killed {number}") for number in range(12)]
     before = fleet.handed_over()

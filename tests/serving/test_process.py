@@ -113,3 +113,30 @@ def test_adopted_children_are_waited_for_and_no_others():
         timeout=60,
     )
     assert (ended.stdout, ended.stderr) == ("7 5\n", "")
+
+
+BODIES = """
+import resource, sys
+from serving.process import keep_freed_memory
+keep_freed_memory(int(sys.argv[1]))
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+for number in range(50):
+    if number == 1:
+        before = faults()
+    bodies = [b"1" * 300_000 for _ in range(8)]
+    del bodies
+print(faults() - before)
+"""
+
+
+def test_freed_memory_is_used_again():
+    """Each page that was given back costs a fault of a page."""
+
+    def faults(size):
+        command = [sys.executable, "-c", BODIES, str(size)]
+        return int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+
+    assert faults(32 * 1024 * 1024) < 1000 < faults(128 * 1024)
