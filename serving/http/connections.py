@@ -364,6 +364,7 @@ class Cycle(RequestResponseCycle):
             del scope[WRITER]  # they would keep each other
 
     async def send(self, message: ASGISendEvent) -> None:
+        # Uvicorn waits here, too; what others write meanwhile would be taken for the head.
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if message["type"] == "http.response.start" and not self.response_started:

@@ -14,7 +14,7 @@ from scripts.harness import metrics, ports
 from scripts.harness.wait import until
 from scripts.models import tiny_lora
 from tests.e2e.conftest import Served, serving
-from tests.e2e.test_prefill import GREEDY, LEAST, ask, prompt
+from tests.e2e.test_prefill import GREEDY, LEAST, ask, handed_over, prompt
 from tests.serving.access.test_access import ADMIN, SECRET, bearer
 
 CONNECTOR = {
@@ -75,10 +75,7 @@ class Fleet:
         self.replicas.write_text(f"{self.prefills.url}\n{self.decodes.url}")
 
     def both_ready(self) -> None:
-        until(lambda: self.total("slipway_router_replica_ready") == 2)
-
-    def total(self, series: str) -> float:
-        return metrics.total(self.routed.client.get("/metrics").text, series)
+        until(lambda: self.routed.total("slipway_router_replica_ready") == 2)
 
     def adapters(self) -> list[int]:
         """How many the router knows of each."""
@@ -86,10 +83,7 @@ class Fleet:
         return [row["adapters"] for row in rows]
 
     def handed_over(self) -> float:
-        found = metrics.samples(
-            self.routed.client.get("/metrics").text, "slipway_router_prefills_total"
-        )
-        return sum(it.value for it in found if it.labels["end"] == "handed_over")
+        return handed_over(self.routed)
 
     def fetched(self) -> float:
         """Tokens that the one that decodes has fetched."""

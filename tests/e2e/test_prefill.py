@@ -30,6 +30,13 @@ def prompt(name: str) -> str:
     return f"{name}: " + "The import statement is one of many that bind names. " * 120
 
 
+def handed_over(routed: Served) -> float:
+    """How many prompts a router has had one server compute for another."""
+    text = routed.client.get("/metrics").text
+    ended = metrics.samples(text, "slipway_router_prefills_total")
+    return sum(it.value for it in ended if it.labels["end"] == "handed_over")
+
+
 class Fleet:
     """Servers of one store, each by its role, and the router."""
 
@@ -60,7 +67,7 @@ class Fleet:
         self.routed.ready()
         served = [it.port for it in (self.prefills, self.decodes)]
         self.gateway = stack.enter_context(gateway(folder, picker, served))
-        until(lambda: self.count("slipway_router_replica_ready") == 2)
+        until(lambda: self.routed.total("slipway_router_replica_ready") == 2)
 
     def start_store(self, port: int | None = None) -> None:
         self.store = self._stack.enter_context(ValkeyServer(port=port))
@@ -75,13 +82,8 @@ class Fleet:
     def list(self, *replicas: Served) -> None:
         self.replicas.write_text("\n".join(it.url for it in replicas))
 
-    def count(self, series: str) -> float:
-        return metrics.total(self.routed.client.get("/metrics").text, series)
-
     def handed_over(self) -> float:
-        text = self.routed.client.get("/metrics").text
-        ended = metrics.samples(text, "slipway_router_prefills_total")
-        return sum(it.value for it in ended if it.labels["end"] == "handed_over")
+        return handed_over(self.routed)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +216,7 @@ def test_a_prefill_server_that_is_killed_loses_nothing(fleet):
     fleet.prefills = fleet.start("prefill")
     fleet.prefills.ready()
     fleet.list(fleet.prefills, fleet.decodes)
-    until(lambda: fleet.count("slipway_router_replica_ready") == 2)
+    until(lambda: fleet.routed.total("slipway_router_replica_ready") == 2)
     before = fleet.handed_over()
     assert ask(fleet.routed, prompt("again"))[1] >= HIT
     assert fleet.handed_over() == before + 1
