@@ -210,15 +210,3 @@ find_containers() {
     done
     return 1
 }
-
-# Have the program beside the checkout start an engine until this script ends: `up` prints the
-# variables to set for it, `down` ends it.
-bring_up_containers() {
-    local variables
-    container_tools=${SLIPWAY_CONTAINER_TOOLS:-$root/../shared/tools/docker-here}
-    [ -x "$container_tools" ] || return 1
-    trap '"$container_tools" down >/dev/null || true' EXIT
-    variables=$("$container_tools" up) || return 1
-    eval "$variables"
-    find_containers
-}

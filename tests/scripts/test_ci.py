@@ -12,7 +12,7 @@ from scripts.harness.process import ROOT
 STEP = '#!/bin/sh\necho "${0##*/} $* CI=$CI DOCKER=$DOCKER"\n'
 RUNS = "#!/bin/sh\nexit 0\n"
 DOES_NOT_RUN = "#!/bin/sh\nexit 1\n"
-CHECKED = ["check  CI=true DOCKER=", "test  CI=true DOCKER="]
+CHECKED = ["setup dev", "check  CI=true DOCKER=", "test  CI=true DOCKER="]
 NOT_TESTED = "THE IMAGE HAS NOT BEEN TESTED: there is no docker or podman here that runs"
 
 
@@ -29,11 +29,12 @@ def ci(tmp_path):
     checkout = tmp_path / "checkout"
     for name in ("check", "test", "build"):
         program(checkout / "scripts" / name, STEP)
-    shutil.copy(ROOT / "scripts" / "env.sh", checkout / "scripts")
+    env = (ROOT / "scripts" / "env.sh").read_text()
+    (checkout / "scripts" / "env.sh").write_text(env + 'setup() { echo "setup $*"; }\n')
     program(checkout / ".ci" / "run", (ROOT / ".ci" / "run").read_text())
     path = tmp_path / "bin"
     path.mkdir()
-    for name in ("bash", "dirname", "sh", "true"):
+    for name in ("bash", "dirname", "mktemp", "rm", "sh", "true"):
         (path / name).symlink_to(shutil.which(name))
 
     def run(**environ):
