@@ -181,7 +181,10 @@ def parent(start, tmp_path):
         def forked():
             return [it for it in found.children(recursive=True) if code in " ".join(it.cmdline())]
 
-        return process, forked
+        until(lambda: "there" in log(tmp_path).read_text(), 60)
+        # What stands for it has its command line for a moment.
+        until(lambda: len(forked()) == 1, 60)
+        return process, *forked()
 
     return begin
 
@@ -193,10 +196,8 @@ def test_a_childs_end(start, tmp_path, code, status):
 
 
 def test_a_child_is_forked_too_and_is_in_its_tree(parent, tmp_path):
-    process, forked = parent(f"print('warm', {WARM}, flush=True); " + WAIT)
-    until(lambda: "there" in log(tmp_path).read_text(), 60)
+    process, child = parent(f"print('warm', {WARM}, flush=True); " + WAIT)
     assert "warm True" in log(tmp_path).read_text()
-    (child,) = forked()
     child.kill()
     assert process.wait(60) == 0
     assert said(tmp_path) == f"ended {-signal.SIGKILL}"
@@ -205,9 +206,7 @@ def test_a_child_is_forked_too_and_is_in_its_tree(parent, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_child_hears_the_signals_of_what_stands_for_it(parent, tmp_path, number):
     code = "import signal; signal.signal(15, lambda *_: exit(7)); " + WAIT
-    process, forked = parent(code)
-    until(lambda: "there" in log(tmp_path).read_text(), 60)
-    (child,) = forked()
+    process, child = parent(code)
     (stands_for_it,) = re.findall(r"^child (\d+)$", log(tmp_path).read_text(), re.MULTILINE)
     os.kill(int(stands_for_it), number)
     assert process.wait(60) == 0
@@ -216,10 +215,8 @@ def test_a_child_hears_the_signals_of_what_stands_for_it(parent, tmp_path, numbe
 
 
 def test_what_is_below_it_ends_with_it(parent, tmp_path):
-    process, forked = parent(WAIT)
-    until(lambda: "there" in log(tmp_path).read_text(), 60)
+    process, _ = parent(WAIT)
     below = psutil.Process(process.pid).children(recursive=True)
-    assert forked()
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
     _, alive = psutil.wait_procs(below, timeout=60)
