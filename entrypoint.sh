@@ -6,6 +6,9 @@
 # shell's place, as PID 1 in a container, and hears SIGTERM itself.
 set -euo pipefail
 
+# vLLM and LMCache would report each start and what they run, and the hub's client what it is used in.
+export DO_NOT_TRACK=${DO_NOT_TRACK:-1}
+
 [ $# -gt 0 ] || set -- serve
 id='^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$'
 case $1 in
@@ -35,8 +38,6 @@ if [ "$1" != route ] && [ -e "$compat/libcuda.so.1" ]; then
 fi
 
 home=$(dirname "$(readlink -f "$0")")
-# The hub is asked for models and nothing else.
-export HF_HUB_DISABLE_TELEMETRY=${HF_HUB_DISABLE_TELEMETRY:-1}
 export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
 # Signals wait until Python can hear them: PID 1 never gets those that come before.
 # -P: Slipway's modules are found where it is, and not in the folder that it was called from.

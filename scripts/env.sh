@@ -3,6 +3,7 @@
 # shellcheck shell=bash
 uv_version=0.13.8
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/slipway
+export DO_NOT_TRACK=${DO_NOT_TRACK:-1} # as in entrypoint.sh, for tests and benchmarks too
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 

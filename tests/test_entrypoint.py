@@ -56,6 +56,13 @@ def test_anything_else_runs_as_given():
     assert (ended.returncode, ended.stdout) == (0, "a b c\n")
 
 
+@pytest.mark.parametrize("words", [("serve",), ("route",), ("sh", "-c", "echo $DO_NOT_TRACK")])
+def test_nothing_is_told_to_anyone_who_counts_users(tmp_path, words):
+    shown = program(tmp_path / "python", "echo $DO_NOT_TRACK")
+    assert run(*words, SLIPWAY_PYTHON=shown).stdout == "1\n"
+    assert run(*words, SLIPWAY_PYTHON=shown, DO_NOT_TRACK="0").stdout == "0\n"
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -171,7 +171,6 @@ def environment(
 ) -> dict[str, str]:
     """Variables to set before vLLM is imported. What the operator has set stays as it is."""
     wanted = {
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_MAX_AUDIO_DECODE_DURATION_S": str(settings.max_audio_seconds),
         # A file with sound is as large as a body may be.

@@ -24,7 +24,7 @@ SERVE = ("./entrypoint.sh", "serve")
 ROUTE = ("./entrypoint.sh", "route")
 PYTHON_SERVES = (sys.executable, "-m", "serving", "serve")
 """What entrypoint.sh runs, for a Forkable."""
-AS_ENTRYPOINT_SH = MappingProxyType({"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT)})
+AS_ENTRYPOINT_SH = MappingProxyType({"DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)})
 START_S = 500.0  # far above what a start takes, for machines that do much else
 STOP_S = 40.0  # above the 30 s after which platforms kill
 

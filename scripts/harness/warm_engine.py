@@ -7,12 +7,12 @@ engine's processes are forked, too, where vLLM spawns them on CPUs.
 import os
 
 os.environ |= {
+    "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "NUMBA_NUM_THREADS": "1",  # threads do not come along
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CONFIGURE_LOGGING": "0",  # each server does it for itself
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 import contextlib

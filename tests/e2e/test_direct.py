@@ -30,7 +30,7 @@ from serving.engine.direct import VLLM_RENDERS
 from serving.errors import NotReady, TimedOut
 from serving.http.bodies import WRITER
 
-TRIES, LAST_TRIES = 8, 60
+TRIES, LAST_TRIES = 2, 60
 """Of an answer and the same from vLLM's app: tokens that come close together may share an event.
 In the last ones only all of them have to agree.
 """
@@ -282,7 +282,7 @@ def running(**more: Any) -> Iterator[Run]:
         **more,
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"):
+        for name in ("DO_NOT_TRACK", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"):
             patch.setenv(name, os.environ.get(name, "1"))
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         with asyncio.Runner() as runner:

@@ -22,7 +22,7 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-FETCHED = 1000
+FETCHED = 400
 """Tokens of a prompt() that are certainly fetched."""
 USAGE = "vllm:kv_cache_usage_perc"
 SOURCES = "vllm:prompt_tokens_by_source_total"

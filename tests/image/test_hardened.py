@@ -50,6 +50,8 @@ def test_the_tier_in_memory_is_sized_from_the_limit_and_fills(served):
     assert served.metric("slipway_kv_cache_server_restarts_total") == 0
     usage = served.ask("/v1/completions", prompt(asked - 1))[0]
     assert json.loads(usage)["usage"]["prompt_tokens_details"]["cached_tokens"] > 3500
+    # LMCache's number of a machine that it counts
+    assert docker("exec", served.id, "test", "-e", "/tmp/.config/lmcache").returncode == 1
     state = served.state()
     assert state["Running"]
     assert not state["OOMKilled"]

@@ -225,7 +225,7 @@ def test_more_ranks_than_devices_are_refused(environ, here, fault):
 )
 def test_the_engines_environment(environ, here, expected):
     always = {
-        **{"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         **{"VLLM_MAX_AUDIO_DECODE_DURATION_S": "1500", "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": "64"},
     }
     on_cpu = {} if here.gpus else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}

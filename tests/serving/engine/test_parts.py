@@ -24,6 +24,17 @@ def test_every_part_is_where_the_plan_says(path):
     assert name in {each.name for each in statements if isinstance(each, ast.ClassDef)}
 
 
+def test_what_entrypoint_sh_sets_keeps_vllm_and_lmcache_from_counting(monkeypatch):
+    from lmcache.usage_telemetry.identity import is_usage_tracking_enabled
+    from vllm.usage import usage_lib
+
+    for value in ("0", "1"):
+        monkeypatch.setenv("DO_NOT_TRACK", value)
+        monkeypatch.setattr(usage_lib, "_USAGE_STATS_ENABLED", None)
+        counts = value == "0"
+        assert (usage_lib.is_usage_stats_enabled(), is_usage_tracking_enabled()) == (counts, counts)
+
+
 def test_the_load_formats_are_vllms():
     from vllm.model_executor.model_loader import LoadFormats
 
