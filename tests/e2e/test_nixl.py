@@ -21,6 +21,7 @@ CONNECTOR = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"kv_lease_duration": 60},  # for machines that do much else
 }
 FETCHED = 400
 """Tokens of a prompt() that are certainly fetched."""
@@ -126,7 +127,7 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_is_fetched(fleet):
         before, fetched = fleet.handed_over(), fleet.fetched()
         text, _ = ask(fleet.routed, prompt("equal"), path, **headers)
         assert fleet.handed_over() == before + 1
-        assert fleet.fetched() > fetched + FETCHED
+        assert fleet.fetched() > fetched + FETCHED, fleet.decodes.log.read_text()[-5000:]
         assert ask(fleet.prefills, prompt("equal"), path, **headers)[0] == text
         texts.add(text)
     assert len(texts) > 1
@@ -189,7 +190,7 @@ def test_kv_that_nobody_fetches_is_given_up(fleet):
             asked = pool.submit(ask, fleet.routed, prompt("left alone"))
             until(lambda: fleet.handed_over() == before + 1)
             assert fleet.prefills.metric(USAGE) > 0
-            until(lambda: fleet.prefills.metric(USAGE) == 0)
+            until(lambda: fleet.prefills.metric(USAGE) == 0, seconds=100)
         text, _ = asked.result()
     assert text == ask(fleet.prefills, prompt("left alone"))[0]
 

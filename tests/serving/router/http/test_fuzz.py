@@ -376,7 +376,7 @@ class World(Routed):
                 found.append(got)
                 rest = parser.trailing_data[0]
             with contextlib.suppress(ConnectionError):  # where it is still sending
-                assert not rest + await reader.read()
+                assert not rest + await reader.read(), found
             return found
         finally:
             sending.cancel()
