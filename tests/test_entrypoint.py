@@ -345,7 +345,7 @@ def test_plan_needs_only_what_its_script_sets_up(model):
         ("model.safetensors", b"\xff" * 20, "model.safetensors"),
         ("config.json", b"{", "config.json is not JSON"),
         ("config.json", b'{"num_hidden_layers": "two"}', "num_hidden_layers is 'two'"),
-        ("slipway.yaml", b"max_model_len: [", "slipway.yaml, line 1: not YAML"),
+        ("slipway.yaml", b"max_model_len: [", "slipway.yaml: not YAML in line 1"),
         ("serving.properties", b"option.max_model_len=x", "should be a number of tokens"),
     ],
 )

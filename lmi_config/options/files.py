@@ -105,28 +105,18 @@ def _properties(path: Path) -> dict[str, Given]:
 
 def _yaml(path: Path) -> dict[str, Given]:
     """Read a YAML mapping: `x` is OPTION_X. A value may be a mapping or a list as well."""
-    import yaml
+    from lmi_config.facts import strict_yaml
 
     try:
-        text = path.read_text("utf-8")
-        found = yaml.safe_load(text)
+        found = strict_yaml.read(path.read_bytes())
     except OSError as error:
         raise FileFault(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
+    except strict_yaml.NotYAML as error:
         raise FileFault(f"{path}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        raise FileFault(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from None
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise FileFault(f"{path}: should have lines like `max_model_len: 8192`")
-    # PyYAML lets the last of two equal keys win; its nodes still show both.
-    root = yaml.compose(text, yaml.SafeLoader)
-    names = [key.value for key, _ in root.value] if root else []
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise FileFault(f"{path}: {twice} is given twice; keep one")
     try:
         pairs = [(name, _text(value)) for name, value in found.items()]
     except (TypeError, ValueError, RecursionError):

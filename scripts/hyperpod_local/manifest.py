@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import yaml
 
+from lmi_config.facts import strict_yaml
 from lmi_config.options import arguments, settings
 from lmi_config.options.settings import SettingsError
 
@@ -106,9 +106,9 @@ def check(document: Any) -> None:
 def read(file: Path) -> Endpoint:
     """Read a manifest. Raises ManifestError, and OSError."""
     try:
-        document = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, ValueError) as error:
-        raise ManifestError([f"{file}: not YAML: {' '.join(str(error).split())}"]) from None
+        document = strict_yaml.read(file.read_bytes())
+    except strict_yaml.NotYAML as error:
+        raise ManifestError([f"{file}: {error}"]) from None
     check(document)
     return endpoint(document)
 

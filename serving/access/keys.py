@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import yaml
 
+from lmi_config.facts import strict_yaml
 from serving.access.caller import Caller, Limits
 from serving.errors import NotPermitted
 
@@ -97,20 +97,6 @@ class _TokenRow(_Allowed, forbid_unknown_fields=True, kw_only=True):
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses what is given twice, of which PyYAML lets the last win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: list[Any] = []
-        for key, _ in node.value:
-            if key.value in names:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"`{key.value}` is given twice", problem_mark=key.start_mark
-                )
-            names.append(key.value)
-        return super().construct_mapping(node, deep)
-
-
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[_Row] | msgspec.UnsetType = msgspec.UNSET
     jwt: list[_TokenRow] | None = None
@@ -122,8 +108,6 @@ def digest(key: bytes) -> str:
 
 
 _OF_NOTHING = digest(b"")
-NO_YAML = (yaml.YAMLError, UnicodeDecodeError, RecursionError, AttributeError, LookupError)
-"""What PyYAML raises for what it cannot read; the last two for `!!timestamp a` and `!!bool a`."""
 
 
 def made() -> str:
@@ -136,12 +120,9 @@ def parsed(content: bytes) -> Keys:
     repeating it.
     """
     try:
-        file = msgspec.convert(_plain(yaml.load(content, _Loader)), _File)
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"it is not YAML{line}: {error.problem}") from None
-    except NO_YAML:
-        raise ValueError("it is not YAML") from None
+        file = msgspec.convert(_plain(strict_yaml.read(content)), _File)
+    except strict_yaml.NotYAML as error:
+        raise ValueError(f"it is {error}") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"it should have `keys`, a list: {error}") from None
     if file.keys is msgspec.UNSET and file.jwt is None:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
+from lmi_config.facts import strict_yaml
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access.caller import Caller
-from serving.access.keys import NO_YAML
 from serving.follow import FaultLog, changes
 from serving.protocol import OBJECTIVE
 
@@ -95,9 +94,9 @@ class Objectives:
 def parsed(content: bytes) -> Mapping[str, int]:
     """The priorities of a manifest's objectives, by their names. Raises ValueError."""
     try:
-        documents = [*yaml.safe_load_all(content)]
-    except NO_YAML as error:
-        raise ValueError(f"it is not YAML: {error}") from None
+        documents = strict_yaml.read_all(content)
+    except strict_yaml.NotYAML as error:
+        raise ValueError(f"it is {error}") from None
     found: dict[str, int] = {}
     for document in documents:
         for one in _items(document):

@@ -151,19 +151,18 @@ def _chat_template(options: Settings) -> str | None:
 
 def _lmcache_file(options: Settings) -> Mapping[str, object] | None:
     """The content of LMCache's own configuration file. A relative name is in the model's folder."""
-    import yaml
+    from lmi_config.facts import strict_yaml
 
     if not options.lmcache_config_file:
         return None
     path = (options.model_folder or Path()) / options.lmcache_config_file
     where = f"{options.origins['lmcache_config_file']}={str(path)!r}"
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
+        content = strict_yaml.read(path.read_bytes())
     except OSError as error:
         raise SettingsError([f"{where}: {error.strerror}"]) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise SettingsError([f"{where}: not YAML: {problem}"]) from None
+    except strict_yaml.NotYAML as error:
+        raise SettingsError([f"{where}: {error}"]) from None
     if not isinstance(content, dict):
         raise SettingsError([f"{where}: should have lines like `chunk_size: 256`"])
     return content

@@ -98,14 +98,14 @@ class Workload:
 
 def read(path: Path) -> Workload:
     """Raises WorkloadError."""
-    import yaml
+    from lmi_config.facts import strict_yaml
 
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
+        found = strict_yaml.read(path.read_bytes())
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise WorkloadError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except strict_yaml.NotYAML as error:
+        raise WorkloadError(f"{path}: {error}") from None
     try:
         return parsed(found)
     except WorkloadError as error:

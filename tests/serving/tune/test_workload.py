@@ -39,6 +39,7 @@ def test_a_rate_may_be_bounded():
     ("content", "told"),
     [
         ("a: [", "not YAML"),
+        ("a: !!timestamp b", "not YAML: a value is not of its type"),
         ("- a", "should have lines like `concurrency: 16`"),
         ("concurency: 4", "concurency: no such key; did you mean concurrency?"),
         ("isl: 4\nconcurrency: 1", "output_tokens_mean: is missing"),
