@@ -123,14 +123,15 @@ class Issuer:
         return True
 
     async def follow(self) -> None:
-        """Fetch the keys again and again, until cancelled."""
+        """Fetch the keys again and again, until cancelled; at once where there are none yet."""
+        fresh = bool(self._keys) or await self.refresh()
         while True:
-            self._wanted.clear()
-            fresh = await self.refresh()
             await asyncio.sleep(RETRY_S)
             if fresh:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wanted.wait(), REFRESH_S - RETRY_S)
+            self._wanted.clear()
+            fresh = await self.refresh()
 
     async def _fetch(self) -> None:
         """Raises ValueError."""

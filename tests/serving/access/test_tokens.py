@@ -71,7 +71,11 @@ class Issuer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "own.pem", folder / "own.key")
-        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self._server.socket = context.wrap_socket(
+            self._server.socket,
+            server_side=True,
+            do_handshake_on_connect=False,  # with the first read, in a thread of the connection's
+        )
         self.url = f"https://localhost:{self._server.server_port}"
         self.options = {"jwt_issuer": self.url, "jwt_audience": (AUDIENCE,)}
         self._thread = threading.Thread(target=self._server.serve_forever, args=[0.02])
@@ -433,3 +437,4 @@ async def test_the_router_verifies_and_replicas_hear_whose_it_is(issuer):
             "/v1/completions", json={"prompt": "a"}, headers=bearer(issuer.token(key=OTHER))
         )
         assert answer.status_code == 401
+    assert issuer.asked == [module.DISCOVERY, "/keys"]  # once for the start
