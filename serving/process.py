@@ -7,7 +7,10 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import IO
 
 import psutil
 
@@ -71,6 +74,21 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def begin(
+    command: list[str], environ: Mapping[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Begin a program that ends when this process does, and does not hear the terminal's Ctrl-C."""
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        process_group=0,
+        preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
+    )
 
 
 def adopt_orphans() -> None:

@@ -6,17 +6,14 @@ vLLM: what it counts as TTFT, and as a request that meets its objectives, is wha
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from signal import SIGTERM
 from typing import Any
 
 from serving.observability.redaction import redacted
-from serving.process import end_with_parent
+from serving.process import begin
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
 from serving.tune.workload import Level, Workload, spread
 
@@ -140,18 +137,9 @@ def run(words: list[str], level: Level, *, result: Path, log: Path, key: str | N
     """
     result.unlink(missing_ok=True)
     environ = {**os.environ, **({"OPENAI_API_KEY": key} if key else {})}
-    parent = os.getpid()
     with log.open("ab") as output:
         start = output.tell()
-        process = subprocess.Popen(
-            words,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=0,  # Ctrl-C is ours to hear
-            preexec_fn=partial(end_with_parent, SIGTERM, parent),
-        )
+        process = begin(words, environ, output)
         try:
             code = process.wait()
         finally:

@@ -3,21 +3,18 @@
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Self
 
 import httpx
 
 from serving.lifecycle import GRACE_S
-from serving.process import end_with_parent
+from serving.process import begin
 from serving.protocol import PING
 
 _EVERY_S = 0.2
@@ -48,15 +45,7 @@ class Server:
 
     def __enter__(self) -> Self:
         with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,  # Ctrl-C is ours to hear
-                preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
-            )
+            self._process = begin(self._command, self._environ, output)
         return self
 
     def __exit__(self, *_: object) -> None:
