@@ -106,6 +106,17 @@ def _as_if_spawned() -> None:
     os.close(nowhere)
     logs._handler = None
     logging.getLogger().handlers = [logs.process_handler()]
+    if "NixlConnector" in os.environ.get("OPTION_KV_TRANSFER_CONFIG", ""):
+        _have_nixl_wait()
+
+
+def _have_nixl_wait() -> None:
+    """Have NIXL's thread wait for what it would look for all the time, on a core of its own."""
+    from nixl_cu13 import _bindings
+
+    own = _bindings.nixlAgentConfig
+    delay = property(own.pthrDelay.fget, lambda it, _: own.pthrDelay.fset(it, 1000))  # μs
+    _bindings.nixlAgentConfig = type("nixlAgentConfig", (own,), {"pthrDelay": delay})
 
 
 def _open_files() -> dict[int, os.stat_result]:
