@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals, and the processes below this one: what `serve` and `route` share of a server's life."""
+"""Signals, and the processes below this one: what `serve`, `route` and `tune` share of a life."""
 
 import asyncio
 import contextlib

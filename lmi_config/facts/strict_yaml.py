@@ -7,7 +7,7 @@ import yaml
 
 
 class NotYAML(ValueError):
-    """Says what is wrong and in which line, without what stands there."""
+    """Says what is wrong and, where that is known, in which line."""
 
 
 class _Loader(yaml.SafeLoader):
