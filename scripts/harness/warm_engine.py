@@ -112,11 +112,10 @@ def _as_if_spawned() -> None:
 
 def _have_nixl_wait() -> None:
     """Have NIXL's thread wait for what it would look for all the time, on a core of its own."""
-    from nixl_cu13 import _bindings
-
-    own = _bindings.nixlAgentConfig
+    bindings: Any = importlib.import_module("nixl_cu13._bindings")
+    own = bindings.nixlAgentConfig
     delay = property(own.pthrDelay.fget, lambda it, _: own.pthrDelay.fset(it, 1000))  # μs
-    _bindings.nixlAgentConfig = type("nixlAgentConfig", (own,), {"pthrDelay": delay})
+    bindings.nixlAgentConfig = type("nixlAgentConfig", (own,), {"pthrDelay": delay})
 
 
 def _open_files() -> dict[int, os.stat_result]:
