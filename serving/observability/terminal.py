@@ -15,9 +15,10 @@ from serving.observability.logs import Handler, TextFormatter
 
 _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
-# Warnings of others that say nothing to somebody who serves as planned. On CPUs vLLM runs eagerly
-# and without Triton, and torch computes what oneDNN cannot; a client's mistake has a line of ours;
-# vLLM warns of every process that it ends; what libraries will change one day is for developers.
+# Warnings of others that say nothing to somebody who serves as planned. On CPUs vLLM runs eagerly,
+# without Triton and in our process, and torch computes what oneDNN cannot; it tells models without
+# Mamba of that cache's type; a client's mistake has a line of ours; vLLM warns of every process that
+# it ends; what libraries will change one day is for developers.
 _HARMLESS = re.compile(
     "|".join(
         (
@@ -27,6 +28,8 @@ _HARMLESS = re.compile(
             r"(libtcmalloc|libiomp) is not found",
             r"OMP_NUM_THREADS=\d+ is set; leaving Torch threads",
             r"Selected CPU core number",
+            r"Reset SSM cache type to float32",
+            r"The global random seed is set to",
             r"NUMA binding: Using MEMBIND",
             r"(Future|Deprecation)Warning: ",
             r"KVConnectorBase_V1\. This API is experimental",

@@ -36,6 +36,8 @@ with capture.capture_output():
     vllm.warning("Failed to create oneDNN linear, fallback to torch linear. Exception: could not")
     vllm.error("Error with model error=ErrorInfo(message='The model `x` does not exist.')")
     vllm.warning("[shutdown] Process manager: force killing remaining process EngineCore pid 7")
+    vllm.warning("The global random seed is set to 0. Since VLLM_ENABLE_V1_MULTIPROCESSING is set")
+    vllm.warning("Reset SSM cache type to float32 for accelerated GDN mamba backend 'none'.")
     vllm.warning("mind this")
     line = {"request_id": "an-id", "method": "POST", "path": "/x", "status": 200, "ms": 1.5}
     logs.access(ServedLine(**line, completion_tokens=3))
@@ -118,7 +120,7 @@ def test_a_bar_says_what_the_start_is_busy_with(written):
 def test_others_are_shown_from_warnings_on_and_without_what_is_harmless(written):
     assert "WARNING: vllm.b: mind this" in written
     assert "chatter" not in written
-    for harmless in ("Triton", "oneDNN", "ErrorInfo", "force killing"):
+    for harmless in ("Triton", "oneDNN", "ErrorInfo", "force killing", "random seed", "SSM"):
         assert harmless not in written
     everything = program(LEVEL="debug")
     assert "vllm.b: chatter" in everything
