@@ -17,7 +17,7 @@ _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL":
 
 # Warnings of others that say nothing to somebody who serves as planned. On CPUs vLLM runs eagerly,
 # without Triton and in our process, and torch computes what oneDNN cannot; it tells models without
-# Mamba of that cache's type; a client's mistake has a line of ours; vLLM warns of every process that
+# Mamba of that cache's type; a client's mistake has a line of ours; vLLM warns of each process that
 # it ends; what libraries will change one day is for developers.
 _HARMLESS = re.compile(
     "|".join(
