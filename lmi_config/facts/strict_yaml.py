@@ -39,7 +39,9 @@ def read_all(content: bytes) -> list[Any]:
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise NotYAML(f"not YAML{line}: {error.problem}") from None
-    except (ValueError, yaml.YAMLError, RecursionError):
-        raise NotYAML("not YAML") from None
-    except (AttributeError, LookupError):  # what PyYAML raises for `!!timestamp a` and `!!bool a`
+    except yaml.reader.ReaderError as error:  # a byte or a character that no YAML has
+        raise NotYAML(f"not YAML at position {error.position}: {error.reason}") from None
+    except (ValueError, AttributeError, LookupError):  # of `!!int a`, `!!timestamp a`, `!!bool a`
         raise NotYAML("not YAML: a value is not of its type") from None
+    except (yaml.YAMLError, RecursionError):
+        raise NotYAML("not YAML") from None

@@ -151,10 +151,10 @@ def _chat_template(options: Settings) -> str | None:
 
 def _lmcache_file(options: Settings) -> Mapping[str, object] | None:
     """The content of LMCache's own configuration file. A relative name is in the model's folder."""
-    from lmi_config.facts import strict_yaml
-
     if not options.lmcache_config_file:
         return None
+    from lmi_config.facts import strict_yaml
+
     path = (options.model_folder or Path()) / options.lmcache_config_file
     where = f"{options.origins['lmcache_config_file']}={str(path)!r}"
     try:

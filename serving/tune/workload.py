@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from lmi_config.facts import strict_yaml
 from lmi_config.options import spelling
 
 Endpoint = Literal["chat", "completions"]
@@ -98,8 +99,6 @@ class Workload:
 
 def read(path: Path) -> Workload:
     """Raises WorkloadError."""
-    from lmi_config.facts import strict_yaml
-
     try:
         found = strict_yaml.read(path.read_bytes())
     except OSError as error:

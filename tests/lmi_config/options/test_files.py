@@ -225,6 +225,12 @@ BAD_PROPERTIES = "serving.properties: "
         ({"slipway_yaml": "a: [1"}, {}, "slipway.yaml: not YAML in line 1"),
         ({"slipway_yaml": "a: !!bool b"}, {}, "not YAML: a value is not of its type"),
         ({"slipway_yaml": "a: !!timestamp b"}, {}, "not YAML: a value is not of its type"),
+        ({"slipway_yaml": "a: !!int b"}, {}, "not YAML: a value is not of its type"),
+        (
+            {"slipway_yaml": "a: \a"},
+            {},
+            "not YAML at position 3: special characters are not allowed",
+        ),
         ({"slipway_yaml": "[" * 5000}, {}, "slipway.yaml: not YAML"),
         ({"slipway_yaml": "a: 1\n---\na: 2"}, {}, "slipway.yaml: not YAML of one document"),
         ({"slipway_yaml": "- a"}, {}, "should have lines like `max_model_len: 8192`"),
