@@ -7,6 +7,7 @@ As a program: `slow_link.py PORT BYTES_PER_SECOND OWN_PORT`.
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,19 +23,16 @@ def slow_link(port: int, bytes_per_second: float, own: int = 0) -> Iterator[int]
     own: its number, where that matters.
     """
     opened: Future[int] = Future()
-    loop = asyncio.new_event_loop()
-    done = asyncio.Event()
-
-    async def serve() -> None:
-        link = _Link(port, bytes_per_second)
-        server = await asyncio.start_server(link.connected, "127.0.0.1", own)
-        opened.set_result(server.sockets[0].getsockname()[1])
-        await done.wait()
-        server.close()
+    loop, done = asyncio.new_event_loop(), asyncio.Event()
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(serve())
+        # Sockets, not asyncio's streams: its server loses a connection that comes as it is closed,
+        # and those that have something to send.
+        with (
+            contextlib.ExitStack() as sockets,
+            asyncio.Runner(loop_factory=lambda: loop) as runner,
+        ):
+            runner.run(_Link(port, bytes_per_second, sockets).serve(own, opened, done))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -46,27 +44,47 @@ def slow_link(port: int, bytes_per_second: float, own: int = 0) -> Iterator[int]
 
 
 class _Link:
-    def __init__(self, port: int, bytes_per_second: float) -> None:
+    def __init__(self, port: int, rate: float, sockets: contextlib.ExitStack) -> None:
         self._port = port
-        self._rate = bytes_per_second
+        self._rate = rate
+        self._sockets = sockets
         self._free_at = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.CancelledError):  # the end of the link
-            there, back = await asyncio.open_connection("127.0.0.1", self._port)
-            await asyncio.gather(self._passed(reader, back), self._passed(there, writer))
-        writer.close()
+    async def serve(self, own: int, opened: "Future[int]", done: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        listening = self._own(socket.create_server(("127.0.0.1", own)))
+        loop.add_reader(listening, self._accept, listening)
+        opened.set_result(listening.getsockname()[1])
+        await done.wait()
+        loop.remove_reader(listening)
 
-    async def _passed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        now = asyncio.get_running_loop().time
-        try:
-            while data := await reader.read(PIECE):
-                self._free_at = max(self._free_at, now()) + len(data) / self._rate
-                await asyncio.sleep(self._free_at - now())
-                writer.write(data)
-                await writer.drain()
-        finally:
-            writer.close()
+    def _own(self, sock: socket.socket) -> socket.socket:
+        sock.setblocking(False)
+        return self._sockets.enter_context(sock)
+
+    def _accept(self, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has left
+            client = self._own(listening.accept()[0])
+            self._tasks.append(asyncio.create_task(self._connected(client)))
+
+    async def _connected(self, client: socket.socket) -> None:
+        with client, self._own(socket.socket()) as back, contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_connect(back, ("127.0.0.1", self._port))
+            try:
+                async with asyncio.TaskGroup() as ways:
+                    ways.create_task(self._passed(client, back))
+                    ways.create_task(self._passed(back, client))
+            except* OSError:
+                pass
+
+    async def _passed(self, source: socket.socket, target: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await loop.sock_recv(source, PIECE):
+            self._free_at = max(self._free_at, loop.time()) + len(data) / self._rate
+            await asyncio.sleep(self._free_at - loop.time())
+            await loop.sock_sendall(target, data)
+        target.shutdown(socket.SHUT_WR)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The harness that tests, benchmarks and chaos stand on."""
 
+import gc
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from scripts.harness import metrics, ports, stats
 from scripts.harness.process import NotReady, Program, cpu_seconds, running
+from scripts.harness.slow_link import slow_link
 from scripts.harness.wait import until, until_async
 
 STUB = (sys.executable, "-m", "scripts.harness.stub_replica", "{port}")
@@ -84,6 +86,26 @@ def test_a_link_to_a_program_that_speaks_no_http():
         with link:
             until(link.listens)
             link.ready()
+
+
+def test_a_link_closes_a_connection_that_comes_at_its_end():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with slow_link(server.getsockname()[1], 1e12) as port:
+            client = socket.create_connection(("127.0.0.1", port))
+        with client:
+            gc.collect()
+
+
+def test_a_link_closes_a_connection_whose_client_does_not_read():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with slow_link(server.getsockname()[1], 1e12) as port:
+            client = socket.create_connection(("127.0.0.1", port))
+            with server.accept()[0] as accepted:
+                accepted.settimeout(0.2)
+                with pytest.raises(TimeoutError):
+                    accepted.sendall(bytes(50_000_000))
+        with client:
+            gc.collect()
 
 
 def test_the_log_is_of_every_start(tmp_path):
