@@ -104,8 +104,8 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     OPTION_HOST=0.0.0.0
 EXPOSE 8080
-HEALTHCHECK --interval=10s --timeout=5s --retries=3 --start-period=30m CMD ["python3", "-c", \
-    "import os, socket, urllib.request; from lmi_config.options import arguments, settings; ports = (settings.read(os.environ).port, arguments.VLLM_PORT); port = next(it for it in ports if not socket.socket().connect_ex(('127.0.0.1', it))); urllib.request.urlopen(f'http://127.0.0.1:{port}/ping', timeout=4)"]
+HEALTHCHECK --interval=10s --timeout=5s --retries=3 --start-period=30m \
+    CMD ["env", "PYTHONPATH=/opt/slipway", "python3", "-P", "-m", "serving.server.healthcheck"]
 ENTRYPOINT ["/opt/slipway/entrypoint.sh"]
 CMD ["serve"]
 # scripts/build adds those that differ from build to build.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The container's entry point: our verbs start Slipway, and so does what starts vLLM's server: a flag
 # or a model without a verb, as vLLM's image takes them, `vllm serve`, and its server as a module
-# (`of_vllm` in lmi_config/options/arguments.py). Anything else runs as given. Either takes this
+# (`called` in lmi_config/options/arguments.py). Anything else runs as given. Either takes this
 # shell's place, as PID 1 in a container, and hears SIGTERM itself.
 set -euo pipefail
 

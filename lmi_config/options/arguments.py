@@ -49,13 +49,14 @@ command line says comes before all else. Flags that are on or off need no value:
 -m NAME=file:/FOLDER names the model and the folder that has it, or its serving.properties."""
 
 
+VERBS = ("serve", "plan", "tune", "route", "keys")
 VLLM_PORT = 8000
 """Where vLLM's image listens."""
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
-def of_vllm(words: Sequence[str]) -> list[str] | None:
+def _of_vllm(words: Sequence[str]) -> list[str] | None:
     """What a command line without a verb says to vLLM's server: one that begins with a flag or with
     a model, as vLLM's image takes it, or that starts the server by vLLM's own names. None for any
     other, and for `--headless`: that node runs vLLM's engine only, for another's server.
@@ -63,7 +64,7 @@ def of_vllm(words: Sequence[str]) -> list[str] | None:
     """
     first = words[0]
     program = Path(first).name
-    if program == "vllm" and words[1:2] == ["serve"]:
+    if program == "vllm" and (*words[1:2],) == ("serve",):
         return [*words[2:]] if "--headless" not in words else None
     if program.startswith("python") and (*words[1:3],) == _SERVER:
         return [*words[3:]] if "--headless" not in words else None
@@ -71,11 +72,24 @@ def of_vllm(words: Sequence[str]) -> list[str] | None:
     return [*words] if first.startswith(("-", "s3://")) or is_model else None
 
 
-def with_vllms_port(words: Sequence[str], environ: Mapping[str, str]) -> Mapping[str, str]:
+def _with_vllms_port(words: Sequence[str], environ: Mapping[str, str]) -> Mapping[str, str]:
     """The environment of a command line of vLLM's: with vLLM's port where none is named."""
     named = [name for name in environ if environ[name].strip() and settings.option(name) == "port"]
     named += [word for word in words if word.partition("=")[0] == "--port"]
     return environ if named else {**environ, "OPTION_PORT": str(VLLM_PORT)}
+
+
+def called(
+    words: Sequence[str], environ: Mapping[str, str]
+) -> tuple[str, list[str], Mapping[str, str]] | None:
+    """What a command line of the image means: the verb, its arguments, and its environment. None
+    where it starts another program.
+    """
+    if not words or words[0] in VERBS:
+        verb, *rest = words or ["serve"]
+        return verb, rest, environ
+    of_vllm = _of_vllm(words)
+    return None if of_vllm is None else ("serve", of_vllm, _with_vllms_port(of_vllm, environ))
 
 
 def wants_help(arguments: Sequence[str]) -> bool:

@@ -158,7 +158,7 @@ async def chaos(options: argparse.Namespace, folder: Path) -> bool:
     """Whether all was as it should be."""
     task = asyncio.current_task()
     assert task
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     with contextlib.ExitStack() as closing:
         run = Chaos(options, folder, closing)

@@ -4,13 +4,12 @@
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from lmi_config.options.declared import OPTIONS, VLLM_UNTRUSTED, Section, sections, vllm_options
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
+from scripts.generate.files import ROOT, written
 
 MIB = 1024**2
-ROOT = Path(__file__).parent.parent.parent
 PATH = ROOT / "docs" / "reference" / "options.md"
 
 INTRODUCTION = """\
@@ -120,8 +119,4 @@ def lines() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    text = "".join(lines())
-    if "--check" not in sys.argv:
-        PATH.write_text(text)
-    elif PATH.read_text() != text:
-        sys.exit(f"{PATH.relative_to(ROOT)} is stale: run scripts/check --fix")
+    sys.exit(written({PATH: "".join(lines()).encode()}, check="--check" in sys.argv))

@@ -35,7 +35,10 @@ import setproctitle
 ROOT = Path(__file__).parent.parent.parent
 IMPORT_S = 300.0  # far above what importing takes, for machines that do much else
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-EXECUTABLE = """#!{python} -Es
+# A line with #! takes no path with a space. What sh reads as a command, Python reads as a string.
+EXECUTABLE = """#!/bin/sh
+'''exec' '{python}' -Es "$0" "$@"
+' '''
 import sys
 sys.path.insert(0, {root!r})
 from scripts.harness import warm

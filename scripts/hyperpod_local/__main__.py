@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _apply(options: argparse.Namespace, more: list[str]) -> int:
     ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ending.set())
     with tempfile.TemporaryDirectory(prefix="hyperpod-") as folder:
         logs = options.logs or Path(folder)

@@ -200,12 +200,8 @@ def container(
 
 def listens(args: Sequence[str], environ: Mapping[str, str]) -> int:
     """The port on which Slipway's container would listen. Raises ManifestError."""
-    words = arguments.of_vllm(args or ["serve"])
-    if words is None:
-        words = [*args[1:]]
-    else:
-        environ = arguments.with_vllms_port(words, environ)
+    verb, words, environ = arguments.called(args, environ) or ("serve", [*args[1:]], environ)
     try:
-        return settings.read(environ, arguments.read("serve", words)).port
+        return settings.read(environ, arguments.read(verb, words)).port
     except SettingsError as error:
         raise ManifestError([f"spec.worker: {error}"]) from None

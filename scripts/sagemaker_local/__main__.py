@@ -25,7 +25,7 @@ BODY = '{"prompt": "Hello", "max_tokens": 8, "temperature": 0}'
 async def _serve_until_signal(options: Options) -> None:
     opened: Future[str] = Future()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     opened.add_done_callback(
         lambda it: print(f"SageMaker stand-in at {it.result()}; Ctrl-C ends it", flush=True)

@@ -29,7 +29,7 @@ CONTAINER_PORT = 8080
 DOCKER = shlex.split(os.environ.get("DOCKER", "docker"))
 STARTING_PING_S = 0.2  # between attempts; SageMaker asks every 5 s, for which nobody wants to wait
 REASON = 1024  # characters of a FailureReason
-_CONFIGURING = ("AWS_", "OPTION_", "SERVING_", "SAGEMAKER_", "SM_", "HF_MODEL_ID")
+_CONFIGURING = ("AWS_", "OPTION_", "SERVING_", "SAGEMAKER_", "SM_", "HF_MODEL_ID", "LMCACHE_")
 """Variables of our own that a process does not get: its model brings them or nobody does."""
 
 

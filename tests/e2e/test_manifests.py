@@ -162,7 +162,7 @@ def passed_on(words, folder):
 
 def listens(words, environ):
     """The port that the container would have; the tests' own comes from OPTION_PORT."""
-    of_vllm = arguments.of_vllm(words)
-    if of_vllm is not None:
-        environ = arguments.with_vllms_port(of_vllm, environ)
-    return settings.read(environ, arguments.read("serve", of_vllm or words[1:])).port
+    called = arguments.called(words, environ)
+    assert called is not None
+    verb, words, environ = called
+    return settings.read(environ, arguments.read(verb, words)).port

@@ -12,7 +12,7 @@ from scripts.harness.process import ROOT
 STEP = '#!/bin/sh\necho "${0##*/} $* CI=$CI DOCKER=$DOCKER"\n'
 RUNS = "#!/bin/sh\nexit 0\n"
 DOES_NOT_RUN = "#!/bin/sh\nexit 1\n"
-CHECKED = ["setup dev", "check  CI=true DOCKER=", "test  CI=true DOCKER="]
+CHECKED = ["setup dev", *(f"{it} CI=true DOCKER=" for it in ("check ", "dev docs build", "test "))]
 NOT_TESTED = "THE IMAGE HAS NOT BEEN TESTED: there is no docker or podman here that runs"
 
 
@@ -27,7 +27,7 @@ def program(file, text):
 def ci(tmp_path):
     """Runs a copy of it, in which the steps only say what they are called with."""
     checkout = tmp_path / "checkout"
-    for name in ("check", "test", "build"):
+    for name in ("check", "dev", "test", "build"):
         program(checkout / "scripts" / name, STEP)
     env = (ROOT / "scripts" / "env.sh").read_text()
     (checkout / "scripts" / "env.sh").write_text(env + 'setup() { echo "setup $*"; }\n')

@@ -43,15 +43,20 @@ def root(tmp_path):
 @pytest.fixture
 def ready(root):
     """The same, whose environment is set up already. It makes a model by saying its name."""
-    program(
-        root / ".venv/bin/python",
-        'case "$*" in *scripts.models.default*) echo "made for $*" ;; esac',
-    )
-    with (root / ".venv/.slipway").open("w") as stamp:
-        for engine in ("cpu", "gpu"):
-            lock = (root / f"requirements/{engine}.txt").read_bytes()
-            stamp.write(f"{engine} {hashlib.sha256(lock).hexdigest()}\n")
+    python = 'case "$*" in *scripts.models.default*) echo "made for $*" ;; esac'
+    for name in ("python", "python3.11"):
+        program(root / ".venv/bin" / name, python)
+    stamp(root)
     return root
+
+
+def stamp(root, *more):
+    """Say that the environment is as the lock files are: the engine's, and more."""
+    with (root / ".venv/.slipway").open("w") as file:
+        for engine in ("cpu", "gpu"):
+            locks = [root / f"requirements/{it}.txt" for it in (engine, *more)]
+            content = b"".join(it.read_bytes() for it in locks)
+            file.write(f"{engine} {hashlib.sha256(content).hexdigest()}\n")
 
 
 def call(root, door, *words, **environ):
@@ -70,6 +75,78 @@ def test_each_helps_without_installing_anything(root, door):
     ended = call(root, door, "--help")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert len(ended.stdout.splitlines()) >= 2
+
+
+@pytest.mark.parametrize(
+    ("door", "words"),
+    [
+        ("hyperpod", ("apply", "--help")),
+        ("dev", ("bench", "overhead", "--help")),
+        ("sagemaker", ("-h",)),
+        ("hyperpod", ("-h",)),
+    ],
+)
+def test_help_installs_nothing_where_only_an_engine_is(ready, door, words):
+    ended = call(ready, door, *words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("door", "words"), [("serve", ()), ("check", ()), ("dev", ("simulate",)), ("dev", ("chaos",))]
+)
+def test_an_update_that_fails_ends_it_and_leaves_the_environment(ready, door, words):
+    before = (ready / ".venv/.slipway").read_text()
+    with (ready / "requirements/cpu.txt").open("a") as lock:
+        lock.write("# newer\n")
+    ended = call(ready, door, *words)
+    assert ended.returncode == 1
+    assert "uv was asked: pip install" in ended.stderr
+    assert "could not bring .venv up to date, and left it as it was" in ended.stderr
+    assert {it.name for it in ready.glob(".venv*")} <= {".venv", ".venv.lock"}
+    assert (ready / ".venv/.slipway").read_text() == before
+    assert (ready / ".venv/bin/python").exists()
+
+
+def test_what_is_ready_needs_no_uv(ready):
+    path = os.environ["PATH"].split(":")
+    without = ":".join(it for it in path if not Path(it, "uv").exists())
+    ended = call(ready, "route", "http://a", SLIPWAY_UV="", HOME="/dev/null", PATH=without)
+    assert (ended.returncode, ended.stdout) == (0, "route http://a; no model\n")
+
+
+def test_a_long_list_of_libraries_has_libnuma(root):
+    """`grep -q` ends before `ldconfig` has written all, which pipefail calls a fault."""
+    program(root / "bin/ldconfig", "echo libnuma.so.1; seq 100000")
+    checks = "set -euo pipefail; . scripts/env.sh; need_libnuma"
+    path = f"{root}/bin:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", checks], cwd=root, env={"PATH": path}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (("e2e", "-x"), "tests/e2e -n 3 --dist loadfile --no-loadscope-reorder -x"),
+        (
+            ("e2e", "tests/e2e/test_life.py::test_it"),
+            "-n 3 --dist loadfile --no-loadscope-reorder tests/e2e/test_life.py::test_it",
+        ),
+        (("gpu", "-k", "tests"), "tests/gpu -k tests"),
+    ],
+)
+def test_tests_are_chosen_by_their_paths(ready, words, asked):
+    program(ready / ".venv/bin/python", '[ "$1" = -c ] || echo "$@"')
+    stamp(ready, "dev")
+    assert call(ready, "test", *words).stdout == f"-m pytest {asked}\n"
+
+
+@pytest.mark.parametrize(
+    ("fast", "e2e", "code"), [(0, 0, 0), (0, 5, 0), (5, 0, 0), (5, 5, 5), (1, 0, 1), (5, 1, 1)]
+)
+def test_all_the_tests_that_arguments_choose(ready, fast, e2e, code):
+    ending = f'case "$*" in *--ignore*) exit {fast} ;; *) exit {e2e} ;; esac'
+    program(ready / ".venv/bin/python", f'[ "$1" != -c ] || exit 0; {ending}')
+    stamp(ready, "dev")
+    assert call(ready, "test", "-k", "some").returncode == code
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m serving.server.healthcheck`: the image's health check. It ends with 0 where what the
+container runs says on /ping that it is ready.
+"""
+
+import os
+import ssl
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lmi_config.options import arguments, settings
+from serving.observability import redaction
+from serving.protocol import PING
+
+PING_S = 4
+"""Below the 5 s after which the container's engine ends the check."""
+
+
+def url(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Where a container answers /ping.
+
+    command: of its PID 1: entrypoint.sh's, Python's, or that of an init in front of them. Raises
+    SettingsError.
+    """
+    starts = [n for n, word in enumerate(command) if word.endswith(("/entrypoint.sh", "serving"))]
+    words = command[starts[0] + 1 :] if starts else []
+    verb, words, environ = arguments.called(words, environ) or ("serve", [], environ)
+    read = settings.read(environ, arguments.read(verb, words))
+    host = read.host if read.host not in ("0.0.0.0", "::") else "127.0.0.1"
+    scheme = "https" if read.tls_cert_file else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{read.port}{PING}"
+
+
+def fault(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Ask. Returns what is wrong."""
+    redaction.hide(environ)
+    own = ssl.create_default_context()
+    own.check_hostname = False  # its certificate is for another name than 127.0.0.1
+    own.verify_mode = ssl.CERT_NONE
+    direct = urllib.request.ProxyHandler({})
+    opener = urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=own))
+    try:
+        with opener.open(url(command, environ), timeout=PING_S):
+            return None
+    except urllib.error.HTTPError as error:
+        return error.read().decode(errors="replace")
+    except (OSError, settings.SettingsError) as error:
+        return redaction.redacted(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(fault(Path("/proc/1/cmdline").read_text().split("\0")[:-1], os.environ))
