@@ -563,8 +563,8 @@ class Settings:
         untrusted=True,
         default="max",
         vllm="tensor_parallel_size",
-        help="Devices that one copy of the model is spread over. `max`: every visible GPU, or 1 "
-        "without GPUs.",
+        help="Devices that one copy of the model is spread over. `max`: as many of the visible "
+        "GPUs as attention heads and vocabulary can be divided among; 1 without GPUs.",
     )
     pipeline_parallel_degree: int = _option(
         integer(low=1),

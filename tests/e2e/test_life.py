@@ -4,7 +4,6 @@
 import json
 import os
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -194,30 +193,24 @@ def test_a_requests_id_is_in_our_lines_and_the_engines(parallel):
 
 def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
-    answers = {}
 
     def ask(stream):
-        answers[stream] = parallel.client.post(
-            "/invocations", json=body | {"stream": stream}, timeout=30
-        )
+        return parallel.client.post("/invocations", json=body | {"stream": stream}, timeout=30)
 
-    asking = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
-    for thread in asking:
-        thread.start()
-    until(lambda: parallel.metric("vllm:num_requests_running") == 2)
-    (engine,) = parallel.children("VLLM::EngineCore")
-    engine.kill()
-    try:
-        while (ping := parallel.client.get("/ping")).status_code == 200:
-            pass
-        assert ping.status_code == 500
-        assert ping.json()["status"] == "failed"
-    except httpx.TransportError:
-        pass  # it has gone already
-    for thread in asking:
-        thread.join()
-    assert answers[False].status_code == 500
-    assert json.loads(answers[True].text.splitlines()[-1])["code"] == 500
+    with ThreadPoolExecutor(2) as pool:
+        whole, stream = (pool.submit(ask, it) for it in (False, True))
+        until(lambda: parallel.metric("vllm:num_requests_running") == 2)
+        (engine,) = parallel.children("VLLM::EngineCore")
+        engine.kill()
+        try:
+            while (ping := parallel.client.get("/ping")).status_code == 200:
+                pass
+            assert ping.status_code == 500
+            assert ping.json()["status"] == "failed"
+        except httpx.TransportError:
+            pass  # it has gone already
+        assert whole.result().status_code == 500
+        assert json.loads(stream.result().text.splitlines()[-1])["code"] == 500
     assert parallel.process.wait(STOP_S) == 1
     assert parallel.left_behind() == []
     last = last_line(parallel.log)

@@ -504,8 +504,8 @@ def test_an_engine_that_stops_or_dies_costs_no_answer(engines, routed):
     for thread in threads:
         thread.join()
     assert not failures, failures[0].text
-    states = {it["replica"]: it["state"] for it in replicas(routed)}
-    assert states == {engines[0].url: "down", engines[1].url: "ready"}
+    wanted = {engines[0].url: "down", engines[1].url: "ready"}
+    until(lambda: {it["replica"]: it["state"] for it in replicas(routed)} == wanted)
     engines[1].end()
     until(lambda: routed.client.get("/ping").status_code == 503)
     refused = routed.invoke(body)

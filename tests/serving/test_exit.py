@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.facts.machine import out_of_memory_kills
+from scripts.harness import ports
 from serving import exit as module
 from serving.exit import MAX_LINE, Exit, memory_ran_out, remedy, report, root_cause
 from serving.observability import redaction
@@ -85,7 +86,7 @@ def test_an_engine_that_cannot_be_imported(model, tmp_path):
     broken = tmp_path / "broken" / "vllm"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('Found no NVIDIA driver')\n")
-    code, last = run("serve", **model, PYTHONPATH=str(broken.parent), OPTION_PORT="18766")
+    code, last = run("serve", **model, PYTHONPATH=str(broken.parent), OPTION_PORT=str(ports.free()))
     assert (code, last["stage"]) == (3, "start")
     assert last["reason"] == "RuntimeError: Found no NVIDIA driver"
     assert "--gpus all" in last["fix"]
@@ -124,7 +125,7 @@ def test_a_signal_before_anything_has_been_imported(model, tmp_path, verb, numbe
 def test_a_signal_while_it_starts(model):
     with subprocess.Popen(
         [sys.executable, "-m", "serving", "serve"],
-        env={"PATH": os.environ["PATH"], **model, "OPTION_PORT": "18767"},
+        env={"PATH": os.environ["PATH"], **model, "OPTION_PORT": str(ports.free())},
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,

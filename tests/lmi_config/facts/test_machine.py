@@ -190,15 +190,15 @@ def test_o_direct_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("range_", "ports"), [("21001-21009", (21001, 21002, 21003)), ("21001-21002", (21001, 21002))]
+    ("range_", "ports"), [("11001-11009", (11001, 11002, 11003)), ("11001-11002", (11001, 11002))]
 )
 def test_ports_are_in_sagemakers_range(range_, ports):
     assert look({"SAGEMAKER_SAFE_PORT_RANGE": range_}).ports == ports
 
 
 def test_a_port_that_is_taken_is_left_out():
-    with socket.create_server(("127.0.0.1", 21012)):
-        assert look({"SAGEMAKER_SAFE_PORT_RANGE": "21011-21019"}).ports == (21011, 21013, 21014)
+    with socket.create_server(("127.0.0.1", 11012)):
+        assert look({"SAGEMAKER_SAFE_PORT_RANGE": "11011-11019"}).ports == (11011, 11013, 11014)
 
 
 def test_ports_are_found_without_a_range():

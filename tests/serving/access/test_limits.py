@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 def valkey():
-    with ValkeyServer() as server:
+    with ValkeyServer(port=ports.free()) as server:
         yield f"valkey://127.0.0.1:{server.port}"
 
 

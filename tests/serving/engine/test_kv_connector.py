@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmi_config.plan import kv_tiers
 from lmi_config.plan.kv_tiers import Tiers
+from scripts.harness import ports
 from scripts.models import tiny
 from serving.engine import kv_connector
 from serving.engine.base import HANDED_OVER
@@ -57,11 +57,7 @@ class Server:
     """LMCache's server with our parts in it."""
 
     def __init__(self) -> None:
-        with contextlib.ExitStack() as free:
-            listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-            self.port, self._http, self._prometheus = (
-                free.enter_context(it).getsockname()[1] for it in listeners
-            )
+        self.port, self._http, self._prometheus = (ports.free() for _ in range(3))
         self.process: subprocess.Popen[bytes]
         self.start()
 

@@ -7,13 +7,13 @@ tests/e2e/test_kv_tiers.py.
 
 import contextlib
 import logging
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
+from scripts.harness import ports
 from scripts.harness.wait import until_async
 from serving.engine.base import Hits, Prefilled
 from serving.kv_cache import server as cache_server
@@ -88,8 +88,7 @@ async def watched(tmp_path, monkeypatch):
     for name in ("WATCH_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
         monkeypatch.setattr(cache_server, name, 0.05)
     monkeypatch.setattr(sys, "executable", str(stub))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = ports.free()
     server = CacheServer(
         arguments=[str(port)],
         environ={},

@@ -297,7 +297,7 @@ class Manager:
 @pytest.fixture
 def kept(segment, caplog, monkeypatch):
     """A store, and what a look at it leaves: whether it is used, and what is logged."""
-    monkeypatch.setattr("serving.kv_cache.lmcache.shared_store.LOOK_S", 0.3)
+    monkeypatch.setattr("serving.kv_cache.lmcache.shared_store.LOOK_S", 20)
     logged = []
     monkeypatch.setattr(
         "serving.kv_cache.lmcache.shared_store.log",
@@ -345,7 +345,8 @@ def test_memory_without_a_daemon_is_not_used_yet(kept):
     assert log == f"{AWAY}ConnectionRefusedError: [Errno 111] Connection refused"
 
 
-def test_a_daemon_that_hangs_is_left_out(kept):
+def test_a_daemon_that_hangs_is_left_out(kept, monkeypatch):
+    monkeypatch.setattr("serving.kv_cache.lmcache.shared_store.LOOK_S", 0.3)
     kept.segment.write_bytes(bytes(PIECE))
     with socket.create_server(("127.0.0.1", kept.port)):
         used, log = kept.look()

