@@ -60,7 +60,7 @@ def ask(served, text, headers=None, **more):
     return found["choices"][0]["text"], (details or {}).get("cached_tokens") or 0
 
 
-def loaded(served, text) -> str:
+def loaded(served, text):
     """The answer from the tiers: what is asked again is stored behind the first answer."""
     until(lambda: ask(served, text)[1] == HIT)
     again, cached = ask(served, text)
