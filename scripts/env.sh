@@ -89,8 +89,8 @@ need_libnuma() {
     fi
 }
 
-# What `ready` and `setup` have in common: the engine that fits this machine, its lock files and their
-# sum, and the file that says what .venv was made of.
+# fits [dev]: name in `engine` the one that fits this machine, in `locks` and `sum` its lock files and
+# their sum, and in `stamp` the file that says what .venv was made of.
 fits() {
     stamp=$venv/.slipway
     engine=cpu
@@ -102,11 +102,14 @@ fits() {
     sum=$(cat "${locks[@]}" | sha256sum | cut -d' ' -f1)
 }
 
+# Whether .venv is as `fits` has found that it should be.
+is_set_up() { grep -qsx "$engine $sum" "$stamp" && works; }
+
 # ready [dev]: whether setup has nothing left to do.
 ready() {
     local engine locks sum stamp
     fits "${1:-}"
-    grep -qsx "$engine $sum" "$stamp" && works
+    is_set_up
 }
 
 # setup [dev]: afterwards $venv/bin/python runs the engine, with `dev` also the tests. What is
@@ -120,10 +123,10 @@ setup() {
         export CUDA_HOME=${CUDA_HOME:-$venv/lib/python3.11/site-packages/nvidia/cu13}
         export PATH=$venv/bin:$PATH
     fi
-    if ready "${1:-}"; then return; fi
+    if is_set_up; then return; fi
     { # Of two scripts, the second finds what the first has made.
         flock 9
-        ready "${1:-}" || set_up "${1:-}"
+        is_set_up || set_up "${1:-}"
     } 9>"$venv.lock"
 }
 
@@ -256,4 +259,11 @@ find_containers() {
         fi
     done
     return 1
+}
+
+# need_containers [MORE]: the same, or the end.
+need_containers() {
+    local more=${1:-}
+    find_containers "$more" ||
+        die "needs docker or podman${more:+ or $more}, or DOCKER to name what is like them"
 }

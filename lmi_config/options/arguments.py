@@ -49,7 +49,7 @@ command line says comes before all else. Flags that are on or off need no value:
 -m NAME=file:/FOLDER names the model and the folder that has it, or its serving.properties."""
 
 
-VERBS = ("serve", "plan", "tune", "route", "keys")
+VERBS = (*_ABOUT, "keys")
 VLLM_PORT = 8000
 """Where vLLM's image listens."""
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")

@@ -5,7 +5,6 @@ that they are fresh.
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -110,7 +109,3 @@ def page() -> str:
 
 def main(*, check: bool) -> int:
     return written({SCHEMA: schema().encode(), PAGE: page().encode()}, check=check)
-
-
-if __name__ == "__main__":
-    sys.exit(main(check="--check" in sys.argv))

@@ -2,7 +2,6 @@
 """Write docs/reference/options.md from lmi_config's declarations, or check that it is fresh."""
 
 import json
-import sys
 from collections.abc import Iterator
 
 from lmi_config.options.declared import OPTIONS, VLLM_UNTRUSTED, Section, sections, vllm_options
@@ -119,5 +118,5 @@ def lines() -> Iterator[str]:
             yield f"| {', '.join(found)} | {cell(why)} |\n"
 
 
-if __name__ == "__main__":
-    sys.exit(written({PATH: "".join(lines()).encode()}, check="--check" in sys.argv))
+def main(*, check: bool) -> int:
+    return written({PATH: "".join(lines()).encode()}, check=check)

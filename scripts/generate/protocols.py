@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the Python modules of the .proto files in serving/, or check that they are fresh."""
 
-import sys
 import tempfile
 from importlib import resources
 from pathlib import Path
@@ -36,7 +35,3 @@ def main(*, check: bool) -> int:
     sources = sorted((ROOT / "serving").rglob("*.proto"))
     files = {file: it for source in sources for file, it in generated(source).items()}
     return written(files, check=check)
-
-
-if __name__ == "__main__":
-    sys.exit(main(check="--check" in sys.argv))

@@ -126,11 +126,11 @@ def main(verb: str, *words: str) -> None:
         if verb == "plan" and not (cache() / NAME).exists():
             print(kept(cache().parent / "outlines" / NAME, outline))
         else:
-            try:
-                print(make())
-            except subprocess.CalledProcessError:
-                sys.exit(f"slipway: {NAME} could not be fetched, see above; or name a model")
+            print(make())
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except subprocess.CalledProcessError:
+        sys.exit(f"slipway: {NAME} could not be fetched, see above; or name a model")

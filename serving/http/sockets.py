@@ -45,6 +45,15 @@ def bound(
     return made
 
 
+def local_url(host: str, port: int, *, scheme: str = "http", own: str = "localhost") -> str:
+    """What reaches a listener from its own machine. own: what names that where it listens on all
+    addresses.
+    """
+    if host in ("0.0.0.0", "::"):
+        host = own
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def raise_open_files() -> int:
     """Raise the limit of open descriptors as far as it goes, and return it: shells and containers
     often begin with 1,024, fewer than the connections that a server has when its queue is full.

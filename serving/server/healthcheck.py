@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lmi_config.options import arguments, settings
+from serving.http.sockets import local_url
 from serving.observability import redaction
 from serving.protocol import PING
 
@@ -29,9 +30,8 @@ def url(command: Sequence[str], environ: Mapping[str, str]) -> str:
     words = command[starts[0] + 1 :] if starts else []
     verb, words, environ = arguments.called(words, environ) or ("serve", [], environ)
     read = settings.read(environ, arguments.read(verb, words))
-    host = read.host if read.host not in ("0.0.0.0", "::") else "127.0.0.1"
     scheme = "https" if read.tls_cert_file else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{read.port}{PING}"
+    return local_url(read.host, read.port, scheme=scheme, own="127.0.0.1") + PING
 
 
 def fault(command: Sequence[str], environ: Mapping[str, str]) -> str | None:

@@ -29,7 +29,13 @@ from serving.api.backend import NO_PLAN, Backend
 from serving.engine.base import Engine, EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, root_cause
 from serving.http.connections import HttpServer
-from serving.http.sockets import CannotListen, bound, most_connections, raise_open_files
+from serving.http.sockets import (
+    CannotListen,
+    bound,
+    local_url,
+    most_connections,
+    raise_open_files,
+)
 from serving.http.tls import ServerTls
 from serving.inference.admission import Admission
 from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
@@ -121,7 +127,7 @@ class Server:
         tasks = [asyncio.create_task(work) for work in works]
         host, port = self._listener.getsockname()[:2]
         path = UI if self._settings.serves_ui else PING
-        text = f"listening on {_url(host, port)}; {path} shows progress"
+        text = f"listening on {local_url(host, port)}; {path} shows progress"
         log.info("listening", extra={"facts": {"host": host, "port": port}, "text": text})
         try:
             return await self._live()
@@ -240,15 +246,8 @@ class Server:
 
     def _to_try(self) -> str:
         """A command that asks the server something, and where its page is."""
-        url = _url(*self._listener.getsockname()[:2])
+        url = local_url(*self._listener.getsockname()[:2])
         body = json.dumps({"inputs": "The capital of France is"})
         command = f"curl -s {url}{INVOCATIONS[0]} -d '{body}'"
         page = f"\n\nor open {url}{UI} in a browser." if self._settings.serves_ui else ""
         return command + page
-
-
-def _url(host: str, port: int) -> str:
-    """What reaches a listener from its own machine."""
-    if host in ("0.0.0.0", "::"):
-        host = "localhost"
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m scripts.generate [--check]`: write what this checkout generates, or check
+that it is fresh. vllm_options.py needs vLLM, and writes its file by itself.
+"""
+
+import sys
+
+from scripts.generate import helm_values, options_page, protocols
+
+check = "--check" in sys.argv
+sys.exit(max(it.main(check=check) for it in (options_page, protocols, helm_values)))
