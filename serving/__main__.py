@@ -77,7 +77,7 @@ def _plan(rest: list[str], environ: Mapping[str, str]) -> int:
     redaction.hide(environ)  # a secret may also stand in the value of another option
     try:
         argued = arguments.read("plan", rest)
-        redaction.hide(_together(environ, argued))
+        redaction.hide(environ, argued)
         plan = prepare(environ, argued).plan
     except SettingsError as error:
         print(redaction.redacted(str(error)), file=sys.stderr)
@@ -94,16 +94,11 @@ def _tune(rest: list[str], environ: Mapping[str, str]) -> int:
 
     redaction.hide(environ)
     try:
-        redaction.hide(_together(environ, arguments.read("tune", rest)))
+        redaction.hide(environ, arguments.read("tune", rest))
         return tune(rest, environ)
     except SettingsError as error:
         print(redaction.redacted(str(error)), file=sys.stderr)
         return USAGE_ERROR
-
-
-def _together(environ: Mapping[str, str], argued: Mapping[str, Given]) -> dict[str, str]:
-    """The environment as it would be if what the command line says stood in it."""
-    return {**environ, **{name: given.text for name, given in argued.items()}}
 
 
 def _run(
@@ -116,7 +111,7 @@ def _run(
     logs.configure(environ)
     try:
         argued = arguments.read(name, rest)
-        redaction.hide(_together(environ, argued))
+        redaction.hide(environ, argued)
         end = verb(environ, argued)
     except Exception as error:
         end = failure(error)

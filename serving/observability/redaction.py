@@ -5,8 +5,10 @@ import json
 import re
 import urllib.parse
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from lmi_config.options.files import Given
 from lmi_config.options.redaction import HIDDEN, masked, parts
 
 MIN_SECRET = 8
@@ -22,13 +24,14 @@ def redacted(text: str) -> str:
     return masked(text)
 
 
-def hide(environ: Mapping[str, str]) -> None:
+def hide(environ: Mapping[str, str], argued: Mapping[str, Given] = MappingProxyType({})) -> None:
     """Have `redacted` know the values of secret variables, also as Python, JSON and URLs write
-    them, and each line of those that have several.
+    them, and each line of those that have several. argued: what the command line says instead.
     """
     global _values
     forms: set[str] = set()
-    for name, value in environ.items():
+    argued_values = ((name, given.text) for name, given in argued.items())
+    for name, value in (*environ.items(), *argued_values):
         for text in parts(name, value):
             forms |= {
                 text,

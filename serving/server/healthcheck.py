@@ -29,14 +29,15 @@ def url(command: Sequence[str], environ: Mapping[str, str]) -> str:
     starts = [n for n, word in enumerate(command) if word.endswith(("/entrypoint.sh", "serving"))]
     words = command[starts[0] + 1 :] if starts else []
     verb, words, environ = arguments.called(words, environ) or ("serve", [], environ)
-    read = settings.read(environ, arguments.read(verb, words))
+    argued = arguments.read(verb, words)
+    redaction.hide(environ, argued)  # an error says what cannot be read
+    read = settings.read(environ, argued)
     scheme = "https" if read.tls_cert_file else "http"
     return local_url(read.host, read.port, scheme=scheme, own="127.0.0.1") + PING
 
 
 def fault(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Ask. Returns what is wrong."""
-    redaction.hide(environ)
     own = ssl.create_default_context()
     own.check_hostname = False  # its certificate is for another name than 127.0.0.1
     own.verify_mode = ssl.CERT_NONE

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lmi_config.options.files import Given
 from serving.observability import redaction
 from serving.observability.logs import Handler, JsonFormatter, TextFormatter
 from serving.observability.redaction import hide, redacted
@@ -99,6 +100,11 @@ def test_what_is_harmless_stays():
 def test_of_two_secrets_the_longer_is_hidden_whole():
     hide({"A_TOKEN": "abcdefgh", "B_TOKEN": "abcdefghijkl", "C_KEY": "short", "D_URL": ""})
     assert redacted("abcdefghijkl abcdefgh short") == "[secret] [secret] short"
+
+
+def test_the_command_lines_secret_and_the_one_that_it_replaces():
+    hide({"OPTION_API_KEY": "the-old-one"}, {"OPTION_API_KEY": Given("the-new-one", "--api-key")})
+    assert "-one" not in redacted("the-old-one the-new-one")
 
 
 def test_each_line_of_a_secret_with_several_is_hidden():

@@ -61,3 +61,11 @@ def test_nothing_answers():
     found = healthcheck.fault([*PYTHON, "serve", "--port", str(ports.free())], {})
     assert found is not None
     assert "refused" in found
+
+
+def test_secrets_of_the_command_line_are_not_told():
+    command = [*PYTHON, "serve", "--api-key", "a-very-long-key", "--port", "a-very-long-key"]
+    found = healthcheck.fault(command, {})
+    assert found is not None
+    assert "--port" in found
+    assert "a-very-long-key" not in found
