@@ -102,6 +102,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
             route(f"{protocol.BATCHES}/{{id}}", files.batch, "GET"),
             route(f"{protocol.BATCHES}/{{id}}/cancel", files.cancel, "POST"),
             route(protocol.MODELS, info.models, "GET"),
+            route(f"{protocol.MODELS}/{{id:path}}", info.model, "GET"),
             route(protocol.KV_EVENT_SOURCES, info.kv_event_sources, "GET"),
             *(
                 route(f"{path}{rest}", handler, *methods)

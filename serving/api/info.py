@@ -16,10 +16,11 @@ from starlette.types import Message, Receive, Scope, Send
 from lmi_config.options.declared import Settings
 from serving.api.backend import Backend
 from serving.engine.vllm_errors import from_engine
-from serving.errors import Conflict
+from serving.errors import Conflict, NotFound
 from serving.http.exposition import exposition
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
+from serving.protocol import MODELS
 from serving.ui import page as ui
 
 
@@ -69,6 +70,21 @@ class Metrics:
 
 async def models(call: HttpCall, pipeline: Pipeline) -> None:
     """/v1/models: the engine's models, and the caller's adapters by their own names."""
+    await JSONResponse(await _models(call, pipeline))(call.scope, call.receive, call.send)
+
+
+async def model(call: HttpCall, pipeline: Pipeline) -> None:
+    """/v1/models/ID: what the list says of one, with which clients test a connection."""
+    name = call.scope["path_params"]["id"]
+    listed = (await _models(call, pipeline))["data"]
+    found = next((it for it in listed if it["id"] == name), None)
+    if found is None:
+        raise NotFound(f"the model {name!r:.140} does not exist; GET {MODELS} lists those that do")
+    await JSONResponse(found)(call.scope, call.receive, call.send)
+
+
+async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
+    """The models that the caller may use, as vLLM lists them."""
     status, answer = 0, bytearray()
 
     async def keep(message: Message) -> None:
@@ -76,10 +92,10 @@ async def models(call: HttpCall, pipeline: Pipeline) -> None:
         status = message.get("status", status)
         answer.extend(message.get("body", b""))
 
-    await pipeline.engine.app(call.scope, call.receive, keep)
+    await pipeline.engine.app({**call.scope, "path": MODELS}, call.receive, keep)
     if status != 200:
         raise from_engine(status, bytes(answer), b"")
-    listed = msgspec.json.decode(answer)
+    listed: dict[str, Any] = msgspec.json.decode(answer)
     caller = call.record.caller
     base = [model for model in listed["data"] if not model.get("parent")]
     listed["data"] = base + [
@@ -87,7 +103,7 @@ async def models(call: HttpCall, pipeline: Pipeline) -> None:
         for adapter in (pipeline.adapters.listed() if pipeline.adapters else ())
         if caller.may_use(adapter.name)
     ]
-    await JSONResponse(listed)(call.scope, call.receive, call.send)
+    return listed
 
 
 async def kv_event_sources(call: HttpCall, pipeline: Pipeline) -> None:

@@ -302,11 +302,12 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
     from serving.engine.direct import Direct
-    from serving.engine.requests import agents
+    from serving.engine.requests import agents, tools
     from serving.engine.speech.routes import keep_tenants_apart
 
     reasoning = client.vllm_config.reasoning_config
     agents.mend(app.state, thinks=bool(reasoning and reasoning.enabled))
+    tools.bind(app.state, args)
     if hears:
         keep_tenants_apart(app.state)
     _tell_of_requests(client.output_processor)

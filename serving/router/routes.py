@@ -46,7 +46,7 @@ class Route(enum.Enum):
 
 _INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS)))
 _GENERATES = re.compile("|".join((INVOCATIONS_PATH, CHAT_COMPLETIONS, COMPLETIONS, MESSAGES)))
-_READ = re.compile("|".join((MODELS, EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?")))
+_READ = re.compile("|".join((f"{MODELS}(/.+)?", EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?")))
 _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
 _BATCH = re.compile(f"{FILES}(/[^/]+(/content)?)?|{BATCHES}(/[^/]+(/cancel)?)?")
 
@@ -89,6 +89,7 @@ _TEMPLATES = [
         *INVOCATIONS,
         *(f"{path}{rest}" for path in ADAPTERS for rest in ("", "/{name}", "/{name}/update")),
         *(*MANAGEMENT, *MANAGED, SERVER_LOGGING),
+        f"{MODELS}/{{id}}",
     )
 ]
 _PLAIN = frozenset((*ENGINE_PATHS, MODELS, EXECUTION_PARAMETERS))

@@ -10,6 +10,7 @@
 - Claude Code asks for 32,000 tokens, with 31,999 for thoughts, of every model. Either is what there
   may be at most: a model with less room, or without thoughts, is not to refuse that.
 - An empty list of tools would make Messages of a model that calls none an error.
+- A call that was cut off would make Messages an error, since its arguments are no JSON.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import partial_json_parser  # type: ignore[import-untyped]
 from openai.types.responses import ResponseOutputMessage
 from starlette.datastructures import State
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -83,7 +85,22 @@ def _lenient(handler_class: Any, thinks: bool) -> Any:
             chat.__class__ = _Bounded
             return chat
 
+        def messages_full_converter(self, generator: Any) -> Any:
+            (choice, *_) = generator.choices
+            for call in choice.message.tool_calls:
+                call.function.arguments = _as_object(call.function.arguments)
+            return super().messages_full_converter(generator)
+
     return Lenient
+
+
+def _as_object(arguments: str) -> str:
+    """A call's arguments as a JSON object: of a call that was cut off, what there is of it."""
+    try:
+        found = partial_json_parser.loads(arguments)
+    except ValueError:  # there is nothing yet
+        found = {}
+    return json.dumps(found if isinstance(found, dict) else {})
 
 
 def _naming(renderer_class: Any) -> Any:

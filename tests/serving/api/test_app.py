@@ -76,6 +76,11 @@ async def test_openai_bodies_on_invocations(shared, body, text, piece):
 async def test_openai_paths_pass_through(shared):
     models = (await shared.client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in models] == [*shared.engine.names]
+    for model in models:
+        assert (await shared.client.get(f"/v1/models/{model['id']}")).json() == model
+    answer = await shared.client.get("/v1/models/another/one")
+    assert answer.status_code == 404
+    assert "'another/one' does not exist" in answer.json()["error"]["message"]
     answer = await shared.post("/v1/completions", {"prompt": "one two"})
     assert answer.json()["choices"][0]["text"] == "two one"
     streamed = await shared.post("/v1/completions", {"prompt": "one two", "stream": True})

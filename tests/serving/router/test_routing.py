@@ -275,6 +275,8 @@ async def test_paths():
             refused = await it.client.get(path)
             assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
         assert (await it.client.get("/v1/models")).status_code == 200
+        answer = await it.client.get("/v1/models/acme/base")
+        assert "there is nothing at" not in answer.text
         assert (await it.client.get("/server/metrics")).status_code == 200
         for method, path in (
             *(("GET", path) for path in ("/models", "/models/lmi", "/workflows", "/workflows/lmi")),
