@@ -73,13 +73,56 @@ _SHAPES = re.compile(
     r"|sagemaker-api-key-[\w+/=.~%-]+"
     r"|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{36,}|\bsk-[\w-]{20,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}"
-    r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{2,}"  # a JSON web token
-    # A login in a URL. What begins like a port is none.
-    r"|((?::|%3A)//?)[^\s/:\"']{0,200}(?::|%3A)(?!/|\d{1,5}[/,;?#)])[^\s\"']{1,500}(?=@|%40)"
     r"|(X-Amz-(?:Signature|Security-Token)(?:=|%3D))[^&\s\"']+"
 )
 
+# A JSON web token. The match takes a run of letters whether or not a token's other parts follow, or
+# each "eyJ" in a run would be a reason to read the run again.
+_WEB_TOKEN = re.compile(r"\beyJ[\w-]{10,}+(?P<rest>\.[\w-]{10,}+\.[\w-]{2,}+)?")
+
+# What a login in a URL begins with: the user, of which no part belongs to another match. What
+# begins like a port is no password.
+_PORT = r"(?=\d{1,5}[/,;?#)])"
+_USER = re.compile(
+    rf"(?::|%3A)//?(?P<user>(?:(?!%3A)[^\s/:\"']|%3A{_PORT}){{0,200}}+(?::|%3A))(?!/|{_PORT})"
+)
+_LONGEST_PASSWORD = 500
+_PASSWORD = re.compile(rf"[^\s\"']{{1,{_LONGEST_PASSWORD + len('%40')}}}")
+_AT = re.compile("@|%40")
+
 
 def masked(text: str) -> str:
-    """The text without what looks like a secret: tokens of known forms, passwords of URLs."""
-    return _SHAPES.sub(lambda found: "".join(it or "" for it in found.groups()) + HIDDEN, text)
+    """The text without what looks like a secret: tokens of known forms, passwords of URLs.
+
+    It takes time in proportion to the text's length, whatever the text is: lines of the log come
+    from others.
+    """
+    text = _SHAPES.sub(lambda found: "".join(it or "" for it in found.groups()) + HIDDEN, text)
+    text = _WEB_TOKEN.sub(lambda found: HIDDEN if found["rest"] else found[0], text)
+    return "".join(_without_logins(text))
+
+
+def _without_logins(text: str) -> Iterator[str]:
+    """The text's pieces around the logins of URLs, each of which goes to the last "@" that is near
+    enough to be its end.
+    """
+    written, start = 0, 0
+    while (at := _AT.search(text, start)) and (found := _USER.search(text, start)):
+        if at.start() < found.end():  # it is in the user's name, or before it
+            at = _AT.search(text, found.end())
+        if not at:
+            break
+        # A login that begins earlier does not reach that "@".
+        start = max(found.end(), at.start() - _LONGEST_PASSWORD - 220)
+        if at.start() - found.end() > _LONGEST_PASSWORD:
+            continue
+        window = _PASSWORD.match(text, found.end())
+        password = window[0] if window else ""
+        end = max(password.rfind("@", 1, _LONGEST_PASSWORD + 1), password.rfind("%40", 1))
+        if end > 0:
+            yield text[written : found.start("user")]
+            yield HIDDEN
+            written = start = found.end() + end
+        elif len(password) < _LONGEST_PASSWORD:  # a blank ends all that begin before it
+            start = found.end() + len(password)
+    yield text[written:]

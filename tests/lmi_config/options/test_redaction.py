@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What counts as secret by its name, and what of a text by its shape."""
 
+import random
+import time
+
 import pytest
 
 from lmi_config.options.declared import OPTIONS, vllm_options
@@ -55,10 +58,58 @@ def test_of_the_options_only_those_are_secret_that_say_so():
         ("ghp_abcdefghijklmnopqrstuvwxyz0123456789", HIDDEN),
         ("see sk-proj-abcdefghijklmnop1234567890", f"see {HIDDEN}"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.sig", HIDDEN),
+        ("id-eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.sig, eyJhbGciOiJI", f"id-{HIDDEN}, eyJhbGciOiJI"),
+        ("a://u:p@h b://v:q@h,c", f"a://{HIDDEN}@h b://{HIDDEN}@h,c"),
+        ("redis%3A//user%3Apa%2Fss%40host%3A6379", f"redis%3A//{HIDDEN}%40host%3A6379"),
+        ("http://user%40corp:pass@proxy:80/", f"http://{HIDDEN}@proxy:80/"),
+        (
+            "http://h:80/, a://u:@ and " + "x" * 600 + " s3://key:se/cret@h",
+            "http://h:80/, a://u:@ and " + "x" * 600 + f" s3://{HIDDEN}@h",
+        ),
+        ("a@b " * 200 + "a://u:p@h", "a@b " * 200 + f"a://{HIDDEN}@h"),
+        (
+            "a://u:@" + "x" * 495 + ":/v:p" + "y" * 20 + "@h",
+            "a://u:@" + "x" * 495 + f":/{HIDDEN}@h",
+        ),
     ],
 )
 def test_what_looks_like_a_secret_is_masked(text, shown):
     assert masked(text) == shown
+
+
+HOSTILE = [
+    *(":/" + "%3A" * 66, "%3A/%3A", "://aaaaaaa:bbbbbbbbbbbbbbbbbbb", ":/:x", ":/:x" * 120 + " @"),
+    *(":/:x:/:x@ ", "://u:" + "p" * 498 + " @", "://" + "a" * 199, "://" + ":" * 200, "@", "%40"),
+    *(
+        "eyJ-",
+        "eyJaaaaaaaaaa.eyJ-",
+        "eyJaaaaaaaaaaa.",
+        "-eyJ.",
+        "bearer ",
+        "bearer%20",
+        "hf_",
+        "-sk-",
+    ),
+    *("authorization:   basic  ", "api_key:   ", "password=", "AKIA", "X-Amz-Signature=", " ", "a"),
+    *(
+        " bearer" + " " * 1000,
+        "authorization" + ":" * 5,
+        "sagemaker-api-key-",
+        "://a:b@",
+        "%3A/a%3A80,",
+    ),
+]
+
+
+@pytest.mark.parametrize("first", HOSTILE)
+def test_no_line_takes_long(first):
+    """256 KB, as long as a line of the log may be; plain text of that length takes some 50 ms."""
+    mixed = random.Random(first).choices(HOSTILE, k=40_000)
+    for unit in (first, f"x{first}", "".join(mixed)):
+        text = (unit * (256_000 // len(unit) + 1))[:256_000]
+        begun = time.process_time()
+        masked(text)
+        assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize(
