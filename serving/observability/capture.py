@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from serving.lifecycle import SHUTDOWN
 from serving.observability.logs import make_record, process_handler, reach
@@ -24,6 +25,8 @@ MAX_TRACEBACK = 500
 """Lines of a traceback that are one line of the log."""
 MAX_LINE = 256 * 1024
 """Characters; CloudWatch takes no more bytes. What is longer comes in pieces."""
+MAX_DEPTH = 20
+"""Lists and objects within each other in a line of our own form; a deeper one is logged as text."""
 MAX_BAR = 300
 """Characters of a progress bar."""
 PIPE = 1024**2
@@ -72,13 +75,26 @@ def _read(pipe: int, handle: Callable[[logging.LogRecord], object]) -> None:
                 if found := _BAR.search(line[:MAX_BAR]):
                     reach(int(found["done"]), int(found["total"]))
                 continue
-            for record in parser.parse(line):
-                _remember_cause(record)
-                if record.levelno >= logging.getLogger("serving").level:
-                    handle(record)
-    for record in parser.end():
-        _remember_cause(record)
-        handle(record)
+            _log(parser.parse, line, handle)
+    _log(lambda _: parser.end(), "", handle)
+
+
+def _log(
+    parse: Callable[[str], Iterator[logging.LogRecord]],
+    line: str,
+    handle: Callable[[logging.LogRecord], object],
+) -> None:
+    """Log the records of a line, or the bare line where that fails: whoever can write to the pipe
+    must not end the thread that reads it, or all who write later block or fail.
+    """
+    try:
+        for record in parse(line):
+            _remember_cause(record)
+            if record.levelno >= logging.getLogger("serving").level:
+                handle(record)
+    except Exception:
+        with contextlib.suppress(Exception):
+            handle(make_record(logging.INFO, {"name": "output", "msg": line.rstrip()}))
 
 
 _BAR = re.compile(r"\d+%.*\| (?P<done>\d+)/(?P<total>\d+) \[")  # tqdm's
@@ -98,16 +114,19 @@ class _Parser:
 
     def __init__(self) -> None:
         self._traceback: list[str] = []
+        self._room = 0  # characters that the traceback may yet take
 
     def parse(self, line: str) -> Iterator[logging.LogRecord]:
         text = _COLOUR.sub("", line).rstrip()
         if self._traceback:
-            self._traceback.append(text)
-            if text.startswith((" ", "\t")) and len(self._traceback) < MAX_TRACEBACK:
+            self._traceback.append(text[: self._room])
+            self._room -= min(len(text), self._room)
+            more = self._room and len(self._traceback) < MAX_TRACEBACK
+            if text.startswith((" ", "\t")) and more:
                 return
             yield from self.end()
         elif text.startswith(_TRACEBACK):
-            self._traceback = [text]
+            self._traceback, self._room = [text[:MAX_LINE]], MAX_LINE
         elif text:
             yield _of_our_form(text) or _of_another_form(text)
 
@@ -131,7 +150,16 @@ def _of_our_form(text: str) -> logging.LogRecord | None:
     except (ValueError, LookupError, AttributeError, RecursionError):
         return None
     values["processName"] = line.pop("process", "MainProcess")
+    if not all(isinstance(value, str) for value in values.values()) or _deeper(line, MAX_DEPTH):
+        return None
     return make_record(level, values | {"facts": line})
+
+
+def _deeper(value: Any, depth: int) -> bool:
+    """Whether more than so many lists and objects are within each other."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and (not depth or any(_deeper(it, depth - 1) for it in value))
 
 
 def _of_another_form(text: str) -> logging.LogRecord:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 PROGRAM = r"""
@@ -109,3 +111,50 @@ def test_a_log_that_nobody_reads_any_more_harms_nothing():
         assert process.stderr
         process.stderr.close()
         assert process.wait(30) == 7
+
+
+HOSTILE = r"""
+import json, os, subprocess, sys
+from serving.observability import capture, logs
+
+logs.configure(os.environ)
+logs.set_format(sys.argv[1])
+own = {"time": "x", "level": "info", "logger": "l", "message": "m"}
+lines = [json.dumps(own | {key: value}) for key, value in (
+    ("logger", []), ("logger", {}), ("logger", None), ("logger", 1), ("message", []),
+    ("message", {"a": 1}), ("message", None), ("process", []), ("process", 1), ("level", []),
+    ("level", "notset"), ("time", []), ("exception", []), ("exception", {"a": [1]}),
+    ("exception", "\n\n\n"), ("text", 5), ("facts", "\ud800"), ("message", "%s %d %(a)s {}"),
+)]
+head = '{"time": "x", "level": "info", "logger": "l", "message": "m", "f": '
+lines += [head + it + "}" for it in (
+    "[" * 900 + "]" * 900, '{"a":' * 400 + "1" + "}" * 400, "[" * 21 + "]" * 21, "1e999",
+    "NaN", "9" * 4000, '"\\ud800"', "[" * 120_000,
+)]
+lines += ["Traceback (most recent call last):", " " + "x" * 300_000, " y" * 200_000, "end",
+          "\x1b[31m" * 1000, "\x1b[" + "1;" * 100_000, "[rank0]:E0101 " + "1:" * 100_000,
+          "A" * 600_000, "a." * 100_000 + "Error", "100%|" + "#" * 250 + "| 9/9 [\r50%| 1/2 ["]
+child = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read())"
+with capture.capture_output():
+    for line in lines:
+        data = line.encode(errors="surrogatepass") + b"\n"
+        subprocess.run([sys.executable, "-S", "-c", child], input=data, check=True)
+    data = bytes(range(256)) * 500 + b"\n"
+    subprocess.run([sys.executable, "-S", "-c", child], input=data, check=True)
+    subprocess.run([sys.executable, "-S", "-c", child], input=b"x\n" * 100_000, check=True)
+    print("the last word")
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_no_line_ends_the_log(form):
+    ended = subprocess.run(
+        [sys.executable, "-c", HOSTILE, form],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert b"the last word" in ended.stderr
+    assert b'"logger": []' in ended.stderr or b'"logger": []' in ended.stderr
+    assert b"[" * 21 in ended.stderr  # as text: nothing is lost
