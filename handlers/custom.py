@@ -82,12 +82,16 @@ class Kind(StrEnum):
     DONE = "done"  # data: the result, and the end of the call
     BEGUN = "begun"  # a custom handler is called now: until then the call can go elsewhere
     HEARD = "heard"  # of a CANCEL
-    HEAD = "head"  # data: (status, headers) of a handler's answer
+    HEAD = "head"  # data: Head, of a handler's answer
     PART = "part"  # data: the next piece of a handler's answer
 
 
 Formatted = tuple[list[bytes], str | None]
 """What the output formatter has made of events, one by one, and why not of all of them."""
+
+
+Head = tuple[int, dict[str, str], int | None]
+"""Status, headers, and the bytes of a body that is one PART; None for a stream."""
 
 
 class Fault(Exception):
@@ -253,17 +257,20 @@ class Code:
             yield Kind.DONE, None
             return
         pieces = result if hasattr(result, "__aiter__") else self._pieces(result)
+        streams = pieces is result or getattr(result, "stream_content", None) is not None
         begun = False
         try:
             async for piece in pieces:
                 status, headers, content = _piece(piece)
+                last = not streams or (isinstance(piece, Output) and piece.last)
                 if not begun:
-                    yield Kind.HEAD, (status, headers)
+                    yield Kind.HEAD, (status, headers, len(content) if last else None)
                     begun = True
                 if status in NO_BODY:
                     break
-                yield Kind.PART, content
-                if isinstance(piece, Output) and piece.last:
+                if content:
+                    yield Kind.PART, content
+                if last:
                     break
         except (Fault, GeneratorExit, asyncio.CancelledError):
             raise

@@ -19,14 +19,14 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -36,7 +36,7 @@ from handlers.custom import (
     HANDLE_OF_ADAPTER,
     LENGTH,
     WINDOW,
-    Formatted,
+    Head,
     Kind,
     What,
     framed,
@@ -54,6 +54,8 @@ LOAD_S = 120.0
 INITIAL_S = 1200.0
 """For the initialising call, which may load a model: LMI's own limit to that."""
 GONE_S = 1.0  # for a process to end after it was killed
+LOOK_S = 0.25  # between two looks whether a process has ended
+LAST_S = 0.2  # for what a process sent before it ended to be read, where its connection stays open
 GRACE_S = 5.0
 """For a call that took too long to end after it was cancelled, but at most a third of its limit."""
 LEFT_S = 30.0
@@ -66,6 +68,22 @@ RETRY_S = 5.0  # between tries to start a process for a model that cannot be ser
 MESSAGE = 4096  # characters of what went wrong
 LONGEST_FRAME = 256 * 1024**2
 """Bytes that adapters' code may send at a time."""
+LONGEST_NOTE = 1024**2
+"""Bytes of a frame that carries no data: any kind but DONE and PART, or of a call that is over."""
+AT_ONCE = 16
+"""Events of a stream that a formatter gets in one call."""
+FRAMES = 64
+"""Frames that are read in one turn of the event loop."""
+OUTPUT = 64 * 1024
+"""Bytes that are read at a time of what a process prints."""
+PRINTED_S, BURST = 200, 1000
+"""Lines of a process that are logged: a second, and at once. A long one counts as its KiB."""
+LINE = 8 * 1024
+"""Bytes of a line that are logged."""
+TOLD_S = 10.0
+"""Between two lines of the log that say how many of a process were left out."""
+SLOWED_S = 0.01
+"""Between two reads of what is not logged: its process waits, not the event loop."""
 
 
 LONGEST = 1024 * 1024
@@ -433,6 +451,7 @@ class _Process:
         self._now = asyncio.get_running_loop().time
         # Its calls
         self._numbers = itertools.count(1)
+        self._latest = 0
         self._calls: dict[int, _Call] = {}
         # Its state
         self.functions: frozenset[str] = frozenset()
@@ -441,19 +460,30 @@ class _Process:
         self._retires = False
         self._responsive = asyncio.Event()
         self._responsive.set()
+        self._exit = asyncio.create_task(self._notice_exit())
         self._tasks = [asyncio.create_task(self._pass_on_output())]
 
     async def load(self) -> None:
         """Wait until the file is loaded. Raises UserCodeFailed."""
+        reading = asyncio.create_task(self._read_frame())
         try:
-            _, kind, data = await self._read_frame()
+            ends = (reading, self._exit)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                raise UserCodeFailed(f"{FILE} ended its process while it was loaded")
+            _, kind, data = reading.result()
+            if kind not in (Kind.FAILED, Kind.LOADED):
+                raise _BadFrame(f"{FILE} sent what is no answer: {kind} before it was loaded")
+            found = _decoded(kind, data)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise UserCodeFailed(f"{FILE} ended its process while it was loaded") from None
         except _BadFrame as error:
             raise UserCodeFailed(str(error)) from None
+        finally:
+            reading.cancel()
         if kind == Kind.FAILED:
-            raise UserCodeFailed(redacted(data[:MESSAGE]))
-        self.functions = frozenset(map(str, data or ()))
+            raise UserCodeFailed(redacted(found[:MESSAGE]))
+        self.functions = frozenset(found)
         self._tasks.append(asyncio.create_task(self._read_answers()))
 
     async def initialise(self, properties: Mapping[str, str]) -> None:
@@ -481,7 +511,7 @@ class _Process:
         """
         if self.ended:
             raise _NotBegun(_DIED)
-        number = next(self._numbers)
+        self._latest = number = next(self._numbers)
         call = _Call(what, limit, None if what == What.HANDLE else self._now())
         self._calls[number] = call
         self._send(number, what, data)
@@ -518,7 +548,13 @@ class _Process:
 
     async def gone(self) -> None:
         """Wait until the process has ended, but not for what it may have started itself."""
-        await asyncio.wait(self._tasks, timeout=GONE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_S):
+                await self._until_ended(0.01)
+        # What it started may hold its connection and its output open.
+        await asyncio.wait(self._tasks, timeout=LAST_S)
+        for task in (*self._tasks, self._exit):
+            task.cancel()
 
     def _send(self, number: int, what: What, data: Any) -> None:
         if not self.ended:
@@ -571,8 +607,10 @@ class _Process:
         if self._retires and not self.ended and not waited_for:
             self.kill()
 
-    async def _read_frame(self) -> tuple[int, Kind, Any]:
-        """What the process sends next, which may be anything.
+    async def _read_frame(self) -> tuple[int, Kind, memoryview]:
+        """What the process sends next, which may be anything: its call, its kind, and its data in
+        msgpack, which _decoded() reads. Nothing is decoded before it is known to be wanted: an
+        empty list is one byte here, and 56 as an object.
 
         Raises asyncio.IncompleteReadError or ConnectionError at the end, and _BadFrame.
         """
@@ -580,36 +618,69 @@ class _Process:
         if length > self._longest_frame:
             limit = self._longest_frame
             raise _BadFrame(f"{FILE} sent {length} bytes at once; {limit} are the limit")
-        try:
-            number, kind, data = _ANSWER.decode(await self._reader.readexactly(length))
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise _BadFrame(f"{FILE} sent what is no answer: {error}") from None
-        if not isinstance(data, _DATA[kind]):
-            raise _BadFrame(f"{FILE} sent what is no answer: {kind} with {type(data).__name__}")
-        return number, kind, data
+        frame = await self._reader.readexactly(min(length, _LONGEST_HEAD))
+        head = _HEAD.match(frame)
+        if not head:
+            raise _BadFrame(f"{FILE} sent what is no answer: it begins with {frame!r:.80}")
+        number, kind = msgspec.msgpack.decode(head["call"]), Kind(head["kind"][1:].decode())
+        if length > LONGEST_NOTE and not (kind in _WITH_DATA and number in self._calls):
+            raise _BadFrame(
+                f"{FILE} sent {length} bytes at once; {LONGEST_NOTE} are the limit for {kind}"
+            )
+        if length > len(frame):
+            frame += await self._reader.readexactly(length - len(frame))
+        return number, kind, memoryview(frame)[head.end() :]
 
     async def _read_answers(self) -> None:
         reason = _DIED
+        idle = 0
         try:
-            while True:
+            for count in itertools.count(1):
                 number, kind, data = await self._read_frame()
-                if call := self._calls.get(number):
-                    self._receive(number, call, kind, data)
+                call = self._calls.get(number)
+                headed = call and call.what == What.HANDLE
+                answer = _decoded(kind, data) if headed or kind != Kind.HEAD else None
+                if not call or not self._receive(number, call, kind, answer):
+                    idle += 1
+                # A call that is cancelled as it ends has at most two more.
+                if idle > _MOST_IDLE + 2 * self._latest:
+                    raise _BadFrame(f"{FILE} sent {idle} answers that nobody waits for")
+                if count % FRAMES == 0 or len(data) > OUTPUT:
+                    await asyncio.sleep(0)  # to read what is there already gives up no turn
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except _BadFrame as error:
             reason = str(error)
+        self._lose(reason)
+
+    async def _notice_exit(self) -> None:
+        """Wait for the end of the process itself: processes that it forked may keep its connection
+        open, and what they do is no answer.
+        """
+        await self._until_ended(LOOK_S)
+        await asyncio.sleep(LAST_S)  # what it sent before is most often still to be read
+        self._lose(_DIED)
+
+    async def _until_ended(self, every: float) -> None:
+        """Look so often, in seconds, whether it has ended: in asyncio wait() waits for those who
+        hold its output open, too.
+        """
+        while self._process.returncode is None:
+            await asyncio.sleep(every)
+
+    def _lose(self, reason: str) -> None:
         if not self.ended:
             self.kill(reason)
             self._on_lost(self, reason)
 
-    def _receive(self, number: int, call: _Call, kind: Kind, data: Any) -> None:
+    def _receive(self, number: int, call: _Call, kind: Kind, answer: Any) -> bool:
+        """Take an answer; say whether it is one that the call can have."""
         match kind:
             case Kind.DONE:
-                self._finish(number, (kind, data))
+                self._finish(number, (kind, answer))
             case Kind.FAILED:
-                self._finish(number, _failed(call.what, redacted(data[:MESSAGE])))
-            case Kind.HEARD:
+                self._finish(number, _failed(call.what, redacted(answer[:MESSAGE])))
+            case Kind.HEARD if call.abandoned and not call.acknowledged:
                 call.acknowledged = True
                 self._update_responsive()
             case Kind.BEGUN | Kind.HEAD | Kind.PART if call.what == What.HANDLE:
@@ -618,42 +689,135 @@ class _Process:
                     if not call.timer:
                         self._watch(call)
                 elif kind != Kind.BEGUN:
-                    call.answers.put_nowait((kind, data))
+                    call.answers.put_nowait((kind, answer))
+            case _:
+                return False
+        return True
 
     async def _pass_on_output(self) -> None:
         """Log what the user's code prints, a line at a time and without secrets."""
         assert self._process.stdout
-        lines = self._process.stdout
-        while True:
-            try:
-                line = await lines.readuntil()
-            except asyncio.IncompleteReadError as rest:
-                line = rest.partial
-                if not line:
-                    break
-            except asyncio.LimitOverrunError as overrun:
-                line = await lines.read(overrun.consumed)
-            # No template: by one, different lines would count as repetitions of the first.
-            log.info(redacted(f"{self._name}: {line.decode(errors='replace').rstrip()}"))
-        await self._process.wait()
+        output = _Output(self._now())
+        told = self._now() - TOLD_S
+        while data := await self._process.stdout.read(OUTPUT):
+            for number, line in enumerate(output.lines(data, self._now())):
+                self._log(line)
+                if number % 8 == 7:
+                    await asyncio.sleep(0)
+            if output.dropped and self._now() - told > TOLD_S:
+                told = self._now()
+                self._tell_dropped(output)
+            # To read what is there already gives up no turn of the event loop.
+            await asyncio.sleep(SLOWED_S if output.dropping else 0)
+        if line := output.rest():
+            self._log(line)
+        self._tell_dropped(output)
+
+    def _log(self, line: str) -> None:
+        # No template: by one, different lines would count as repetitions of the first.
+        log.info(redacted(f"{self._name}: {line}"))
+
+    def _tell_dropped(self, output: "_Output") -> None:
+        if output.dropped:
+            text = f"{self._name} printed {output.dropped} lines more than are logged of it"
+            log.warning(text)
+            output.dropped = 0
+
+
+class _Output:
+    """What a process prints, in lines; as many as PRINTED_S and BURST allow.
+
+    now: seconds, of the clock that lines() is told.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.dropped = 0
+        """Lines that were left out."""
+        self._left, self._since = float(BURST), now
+        self._line, self._size = b"", 0  # what has no end yet: its beginning, all of its bytes
+        self._skips = False  # the rest of a line of which the beginning was left out
+
+    @property
+    def dropping(self) -> bool:
+        """Whether what comes now is left out."""
+        return self._left < 1 or self._skips or self._size > LINE
+
+    def lines(self, data: bytes, now: float) -> Iterator[str]:
+        """The lines that end in this, each at most LINE bytes."""
+        self._left = min(BURST, self._left + (now - self._since) * PRINTED_S)
+        self._since = now
+        at = 0
+        while self._left >= 1 and (end := data.find(b"\n", at)) >= 0:
+            self._add(data[at:end])
+            at = end + 1
+            if self._skips:
+                self.dropped += 1
+                self._skips = False
+            else:
+                self._left -= max(1.0, len(self._line) / 1024)
+                yield self.rest()
+        rest = data[at:]
+        if self._left >= 1:
+            self._add(rest)
+        elif rest:  # in one go, however many lines it has
+            self.dropped += rest.count(b"\n")
+            self._skips = not rest.endswith(b"\n")
+            self._line, self._size = b"", 0
+
+    def rest(self) -> str:
+        """The line that has begun, which is then over."""
+        line, size, self._line, self._size = self._line, self._size, b"", 0
+        if size <= LINE:
+            return line.decode(errors="replace").rstrip()
+        # A secret that is cut does not look like one: the last word goes.
+        whole, _, word = line.rpartition(b" ")
+        kept = whole if len(word) < 1024 else line[:-1024]
+        return f"{kept.decode(errors='replace')} … ({size - len(kept)} bytes more)"
+
+    def _add(self, piece: bytes) -> None:
+        if not self._skips:
+            self._line += piece[: LINE - len(self._line)]
+            self._size += len(piece)
 
 
 class _BadFrame(Exception):
     """A frame that is not of handlers/custom.py's format. The message says why."""
 
 
-_FORMATTED = msgspec.msgpack.Decoder(Formatted)
-_ANSWER = msgspec.msgpack.Decoder(tuple[int, Kind, Any])
-_DATA: Mapping[Kind, type | tuple[type, ...]] = {
-    Kind.LOADED: list,
-    Kind.FAILED: str,
-    Kind.DONE: (bytes, NoneType),
-    Kind.BEGUN: NoneType,
-    Kind.HEARD: NoneType,
-    Kind.HEAD: list,
-    Kind.PART: bytes,
+_FORMATTED = msgspec.msgpack.Decoder(
+    tuple[Annotated[list[bytes], msgspec.Meta(max_length=AT_ONCE)], str | None]
+)
+_DATA: Mapping[Kind, msgspec.msgpack.Decoder[Any]] = {
+    Kind.LOADED: msgspec.msgpack.Decoder(
+        Annotated[list[Literal["input", "output", "handle"]], msgspec.Meta(max_length=3)]
+    ),
+    Kind.FAILED: msgspec.msgpack.Decoder(str),
+    Kind.DONE: msgspec.msgpack.Decoder(bytes | None),
+    Kind.BEGUN: msgspec.msgpack.Decoder(None),
+    Kind.HEARD: msgspec.msgpack.Decoder(None),
+    Kind.HEAD: msgspec.msgpack.Decoder(Head),
+    Kind.PART: msgspec.msgpack.Decoder(bytes),
 }
-"""The type of the data of each kind."""
+"""What the data of each kind is."""
+_WITH_DATA = (Kind.DONE, Kind.PART)
+_MOST_IDLE = 1000
+
+# What a frame begins with, in msgpack: an array of three, the call's number and the kind.
+_HEAD = re.compile(
+    rb"\x93(?P<call>[\x00-\x7f]|\xcc.|\xcd.{2}|\xce.{4}|\xcf.{8})"
+    rb"(?P<kind>" + b"|".join(msgspec.msgpack.encode(kind) for kind in Kind) + rb")",
+    re.DOTALL,
+)
+_LONGEST_HEAD = 17
+
+
+def _decoded(kind: Kind, data: memoryview) -> Any:
+    """Raises _BadFrame."""
+    try:
+        return _DATA[kind].decode(data)
+    except msgspec.MsgspecError as error:
+        raise _BadFrame(f"{FILE} sent what is no answer: {kind}: {error}") from None
+
 
 _DIED = (
     f"the process of {FILE} ended; it may have run out of memory, which OPTION_FORMATTER_MEMORY "

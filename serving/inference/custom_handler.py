@@ -2,6 +2,7 @@
 """One request's passage through a custom handler, the `handle` of a model.py."""
 
 import contextlib
+from collections.abc import Mapping
 
 from starlette.types import Message, Send
 
@@ -19,7 +20,6 @@ class CustomHandlerCall:
         self._client = client
         self._send = send
         self._begun = False
-        self._waiting: bytes | None = None  # for the next part: an only one has its length said
 
     async def answered(self) -> bool:
         """Have the handler answer; say whether it did, or left the request to the engine.
@@ -38,7 +38,9 @@ class CustomHandlerCall:
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in self._client.scope["headers"]
         }
-        head: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        head = _head(200, {}, 0)
+        whole = b""
+        length: int | None = 0
         async with contextlib.aclosing(self._code.handle(given, self._client.body)) as answers:
             async for kind, data in answers:
                 if kind == Kind.DONE:
@@ -46,26 +48,19 @@ class CustomHandlerCall:
                         return False
                     break
                 if kind == Kind.HEAD:
-                    status, headers = data
-                    sent = [
-                        (name.encode(), value.encode("latin-1"))
-                        for name, value in headers.items()
-                        if name not in ("content-length", "transfer-encoding")  # those are ours
-                    ]
-                    head = {**head, "status": status, "headers": sent}
-                    continue
-                if self._waiting is not None:
-                    await self._part(head, self._waiting, more=True)
-                self._waiting = data
-        await self._part(head, self._waiting or b"", more=False)
+                    length = data[2]
+                    head = _head(*data)
+                elif length is None:
+                    await self._part(head, data, more=True)
+                else:
+                    whole = data
+        await self._part(head, whole, more=False)
         return True
 
     async def _part(self, head: Message, body: bytes, more: bool) -> None:
         if not self._begun:
             self._begun = True
-            whole = not more and head["status"] not in NO_BODY
-            length = [(b"content-length", str(len(body)).encode())] if whole else []
-            await self._send({**head, "headers": [*head["headers"], *length]})
+            await self._send(head)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _fail(self, error: ServingError) -> None:
@@ -73,4 +68,15 @@ class CustomHandlerCall:
             raise error
         self._client.record.error = error
         line = JSON_LINES.frame(self._client.errors.body(error))
-        await self._send({"type": "http.response.body", "body": (self._waiting or b"") + line})
+        await self._send({"type": "http.response.body", "body": line})
+
+
+def _head(status: int, headers: Mapping[str, str], length: int | None) -> Message:
+    sent = [
+        (name.encode(), value.encode("latin-1"))
+        for name, value in headers.items()
+        if name not in ("content-length", "transfer-encoding")  # those are ours
+    ]
+    if length is not None and status not in NO_BODY:
+        sent.append((b"content-length", b"%d" % length))
+    return {"type": "http.response.start", "status": status, "headers": sent}

@@ -27,7 +27,7 @@ from serving.inference.limits import HEADERS
 from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
 from serving.protocol import FORMATTED, TRACE_CONTEXT
-from serving.user_code import UserCode
+from serving.user_code import AT_ONCE, UserCode
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class State(enum.Enum):
 _IN_BAND = (b'data: {"error"', b"event: error\n")
 """How the engine begins an event that is an error: OpenAI's way, and Anthropic's."""
 
-WINDOW, AT_ONCE = 64, 16
-"""Events that may wait for an output formatter, and that it gets at a time."""
+WINDOW = 64
+"""Events that may wait for an output formatter."""
 
 _NEXT = {
     State.WAITING: {State.STREAMING, State.PASSING, State.COLLECTING, State.REFUSED},

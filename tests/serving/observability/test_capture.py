@@ -156,5 +156,5 @@ def test_no_line_ends_the_log(form):
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert b"the last word" in ended.stderr
-    assert b'"logger": []' in ended.stderr or b'"logger": []' in ended.stderr
+    assert b'"logger": []' in ended.stderr.replace(b"\\", b"")
     assert b"[" * 21 in ended.stderr  # as text: nothing is lost
