@@ -54,7 +54,6 @@ LOAD_S = 120.0
 INITIAL_S = 1200.0
 """For the initialising call, which may load a model: LMI's own limit to that."""
 GONE_S = 1.0  # for a process to end after it was killed
-LOOK_S = 0.25  # between two looks whether a process has ended
 LAST_S = 0.2  # for what a process sent before it ended to be read, where its connection stays open
 GRACE_S = 5.0
 """For a call that took too long to end after it was cancelled, but at most a third of its limit."""
@@ -359,7 +358,12 @@ async def _start(
     user: as whom an adapter's code runs, 0 for ourselves; None for the model's own code.
     """
     ours, theirs = socket.socketpair()
-    with theirs:
+    reading, writing = os.pipe()  # of our own: asyncio's cannot be closed while others write to it
+    output = asyncio.StreamReader()
+    printed, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading, "rb", 0)
+    )
+    try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-u", "-m", "handlers.custom"),
             *(str(theirs.fileno()), str(folder), str(tokenizer), str(limits.memory)),
@@ -368,14 +372,21 @@ async def _start(
             cwd=Path(__file__).parent.parent,
             env=None if user is None else isolation.environment(os.environ),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=writing,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
+    except BaseException:
+        printed.close()
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+        os.close(writing)
     ours.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=ours)
     longest_frame = 2**32 if user is None else LONGEST_FRAME
-    code = _Process(process, reader, writer, folder.name, longest_frame, on_lost)
+    code = _Process(process, reader, writer, output, printed, folder.name, longest_frame, on_lost)
     try:
         async with _within(LOAD_S, "loaded"):
             await code.load()
@@ -429,8 +440,9 @@ class _Call:
 class _Process:
     """A process that runs a model.py, and its calls.
 
-    name: in the log. longest_frame: bytes that it may send at a time. on_lost: called with the
-    reason when it has ended, or retires.
+    output, printed: what it prints, and the transport that brings it. name: in the log.
+    longest_frame: bytes that it may send at a time. on_lost: called with the reason when it has
+    ended, or retires.
     """
 
     def __init__(
@@ -438,6 +450,8 @@ class _Process:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        output: asyncio.StreamReader,
+        printed: asyncio.ReadTransport,
         name: str,
         longest_frame: int,
         on_lost: Callable[["_Process", str], None],
@@ -445,6 +459,8 @@ class _Process:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._output = output
+        self._printed = printed
         self._name = name
         self._longest_frame = longest_frame
         self._on_lost = on_lost
@@ -549,12 +565,12 @@ class _Process:
     async def gone(self) -> None:
         """Wait until the process has ended, but not for what it may have started itself."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GONE_S):
-                await self._until_ended(0.01)
+            await asyncio.wait_for(self._process.wait(), GONE_S)
         # What it started may hold its connection and its output open.
         await asyncio.wait(self._tasks, timeout=LAST_S)
         for task in (*self._tasks, self._exit):
             task.cancel()
+        self._printed.close()
 
     def _send(self, number: int, what: What, data: Any) -> None:
         if not self.ended:
@@ -657,16 +673,9 @@ class _Process:
         """Wait for the end of the process itself: processes that it forked may keep its connection
         open, and what they do is no answer.
         """
-        await self._until_ended(LOOK_S)
+        await self._process.wait()
         await asyncio.sleep(LAST_S)  # what it sent before is most often still to be read
         self._lose(_DIED)
-
-    async def _until_ended(self, every: float) -> None:
-        """Look so often, in seconds, whether it has ended: in asyncio wait() waits for those who
-        hold its output open, too.
-        """
-        while self._process.returncode is None:
-            await asyncio.sleep(every)
 
     def _lose(self, reason: str) -> None:
         if not self.ended:
@@ -696,10 +705,9 @@ class _Process:
 
     async def _pass_on_output(self) -> None:
         """Log what the user's code prints, a line at a time and without secrets."""
-        assert self._process.stdout
         output = _Output(self._now())
         told = self._now() - TOLD_S
-        while data := await self._process.stdout.read(OUTPUT):
+        while data := await self._output.read(OUTPUT):
             for number, line in enumerate(output.lines(data, self._now())):
                 self._log(line)
                 if number % 8 == 7:

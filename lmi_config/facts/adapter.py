@@ -16,7 +16,12 @@ from lmi_config.facts.model import Checkpoint, ModelError, Tensor, header, json_
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 LONGEST_CONFIG = 4 * 1024 * 1024  # bytes; it may name each expert of a large model
+NESTED_CONFIG = 10_000  # lists and objects in it; PEFT writes a few dozen
 LONGEST_HEADER = 32 * 1024 * 1024  # bytes; 90,000 tensors, of all experts in 58 layers, take 15 MB
+_BESIDE = 1024 * 1024
+"""Bytes of a header that are for no tensor: what a program for training notes of itself."""
+_LONGEST_ENTRY = 512
+"""Bytes of what a header says of a tensor, besides the name that it has in the base model."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _UNSUPPORTED = (
@@ -38,8 +43,12 @@ class Adapter:
     modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def look(checkpoint: Checkpoint) -> Adapter:
-    """Read an adapter as PEFT saves it. Raises ModelError, which names the file and the fault."""
+def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Adapter:
+    """Read an adapter as PEFT saves it. Raises ModelError, which names the file and the fault.
+
+    base: the model's tensors by name, where they are known: each can have two in an adapter, and a
+    header that is longer than so many need is not read.
+    """
     if WEIGHTS not in checkpoint.sizes:
         pickled = sorted(name for name in checkpoint.sizes if name.endswith(PICKLES))
         raise ModelError(
@@ -49,11 +58,15 @@ def look(checkpoint: Checkpoint) -> Adapter:
         )
     if CONFIG not in checkpoint.sizes:
         raise ModelError(f"{checkpoint.where} has no {CONFIG}")
-    config = json_object(checkpoint, CONFIG, LONGEST_CONFIG)
+    config = json_object(checkpoint, CONFIG, LONGEST_CONFIG, NESTED_CONFIG)
     for fault in _config_faults(config):
         raise ModelError(f"{CONFIG}: {fault}")
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
-    tensors = header(checkpoint, WEIGHTS, checkpoint.sizes[WEIGHTS], LONGEST_HEADER)
+    longest, most = LONGEST_HEADER, None
+    if base:
+        needed = _BESIDE + 2 * sum(_LONGEST_ENTRY + len(name) for name in base)
+        longest, most = min(LONGEST_HEADER, needed), 2 * len(base)
+    tensors = header(checkpoint, WEIGHTS, checkpoint.sizes[WEIGHTS], longest, most)
     for name, tensor in tensors.items():
         module, part = _part(name, tensor)
         parts.setdefault(module, {})[part] = tensor.shape

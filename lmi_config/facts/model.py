@@ -7,7 +7,8 @@ of each token) it is followed here, so that what is said before a start is what 
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -438,9 +439,14 @@ def _indexed(checkpoint: Checkpoint, index: str) -> set[str]:
 
 
 def header(
-    checkpoint: Checkpoint, name: str, size: int, longest: int = LONGEST_HEADER
+    checkpoint: Checkpoint,
+    name: str,
+    size: int,
+    longest: int = LONGEST_HEADER,
+    most: int | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of one safetensors file of `size` bytes. longest: bytes of its header.
+    """The tensors of one safetensors file of `size` bytes. longest: bytes of its header. most: of
+    the tensors, where there is a limit.
 
     What the safetensors library (0.8) refuses is refused: tensors that overlap, leave holes or are
     not of the size that their type and shape say. Of types that are not known here the size is not
@@ -459,20 +465,15 @@ def header(
         )
     if 8 + length > len(start):
         start = checkpoint.head(name, 8 + length)
-    entries = _object(file, start[8 : 8 + length], "utf-8")
-    match entries.pop("__metadata__", None):
-        case None:
-            pass
-        case dict() as texts if all(isinstance(text, str) for text in texts.values()):
-            pass
-        case _:
-            raise ModelError(f"{file}: __metadata__ has to be an object of texts; {_FETCH_AGAIN}")
-    found, places = {}, []
-    for tensor, entry in entries.items():
+    found: dict[str, Tensor] = {}
+    places: dict[str, tuple[int, int, str]] = {}
+    for tensor, entry in _entries(file, start[8 : 8 + length]):
         found[tensor], begin, end = _tensor(file, tensor, entry)
-        places.append((begin, end, tensor))
+        places[tensor] = begin, end, tensor
+        if most is not None and len(found) > most:
+            raise ModelError(f"{file} has more than {most} tensors: is it of another model?")
     reached = 0
-    for begin, end, tensor in sorted(places):
+    for begin, end, tensor in sorted(places.values()):
         if begin != reached:
             raise ModelError(
                 f"{file}: {tensor:.80} begins at byte {begin}, but the data before it ends at "
@@ -511,7 +512,7 @@ def _tensor(file: str, name: str, entry: object) -> tuple[Tensor, int, int]:
                     f"its {end - begin} bytes; {_FETCH_AGAIN}"
                 )
             return Tensor(dtype, tuple(shape)), begin, end
-    raise ModelError(f"{file}: what its header says of {name:.80} is no tensor; {_FETCH_AGAIN}")
+    raise _no_tensor(file, name)
 
 
 def _product(bits: int, shape: Iterable[int]) -> int | None:
@@ -524,22 +525,89 @@ def _product(bits: int, shape: Iterable[int]) -> int | None:
     return numbers * bits
 
 
-def json_object(checkpoint: Checkpoint, name: str, longest: int = LONGEST_HEADER) -> dict[str, Any]:
-    """The object in a JSON file of at most so many bytes. Raises ModelError where it holds none."""
+def json_object(
+    checkpoint: Checkpoint, name: str, longest: int = LONGEST_HEADER, nested: int | None = None
+) -> dict[str, Any]:
+    """The object in a JSON file of at most so many bytes. nested: lists and objects that it may
+    have: an empty one is two bytes in the file and 56 here. Raises ModelError where it holds none.
+    """
     file, size = f"{checkpoint.where}/{name}", checkpoint.sizes[name]
     if size > longest:
         raise ModelError(f"{file} has {size} bytes, more than {longest}; {_FETCH_AGAIN}")
-    return _object(file, checkpoint.head(name, size) if size else b"")
+    content = checkpoint.head(name, size) if size else b""
+    if nested is not None and content.count(b"[") + content.count(b"{") > nested:
+        raise ModelError(f"{file} has more than {nested} lists and objects; {_FETCH_AGAIN}")
+    return _object(file, content)
 
 
-def _object(file: str, content: bytes, encoding: str | None = None) -> dict[str, Any]:
-    """encoding: the only one that is allowed; else it is found out, as JSON's readers do."""
+_BLANK = r"[ \t\n\r]*+"
+_TEXT = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
+_NAME = re.compile(rf"{_BLANK}(?P<name>{_TEXT}){_BLANK}:{_BLANK}")
+_TEXTS = re.compile(
+    rf"\{{{_BLANK}(?:{_TEXT}{_BLANK}:{_BLANK}{_TEXT}{_BLANK}(?:,{_BLANK}(?!}})|(?=}})))*+}}"
+)
+_FLAT = re.compile(rf"\{{(?:[^][{{}}\"]|{_TEXT}|\[[^][{{}}\"]*+\])*+}}")
+_NEXT = re.compile(rf"{_BLANK}(?:,|(?P<end>}}{_BLANK}\Z))")
+_NULL = re.compile("null")
+_LONGEST_ENTRY = 2 * 1024 * 1024  # characters of what a header says of one tensor
+
+
+def _entries(file: str, content: bytes) -> Iterator[tuple[str, object]]:
+    """What a safetensors header says of each tensor. Its metadata is left out.
+
+    The values are decoded one by one, and only what has the form of a tensor's: as objects of any
+    kind a header would take thirty times its bytes, and no other thread would run meanwhile.
+    """
     try:
-        found = json.loads(content.decode(encoding) if encoding else content)
+        text = content.decode()
+    except ValueError as error:
+        raise _no_json(file, error) from None
+    if not (begun := re.match(rf"{_BLANK}{{{_BLANK}(?P<end>}}{_BLANK}\Z)?", text)):
+        _object(file, content[:_FIRST_READ])
+        raise ModelError(f"{file} has to hold a JSON object; correct it, or {_FETCH_AGAIN}")
+    at = begun.end()
+    end = begun["end"]
+    while end is None:
+        name = _NAME.match(text, at)
+        if not name:
+            raise _no_json(file, f"character {at} begins no name of a tensor")
+        tensor = json.loads(name["name"])
+        if tensor == "__metadata__":
+            value = _TEXTS.match(text, name.end()) or _NULL.match(text, name.end())
+            if not value:
+                raise ModelError(
+                    f"{file}: __metadata__ has to be an object of texts; {_FETCH_AGAIN}"
+                )
+        else:
+            value = _FLAT.match(text, name.end(), name.end() + _LONGEST_ENTRY)
+            if not value:
+                raise _no_tensor(file, tensor)
+            try:
+                entry = json.loads(value[0])
+            except ValueError as error:
+                raise _no_json(file, error) from None
+            yield tensor, entry
+        after = _NEXT.match(text, value.end())
+        if not after:
+            raise _no_json(file, f"character {value.end()} does not go on after {tensor:.80}")
+        at, end = after.end(), after["end"]
+
+
+def _no_tensor(file: str, name: str) -> ModelError:
+    return ModelError(f"{file}: what its header says of {name:.80} is no tensor; {_FETCH_AGAIN}")
+
+
+def _no_json(file: str, error: object) -> ModelError:
+    return ModelError(f"{file} is not JSON ({error}); correct it, or {_FETCH_AGAIN}")
+
+
+def _object(file: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
     except RecursionError:
         raise ModelError(f"{file} is nested too deeply; {_FETCH_AGAIN}") from None
     except ValueError as error:
-        raise ModelError(f"{file} is not JSON ({error}); correct it, or {_FETCH_AGAIN}") from None
+        raise _no_json(file, error) from None
     if not isinstance(found, dict):
         raise ModelError(f"{file} has to hold a JSON object; correct it, or {_FETCH_AGAIN}")
     return found

@@ -19,6 +19,8 @@ from typing import NamedTuple
 MEMBERS = 1000  # files and folders that an archive may have
 DEPTH = 20  # folders within each other
 HEADER = 64 * 1024  # bytes of one extended header: pax's, or GNU's for long names
+RECORDS = 64  # of one pax header: keys and values of the member that follows
+HEADERS = 4 * 1024 * 1024  # bytes of all extended headers
 OVERHEAD = 16 * 1024 * 1024  # bytes that are not the content of files: headers and padding
 _CHUNK = 1024 * 1024
 
@@ -95,6 +97,16 @@ class _Stream:
     def __init__(self, file: gzip.GzipFile) -> None:
         self._file = file
         self._overhead = 0
+        self._headers = 0
+
+    def extension(self, size: int) -> bytes:
+        """The body of an extended header; the padding after it is read as well."""
+        if size > HEADER:
+            raise ArchiveError(f"a header of {size} bytes is longer than {HEADER}")
+        self._headers += size
+        if self._headers > HEADERS:
+            raise ArchiveError(f"it has more than {HEADERS} bytes of extended headers")
+        return self.overhead(size + -size % tarfile.BLOCKSIZE)[:size]
 
     def overhead(self, size: int) -> bytes:
         """The next bytes, which are no file's content; fewer than `size` at the end."""
@@ -138,9 +150,7 @@ def _members(stream: _Stream) -> Iterator[_Member]:
 
 def _extension(header: tarfile.TarInfo, stream: _Stream) -> dict[str, str]:
     """What an extended header says of the next member, by pax's keys."""
-    if header.size > HEADER:
-        raise ArchiveError(f"a header of {header.size} bytes is longer than {HEADER}")
-    body = stream.overhead(header.size + -header.size % tarfile.BLOCKSIZE)[: header.size]
+    body = stream.extension(header.size)
     if header.type == tarfile.GNUTYPE_LONGNAME:
         return {"path": body.partition(b"\0")[0].decode("utf-8", "surrogateescape")}
     return _records(body) if header.type in _PAX else {}
@@ -151,14 +161,20 @@ def _records(body: bytes) -> dict[str, str]:
 
     https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html
     """
-    records = {}
-    while body:
-        length = _RECORD.match(body)
-        record, body = (body[: int(length[0])], body[int(length[0]) :]) if length else (b"", b"")
-        if not length or not record.endswith(b"\n"):
+    records: dict[str, str] = {}
+    at = count = 0
+    while at < len(body):
+        count += 1
+        if count > RECORDS:
+            raise ArchiveError(f"a pax header has more than {RECORDS} records")
+        length = _RECORD.match(body, at)
+        end = at + int(length[0]) if length else 0
+        if not length or not length.end() < end <= len(body) or body[end - 1 : end] != b"\n":
             raise ArchiveError("a pax header is damaged")
-        key, _, value = record[length.end() : -1].decode("utf-8", "surrogateescape").partition("=")
+        record = body[length.end() : end - 1].decode("utf-8", "surrogateescape")
+        key, _, value = record.partition("=")
         records[key] = value
+        at = end
     return records
 
 

@@ -328,7 +328,9 @@ class AdapterRegistry:
         """Check an adapter's files. Blocks; raises AdapterRefused, BadRequest and Conflict."""
         try:
             with self._files.look(src) as (checkpoint, located):
-                faults = facts.faults(facts.look(checkpoint), self._base, self._max_rank)
+                faults = facts.faults(
+                    facts.look(checkpoint, self._base), self._base, self._max_rank
+                )
                 faults += user_code.faults_of_adapter(checkpoint, self._may_run_code)
         except (ModelError, SourceError, OSError) as error:
             raise AdapterRefused(f"adapter {name} cannot be used: {error}") from None

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import json
 import subprocess
 import sys
+import time
+import tracemalloc
 from collections.abc import Mapping
 
 import pytest
@@ -572,7 +575,41 @@ HEADERS = [
     ("{}\0\0", 0, "is not JSON"),
     ("{}".encode("utf-16-le"), 0, "is not JSON"),
     (b'{"\xff": 1}', 0, "is not JSON"),
+    ({"__metadata__": {"a": "1", "shape": "[[", 'b"\\': "\u20ac"}, 'a"\n': entry()}, 4, None),
+    ({"__metadata__": {}, "a": entry()}, 4, None),
+    ('{ \n"a" :\t{ "shape":[ 1 ] ,"data_offsets":[0,4],"dtype":"F32" } } ', 4, None),
+    ('{"\\u0061": {"shape": [1], "data_offsets": [0, 4], "dtype": "F32"}}', 4, None),
+    ('{"a": {"dtype": "F32"},}', 0, "is no tensor"),
+    ('{"__metadata__": {"a": "b"},}', 0, "is not JSON"),
+    ('{"__metadata__": {"a": "b",}}', 0, "has to be an object of texts"),
+    ('{"__metadata__": {"a": {}}}', 0, "has to be an object of texts"),
+    ('{"a": {"shape": [[]], "data_offsets": [0, 0], "dtype": "F32"}}', 0, "is no tensor"),
+    ('{"a": {"shape": [1,], "data_offsets": [0, 4], "dtype": "F32"}}', 4, "is not JSON"),
+    ('{"a": [' + "[]," * 1000 + "[]]}", 0, "of a is no tensor"),
+    ('{"a": ' + "[" * 10_000 + "]" * 10_000 + "}", 0, "of a is no tensor"),
+    ('{"a": {"a": ' * 10_000 + "1" + "}" * 20_000, 0, "of a is no tensor"),
+    ('{"a": {}' * 2, 0, "is no tensor"),
+    ('{"a' + "a" * 10**6, 0, "is not JSON"),
 ]
+
+
+HOSTILE = ["[],", '"a":{},', '"a":[],', "{", "[", '"', "\\", " ", "1,", '"a":"a",', "null,", "\n"]
+
+
+@pytest.mark.parametrize("end", ["", "]}", "}}"])
+@pytest.mark.parametrize("begin", ["", '{"a":', '{"a":[', '{"a":{"shape":[', '{"__metadata__":{'])
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_no_header_takes_much(unit, begin, end):
+    """4 MB; lists within lists as Python's objects would take 90 MB."""
+    content = framed(f"{begin}{unit * (4_000_000 // len(unit))}{end}".encode())
+    tracemalloc.start()
+    begun = time.process_time()
+    with contextlib.suppress(ModelError):  # blanks are as good as none
+        look(model({}, weights=False, **{"model.safetensors": content}))
+    took, (_, peak) = time.process_time() - begun, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert took < 3
+    assert peak < 40_000_000
 
 
 @pytest.mark.parametrize(("content", "size", "message"), HEADERS)

@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import resource
 import tarfile
 
 import pytest
@@ -181,6 +182,143 @@ def send(answer):
     assert answer.status_code == 424
     assert message in answer.json()["error"]
     assert (await served.invoke({"prompt": "a"}, headers=headers)).json() == {"fine": True}
+
+
+HOSTILE = """
+import ctypes, json, signal, socket, subprocess, threading, time
+from djl_python.output_formatter import output_formatter
+number = int(sys.argv[1])
+
+def send(data, count=1):
+    connection = socket.socket(fileno=os.dup(number))
+    connection.setblocking(True)
+    for _ in range(count):
+        connection.sendall(data)
+
+def frame(kind, data, call=b"\\x02"):
+    body = b"\\x93" + call + bytes([0xA0 + len(kind)]) + kind.encode() + data
+    return struct.pack("<I", len(body)) + body
+
+def lists(count):
+    return b"\\xdd" + struct.pack(">I", count) + b"\\x90" * count
+
+def forked(what):
+    if not os.fork():
+        os.setsid()
+        what()
+        os._exit(0)
+
+def printed(block):
+    def go():
+        while True:
+            os.write(1, block)
+    threading.Thread(target=go, daemon=True).start()
+
+@output_formatter
+def evil(answer):
+    if "evil" in answer.choices[0].text:
+        EVIL
+    return {"fine": True}
+"""
+EVIL = {
+    "empty lists as a head": "send(frame('head', lists(2**22)))",
+    "empty lists as a result": "send(frame('done', lists(2**24)))",
+    "empty lists as functions": "send(frame('loaded', lists(2**19)))",
+    "lists within lists": "send(frame('done', b'\\x91' * 2**20))",
+    "data of a call that is over": "send(frame('done', b'\\xc6\\x04\\0\\0\\0', b'\\x63'))",
+    "a head with a million names": "send(frame('head', b'\\x92\\x01\\xdf\\0\\x04\\0\\0' + "
+    "b''.join(b'\\xa3%03x\\xa0' % (it % 4096) for it in range(2**17))), 20)",
+    "a call without end": "send(frame('done', b'\\xc0', b'\\xcf' + b'\\xff' * 8))",
+    "a million answers": "send(frame('heard', b'\\xc0') * 1000, 1000)",
+    "no kind": "send(frame('none', b'\\xc0'))",
+    "a length of nothing": "send(bytes(4))",
+    "the half of a frame": "send(frame('done', b'\\xc4\\xff')); time.sleep(600)",
+    "text that is none": "send(frame('failed', b'\\xa2\\xff\\xfe'))",
+    "another's function": "send(frame('loaded', b'\\x91\\xa6handle'))",
+    "short lines": "printed(b'x\\n' * 30000)",
+    "lines that differ": "printed(b''.join(b'%d %s\\n' % (it, os.urandom(9).hex().encode()) "
+    "for it in range(3000)))",
+    "a line without end": "printed(b'x' * 2**16)",
+    "bytes that are no text": "printed(bytes(range(256)) * 200)",
+    "lines like the log's": "printed((json.dumps({'time': '', 'level': 'error', 'logger': []}) + "
+    "'\\n').encode() * 500)",
+    "what takes long to hide": "printed((b':/%3A' * 12000 + b'\\n') + b'-eyJ' * 15000 + b'\\n')",
+    "no way to print": "os.close(1); os.close(2)",
+    "no connection": "os.close(number)",
+    "a child that holds all open": "forked(lambda: time.sleep(60)); os._exit(1)",
+    "children that print": "[forked(lambda: printed(b'x\\n') or time.sleep(20)) for _ in range(3)]",
+    "children that answer": "forked(lambda: send(frame('heard', b'\\xc0') * 1000, 10**5)); "
+    "os._exit(1)",
+    "a signal to the server": "[os.kill(os.getppid(), it) for it in (signal.SIGKILL,)]",
+    "a signal to everybody": "os.kill(-1, signal.SIGSTOP)",
+    "it stops itself": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "the server traced": "assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
+    "the server's memory": "open(f'/proc/{os.getppid()}/mem', 'r+b').write(b'x')",
+    "all memory": "bytearray(2**40)",
+    "no more threads": "[threading.Thread(target=time.sleep, args=(60,)).start() "
+    "for _ in range(3000)]",
+    "the end": "os.abort()",
+}
+
+
+@as_another
+@pytest.mark.parametrize("evil", EVIL)
+async def test_nothing_that_it_does_stops_the_server(served, root, evil):
+    """Its own request fails or not; others are answered, and the event loop turns."""
+    await register(served, "plain", write(root / "plain"))
+    text = HOSTILE.replace("EVIL", EVIL[evil])
+    await register(served, "one", with_code(root / "one", text))
+    assert await ask(served, "one") == {"fine": True}
+    longest, sent = 0.0, []
+
+    async def tick():
+        nonlocal longest
+        while True:
+            begun = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, asyncio.get_running_loop().time() - begun)
+
+    ticking = asyncio.create_task(tick())
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        headers = test_registry.HEADER
+        evil_one = asyncio.create_task(served.invoke({"prompt": "evil"}, headers=headers))
+        for _ in range(10):
+            sent.append((await served.client.get("/ping")).status_code)
+            assert (await ask(served, "plain"))["choices"]
+            await asyncio.sleep(0.05)
+        assert (await evil_one).status_code in (200, 424)
+        again = await served.invoke({"prompt": "a"}, headers=headers)
+        if again.status_code != 200:  # its process was ended between two requests
+            again = await served.invoke({"prompt": "a"}, headers=headers)
+        assert again.json() == {"fine": True}
+    finally:
+        ticking.cancel()
+    assert sent == [200] * 10
+    assert longest < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024  # KiB
+
+
+async def test_of_what_it_prints_so_much_is_logged(served, root, caplog):
+    text = """
+@output_formatter
+def evil(answer):
+    for number in range(5000):
+        print("line", number)
+    print("x" * 10**6)
+    return {"fine": True}
+"""
+    caplog.set_level("INFO")
+    await register(served, "one", with_code(root / "one", text))
+    assert await ask(served, "one") == {"fine": True}
+    await served.client.delete("/adapters/one")
+    lines = [it.getMessage() for it in caplog.records if it.name == "serving.user_code"]
+    shown = [it for it in lines if ": line " in it]
+    told = [it for it in lines if "lines more than are logged of it" in it]
+    assert 1000 <= len(shown) < 3000
+    assert "line 0" in shown[0]
+    assert max(map(len, lines)) < 9000
+    assert 1 <= len(told) <= 3
 
 
 @as_another

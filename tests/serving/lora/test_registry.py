@@ -517,8 +517,28 @@ HOSTILE = [
     ([raw("d", -(2**30), tarfile.DIRTYPE)], "the size of 'd' is negative"),
     (
         [raw("x", 65_536, tarfile.XHDTYPE) + b"65536 a=".ljust(65_535) + b"\n"] * 300,
-        "more than 16777216 bytes beside its files",
+        "more than 4194304 bytes of extended headers",
     ),
+    (
+        [raw("x", 65_000, tarfile.XHDTYPE) + (b"5 a=\n" * 13_000).ljust(65_024, b"\0")] * 240,
+        "a pax header has more than 64 records",
+    ),
+    ([raw("x", 512, tarfile.XHDTYPE), b"999999 ".ljust(512)], "a pax header is damaged"),
+    ([raw("x", 512, tarfile.XHDTYPE), b"2 \n".ljust(512)], "a pax header is damaged"),
+    ([raw("x", 8**11 - 1, tarfile.XHDTYPE)], "is longer than 65536"),
+    ([raw("x", 65_536, tarfile.GNUTYPE_LONGLINK), bytes(65_536)] * 100, "of extended headers"),
+    ([raw("x", 65_536, tarfile.XGLTYPE), bytes(65_536)] * 100, "of extended headers"),
+    ([raw(f"{it}", 0) for it in range(1001)], "it has more than 1000 files and folders"),
+    ([raw("a/" * 40 + "b", 0)], "is more than 20 folders deep"),
+    ([raw("../b", 0)], "leads out of the archive's folder"),
+    ([raw("/b", 0)], "leads out of the archive's folder"),
+    ([raw("b", 0, tarfile.SYMTYPE)], "is a link, a device or a sparse file"),
+    ([raw("b", 0, tarfile.LNKTYPE)], "is a link, a device or a sparse file"),
+    ([raw("b", 0, tarfile.CHRTYPE)], "is a link, a device or a sparse file"),
+    ([raw("b", 0, tarfile.FIFOTYPE)], "is a link, a device or a sparse file"),
+    ([raw("b", 0, tarfile.GNUTYPE_SPARSE)], "is a link, a device or a sparse file"),
+    ([raw("", 0)], "a file in it has no name"),
+    ([b"PK\x03\x04".ljust(512)], "it is not a whole and safe tar.gz archive"),
     ([bytes(1024), bytes(2**26)], "more than 16777216 bytes beside its files"),
     ([raw("a", 9000), bytes(700)], "it ends within a file"),
     ([b"no tar at all".ljust(512)], "it is not a whole and safe tar.gz archive"),
@@ -818,7 +838,9 @@ BAD = [
     ({"name": "lmi", "src": "{root}/one"}, 409, "lmi is a name of the model itself"),
     ({"name": "one", "src": "{root}/hole"}, 424, "begins at byte 72, but the data before it ends"),
     ({"name": "one", "src": "{root}/shape"}, 424, "which does not fit its 64 bytes"),
-    ({"name": "one", "src": "{root}/header"}, 424, "is longer than 33554432"),
+    ({"name": "one", "src": "{root}/header"}, 424, "33554433 bytes is longer than 1049"),
+    ({"name": "one", "src": "{root}/nested"}, 424, "more than 10000 lists and objects"),
+    ({"name": "one", "src": "{root}/many"}, 424, "tensors: is it of another model?"),
     ({"name": "one", "src": "{root}/config"}, 424, "bytes, more than 4194304"),
     ({"name": "one", "src": "{root}/code"}, 424, "model.py has 1048577 bytes, more than 1048576"),
     ({"name": "one", "src": "{root}/one", "pin": "perhaps"}, 400, "should be true or false"),
@@ -861,6 +883,8 @@ async def test_bad_input(served, root, tmp_path, parameters, status, message):
     write(root / "large", shapes=tensors(rank=32), r=32)
     write(root / "wrong", shapes=tensors(wide=9))
     write(root / "unknown", shapes=tensors(module="model.layers.7.q_proj"))
+    write(root / "many", shapes=tensors() | tensors(module="model.layers.7.q_proj"))
+    write(root / "nested", layer_replication=[[]] * 20_000)
     write(root / "dora", use_dora=True)
     write(root / "int8", shapes=tensors(dtype="I8"))
     relaid(write(root / "hole"), lambda it: it.update(data_offsets=[72, 72 + 128]), bytes(8))
