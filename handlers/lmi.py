@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.records import EngineCall, FormatError, Step, read
+from handlers.records import EngineCall, FormatError, Step, flag, read
 
 DEFAULT_MAX_NEW_TOKENS = 30
 BESIDE = 128 * 1024
@@ -59,10 +59,13 @@ class _Parameters(msgspec.Struct):
     seed: int | None = None
 
 
+_FLAGS = {"do_sample", "details", "decoder_input_details", "return_full_text"}
+
+
 class _Request(msgspec.Struct):
     inputs: str | list[str]
     parameters: dict[str, Any] | None = None
-    stream: bool | None = None
+    stream: bool | float | str | None = None
     model: str | None = None
     cache_salt: str | None = None
 
@@ -83,12 +86,15 @@ def parse(body: bytes) -> EngineCall:
     """Read an LMI request. Raises FormatError when it has a wrong type or asks the impossible."""
     request = read(_read_request, body)
     given = request.parameters or {}
+    given |= {name: flag(given[name]) for name in _FLAGS & given.keys()}
+    stream = False if request.stream is None else flag(request.stream)
+    if not isinstance(stream, bool):
+        raise FormatError(f"Expected true or false, got {stream!r:.50} - at `$.stream`", "stream")
     try:
         # As LMI reads them: "50" is a number there, and "true" is true.
         parameters = msgspec.convert(given, _Parameters, strict=False)
     except msgspec.ValidationError as error:
         raise FormatError(str(error)) from None
-    stream = bool(request.stream)
     if stream and isinstance(request.inputs, list):
         raise FormatError("a list of inputs cannot be streamed; send one per request", "inputs")
     if stream and (parameters.n or 1) > 1:
@@ -130,10 +136,9 @@ def split(body: bytes, count: int) -> list[bytes]:
     Raises FormatError where there are not so many inputs, and where too much is beside them.
     """
     lists = read(_read_lists, body)
-    if not bytes(lists.inputs).startswith(b"["):
-        lists.inputs = msgspec.Raw(b"[]")
-    prompts = read(_read_list, lists.inputs)
-    if len(prompts) != count:
+    several = bytes(lists.inputs).startswith(b"[")
+    prompts = read(_read_list, lists.inputs) if several else []
+    if not several or len(prompts) != count:
         raise FormatError(
             f"adapters is a list of {count}; inputs should be a list of as many", "adapters"
         )
@@ -143,7 +148,7 @@ def split(body: bytes, count: int) -> list[bytes]:
         )
     request = read(_read_values, body)
     del request["inputs"], request["adapters"]
-    if bytes(request.get("stream", b"null")) not in (b"null", b"false"):
+    if flag(msgspec.json.decode(request.get("stream", b"null"))) not in (None, False):
         raise FormatError("a list of inputs cannot be streamed; send one per request", "inputs")
     return [_encode({**request, "inputs": prompt}) for prompt in prompts]
 

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -31,6 +31,23 @@ def read(decode: Callable[[bytes], T], body: bytes) -> T:
         raise FormatError(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise FormatError("the body is nested too deeply") from None
+
+
+_FLAGS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on", "1", 1), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off", "0", 0), False),
+}
+
+
+def flag(value: Any) -> Any:
+    """The truth value that pydantic reads in its lax mode, in which vLLM reads a body: true in
+    `"true"`, `"on"` and `1`. What is none is returned as it is.
+
+    https://docs.pydantic.dev/latest/concepts/conversion_table/
+    """
+    if isinstance(value, str):
+        return _FLAGS.get(value.lower(), value)
+    return _FLAGS.get(value, value) if isinstance(value, int | float) else value
 
 
 class Step(msgspec.Struct, gc=False):

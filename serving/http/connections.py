@@ -17,7 +17,12 @@ from typing import Any, cast
 
 import httptools
 import uvicorn
-from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
+from uvicorn._types import (
+    ASGI3Application,
+    ASGIReceiveEvent,
+    ASGISendEvent,
+    HTTPResponseStartEvent,
+)
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -42,6 +47,7 @@ from serving.http.rules import (
     LINGER_S,
     MAX_HEAD,
     MAX_HEADERS,
+    NO_CODING,
     NOT_HTTP,
     TOO_MANY_AHEAD,
 )
@@ -224,6 +230,10 @@ class Connection(HttpToolsProtocol):
         scope["http_version"] = version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise Malformed(NOT_HTTP)
+        if version == "1.0":
+            self.expect_100_continue = False  # RFC 9110, 10.1.1
+            if any(name == b"transfer-encoding" for name, _ in self.headers):
+                raise Malformed(NO_CODING)
         url = httptools.parse_url(self.url)
         scope["raw_path"] = url.path
         scope["path"] = urllib.parse.unquote(url.path.decode("ascii"))
@@ -354,6 +364,8 @@ class Cycle(RequestResponseCycle):
     """A request and its answer."""
 
     _fault: ServingError | None = None
+    _until_closed = False
+    """Whether the connection's end is the end of the answer's body."""
 
     async def run_asgi(self, app: ASGI3Application) -> None:
         scope = cast(dict[str, Any], self.scope)
@@ -369,9 +381,24 @@ class Cycle(RequestResponseCycle):
             await self.flow.drain()
         if message["type"] == "http.response.start" and not self.response_started:
             self.transport = cast(asyncio.Transport, _HeadHeld(self))
+            if self.scope["http_version"] == "1.0":
+                self._end_with_connection(message)
+        elif self._until_closed and not message.get("more_body"):
+            self.expected_content_length = len(cast(dict[str, Any], message).get("body", b""))
         await super().send(message)
         if message["type"] == "http.response.body" and isinstance(self.transport, _HeadHeld):
             self.transport.flush()  # of an answer to HEAD, which has no body
+
+    def _end_with_connection(self, message: HTTPResponseStartEvent) -> None:
+        """Have the body of an answer of unknown length end with the connection: HTTP/1.0 knows no
+        other way (RFC 9112, 6.1). Uvicorn would send it in chunks.
+        """
+        headers = [it for it in message.get("headers", ()) if it[0].lower() != b"transfer-encoding"]
+        message["headers"] = headers
+        if message["status"] not in (204, 304) and b"content-length" not in dict(headers):
+            self._until_closed = True
+            self.chunked_encoding = False
+            self.expected_content_length = 2**62
 
     def takes(self) -> bool:
         """Whether a part of the body can be written without waiting (Writer)."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from handlers import embeddings, lmi, openai
-from handlers.records import EngineCall, FormatError, read
+from handlers.records import EngineCall, FormatError, flag, read
 from serving.errors import BadRequest
 from serving.protocol import (
     CHAT_COMPLETIONS,
@@ -129,7 +129,8 @@ class RequestFields(msgspec.Struct, gc=False):
     @property
     def streamed(self) -> bool:
         """Whether the client wants a stream."""
-        return bytes(self.stream) not in (b"", b"null", b"false")
+        given = bytes(self.stream) or b"null"
+        return flag(msgspec.json.decode(given)) not in (None, False)
 
     def sequences(self, path: str) -> int:
         """Those that the engine will work on at once, of its own call at this path."""

@@ -173,6 +173,8 @@ class Relay:
         """Of an answer that is collected."""
         self._pending = b""
         """The beginning of an event whose end is to come."""
+        self._told = False
+        """Whether the stream has an error in it."""
 
     async def run(self, engine: ASGIApp) -> None:
         """Have the engine answer. Raises ServingError where nothing has been sent yet, and
@@ -287,7 +289,9 @@ class Relay:
         self._head = message
 
     async def _stream(self, body: bytes, more: bool) -> None:
-        if self._formatting:
+        if self._told and not self._verbatim:
+            body = b""  # an error is the last line
+        elif self._formatting:
             if not body.startswith(_IN_BAND):
                 events = [b"data: %b\n\n" % event for event in self._events(body)]
                 await self._formatting.put(events)
@@ -303,7 +307,7 @@ class Relay:
                 self._cancellation.cancel(error)
                 return
             body = self._error_event(error)
-        elif not self._formatting:
+        elif not self._formatting and body:
             try:
                 body = self._framed(body)
             except Exception:  # of our own reply: the engine is not to blame
@@ -323,6 +327,7 @@ class Relay:
         return (
             self._state is State.STREAMING
             and not self._head
+            and not self._told
             and not self._cancellation.cause
             and self._client_writer is not None
             and self._client_writer.takes()
@@ -381,6 +386,7 @@ class Relay:
 
     def _error_event(self, error: ServingError) -> bytes:
         self._client.record.error = error
+        self._told = True
         return self._framing.frame(self._client.errors.event(error))
 
     async def _fail(self, error: ServingError) -> None:

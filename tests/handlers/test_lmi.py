@@ -61,7 +61,7 @@ def test_a_request_becomes_a_completion(body, expected):
         ({"inputs": "a", "parameters": []}, "$.parameters"),
         ({"inputs": "a", "parameters": {"max_new_tokens": "x"}}, "$.max_new_tokens"),
         ({"inputs": "a", "parameters": {"do_sample": "x"}}, "$.do_sample"),
-        ({"inputs": "a", "stream": "yes"}, "$.stream"),
+        ({"inputs": "a", "stream": "maybe"}, "$.stream"),
         ({"inputs": ["a"], "stream": True}, "a list of inputs cannot be streamed"),
         ({"inputs": "a", "stream": True, "parameters": {"n": 2}}, "cannot be streamed"),
         ({"inputs": "a", "parameters": {"n": 2}}, "n above 1 needs details"),
@@ -71,6 +71,35 @@ def test_a_wrong_request_is_refused_by_name(body, fault):
     with pytest.raises(FormatError) as refused:
         call(**body)
     assert fault in str(refused.value)
+
+
+YES = [True, 1, 1.0, "1", *["true", "t", "yes", "y", "on", "TRUE", "Yes"]]
+NO = [False, 0, 0.0, "0", *["false", "f", "no", "n", "off", "FALSE", "No"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [(it, True) for it in YES] + [(it, False) for it in NO]
+)
+def test_what_pydantic_reads_as_true_or_false(value, meant):
+    assert json.loads(call(inputs="a", stream=value).body).get("stream", False) is meant
+    parameters = dict.fromkeys(("details", "do_sample", "return_full_text"), value)
+    found = call(inputs="a", parameters=parameters)
+    assert found.reply._parameters.details is meant
+    assert ("temperature" in json.loads(found.body)) is not meant
+    body = json.dumps({"inputs": ["a"], "adapters": ["x"], "stream": value}).encode()
+    if meant:
+        with pytest.raises(FormatError, match="cannot be streamed"):
+            lmi.split(body, 1)
+    else:
+        assert len(lmi.split(body, 1)) == 1
+
+
+@pytest.mark.parametrize("value", ["", "maybe", 2, -1, 0.5, "2", " true", [], {}, [True]])
+def test_what_it_does_not(value):
+    with pytest.raises(FormatError, match="stream"):
+        call(inputs="a", stream=value)
+    with pytest.raises(FormatError, match="details"):
+        call(inputs="a", parameters={"details": value or []})
 
 
 def choice(text, ids=None, tokens=None, finish=None, stop=None, index=0, **more):

@@ -84,6 +84,14 @@ async def test_events_edited_as_text(formatted):
     assert end == "data: [DONE]"
 
 
+@with_code("stream_edit")
+async def test_an_error_is_the_last_line_behind_a_formatter(formatted):
+    for path in ("/invocations", "/v1/completions"):
+        answer = await formatted.post(path, {"prompt": "a fault b", "stream": True})
+        *_, last = [line for line in answer.text.splitlines() if line]
+        assert "the engine failed while it generated" in last
+
+
 @with_code("attributes")
 async def test_attributes_that_are_set_are_sent(formatted):
     answer = (await formatted.invoke({"inputs": "a b"})).json()

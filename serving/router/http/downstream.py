@@ -45,6 +45,7 @@ from serving.http.rules import (
     LINGER_S,
     MAX_HEAD,
     MAX_HEADERS,
+    NO_CODING,
     NOT_HTTP,
     TOO_MANY_AHEAD,
 )
@@ -243,6 +244,8 @@ class Downstream(FlowControl):
                 raise Overloaded("there are more requests than the router has memory for")
         if version not in ("1.0", "1.1") or parser.should_upgrade():
             raise Malformed(NOT_HTTP)
+        if request.http10 and b"transfer-encoding" in request.named:
+            raise Malformed(NO_CODING)
         if request.named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise Malformed("the only transfer-encoding that is known here is chunked")
         request.check(self._rules)

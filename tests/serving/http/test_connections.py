@@ -74,6 +74,53 @@ def message(answer: Any) -> str:
     return error if isinstance(error, str) else error["message"]
 
 
+# HTTP/1.0
+
+
+@pytest.mark.parametrize(
+    ("first", "lines", "body", "end"),
+    [
+        (b"POST /invocations", b"", b'{"inputs":"a b"}', b'{"generated_text":"b a"}'),
+        (b"POST /invocations", b"", b'{"inputs":"a b","stream":true}', b"}\n"),
+        (b"POST /invocations", b"connection: keep-alive\r\n", b'{"prompt":"a b"}', b"}"),
+        (b"POST /v1/completions", b"te: trailers\r\n", b'{"prompt":"a b","stream":true}',
+         b"data: [DONE]\n\n"),
+        (b"POST /v1/completions", b"", b'{"prompt":"a fault b","stream":true}',
+         b"data: [DONE]\n\n"),
+        (b"POST /invocations", b"expect: 100-continue\r\n", b'{"inputs":"a b"}', b"b a\"}"),
+        (b"POST /invocations", b"Expect: 100-Continue, x\r\n", b'{"inputs":"a b"}', b"b a\"}"),
+        (b"POST /invocations", b"", b"", b"}"),
+        (b"GET /ping", b"connection: keep-alive\r\n", b"", b"}"),
+        (b"GET /v1/models", b"", b"", b"}"),
+        (b"GET /metrics", b"", b"", b"\n"),
+        (b"HEAD /ping", b"", b"", b"\r\n\r\n"),
+        (b"GET /nowhere", b"", b"", b"}"),
+    ],
+)  # fmt: skip
+async def test_a_client_of_http_1_0_gets_plain_bodies(shared, first, lines, body, end):
+    """RFC 9112, 6.1: no chunks; RFC 9110, 10.1.1: no 100 Continue. The connection's end ends it."""
+    async with connected(shared) as client:
+        size = b"content-length: %d\r\n" % len(body) if body else b""
+        client.send(first + b" HTTP/1.0\r\nhost: x\r\n" + size + lines + b"\r\n" + body + PING)
+        async with asyncio.timeout(20):
+            found = await client.reader.read()
+    head, blank, content = found.partition(b"\r\n\r\n")
+    assert b" 100 " not in head
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert (blank + content).endswith(end)
+    assert found.count(b"HTTP/1.1 ") == 1  # what was sent ahead is not answered
+    assert not content[:1].isdigit()
+
+
+async def test_a_body_in_chunks_is_none_in_http_1_0(shared):
+    async with connected(shared) as client:
+        client.send(CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n")
+        status, _, answer = await client.answer()
+        assert (status, await client.closed()) == (400, True)
+        assert "HTTP/1.0 has no Transfer-Encoding" in message(answer)
+
+
 # heads
 
 

@@ -101,6 +101,9 @@ async def test_each_of_a_list_of_inputs_may_name_its_own(served, root):
     for wrong, message in (
         (body | {"adapters": 5}, "Expected `str | array | null`, got `int` - at `$.adapters`"),
         (body | {"adapters": []}, "a list of 0; inputs should be a list of as many"),
+        ({"inputs": "a", "adapters": []}, "a list of 0; inputs should be a list of as many"),
+        ({"inputs": None, "adapters": []}, "a list of 0; inputs should be a list of as many"),
+        ({"adapters": []}, "a list of 0; inputs should be a list of as many"),
         (body | {"adapters": ["one", "two"]}, "a list of 2; inputs should be a list of as many"),
         (body | {"adapters": ["one", "two", "nobody"]}, "'nobody' is not registered"),
         (body | {"inputs": ["a", "b", "refuse"]}, "not like this"),

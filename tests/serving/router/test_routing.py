@@ -199,6 +199,15 @@ async def test_http_1_0_clients_get_plain_bodies():
         head, _, body = found.partition(b"\r\n\r\n")
         assert body == b"data: 1\n\ndata: 2\n\n"
         assert b"transfer-encoding" not in head
+        asks = b"POST /v1/completions HTTP/1.0\r\ncontent-length: 4\r\nexpect: 100-continue\r\n"
+        for more in (b"", b"connection: keep-alive\r\n"):
+            found = await it.answer(asks + more + b'\r\n"Hi"')
+            assert found.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in found
+        asks = b"POST /v1/completions HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n"
+        found = await it.answer(asks + b'4\r\n"Hi"\r\n' + END)
+        assert found.startswith(b"HTTP/1.1 400")
+        assert b"HTTP/1.0 has no Transfer-Encoding" in found
 
 
 async def test_an_answer_that_ends_with_its_connection():
