@@ -7,14 +7,16 @@ rights. That is no sandbox: the network, and every file that all users may read,
 reach.
 """
 
+import contextlib
 import ctypes
 import importlib
 import itertools
 import os
 import resource
 import signal
+import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 PROCESSES = 1024
@@ -35,7 +37,11 @@ _PASSED_ON = frozenset(
 
 _CAP_KILL, _CAP_SETGID, _CAP_SETUID = 5, 6, 7  # capabilities(7)
 _CAPABILITY_VERSION_3 = 0x20080522
-_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # landlock(7)
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # landlock(7)
+_PATH_BENEATH = 1
+_WRITE_FILE, _READ_DIR, _MAKE_BLOCK = 1 << 1, 1 << 3, 1 << 11
+_USE = 0b1111  # to execute, write and read a file, and read a folder
+_SIGNALS_AND_SOCKETS = 0b11
 _SCOPES = 6  # the version that has them
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38  # prctl(2)
 
@@ -43,13 +49,17 @@ _in_use: set[int] = set()
 _next_users = itertools.cycle(_USERS)  # what one has left behind is long gone when it comes again
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that adapters' code gets. Secrets have no place in it."""
+def environment(environ: Mapping[str, str], scratch: str | None = None) -> dict[str, str]:
+    """The part of an environment that adapters' code gets. Secrets have no place in it. scratch: a
+    folder for its temporary files.
+    """
     kept = {
         name: value
         for name, value in environ.items()
         if name in _PASSED_ON or name.startswith("LC_")
     }
+    if scratch:
+        kept["TMPDIR"] = scratch
     return {**kept, "HOME": kept.get("TMPDIR", "/tmp"), "HF_HUB_OFFLINE": "1"}
 
 
@@ -87,8 +97,8 @@ def give_up(user: int, folders: Iterable[Path]) -> Mapping[Path, Path]:
     user: its number, which is its group's too, or 0 to stay who one is, where the server may not
     change users. Returns by which path each of the folders is reached from now on: files under a
     folder that only root may enter, such as /root, are reached by a descriptor that was opened
-    before. The same is done to where modules are imported from. Raises OSError where there cannot
-    be such a user.
+    before, and nothing else is where the kernel has Landlock. The same is done to where modules are
+    imported from. Raises OSError where there cannot be such a user.
     """
     needed = [str(folder) for folder in folders]
     places = sorted(filter(os.path.isdir, {*needed, *sys.path}))
@@ -103,11 +113,14 @@ def give_up(user: int, folders: Iterable[Path]) -> Mapping[Path, Path]:
     library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     # Of this thread, effective, permitted and inheritable ones: none, if a root stays root.
     library.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
-    _enter_domain()
-    moved = {
-        place: place if os.access(place, os.R_OK | os.X_OK) else f"/proc/self/fd/{number}"
-        for place, number in opened.items()
-    }
+    moved = {}
+    for place, number in [*opened.items()]:
+        moved[place] = place
+        if user and not os.access(place, os.R_OK | os.X_OK):
+            moved[place] = f"/proc/self/fd/{number}"
+        else:
+            os.close(opened.pop(place))
+    _enter_domain([*opened.values()])
     _import_from(moved)
     return {Path(place): Path(moved.get(place, place)) for place in needed}
 
@@ -123,24 +136,58 @@ def landlock() -> int:
     return max(version, 0)
 
 
-def _enter_domain() -> None:
+def _enter_domain(folders: Sequence[int]) -> None:
     """Enter a domain of Landlock's: the process can read the memory of itself and of what it starts
     alone and, from version 6 on, send signals to no others.
 
-    This thread has to be the only one. A domain has to forbid some access to files; here it is that
-    block devices are made.
+    This thread has to be the only one. folders: descriptors of those that this user reaches by no
+    path. They must not lead to what is beside them, as ".." does: so all that is within reach by a
+    path is allowed, these folders are, and nothing else is. Without them the domain only forbids
+    that block devices are made, as it has to forbid something.
     """
     version = landlock()
     if not version:
         return
-    make_block, unix_sockets_and_signals = 1 << 11, 0b11
-    forbidden = make_block, 0, unix_sockets_and_signals
-    rules = (ctypes.c_uint64 * 3)(*forbidden)
-    size = 24 if version >= _SCOPES else 8
-    library = ctypes.CDLL(None)
-    ruleset = library.syscall(_CREATE_RULESET, rules, size, 0)
+    library = ctypes.CDLL(None, use_errno=True)
+    rules = (ctypes.c_uint64 * 3)(_MAKE_BLOCK | (_USE if folders else 0), 0, _SIGNALS_AND_SOCKETS)
+    ruleset = library.syscall(_CREATE_RULESET, rules, 24 if version >= _SCOPES else 8, 0)
+
+    def allow(descriptor: int, access: int) -> None:
+        rule = struct.pack("=Qi", access, descriptor)
+        if library.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0):
+            raise OSError(ctypes.get_errno(), "landlock_add_rule")
+
+    for folder in folders:
+        allow(folder, _USE & ~_WRITE_FILE)
+    for path, access in _within_reach([Path(f"/proc/self/fd/{it}").readlink() for it in folders]):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+            allow(descriptor, access)
+            os.close(descriptor)
     library.syscall(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
+
+
+def _within_reach(folders: Sequence[Path]) -> Iterator[tuple[str, int]]:
+    """All paths but those within what keeps this user from the folders, and how they may be used.
+
+    Landlock knows no exceptions, so of a folder on the way there each entry is named: what is made
+    in it later is not within reach.
+    """
+    ways = ((*reversed(folder.parents), folder) for folder in folders)
+    firsts = (next((it for it in way if not os.access(it, os.X_OK)), None) for way in ways)
+    closed = {first for first in firsts if first}
+    waiting = [Path("/")] if folders else []
+    while waiting:
+        with contextlib.suppress(PermissionError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_symlink() or path in closed:
+                    continue
+                if any(path in it.parents for it in closed):
+                    waiting.append(path)
+                else:
+                    yield entry.path, _USE if entry.is_dir() else _USE & ~_READ_DIR
 
 
 def _import_from(moved: Mapping[str, str]) -> None:

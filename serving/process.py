@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import IO
@@ -129,3 +130,23 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def kill_all_of(user: int) -> None:
+    """Kill what a user of ours has started and left behind, in whatever session. It is below this
+    process where adopt_orphans() was called. Blocks.
+    """
+    for _ in range(20):  # it may start more in the meantime
+        below = psutil.Process().children(recursive=True)
+        found = [it for it in below if _is_of(it, user)]
+        if not found:
+            return
+        kill(found)
+        time.sleep(0.05)
+
+
+def _is_of(process: psutil.Process, user: int) -> bool:
+    try:
+        return process.uids().real == user and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

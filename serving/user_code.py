@@ -20,9 +20,11 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,8 +46,10 @@ from handlers.custom import (
 )
 from lmi_config.facts.model import Checkpoint
 from lmi_config.options.declared import names_option
+from serving.aio import in_thread
 from serving.errors import UserCodeFailed
 from serving.observability.redaction import redacted
+from serving.process import kill_all_of
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +179,8 @@ class UserCode:
         # LMI's files look for what is beside them there.
         self._properties = {**(properties or {}), "model_dir": str(folder)}
         self._user = isolation.take_user() if of_adapter else None
+        self._scratch: str | None = None
+        """Where an adapter's code with a user of its own may write."""
         # Its processes
         self._process: _Process | None = None
         self._retiring: _Process | None = None
@@ -274,6 +280,9 @@ class UserCode:
                 process.kill()
                 await process.gone()
         if self._user:
+            await in_thread(kill_all_of, self._user)
+            if self._scratch:
+                await in_thread(shutil.rmtree, self._scratch, True)
             isolation.return_user(self._user)
             self._user = 0
 
@@ -311,8 +320,17 @@ class UserCode:
     async def _start_process(self) -> "_Process":
         if self._process:
             await self._process.gone()  # a handler's may have held a GPU's memory
+        if self._user and not self._scratch:
+            self._scratch = tempfile.mkdtemp(prefix="slipway-adapter-")
+            os.chown(self._scratch, self._user, self._user)
         self._process = await _start(
-            self._folder, self._tokenizer, self._limits, self._properties, self._user, self._replace
+            self._folder,
+            self._tokenizer,
+            self._limits,
+            self._properties,
+            self._user,
+            self._scratch,
+            self._replace,
         )
         return self._process
 
@@ -351,11 +369,13 @@ async def _start(
     limits: Limits,
     properties: Mapping[str, str],
     user: int | None,
+    scratch: str | None,
     on_lost: Callable[["_Process", str], None],
 ) -> "_Process":
     """Start a process, load the file in it, and initialise its custom handler if it has one.
 
-    user: as whom an adapter's code runs, 0 for ourselves; None for the model's own code.
+    user: as whom an adapter's code runs, 0 for ourselves; None for the model's own code. scratch:
+    the folder for its temporary files, where it has one of its own.
     """
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()  # of our own: asyncio's cannot be closed while others write to it
@@ -370,7 +390,7 @@ async def _start(
             "" if user is None else str(user),
             pass_fds=[theirs.fileno()],
             cwd=Path(__file__).parent.parent,
-            env=None if user is None else isolation.environment(os.environ),
+            env=None if user is None else isolation.environment(os.environ, scratch),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=writing,
             stderr=asyncio.subprocess.STDOUT,

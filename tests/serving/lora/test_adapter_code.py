@@ -5,6 +5,7 @@ import asyncio
 import os
 import resource
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,79 @@ async def test_where_no_user_can_be_chosen_it_reads_and_signals_no_other(served,
     finally:
         engine.kill()
         await engine.wait()
+
+
+REACHES = """
+import glob, tempfile
+
+def around():
+    found = {"reached": [], "listed": [], "changed": []}
+    for number in os.listdir("/proc/self/fd"):
+        for up in range(1, 12):
+            place = f"/proc/self/fd/{number}/" + "../" * up
+            for name in ("customers.json", "open/customers.json", "SECRET", "etc/hostname"):
+                try:
+                    open(place + name).read()
+                    found["reached"].append(os.path.realpath(place + name))
+                except OSError:
+                    pass
+            try:
+                found["listed"].append((os.path.realpath(place), os.listdir(place)))
+            except OSError:
+                pass
+            try:
+                open(place + "shared", "a").write("x")
+                found["changed"].append(place)
+            except OSError:
+                pass
+    return found
+
+@output_formatter
+def look(answer):
+    with tempfile.TemporaryFile("w+") as file:
+        file.write("written")
+        file.seek(0)
+        scratch = file.read()
+    import xml.dom.minidom, sqlite3, concurrent.futures.process  # not loaded yet
+    own = sorted(name for name in os.listdir(os.path.dirname(__file__)) if name[0] != "_")
+    try:
+        os.fchdir(max(map(int, os.listdir("/proc/self/fd"))))
+    except OSError:
+        pass
+    return {**around(), "scratch": scratch, "own": own, "home": os.environ["HOME"],
+            "hosts": bool(read("/etc/hosts")), "tokenizer": os.path.isdir(sys.argv[3])}
+"""
+
+
+@as_another
+@pytest.mark.skipif(not isolation.landlock(), reason="the kernel keeps no file from it")
+async def test_no_descriptor_leads_out_of_its_folder(served, tmp_path):
+    """The adapter lies in a folder that only root may enter, as downloaded ones do."""
+    closed = tmp_path / "closed"
+    root = closed / "open" / "adapters"
+    root.mkdir(parents=True)
+    closed.chmod(0o700)
+    for secret in (closed / "customers.json", closed / "open" / "customers.json"):
+        secret.write_text("names")
+        secret.chmod(0o644)
+    (closed / "open" / "shared").touch()
+    (closed / "open" / "shared").chmod(0o666)
+    served.pipeline.adapters = registry(served.engine, root)
+    await register(served, "one", with_code(root / "one", REACHES))
+    found = await ask(served, "one")
+    assert [it for it in found["reached"] if "customers" in it] == []
+    assert [
+        it
+        for it, _ in found["listed"]
+        if str(closed) in it and it != str(root) and "/one" not in it
+    ] == []
+    assert (closed / "open" / "shared").read_text() == ""
+    assert found["scratch"] == "written"
+    assert found["own"] == ["adapter_config.json", "adapter_model.safetensors", "model.py"]
+    assert found["hosts"]
+    assert Path(found["home"]).is_dir()
+    await served.client.delete("/adapters/one")
+    assert not Path(found["home"]).exists()
 
 
 @as_another
