@@ -23,6 +23,7 @@ ACCESS = "tests/serving/access/"
 BATCHES = "tests/serving/batch/test_batches.py::"
 EVERYTHING = re.compile(".*", re.DOTALL)
 NOTHING = re.compile("(?!)")
+_QUADRATIC = re.compile(r"eyJ[\w-]{10,}\.(?P<rest>x)")
 
 
 class Removed(NamedTuple):
@@ -50,6 +51,10 @@ def none_found(*_: Any, **__: Any) -> list[Any]:
 
 def yes(*_: Any, **__: Any) -> bool:
     return True
+
+
+def all_entries(_: str, content: bytes) -> Any:
+    return json.loads(content).items()
 
 
 def unchanged(first: Any, *_: Any, **__: Any) -> Any:
@@ -342,6 +347,18 @@ DEFENCES: Mapping[str, Removed] = {
     "An adapter's `model.py` reads secrets, or harms the server or another adapter": Removed(
         "tests/serving/lora/test_adapter_code.py::test_it_has_none_of_the_servers_secrets_and_rights",
         {"handlers.isolation:environment": dict},
+    ),
+    "Code that prints without end holds the server or fills the log": Removed(
+        "tests/serving/lora/test_adapter_code.py::test_of_what_it_prints_so_much_is_logged",
+        {"serving.user_code:BURST": 10**9},
+    ),
+    "A line that takes long to log, or ends the log": Removed(
+        "tests/lmi_config/options/test_redaction.py::test_no_line_takes_long[eyJ-]",
+        {"lmi_config.options.redaction:_WEB_TOKEN": _QUADRATIC},
+    ),
+    "An adapter's header or configuration of millions of lists": Removed(
+        'tests/lmi_config/facts/test_model.py::test_no_header_takes_much[[],-{"a":[-]}]',
+        {"lmi_config.facts.model:_entries": all_entries},
     ),
     "Client headers override the operator's options in `handle`": Removed(
         "tests/serving/inference/test_custom_handler.py::test_an_option_that_is_not_set_is_no_clients_to_set",

@@ -451,3 +451,65 @@ def parse(payload):
         assert (
             answer.json()["error"] == "Custom formatter failed: StopIteration:  (model.py, line 5)"
         )
+
+
+FORKING = """
+import os, time
+
+async def handle(inputs):
+    if inputs.is_empty():
+        return None
+    match inputs.get_as_json().get("do"):
+        case "fork":
+            if not os.fork():
+                os.setsid()
+                time.sleep(40)
+                os._exit(0)
+        case "die":
+            os._exit(1)
+    return {"process": os.getpid()}
+"""
+
+
+async def test_the_end_of_a_process_is_noticed_although_its_child_lives(tmp_path):
+    """The child has its connection and its output open."""
+    async with handling(tmp_path, FORKING, seconds=30) as it:
+        first = (await it.invoke({"do": "fork"})).json()
+        async with asyncio.timeout(15):
+            ended, waits = await asyncio.gather(it.invoke({"do": "die"}), it.invoke({}))
+        assert ended.status_code == 424
+        assert "the process of model.py ended" in ended.json()["error"]
+        assert waits.status_code in (200, 424)
+        assert (await it.invoke({})).json()["process"] != first["process"]
+
+
+PIECES = """
+import asyncio, os
+
+async def handle(inputs):
+    if inputs.is_empty():
+        return None
+    request = inputs.get_as_json()
+    async def pieces():
+        yield {"piece": 1}
+        while not os.path.exists(request["until"]):
+            await asyncio.sleep(0.01)
+        if request.get("fails"):
+            raise ValueError("no second one")
+        yield {"piece": 2}
+    return pieces()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_piece_is_not_held_back_until_the_next(tmp_path, fails):
+    until = tmp_path / "until"
+    async with handling(tmp_path, PIECES, seconds=10) as it:
+        body = {"until": str(until), "fails": fails}
+        async with it.client.stream("POST", "/invocations", json=body) as answer:
+            pieces = answer.aiter_raw()
+            assert answer.status_code == 200
+            assert await anext(pieces) == b'{"piece": 1}'
+            until.touch()
+            rest = b"".join([piece async for piece in pieces])
+        assert (b"no second one" if fails else b'{"piece": 2}') in rest

@@ -2,15 +2,18 @@
 """What the model.py of an adapter can and cannot do: real processes, over a fake engine."""
 
 import asyncio
+import ctypes
 import os
 import resource
 import tarfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from handlers import isolation
 from lmi_config.options.declared import Settings
+from serving import process
 from tests.serving.conftest import running
 from tests.serving.lora import test_registry
 from tests.serving.lora.test_registry import ask, register, registry, write
@@ -184,6 +187,27 @@ async def test_no_descriptor_leads_out_of_its_folder(served, tmp_path):
     assert Path(found["home"]).is_dir()
     await served.client.delete("/adapters/one")
     assert not Path(found["home"]).exists()
+
+
+@as_another
+async def test_what_it_leaves_behind_ends_with_it(served, root):
+    text = """
+import subprocess
+
+@output_formatter
+def begin(answer):
+    return {"left": subprocess.Popen(["sleep", "60"], start_new_session=True).pid}
+"""
+    prctl, subreaper = ctypes.CDLL(None).prctl, 36
+    process.adopt_orphans()
+    try:
+        await register(served, "one", with_code(root / "one", text))
+        left = psutil.Process((await ask(served, "one"))["left"])
+        await served.client.delete("/adapters/one")
+        assert left.status() == psutil.STATUS_ZOMBIE
+        os.waitpid(left.pid, 0)
+    finally:
+        prctl(subreaper, 0, 0, 0, 0)
 
 
 @as_another
