@@ -16,6 +16,7 @@ process that ends by itself, for want of memory for example, is started again at
 import ast
 import asyncio
 import contextlib
+import io
 import itertools
 import logging
 import os
@@ -643,10 +644,10 @@ class _Process:
         if self._retires and not self.ended and not waited_for:
             self.kill()
 
-    async def _read_frame(self) -> tuple[int, Kind, memoryview]:
+    async def _read_frame(self) -> tuple[int, Kind, memoryview | bytes]:
         """What the process sends next, which may be anything: its call, its kind, and its data in
-        msgpack, which _decoded() reads. Nothing is decoded before it is known to be wanted: an
-        empty list is one byte here, and 56 as an object.
+        msgpack, which _decoded() reads; of large data the bytes that it holds. Nothing is decoded
+        before it is known to be wanted: an empty list is one byte here, and 56 as an object.
 
         Raises asyncio.IncompleteReadError or ConnectionError at the end, and _BadFrame.
         """
@@ -654,7 +655,7 @@ class _Process:
         if length > self._longest_frame:
             limit = self._longest_frame
             raise _BadFrame(f"{FILE} sent {length} bytes at once; {limit} are the limit")
-        frame = await self._reader.readexactly(min(length, _LONGEST_HEAD))
+        frame = await self._reader.readexactly(min(length, _LONGEST_HEAD + 5))
         head = _HEAD.match(frame)
         if not head:
             raise _BadFrame(f"{FILE} sent what is no answer: it begins with {frame!r:.80}")
@@ -663,9 +664,27 @@ class _Process:
             raise _BadFrame(
                 f"{FILE} sent {length} bytes at once; {LONGEST_NOTE} are the limit for {kind}"
             )
-        if length > len(frame):
+        if length <= LONGEST_NOTE:
             frame += await self._reader.readexactly(length - len(frame))
-        return number, kind, memoryview(frame)[head.end() :]
+            return number, kind, memoryview(frame)[head.end() :]
+        size, begun = length - head.end() - 5, frame[head.end() :]
+        if begun[0] != _BIN32 or int.from_bytes(begun[1:5]) != size:
+            raise _BadFrame(f"{FILE} sent what is no answer: {kind} of {length} bytes is no bytes")
+        return number, kind, await self._read_large(begun[5:], size)
+
+    async def _read_large(self, begun: bytes, size: int) -> bytes:
+        """So many bytes, of which the first are here. A piece at a time and with no copy of all,
+        for which the event loop would stand still.
+        """
+        data = io.BytesIO()
+        data.write(begun)
+        while left := size - data.tell():
+            piece = await self._reader.read(min(left, OUTPUT))
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", size)
+            data.write(piece)
+            await asyncio.sleep(0)
+        return data.getvalue()
 
     async def _read_answers(self) -> None:
         reason = _DIED
@@ -827,6 +846,8 @@ _DATA: Mapping[Kind, msgspec.msgpack.Decoder[Any]] = {
     Kind.PART: msgspec.msgpack.Decoder(bytes),
 }
 """What the data of each kind is."""
+_BIN32 = 0xC6
+"""What bytes begin with in msgpack that have so many; four with their number follow."""
 _WITH_DATA = (Kind.DONE, Kind.PART)
 _MOST_IDLE = 1000
 
@@ -839,8 +860,10 @@ _HEAD = re.compile(
 _LONGEST_HEAD = 17
 
 
-def _decoded(kind: Kind, data: memoryview) -> Any:
+def _decoded(kind: Kind, data: memoryview | bytes) -> Any:
     """Raises _BadFrame."""
+    if isinstance(data, bytes):
+        return data
     try:
         return _DATA[kind].decode(data)
     except msgspec.MsgspecError as error:

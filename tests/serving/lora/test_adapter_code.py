@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import tarfile
+import time
 from pathlib import Path
 
 import psutil
@@ -322,6 +323,10 @@ EVIL = {
     "empty lists as a head": "send(frame('head', lists(2**22)))",
     "empty lists as a result": "send(frame('done', lists(2**24)))",
     "empty lists as functions": "send(frame('loaded', lists(2**19)))",
+    "a result as large as it may be": "send(frame('done', b'\\xc6' + struct.pack('>I', 2**27) + "
+    "bytes(2**27)))",
+    "a result that is shorter than it says": "send(frame('done', b'\\xc6\\xff\\0\\0\\0' "
+    "+ bytes(2**21)))",
     "lists within lists": "send(frame('done', b'\\x91' * 2**20))",
     "data of a call that is over": "send(frame('done', b'\\xc6\\x04\\0\\0\\0', b'\\x63'))",
     "a head with a million names": "send(frame('head', b'\\x92\\x01\\xdf\\0\\x04\\0\\0' + "
@@ -372,9 +377,9 @@ async def test_nothing_that_it_does_stops_the_server(served, root, evil):
     async def tick():
         nonlocal longest
         while True:
-            begun = asyncio.get_running_loop().time()
+            begun = time.thread_time()  # which no other process on the machine delays
             await asyncio.sleep(0.001)
-            longest = max(longest, asyncio.get_running_loop().time() - begun)
+            longest = max(longest, time.thread_time() - begun)
 
     ticking = asyncio.create_task(tick())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -393,8 +398,9 @@ async def test_nothing_that_it_does_stops_the_server(served, root, evil):
     finally:
         ticking.cancel()
     assert sent == [200] * 10
-    assert longest < 1
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024  # KiB
+    assert longest < 0.5
+    most = 600 if "as large" in evil else 100  # MiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < most * 1024
 
 
 async def test_of_what_it_prints_so_much_is_logged(served, root, caplog):
