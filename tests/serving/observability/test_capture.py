@@ -114,7 +114,7 @@ def test_a_log_that_nobody_reads_any_more_harms_nothing():
 
 
 HOSTILE = r"""
-import json, os, subprocess, sys
+import fcntl, json, os, subprocess, sys, termios, time
 from serving.observability import capture, logs
 
 logs.configure(os.environ)
@@ -143,6 +143,11 @@ with capture.capture_output():
     subprocess.run([sys.executable, "-S", "-c", child], input=data, check=True)
     subprocess.run([sys.executable, "-S", "-c", child], input=b"x\n" * 5_000, check=True)
     print("the last word")
+    sys.stdout.flush()
+    left = b"\1\0\0\0"
+    while any(left):  # a machine that does other work may take longer than a stop waits
+        left = fcntl.ioctl(1, termios.FIONREAD, left)
+        time.sleep(0.1)
 """
 
 
