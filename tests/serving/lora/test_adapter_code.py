@@ -2,6 +2,7 @@
 """What the model.py of an adapter can and cannot do: real processes, over a fake engine."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import resource
@@ -55,6 +56,17 @@ def look(answer):
         "status": read("/proc/self/status").decode(),
     }
 """
+
+
+@pytest.fixture
+def adopting():
+    """This process is the parent of orphans, as `serve` is."""
+    process.adopt_orphans()
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 @pytest.fixture
@@ -191,7 +203,7 @@ async def test_no_descriptor_leads_out_of_its_folder(served, tmp_path):
 
 
 @as_another
-async def test_what_it_leaves_behind_ends_with_it(served, root):
+async def test_what_it_leaves_behind_ends_with_it(adopting, served, root):
     text = """
 import subprocess
 
@@ -199,16 +211,11 @@ import subprocess
 def begin(answer):
     return {"left": subprocess.Popen(["sleep", "60"], start_new_session=True).pid}
 """
-    prctl, subreaper = ctypes.CDLL(None).prctl, 36
-    process.adopt_orphans()
-    try:
-        await register(served, "one", with_code(root / "one", text))
-        left = psutil.Process((await ask(served, "one"))["left"])
-        await served.client.delete("/adapters/one")
-        assert left.status() == psutil.STATUS_ZOMBIE
-        os.waitpid(left.pid, 0)
-    finally:
-        prctl(subreaper, 0, 0, 0, 0)
+    await register(served, "one", with_code(root / "one", text))
+    left = psutil.Process((await ask(served, "one"))["left"])
+    await served.client.delete("/adapters/one")
+    assert left.status() == psutil.STATUS_ZOMBIE
+    os.waitpid(left.pid, 0)
 
 
 @as_another
@@ -304,8 +311,10 @@ def lists(count):
 def forked(what):
     if not os.fork():
         os.setsid()
-        what()
-        os._exit(0)
+        try:
+            what()
+        finally:
+            os._exit(0)
 
 def printed(block):
     def go():
@@ -366,7 +375,7 @@ EVIL = {
 
 @as_another
 @pytest.mark.parametrize("evil", EVIL)
-async def test_nothing_that_it_does_stops_the_server(served, root, evil):
+async def test_nothing_that_it_does_stops_the_server(adopting, served, root, evil):
     """Its own request fails or not; others are answered, and the event loop turns."""
     await register(served, "plain", write(root / "plain"))
     text = HOSTILE.replace("EVIL", EVIL[evil])
