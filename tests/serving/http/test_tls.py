@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 from datetime import UTC, datetime, timedelta
@@ -16,6 +17,8 @@ from lmi_config.options.settings import SettingsError
 from scripts.harness.wait import until_async
 from serving import follow
 from serving.http import tls as tls_module
+from serving.http.listener import Listener
+from serving.http.sockets import Connections
 from serving.http.tls import ServerTls
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
@@ -160,8 +163,9 @@ async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, cap
     caplog.set_level(logging.INFO)
     tls = ServerTls(Settings(**files))
     following = asyncio.create_task(tls.follow())
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=tls.context)
-    port = server.sockets[0].getsockname()[1]
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    server = Listener(listening, Connections(20), lambda _: asyncio.Protocol(), tls)
     shutil.copy(folders[1] / "own.key", tmp_path)  # without its certificate
     await until_async(lambda: "do not go together" in caplog.text)
     assert await asyncio.to_thread(shown, port) == "first"
