@@ -165,9 +165,9 @@ class Router:
         from serving.router.epp.exchange import Picking
         from serving.router.epp.server import EndpointPicker
 
-        return EndpointPicker(
-            self._settings, Picking(self.place, self.routing, self.rules, self.buffers)
-        )
+        # Its peers and the clients of the proxy cannot use up each other's memory.
+        picking = Picking(self.place, self.routing, self.rules, Buffers())
+        return EndpointPicker(self._settings, picking)
 
     def _connection(self, place: Place) -> Downstream:
         return Downstream(self.dispatch, self.rules, self.buffers, place, self.clients)
