@@ -52,9 +52,17 @@ class Authorities:
         """Those of the certificates, in DER, that lead to an authority of these. One whose client
         showed certificates in between does not.
         """
-        return {it for it in certificates if self._trusts(x509.load_der_x509_certificate(it))}
+        return {it for it in certificates if self._trusts(it)}
 
-    def _trusts(self, certificate: x509.Certificate) -> bool:
+    def _trusts(self, content: bytes) -> bool:
+        try:
+            certificate = x509.load_der_x509_certificate(content)
+            return self._leads_here(certificate)
+        except Exception as error:  # what a client has shown, and OpenSSL reads otherwise
+            log.debug("a client's certificate cannot be read: %s", error)
+            return False
+
+    def _leads_here(self, certificate: x509.Certificate) -> bool:
         for _ in range(CHAIN):
             signer = next((it for it in self._all if _signed(certificate, it)), None)
             if signer is None:

@@ -206,7 +206,7 @@ async def test_a_store_that_hangs_holds_up_nobody(monkeypatch):
             return await asyncio.gather(*(waited(n) for n in range(400)))
 
         await all_wait()
-        assert not limiter._at_once
+        assert not limiter._doubtful
         process.suspend()
         assert max(await all_wait()) < 4  # it was ten
         for _ in range(2):
