@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`serve`, in front of the fake engine, or `route`, as a process with uvloop and few descriptors.
 
-python -m tests.few_descriptors serve|route DESCRIPTORS SETTINGS, which are JSON. It prints its port
-once it is ready to start. SIGRTMIN: it takes all descriptors that are left. SIGRTMAX: it closes them.
+python -m tests.few_descriptors serve|route DESCRIPTORS SETTINGS, which are JSON. It prints its
+port. SIGRTMIN: it takes all descriptors that are left. SIGRTMAX: it closes them.
 """
 
 import json
@@ -57,7 +57,8 @@ def main(verb: str, descriptors: str, settings: str) -> None:
     signal.signal(signal.SIGRTMIN, take)
     signal.signal(signal.SIGRTMAX, give)
     listener = socket.create_server(("127.0.0.1", 0))
-    print(listener.getsockname()[1], flush=True)
+    sys.stdout.write(f"{listener.getsockname()[1]}\n")
+    sys.stdout.flush()
     uvloop.run((served if verb == "serve" else routed)(listener, Settings(**json.loads(settings))))
 
 

@@ -151,12 +151,11 @@ class Connections:
         self.idle[place] = None
         if len(self.open) <= self.most and not scarce:
             return
-        if next(iter(self.idle)) is not place:
-            self.evict()
-        elif last or len(self.open) > self.most + SPARE:
-            self.evict()
-        else:
+        alone = next(iter(self.idle)) is place
+        if alone and not last and len(self.open) <= self.most + SPARE:
             place.spare = scarce
+        else:
+            self.evict()
 
     def evict(self) -> bool:
         """Let the one go that has been idle for longest. Whether there was one."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS towards clients: a certificate, and clients' authorities, read anew when their files change."""
+"""TLS towards clients: a certificate and authorities that are read anew when their files change."""
 
 import asyncio
 import functools

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of gRPC that are open: how many there may be, and which of them is let go for another.
-"""
+"""The streams of gRPC that are open: how many there may be, and which is let go for another."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -223,6 +223,7 @@ async def test_a_store_that_hangs_holds_up_nobody(monkeypatch):
 
         async def places():
             await limiter.take(who[0])
+            assert limiter._store
             counts = [await limiter._store.zcard(key) for key in keys]
             return sum(counts) <= len(limiter._places)
 

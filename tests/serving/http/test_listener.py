@@ -6,14 +6,15 @@ with TLS and without, and clients that say nothing.
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -77,7 +78,7 @@ class Door:
 
     @property
     def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return len([*Path(f"/proc/{self.process.pid}/fd").iterdir()])
 
     def silent(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), 10)
@@ -176,6 +177,79 @@ async def test_where_no_descriptor_is_left_ping_is_answered_and_what_runs_goes_o
     log = door.log.read_text()
     assert log.count("file descriptors are scarce") == 1
     assert "Traceback" not in log
+
+
+HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(32)
+HOSTILE = {
+    "nothing": b"",
+    "half of a hello": HELLO[:20],
+    "a hello of zeros": HELLO + bytes(480),
+    "a hello without end": b"\x16\x03\x01\xff\xff" + bytes(70_000),
+    "alerts without end": b"\x15\x03\x03\x00\x02\x01\x00" * 10_000,
+    "data before a handshake": b"\x17\x03\x03\x00\x05abcde" * 1_000,
+    "SSL 2": b"\x80\x2e\x01\x00\x02" + bytes(60),
+    "HTTP/1.1": b"GET /ping HTTP/1.1\r\nhost: a\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100),
+    "PROXY": b"PROXY TCP4 1.2.3.4 1.2.3.4 1 2\r\n",
+    "SMTP": b"EHLO a\r\n",
+    "zeros": bytes(200_000),
+    "a line without end": b"GET /" + b"a" * 200_000,
+    "headers without end": b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 30_000,
+    "lines without end": b"\r\n" * 100_000,
+    "a length without end": b"POST / HTTP/1.1\r\ncontent-length: " + b"9" * 5_000 + b"\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\naa",
+    "a chunk without end": b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + b"f" * 16,
+    "requests without end": b"GET /ping HTTP/1.1\r\nhost: a\r\n\r\n" * 5_000,
+}
+LEAVINGS = ("close", "half", "reset")
+
+
+def leave(it: socket.socket, how: str) -> None:
+    if how == "reset":
+        it.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    elif how == "half":
+        with contextlib.suppress(OSError):
+            it.shutdown(socket.SHUT_WR)
+            while it.recv(65536):
+                pass
+
+
+def attack(door: Door, content: bytes, how: str, *, inside: bool) -> None:
+    """Send this, and leave. inside: after a handshake."""
+    plain = door.silent()
+    plain.settimeout(7)  # longer than a handshake has
+    with contextlib.suppress(OSError):
+        it = plain
+        if inside:
+            it = door.verify.wrap_socket(plain, server_hostname="localhost")
+        with it:
+            it.sendall(content)
+            leave(it, how)
+    plain.close()
+
+
+async def test_whatever_clients_send_first(door, encrypted):
+    """Over TLS and instead of it, and however they leave. Some close before they are accepted."""
+    before = await asyncio.to_thread(lambda: door.descriptors)
+
+    def attacked():
+        with ThreadPoolExecutor(30) as pool:
+            attacks = [
+                pool.submit(attack, door, content, how, inside=inside)
+                for inside in {False, encrypted}
+                for content in HOSTILE.values()
+                for how in LEAVINGS
+            ]
+            assert [door.get("/ping") for _ in range(10)] == [200] * 10
+            for it in attacks:
+                it.result()
+        assert door.post() == 200
+        until(lambda: door.descriptors <= before + 2, 20)
+
+    await asyncio.to_thread(attacked)
+    log = door.log.read_text()
+    assert "Traceback" not in log
+    assert len(log) < 20_000
 
 
 async def test_a_handshake_has_five_seconds(verb, folder, tmp_path):

@@ -22,6 +22,8 @@ from serving.http import tls as tls_module
 from serving.http.listener import Listener
 from serving.http.sockets import Connections
 from serving.http.tls import Authorities, ServerTls
+from serving.router import router as router_module
+from serving.server import server as server_module
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
@@ -161,6 +163,24 @@ async def test_clients_need_a_certificate_where_the_operator_says_so(files, fold
             assert (await asking.get("/ping")).status_code in (200, 503)
 
 
+@pytest.mark.parametrize("verb", ["serve", "route"])
+async def test_connections_count_before_they_shake_hands(files, tmp_path, monkeypatch, verb):
+    monkeypatch.setattr(server_module, "most_connections", lambda queue: 20)
+    monkeypatch.setattr(router_module, "most_routed", lambda: 20)
+    async with either(verb, **files) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        async with asyncio.timeout(4):  # less than a handshake has
+            for reader, _ in silent[:30]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+        async with httpx.AsyncClient(verify=context, timeout=20) as asking:
+            found = await asking.get(f"https://localhost:{port}/ping")
+            assert found.status_code in (200, 503)
+        for _, writer in silent:
+            writer.close()
+
+
 # an authority that is taken out
 
 
@@ -220,11 +240,12 @@ class TlsClient:
 async def either(verb, **options):
     """`serve` or `route`, and its port."""
     if verb == "serve":
-        door = running(wait=False, **options)
+        async with running(wait=False, **options) as it:
+            yield httpx.URL(it.url).port
     else:
-        door = routing(0, wait=False, router_replicas="http://127.0.0.1:1", **options)
-    async with door as it:
-        yield httpx.URL(it.url).port
+        options["router_replicas"] = "http://127.0.0.1:1"
+        async with routing(0, wait=False, **options) as routed:
+            yield routed.port
 
 
 def put(path, content, *, renamed):
