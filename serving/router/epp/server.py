@@ -31,6 +31,8 @@ STREAMS = ROUTED
 """Requests that are picked for or answered at once, as many as a router has connections."""
 WATCHES = 64
 """Streams of health and reflection."""
+WRITE_S = 5.0
+"""For the last answer on a stream that is let go."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 4 * 1024**2),
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),  # until HTTP/2 has begun
@@ -143,15 +145,39 @@ class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def _bounded(self, behaviour: Any, asked: Any, context: Any) -> AsyncGenerator[Any]:
         stream = self._streams.open()
+        writes = _Writes(context)
         try:
-            answers = _answers(behaviour, asked, context)
+            answers = _answers(behaviour, asked, writes)
             async with aclosing(answers):
                 while answer := await stream.next(answers, None):
                     yield answer
         except Evicted:
+            await writes.over()
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, EVICTED)
         finally:
             stream.close()
+
+
+class _Writes:
+    """A servicer's context, on which a write ends even where the servicer is cancelled: gRPC cannot
+    end a stream in the middle of one.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._write: asyncio.Future[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        self._write = asyncio.ensure_future(self._context.write(message))
+        await asyncio.shield(self._write)
+
+    async def over(self) -> None:
+        """Wait until what is being written is sent."""
+        if self._write:
+            await asyncio.wait([self._write], timeout=WRITE_S)
 
 
 async def _answers(behaviour: Any, asked: Any, context: Any) -> AsyncGenerator[Any]:
