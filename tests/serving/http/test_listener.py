@@ -221,6 +221,7 @@ def attack(door: Door, content: bytes, how: str, *, inside: bool) -> None:
     with contextlib.suppress(OSError):
         it = plain
         if inside:
+            assert isinstance(door.verify, ssl.SSLContext)
             it = door.verify.wrap_socket(plain, server_hostname="localhost")
         with it:
             it.sendall(content)
