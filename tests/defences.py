@@ -57,6 +57,16 @@ def all_entries(_: str, content: bytes) -> Any:
     return json.loads(content).items()
 
 
+def no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def added_alone(self: Any, place: Any, **_: Any) -> None:
+    """As Connections.add, but that none is let go."""
+    self.open.add(place)
+    self.idle[place] = None
+
+
 def unchanged(first: Any, *_: Any, **__: Any) -> Any:
     return first
 
@@ -398,6 +408,31 @@ DEFENCES: Mapping[str, Removed] = {
     "A body that Slipway and the engine parse differently": Removed(
         "tests/serving/api/test_fuzz.py::test_the_engine_reads_what_was_checked",
         {"serving.inference.pipeline:with_keys": with_keys_before},
+    ),
+    "Connections that never shake hands; no file descriptor is left": Removed(
+        "tests/serving/http/test_tls.py::test_connections_count_before_they_shake_hands",
+        {"serving.http.sockets:Connections.add": added_alone},
+    ),
+    "A client whose authority was taken out of `OPTION_TLS_CLIENT_CA_FILE`": Removed(
+        "tests/serving/http/test_tls.py::test_connections_that_a_lost_authority_let_in_end",
+        {"serving.http.listener:Listener._distrust": nothing_async},
+    ),
+    "An issuer answers without end, packed, or with thousands of keys": Removed(
+        f"{ACCESS}test_tokens.py::test_while_the_issuer_is_broken_the_last_good_keys_stay",
+        {"serving.access.tokens:MOST_KEYS": math.inf},
+    ),
+    "A store for limits hangs, or answers nonsense": Removed(
+        f"{ACCESS}test_limits.py::test_a_store_that_hangs_holds_up_nobody",
+        {"serving.access.limits:Limiter._require_answering": no},
+    ),
+    "A peer of the endpoint picker that is no gateway: messages out of order, streams and heads "
+    "without end": Removed(
+        "tests/serving/router/epp/test_hostile.py::test_streams_that_say_nothing_keep_nobody_out",
+        {"serving.router.epp.streams:Streams.evict": nothing},
+    ),
+    "An answer says that it used a negative, endless or fractional number of tokens": Removed(
+        "tests/serving/router/epp/test_epp.py::test_usage",
+        {"serving.router.epp.usage:counted": int},
     ),
     "Heads and bodies that never end, many connections, many headers, at the router": Removed(
         "tests/serving/router/test_routing.py::test_a_head_has_to_be_whole_in_time",

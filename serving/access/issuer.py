@@ -15,6 +15,7 @@ from lmi_config.options import parsers
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access.tokens import Refused, Rules, TokenKey, UnknownKey, Verifier, key_set
+from serving.aio import in_thread
 from serving.errors import NotReady
 from serving.follow import FaultLog
 
@@ -148,7 +149,7 @@ class Issuer:
             raise ValueError(f"{self._name} did not answer within {FETCH_S:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"{self._name}: {error or type(error).__name__}") from None
-        found = key_set(keys)
+        found = await in_thread(key_set, keys)
         if [it.name for it in found] != [it.name for it in self._keys]:
             names = ", ".join(repr(it.name) for it in found)
             log.info("%s signs tokens with %.500s", self._name, names)
@@ -158,22 +159,27 @@ class Issuer:
     async def _discovered(self, client: "httpx.AsyncClient") -> str:
         """Where the issuer says that its keys are. Raises ValueError."""
         url = self._name.rstrip("/") + DISCOVERY
+        content = await _get(client, url)
         try:
-            said = json.loads(await _get(client, url))
-            issuer, found = said["issuer"], parsers.https_url(said["jwks_uri"])
-        except (LookupError, TypeError, RecursionError, json.JSONDecodeError):
-            raise ValueError(f"{url} has no issuer and jwks_uri") from None
+            said = json.loads(content)
+            issuer, found = said["issuer"], said["jwks_uri"]
+        except (LookupError, TypeError, RecursionError, ValueError):
+            issuer = found = None
+        if not isinstance(issuer, str) or not isinstance(found, str):
+            raise ValueError(f"{url} has no issuer and jwks_uri")
         if issuer != self._name:
             raise ValueError(f"{url} is of the issuer {issuer!r:.100}, and not {self._name!r}")
-        return found
+        return parsers.https_url(found)
 
 
 async def _get(client: "httpx.AsyncClient", url: str) -> bytes:
     content = bytearray()
-    async with client.stream("GET", url, headers={"accept": "application/json"}) as answer:
+    # Packed, a kilobyte could become a megabyte before it is counted.
+    headers = {"accept": "application/json", "accept-encoding": "identity"}
+    async with client.stream("GET", url, headers=headers) as answer:
         if answer.status_code != 200:
             raise ValueError(f"{url} answered {answer.status_code}")
-        async for part in answer.aiter_bytes():
+        async for part in answer.aiter_raw():
             content += part
             if len(content) > MAX_BYTES:
                 raise ValueError(f"{url} answered with more than {MAX_BYTES} bytes")

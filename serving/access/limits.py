@@ -11,14 +11,15 @@ import logging
 import math
 import time
 import uuid
-from collections import Counter
-from collections.abc import Coroutine
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import RedisStorage, Storage
 from limits.aio.strategies import FixedWindowRateLimiter
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
 from serving.access.caller import Caller
@@ -34,10 +35,14 @@ LEASE_S = 60
 RENEWED_S = 20.0
 STORE_S = 1.0
 """For an answer of the store."""
-CONNECTIONS, POOL_S = 32, 10.0
-"""To the store at most, and for how many seconds one is waited for."""
+CONNECTIONS, TURN_S = 32, 2.0
+"""To the store at most, and for how long a request waits for them in all; then it counts here."""
 PAUSE_S = 5.0
-"""After the store has failed it is not asked for so long."""
+"""After the store has failed it is not asked for so long. Then one request asks, and the others
+count here until it has an answer.
+"""
+LATE = 1000
+"""Places that the store may have given after all, and is told to take back once it answers."""
 WINDOWS = 1000
 """In memory, before those that have ended are let go: tokens name tenants without end."""
 NAMESPACE = "slipway-limits"
@@ -59,6 +64,13 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 """
 
 
+_FAULTS = (RedisError, OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What asking raises of a store that is away, or answers with something else."""
+_LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
+
+T = TypeVar("T")
+
+
 class Taken(NamedTuple):
     """A request that was let in. headers: what its answer says of the limits. place: in the store,
     among the caller's requests at once; "" where it is counted in memory.
@@ -67,6 +79,10 @@ class Taken(NamedTuple):
     caller: Caller
     headers: Headers
     place: str = ""
+
+
+class Silent(Exception):
+    """The store is not asked, or has not answered."""
 
 
 class Memory(Storage):
@@ -121,10 +137,9 @@ class Limiter:
         self._shared: FixedWindowRateLimiter | None = None
         self._store: Redis | None = None
         if url:
-            pool: Any = BlockingConnectionPool.from_url(
+            pool: Any = ConnectionPool.from_url(
                 "redis" + url.removeprefix("valkey").removeprefix("redis"),
                 max_connections=CONNECTIONS,
-                timeout=POOL_S,
                 socket_timeout=STORE_S,
                 socket_connect_timeout=STORE_S,
             )
@@ -136,9 +151,13 @@ class Limiter:
             )
             self._shared = FixedWindowRateLimiter(storage)
             self._store = Redis(connection_pool=pool)
+        self._turns = asyncio.Semaphore(CONNECTIONS)
         self._silent_until = 0.0
+        self._doubtful = False  # whether it has not answered since it failed
+        self._trying = False  # whether a request finds out if it does
         self._at_once: Counter[str] = Counter()  # in this process alone
         self._places: dict[str, str] = {}  # in the store: place → its key there
+        self._late: deque[tuple[str, str]] = deque(maxlen=LATE)  # the same, to be given back
         self._renewing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
@@ -149,13 +168,14 @@ class Limiter:
         if not caller.limited:
             return Taken(caller, [])
         headers: Headers = []
+        until = asyncio.get_running_loop().time() + TURN_S
         if limits.tokens:
-            remaining, reset = await self._window("tokens", caller.name, limits.tokens)
+            remaining, reset = await self._window("tokens", caller.name, limits.tokens, until)
             headers += _said("tokens", limits.tokens, remaining, reset)
             if remaining <= 0:
                 raise RateLimited("tokens", f"{limits.tokens} tokens a minute", reset, headers)
         if limits.requests:
-            let_in, remaining, reset = await self._hit(caller.name, limits.requests)
+            let_in, remaining, reset = await self._hit(caller.name, limits.requests, until)
             headers += _said("requests", limits.requests, remaining, reset)
             if not let_in:
                 what = f"{limits.requests} requests a minute"
@@ -163,7 +183,7 @@ class Limiter:
         place = ""
         if limits.concurrent:
             headers.append((RATE_LIMIT + b"limit-concurrent", b"%d" % limits.concurrent))
-            found = await self._place(caller.name, limits.concurrent)
+            found = await self._place(caller.name, limits.concurrent, until)
             if found is None:
                 what = f"{limits.concurrent} requests at once"
                 raise RateLimited("requests", what, 1, headers)
@@ -174,8 +194,8 @@ class Limiter:
         """A request that was let in is over."""
         if taken.place:
             key = self._places.pop(taken.place, None)
-            if key and self._store:
-                self._spawn(self._leave(self._store, key, taken.place))
+            if key:
+                self._spawn(self._leave(key, taken.place))
         elif taken.caller.limits.concurrent and not taken.caller.counted:
             self._at_once[taken.caller.name] -= 1
             if not self._at_once[taken.caller.name]:
@@ -193,54 +213,45 @@ class Limiter:
 
     async def _charge(self, name: str, limit: int, tokens: int) -> None:
         item = RateLimitItemPerMinute(limit)
-        if shared := self._asked:
-            try:
-                await shared.hit(item, "tokens", name, cost=tokens)
-                return
-            except (RedisError, OSError) as error:
-                self._failed(error)
-        await self._own.hit(item, "tokens", name, cost=tokens)
+        try:
+            await self._ask(lambda it: it.hit(item, "tokens", name, cost=tokens))
+        except Silent:
+            await self._own.hit(item, "tokens", name, cost=tokens)
 
-    async def _hit(self, name: str, limit: int) -> tuple[bool, int, int]:
+    async def _hit(self, name: str, limit: int, until: float) -> tuple[bool, int, int]:
         """Count a request. Whether it is within the limit, and what _window() returns."""
         item = RateLimitItemPerMinute(limit)
-        if shared := self._asked:
-            try:
-                let_in = await shared.hit(item, "requests", name)
-                return let_in, *await self._window("requests", name, limit)
-            except (RedisError, OSError) as error:
-                self._failed(error)
-        let_in = await self._own.hit(item, "requests", name)
-        return let_in, *await self._window("requests", name, limit)
+        try:
+            let_in = await self._ask(lambda it: it.hit(item, "requests", name), until)
+        except Silent:
+            let_in = await self._own.hit(item, "requests", name)
+        return let_in, *await self._window("requests", name, limit, until)
 
-    async def _window(self, what: str, name: str, limit: int) -> tuple[int, int]:
+    async def _window(self, what: str, name: str, limit: int, until: float) -> tuple[int, int]:
         """What is left in this minute, and seconds until it ends."""
         item = RateLimitItemPerMinute(limit)
-        if shared := self._asked:
-            try:
-                stats = await shared.get_window_stats(item, what, name)
-                self._warned.discard(_ALONE)
-                return stats.remaining, _until(stats.reset_time)
-            except (RedisError, OSError) as error:
-                self._failed(error)
-        stats = await self._own.get_window_stats(item, what, name)
-        return stats.remaining, _until(stats.reset_time)
+        try:
+            stats = await self._ask(lambda it: it.get_window_stats(item, what, name), until)
+        except Silent:
+            stats = await self._own.get_window_stats(item, what, name)
+        return min(stats.remaining, limit), _until(stats.reset_time)
 
-    async def _place(self, name: str, limit: int) -> str | None:
+    async def _place(self, name: str, limit: int, until: float) -> str | None:
         """A place among the caller's requests at once; None where there is none."""
-        if self._asked and self._store:
+        if self._store:
             key, place = f"{NAMESPACE}:at-once:{name}", uuid.uuid4().hex
             self._places[place] = key  # so that it is given back whatever becomes of this
             try:
-                if await self._store.eval(_TAKE, 1, key, str(limit), place, str(LEASE_S)):
+                if await self._run(_TAKE, key, str(limit), place, str(LEASE_S), until=until):
                     if not self._renewing:
-                        self._renewing = asyncio.create_task(self._renew(self._store))
+                        self._renewing = asyncio.create_task(self._renew())
                     return place
                 del self._places[place]
                 return None
-            except (RedisError, OSError) as error:
+            except Silent as error:
                 del self._places[place]
-                self._failed(error)
+                if error.__cause__:  # it was asked
+                    self._late.append((key, place))
             except asyncio.CancelledError:
                 self.give_back(Taken(Caller(), [], place))
                 raise
@@ -249,29 +260,84 @@ class Limiter:
         self._at_once[name] += 1
         return ""
 
-    async def _leave(self, store: Redis, key: str, place: str) -> None:
+    async def _leave(self, key: str, place: str) -> None:
         try:
-            await store.zrem(key, place)
-        except (RedisError, OSError) as error:
-            self._failed(error)
+            await self._run(_LEAVE, key, place)
+        except Silent:
+            self._late.append((key, place))
 
-    async def _renew(self, store: Redis) -> None:
+    async def _renew(self) -> None:
         """Keep the places of requests that are under way."""
         while True:
             await asyncio.sleep(RENEWED_S)
-            try:
+            with suppress(Silent):
                 for place, key in [*self._places.items()]:
-                    await store.eval(_RENEW, 1, key, place, str(LEASE_S))
-            except (RedisError, OSError) as error:
-                self._failed(error)
+                    await self._run(_RENEW, key, place, str(LEASE_S))
 
-    @property
-    def _asked(self) -> FixedWindowRateLimiter | None:
-        """What counts for all, unless there is none or it has just failed."""
-        return self._shared if time.monotonic() >= self._silent_until else None
+    async def _run(self, script: str, key: str, *more: str, until: float | None = None) -> Any:
+        """What a script says of a key in the store. Raises Silent."""
+        store = self._store
+        return await self._ask(lambda _: store.eval(script, 1, key, *more), until)  # type: ignore[union-attr]
+
+    async def _ask(
+        self, ask: Callable[[FixedWindowRateLimiter], Awaitable[T]], until: float | None = None
+    ) -> T:
+        """What the store says. until: by the loop's clock, how long a connection is waited for.
+
+        Raises Silent: by what it has caused that is, or where it was not asked by nothing.
+        """
+        trying = self._require_answering()
+        try:
+            answer = await self._in_turn(ask, until, trying=trying)
+        finally:
+            if trying:
+                self._trying = False
+        self._doubtful = False
+        self._warned.discard(_ALONE)
+        if self._late:
+            self._spawn(self._leave(*self._late.popleft()))
+        return answer
+
+    async def _in_turn(
+        self,
+        ask: Callable[[FixedWindowRateLimiter], Awaitable[T]],
+        until: float | None,
+        *,
+        trying: bool,
+    ) -> T:
+        try:
+            async with asyncio.timeout_at(until or asyncio.get_running_loop().time() + TURN_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise Silent from None
+        try:
+            if not trying:
+                self._require_answering(again=True)  # others may have asked in vain
+            assert self._shared
+            async with asyncio.timeout(STORE_S):
+                return await ask(self._shared)
+        except _FAULTS as error:
+            self._failed(error)
+            raise Silent from error
+        finally:
+            self._turns.release()
+
+    def _require_answering(self, *, again: bool = False) -> bool:
+        """Raise Silent where the store is not to be asked. Whether this is to find out if it
+        answers. again: it was not, when it was asked before.
+        """
+        if not self._shared or time.monotonic() < self._silent_until:
+            raise Silent
+        if not self._doubtful:
+            return False
+        if self._trying or again:
+            raise Silent
+        self._trying = True
+        return True
 
     def _failed(self, error: Exception) -> None:
         self._silent_until = time.monotonic() + PAUSE_S
+        self._doubtful = True
         log.debug("OPTION_LIMITS_URL", exc_info=error)
         self._warn(_ALONE)
 
@@ -299,8 +365,8 @@ _ALONE = "what OPTION_LIMITS_URL names does not answer: each process counts by i
 
 
 def _until(moment: float) -> int:
-    """Whole seconds until a time, at least one."""
-    return max(math.ceil(moment - time.time()), 1)
+    """Whole seconds until a window's end: from one to the 60 that a window has."""
+    return min(max(math.ceil(moment - time.time()), 1), 60)
 
 
 def _said(what: str, limit: int, remaining: int, reset: int) -> Headers:

@@ -20,8 +20,10 @@ MAX_TOKEN = 8192
 """In bytes."""
 MAX_TENANT = 256
 """In characters."""
-RSA_BITS = 2048
-"""Of an RSA key, at least (RFC 7518, 3.3)."""
+RSA_BITS, MOST_RSA_BITS = 2048, 16_384
+"""Of an RSA key, at least (RFC 7518, 3.3) and at most, as OpenSSL has it."""
+MOST_KEYS = 100
+"""Of an issuer: to read each takes time."""
 
 _ALGORITHMS: Mapping[tuple[str, str | None], tuple[str, ...]] = {
     ("RSA", None): ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
@@ -61,7 +63,11 @@ def key_set(content: bytes) -> tuple[TokenKey, ...]:
         listed = json.loads(content)["keys"]
     except (ValueError, RecursionError, LookupError, TypeError):
         raise ValueError("it is no JWKS") from None
-    found = [it for it in map(_token_key, listed if isinstance(listed, list) else []) if it]
+    if not isinstance(listed, list):
+        listed = []
+    if len(listed) > MOST_KEYS:
+        raise ValueError(f"it has more than {MOST_KEYS} keys")
+    found = [it for it in map(_token_key, listed) if it]
     if not found:
         raise ValueError(
             f"it has no key for signatures by RSA with {RSA_BITS} bits, ECDSA or Ed25519"
@@ -82,7 +88,7 @@ def _token_key(given: Any) -> TokenKey | None:
         key = jwt.PyJWK(given, algorithms[0]).key
     except (jwt.PyJWTError, LookupError, TypeError, ValueError):  # a list for a name, and the like
         return None
-    if isinstance(key, RSAPublicKey) and key.key_size < RSA_BITS:
+    if isinstance(key, RSAPublicKey) and not RSA_BITS <= key.key_size <= MOST_RSA_BITS:
         return None
     name = given.get("kid")
     return TokenKey(name if isinstance(name, str) else None, key, algorithms)

@@ -8,8 +8,7 @@ reaches it with the error as `scope["slipway.refusal"]`, and for one whose body 
 
 import asyncio
 import contextlib
-import functools
-import ssl
+import socket
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from serving.errors import (
     TooSlow,
 )
 from serving.http.bodies import WRITER
+from serving.http.listener import Listener
 from serving.http.rules import (
     AHEAD,
     BEHIND_S,
@@ -51,7 +51,8 @@ from serving.http.rules import (
     NOT_HTTP,
     TOO_MANY_AHEAD,
 )
-from serving.http.sockets import Connections
+from serving.http.sockets import Connections, Place
+from serving.http.tls import ServerTls
 from serving.protocol import PROBES
 
 STALL_S = 300.0
@@ -67,14 +68,10 @@ class HttpServer(uvicorn.Server):
     Signals are the caller's: uvicorn would stop listening at once, and wait without end.
     """
 
-    def __init__(
-        self, app: Any, most: int, shutdown_s: int, tls: ssl.SSLContext | None = None
-    ) -> None:
-        protocol = functools.partial(Connection, Connections(most))
+    def __init__(self, app: Any, most: int, shutdown_s: int, tls: ServerTls) -> None:
         super().__init__(
             Config(
                 app,
-                http=cast(type[asyncio.Protocol], protocol),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -82,10 +79,23 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=shutdown_s,
-                ssl_context_factory=(lambda *_: tls) if tls else None,
             )
         )
+        self._connections = Connections(most)
+        self._tls = tls
         self._swept: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets
+
+        def protocol(place: Place) -> Connection:
+            return Connection(place, self.config, self.server_state, self.lifespan.state)
+
+        self.servers = cast(
+            list[asyncio.Server],
+            [Listener(it, self._connections, protocol, self._tls) for it in sockets],
+        )
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -111,14 +121,14 @@ class Connection(HttpToolsProtocol):
 
     def __init__(
         self,
-        others: Connections,
+        place: Place,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._others = others
+        self._place = place
         self._cycles: deque[Cycle] = deque()
         """Requests that have to be answered; the first is being answered."""
         self._reading = ""
@@ -137,16 +147,17 @@ class Connection(HttpToolsProtocol):
         self._due = 0.0
         """When the next piece of the body has to be here."""
         self._unsent, self._stalled = 0, 0.0
+        self._retired = False
 
     # the transport's side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._become_idle()
-        self._others.make_room(self, self.connections)
+        self._waiting_since = self.loop.time()
+        self._place.opened(transport, self._retire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._others.idle.pop(self, None)
+        self._place.release()
         for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -238,9 +249,8 @@ class Connection(HttpToolsProtocol):
         scope["raw_path"] = url.path
         scope["path"] = urllib.parse.unquote(url.path.decode("ascii"))
         scope["query_string"] = url.query or b""
-        if len(self.connections) > self._others.most and scope["path"] not in PROBES:
-            most = self._others.most
-            raise Overloaded(f"there are {most} connections, as many as the server takes")
+        if scope["path"] not in PROBES and (refusal := self._place.refusal):
+            raise Overloaded(refusal)
         if len(self._cycles) == AHEAD:
             raise Malformed(TOO_MANY_AHEAD)
         self._reading = "body"
@@ -272,12 +282,12 @@ class Connection(HttpToolsProtocol):
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
             expect_100_continue=self.expect_100_continue,
-            keep_alive=keep_alive,
+            keep_alive=keep_alive and not self._retired,
             on_response=self.on_response_complete,
         )
         self._cycles.append(cycle)
         if len(self._cycles) == 1:
-            self._others.idle.pop(self, None)
+            self._place.busy()
             self._start_asgi_task(cycle, self.app)
         else:
             self.flow.pause_reading()
@@ -296,7 +306,7 @@ class Connection(HttpToolsProtocol):
 
     def _become_idle(self) -> None:
         self._waiting_since = self.loop.time()
-        self._others.idle[self] = None
+        self._place.idle()
 
     def _refuse(self, error: ServingError) -> None:
         """Answer with an error what is being read, and read no more."""
@@ -348,6 +358,14 @@ class Connection(HttpToolsProtocol):
         elif not self._cycles and now - self._waiting_since > (
             KEEP_ALIVE_S if self._answered else HEAD_S
         ):
+            self.transport.close()
+
+    def _retire(self) -> None:
+        """Close after the answers that are under way, and that to what is being read."""
+        self._retired = True
+        if self._cycles:
+            self._cycles[-1].keep_alive = False
+        elif not self._reading:
             self.transport.close()
 
     def shutdown(self) -> None:

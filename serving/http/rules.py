@@ -6,7 +6,9 @@ MAX_HEAD = 64 * 1024
 MAX_HEADERS = 1_000
 """As objects, headers of a few bytes are far larger than MAX_HEAD."""
 HEAD_S = 30.0
-"""Seconds from a new connection, or a head's first byte, to the end of the head."""
+"""Seconds from a connection's handshake, or a head's first byte, to the end of the head."""
+HANDSHAKE_S = 5.0
+"""Seconds from a new connection to the end of TLS' handshake."""
 KEEP_ALIVE_S = 75.0
 """Seconds between two requests: longer than the 60 after which load balancers drop a connection."""
 LEAST_RATE = 8 * 1024

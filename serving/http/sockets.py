@@ -4,7 +4,8 @@
 import asyncio
 import resource
 import socket
-from typing import Any, Protocol
+import ssl
+from collections.abc import Callable
 
 RESERVED = 256
 """Descriptors for all but clients' connections: the engine, handlers, files, media."""
@@ -77,32 +78,93 @@ def most_routed() -> int:
     return min(ROUTED, (soft - min(RESERVED, soft // 2)) // 2)
 
 
-class Connection(Protocol):
-    """A client's connection."""
+class Place:
+    """A connection's among those of its server, from `accept` until it is closed."""
 
-    transport: asyncio.Transport
+    __slots__ = ("_of", "abort", "certificate", "context", "retire", "spare")
 
-    def __hash__(self) -> int: ...
+    def __init__(self, of: "Connections", context: ssl.SSLContext | None) -> None:
+        self._of = of
+        self.context = context
+        """What it shakes hands by."""
+        self.spare = False
+        """Whether it has one of the descriptors that are kept for /ping."""
+        self.abort: Callable[[], object] = _nothing
+        """Ends it at once."""
+        self.retire: Callable[[], object] = _nothing
+        """Ends it after the answers that are under way."""
+        self.certificate: bytes | None = None
+        """The client's, in DER. None where it has shown none, or not yet."""
+
+    def opened(self, transport: asyncio.Transport, retire: Callable[[], object]) -> None:
+        """Its protocol has it, after the handshake. It is idle."""
+        self.abort, self.retire = transport.abort, retire
+        if shaken := transport.get_extra_info("ssl_object"):
+            self.certificate = shaken.getpeercert(binary_form=True)
+        self.idle()
+
+    def idle(self) -> None:
+        """No request is being answered on it, from now on."""
+        if self in self._of.open:
+            self._of.idle.pop(self, None)
+            self._of.idle[self] = None
+
+    def busy(self) -> None:
+        """A request is."""
+        self._of.idle.pop(self, None)
+
+    def release(self) -> None:
+        """It is closed."""
+        self._of.idle.pop(self, None)
+        self._of.open.discard(self)
+
+    @property
+    def refusal(self) -> str:
+        """Why no request but /ping is answered on it; "" where one is."""
+        most = self._of.most
+        if len(self._of.open) > most:
+            return f"there are {most} connections, as many as the server takes"
+        if self.spare:
+            return "the server has no file descriptor left for more connections"
+        return ""
 
 
 class Connections:
     """The connections of a server, of which there are `most` and SPARE.
 
     One more takes the place of the one that has been idle for longest, that is, on which no request
-    is being answered. So nobody can keep a health check out with connections alone.
+    is being answered: also one that has not shaken hands. So nobody can keep a health check out
+    with connections alone.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.idle: dict[Connection, None] = {}
+        self.open: set[Place] = set()
+        self.idle: dict[Place, None] = {}
         """Those on which no request is being answered, the longest idle first."""
 
-    def make_room(self, newest: "Connection", all_of_them: set[Any]) -> None:
-        if len(all_of_them) <= self.most:
+    def add(self, place: Place, *, scarce: bool, last: bool) -> None:
+        """Another one was accepted, and another one is let go where there is no room for both.
+        scarce: whether few descriptors are left. last: whether hardly any are.
+        """
+        self.open.add(place)
+        self.idle[place] = None
+        if len(self.open) <= self.most and not scarce:
             return
-        oldest = next(iter(self.idle))
-        if oldest is newest and len(all_of_them) <= self.most + SPARE:
-            return
-        self.idle.pop(oldest)
-        all_of_them.discard(oldest)
-        oldest.transport.abort()
+        alone = next(iter(self.idle)) is place
+        if alone and not last and len(self.open) <= self.most + SPARE:
+            place.spare = scarce
+        else:
+            self.evict()
+
+    def evict(self) -> bool:
+        """Let the one go that has been idle for longest. Whether there was one."""
+        oldest = next(iter(self.idle), None)
+        if oldest is None:
+            return False
+        oldest.release()
+        oldest.abort()
+        return True
+
+
+def _nothing() -> None: ...

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS towards clients: a certificate that is read anew when its files change."""
+"""TLS towards clients: a certificate and authorities that are read anew when their files change."""
 
 import asyncio
 import functools
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Set
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
@@ -26,10 +27,58 @@ WARNED_DAYS = (1, 3, 14)
 """Before a certificate expires there is a warning at each of these."""
 CHECK_S = 600.0
 """Between two looks at the calendar."""
+CHAIN = 10
+"""Certificates between a client's and its authority, at most."""
 
 
 def _now() -> datetime:
     return datetime.now(UTC)
+
+
+class Authorities:
+    """Those that sign clients' certificates, as a file in PEM has them."""
+
+    def __init__(self, content: bytes) -> None:
+        try:
+            self._all = frozenset(x509.load_pem_x509_certificates(content))
+        except ValueError:  # OpenSSL reads more than this
+            self._all = frozenset()
+
+    def lacks(self, before: "Authorities") -> bool:
+        """Whether one is missing that was there before."""
+        return not before._all or not before._all <= self._all
+
+    def trusted(self, certificates: Set[bytes]) -> set[bytes]:
+        """Those of the certificates, in DER, that lead to an authority of these. One whose client
+        showed certificates in between does not.
+        """
+        return {it for it in certificates if self._trusts(it)}
+
+    def _trusts(self, content: bytes) -> bool:
+        try:
+            certificate = x509.load_der_x509_certificate(content)
+            return self._leads_here(certificate)
+        except Exception as error:  # what a client has shown, and OpenSSL reads otherwise
+            log.debug("a client's certificate cannot be read: %s", error)
+            return False
+
+    def _leads_here(self, certificate: x509.Certificate) -> bool:
+        for _ in range(CHAIN):
+            signer = next((it for it in self._all if _signed(certificate, it)), None)
+            if signer is None:
+                return False
+            if signer.subject == signer.issuer:
+                return True
+            certificate = signer
+        return False
+
+
+def _signed(certificate: x509.Certificate, signer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(signer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 class ServerTls:
@@ -38,7 +87,12 @@ class ServerTls:
     def __init__(self, settings: Settings, now: Callable[[], datetime] = _now) -> None:
         self._now = now
         self.context: ssl.SSLContext | None = None
-        """None where there is no TLS."""
+        """For new connections: another one each time that the files have changed, since a context
+        forgets no authority, and takes up the sessions that it has let in before. None where there
+        is no TLS.
+        """
+        self.on_distrust: Callable[[Authorities], Awaitable[None]] | None = None
+        """Is called once an authority of clients was taken out, with those that are left."""
         given = (settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
         if not any(given):
             return
@@ -47,19 +101,16 @@ class ServerTls:
         self._files = [Path(file) for file in given if file]
         self._ca = settings.tls_client_ca_file
         self._warned: int | None = None  # days before the end
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
         try:
             self._content = self._read()
-            self._expires = self._load(context)
+            self._shown = self._load(self._content)
         except (OSError, ValueError) as error:
             raise SettingsError([f"OPTION_TLS_CERT_FILE: {_reason(error)}"]) from None
-        self.context = context
+        self.context = self._shown.context
 
     async def follow(self) -> None:
         """Show a new certificate once its files change, and warn before it expires, until
-        cancelled. Connections stay.
+        cancelled. Connections stay, but those of clients that are not trusted any more.
         """
         if self.context:
             await asyncio.gather(self._follow_files(), self._follow_calendar())
@@ -67,11 +118,15 @@ class ServerTls:
 
     async def _follow_files(self) -> None:
         faults = FaultLog("certificate and key", self._files[0])
-        found = changes(self._read, lambda _: self._renewed(), faults, self._content)
+        found = changes(self._read, self._renewed, faults, self._content)
         async with aclosing(found):
-            async for self._expires in found:
+            async for shown in found:
+                before, self._shown = self._shown, shown
+                self.context = shown.context
                 log.info("certificate and key were read anew from %s", self._files[0])
                 self._check_calendar()
+                if self._ca and self.on_distrust and shown.authorities.lacks(before.authorities):
+                    await self.on_distrust(shown.authorities)
 
     async def _follow_calendar(self) -> None:
         while True:
@@ -79,36 +134,46 @@ class ServerTls:
             await asyncio.sleep(CHECK_S)
 
     def _check_calendar(self) -> None:
-        _expiry().set(self._expires.timestamp())
-        due = warning_due(self._expires, self._now())
+        _expiry().set(self._shown.expires.timestamp())
+        due = warning_due(self._shown.expires, self._now())
         if due and (self._warned is None or due < self._warned):
-            cert, expires = self._files[0], self._expires
+            cert, expires = self._files[0], self._shown.expires
             log.warning("the certificate %s expires on %s", cert, f"{expires:%Y-%m-%d %H:%M} UTC")
         self._warned = due
 
     def _read(self) -> list[bytes]:
         return [file.read_bytes() for file in self._files]
 
-    def _renewed(self) -> datetime:
-        """Show what is in the files from now on. Returns when it expires. Raises ValueError."""
-        assert self.context
+    def _renewed(self, content: list[bytes]) -> "_Shown":
+        """What is in the files now. Raises ValueError."""
         try:
-            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # what fails leaves half of it
-            return self._load(self.context)
+            return self._load(content)
         except (OSError, ValueError) as error:
             raise ValueError(_reason(error)) from None
 
-    def _load(self, context: ssl.SSLContext) -> datetime:
+    def _load(self, content: list[bytes]) -> "_Shown":
         cert, key, *_ = self._files
-        chain = x509.load_pem_x509_certificates(cert.read_bytes())
+        chain = x509.load_pem_x509_certificates(content[0])
         expires = min(certificate.not_valid_after_utc for certificate in chain)
         if expires <= self._now():
             raise ValueError(f"{cert} expired on {expires:%Y-%m-%d}")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
         context.load_cert_chain(cert, key)
         if self._ca:
-            context.load_verify_locations(self._ca)
+            try:
+                context.load_verify_locations(self._ca)
+            except ssl.SSLError:
+                raise ValueError(f"{self._ca} (OPTION_TLS_CLIENT_CA_FILE) is not PEM") from None
             context.verify_mode = ssl.CERT_REQUIRED
-        return expires
+        return _Shown(context, expires, Authorities(content[2] if self._ca else b""))
+
+
+class _Shown(NamedTuple):
+    context: ssl.SSLContext
+    expires: datetime
+    authorities: Authorities
 
 
 @functools.cache

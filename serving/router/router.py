@@ -25,9 +25,9 @@ from serving.errors import (
     ServingError,
 )
 from serving.exit import DIED
+from serving.http.listener import Listener
 from serving.http.origins import Origins
-from serving.http.rules import HEAD_S
-from serving.http.sockets import Connections, most_routed
+from serving.http.sockets import Connections, Place, most_routed
 from serving.http.tls import ServerTls
 from serving.kv_cache.salt import Tenants
 from serving.lifecycle import SHUTDOWN
@@ -165,12 +165,12 @@ class Router:
         from serving.router.epp.exchange import Picking
         from serving.router.epp.server import EndpointPicker
 
-        return EndpointPicker(
-            self._settings, Picking(self.place, self.routing, self.rules, self.buffers)
-        )
+        # Its peers and the clients of the proxy cannot use up each other's memory.
+        picking = Picking(self.place, self.routing, self.rules, Buffers())
+        return EndpointPicker(self._settings, picking)
 
-    def _connection(self) -> Downstream:
-        return Downstream(self.dispatch, self.rules, self.buffers, self.connections, self.clients)
+    def _connection(self, place: Place) -> Downstream:
+        return Downstream(self.dispatch, self.rules, self.buffers, place, self.clients)
 
     # its life
 
@@ -181,15 +181,7 @@ class Router:
         numbers = (signal.SIGTERM, signal.SIGINT)
         self._signals.listen(*(it for it in numbers if signal.getsignal(it) is not signal.SIG_IGN))
         await self._access.open()
-        loop = asyncio.get_running_loop()
-        tls = self._tls.context
-        server = await loop.create_server(
-            self._connection,
-            sock=listener,
-            backlog=2048,
-            ssl=tls,
-            ssl_handshake_timeout=HEAD_S if tls else None,
-        )
+        accepting = Listener(listener, self.connections, self._connection, self._tls)
         host, port = listener.getsockname()[:2]
         strategy = self._settings.routing_strategy
         facts = {"host": host, "port": port, "strategy": strategy}
@@ -217,7 +209,7 @@ class Router:
                 log.error("the router's own work failed", exc_info=task.exception())
                 code = DIED
         await self._drain()
-        server.close()
+        accepting.close()
         await self._farewell()
         await self.routing.limiter.close()
         if self.routing.tracer:

@@ -117,7 +117,7 @@ class Server:
         most = most_connections(settings.job_queue_size)
         app = create_app(self.backend, settings, self._access)
         self._tls = ServerTls(settings)
-        self._http = HttpServer(app, most, SHUTDOWN.connections, self._tls.context)
+        self._http = HttpServer(app, most, SHUTDOWN.connections, self._tls)
 
     async def run(self) -> Exit:
         """From listening to the end."""

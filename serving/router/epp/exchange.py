@@ -6,6 +6,7 @@ the endpoints that it may go to are the answer; then the head and body of its an
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Set
 from typing import NamedTuple, Protocol
@@ -13,13 +14,15 @@ from typing import NamedTuple, Protocol
 from serving import errors
 from serving.access.access import CREDENTIALS
 from serving.access.limits import Taken
-from serving.errors import Malformed, ServingError, TooLarge
+from serving.errors import HeadTooLarge, Overloaded, ServingError, TooLarge, TooSlow
+from serving.http.rules import BEHIND_S, HEAD_S, LEAST_RATE, MAX_HEAD, MAX_HEADERS
 from serving.observability.tracing import Span
 from serving.protocol import IDENTITY, REQUEST_ID, ROUTE
 from serving.router import metrics
 from serving.router.epp import ext_proc_pb2 as pb
 from serving.router.epp import messages
 from serving.router.epp.messages import FULL_DUPLEX, Headers
+from serving.router.epp.streams import Stream
 from serving.router.epp.usage import UsageReader
 from serving.router.http.buffers import Buffers
 from serving.router.http.ports import WholeResponder
@@ -30,9 +33,15 @@ log = logging.getLogger(__name__)
 
 Responses = Iterator[pb.ProcessingResponse]
 
+_STATUS = re.compile(rb"[1-5][0-9][0-9]")
+
 
 class Unsupported(Exception):
     """The gateway is set up for a way of exchanging messages that is not this one."""
+
+
+class Misused(Exception):
+    """The messages are not those of one request and its answer. The message says how."""
 
 
 class Place(Protocol):
@@ -78,7 +87,11 @@ class WholeAnswer:
 
 
 class Exchange:
-    """One request, and its answer."""
+    """One request, and its answer.
+
+    What it holds it gets once: a second head, or a body behind its end, is no exchange any more.
+    All of it is given back in `_close`.
+    """
 
     def __init__(self, picking: Picking) -> None:
         self._picking = picking
@@ -90,7 +103,10 @@ class Exchange:
         self._taken: Taken | None = None  # of its caller's limits
         self._failed = False
         self._request_full_duplex = self._answer_full_duplex = True
+        self._patience = HEAD_S
+        """Seconds that the gateway may still have us wait for its request."""
         # answer
+        self._answered = False
         self._status = 0
         self._error: ServingError | None = None  # instead of one
         self._began = time.monotonic()
@@ -102,56 +118,89 @@ class Exchange:
         self._trace: Span | None = None
 
     async def responses(
-        self, incoming: AsyncIterator[pb.ProcessingRequest]
+        self, incoming: AsyncIterator[pb.ProcessingRequest], stream: Stream
     ) -> AsyncGenerator[pb.ProcessingResponse]:
-        """Answer each message. Raises Unsupported."""
+        """Answer each message. Raises Unsupported, Misused, Evicted."""
         try:
-            async for message in incoming:
-                match message.WhichOneof("request"):
-                    case "request_headers":
-                        found = await self._on_head(message)
-                    case "request_body":
-                        body = message.request_body
-                        found = await self._on_body(body.body, end=body.end_of_stream)
-                    case "request_trailers":
-                        found = await self._on_trailers()
-                    case "response_headers":
-                        found = self._on_answer(message)
-                    case "response_body":
-                        found = self._on_answer_body(message.response_body)
-                    case "response_trailers":
-                        self._end_answer()
-                        found = iter((messages.answer_trailers(),))
-                    case _:  # of a later version
-                        found = iter(())
-                for response in found:
+            while message := await self._next(incoming, stream):
+                for response in await self._on_message(message, stream):
                     yield response
                 if self._failed:
                     return
+        except TimeoutError:
+            if self._request is None:
+                raise Misused(f"no request has come within {HEAD_S:g} s") from None
+            slow = TooSlow(f"the body comes at less than {LEAST_RATE} bytes a second")
+            for response in self._refuse(slow):
+                yield response
         finally:
             self._close()
 
+    async def _next(
+        self, incoming: AsyncIterator[pb.ProcessingRequest], stream: Stream
+    ) -> pb.ProcessingRequest | None:
+        """The next message. Only the request is waited for in vain: the gateway has time-outs of
+        its own for the answer. Raises TimeoutError, Evicted.
+        """
+        asking = not self._answered and not (self._request and self._request.complete)
+        began = time.monotonic()
+        message = await stream.next(incoming, self._patience if asking else None)
+        if asking:
+            self._patience -= time.monotonic() - began
+        return message
+
+    async def _on_message(self, message: pb.ProcessingRequest, stream: Stream) -> Responses:
+        kind = message.WhichOneof("request")
+        if kind and kind.startswith("response") and self._finished:
+            raise Misused("more of an answer came behind its end")
+        match kind:
+            case "request_headers":
+                return await self._on_head(message, stream)
+            case "request_body":
+                body = message.request_body
+                return await self._on_body(body.body, end=body.end_of_stream)
+            case "request_trailers":
+                return await self._on_trailers()
+            case "response_headers":
+                return self._on_answer(message)
+            case "response_body":
+                return self._on_answer_body(message.response_body)
+            case "response_trailers":
+                self._end_answer()
+                return iter((messages.answer_trailers(),))
+        return iter(())  # of a later version
+
     # the request
 
-    async def _on_head(self, message: pb.ProcessingRequest) -> Responses:
+    async def _on_head(self, message: pb.ProcessingRequest, stream: Stream) -> Responses:
+        if self._request:
+            raise Misused("a second request came on the stream of another")
+        self._patience = BEHIND_S
         if message.HasField("protocol_config"):
             self._answer_full_duplex = message.protocol_config.response_body_mode == FULL_DUPLEX
             self._request_full_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
         pseudo: dict[bytes, bytes] = {}
         headers: Headers = []
-        for name, value in messages.headers(message.request_headers):
+        for name, value in _headers(message.request_headers):
             if name.startswith(b":"):
                 pseudo[name] = value
             else:
                 headers.append((name, value))
         headers.append((b"host", pseudo.get(b":authority", b"")))
         method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"/")
-        request = Request(method, target, "2", headers, self._picking.buffers, keep_alive=True)
+        buffers = self._picking.buffers
+        if too_large := _too_large(target, headers):
+            target, headers = b"/", []
+        request = Request(method, target, "2", headers, buffers, keep_alive=True)
         self._request = request
         self._among = messages.subset(message)
         try:
+            if too_large:
+                raise HeadTooLarge(MAX_HEAD)
+            if buffers.heads_full and not stream.make_room():
+                raise Overloaded("there are more requests than the router has memory for")
             request.check(self._picking.rules)
-        except (Malformed, TooLarge) as error:
+        except ServingError as error:
             return self._refuse(error)
         if message.request_headers.end_of_stream:
             request.end_body()
@@ -167,12 +216,16 @@ class Exchange:
         request = self._request
         if request is None:
             return messages.request_body(body, end=end)
+        if request.complete:
+            raise Misused("more of a request came behind its end")
+        self._patience = min(BEHIND_S, self._patience + len(body) / LEAST_RATE)
         try:
             self._picking.rules.check_size(request.path, request.size + len(body))
         except TooLarge as error:
             return self._refuse(error)
         if request.streamed:
             request.size += len(body)
+            request.complete = end
             return messages.request_body(body, end=end)
         room = request.receive(body)
         if end:
@@ -181,9 +234,12 @@ class Exchange:
 
     async def _on_trailers(self) -> Responses:
         found: list[pb.ProcessingResponse] = []
-        if self._request and not (self._request.complete or self._request.streamed):
-            self._request.end_body()
-            found = [*await self._decide(trailers=True)]
+        if request := self._request:
+            if request.complete:
+                raise Misused("more of a request came behind its end")
+            request.end_body()
+            if not request.streamed:
+                found = [*await self._decide(trailers=True)]
         if not self._failed:
             found.append(messages.request_trailers())
         return iter(found)
@@ -275,11 +331,17 @@ class Exchange:
     # the answer
 
     def _on_answer(self, message: pb.ProcessingRequest) -> Responses:
-        headers = dict(messages.headers(message.response_headers))
+        if self._answered:
+            raise Misused("a second answer came to one request")
+        self._answered = True
+        headers = dict(_headers(message.response_headers))
+        status = headers.get(b":status", b"")
+        if not _STATUS.fullmatch(status):
+            raise Misused("an answer came without a status")
         placement, request = self._placement, self._request
         lines: Headers = []
         if placement and placement.replica and request:
-            self._status = int(headers.get(b":status", b"0"))
+            self._status = int(status)
             self._follow(placement, messages.served(message))
             placement.replica.breaker.answered(self._status, time.monotonic())
             placement.answered(headers)
@@ -335,3 +397,17 @@ class Exchange:
             self._placement.over(self._request, outcome, self._trace)
         if self._taken:
             self._routing.limiter.give_back(self._taken)
+
+
+def _headers(message: pb.HttpHeaders) -> Headers:
+    """Raises Misused."""
+    try:
+        return messages.headers(message)
+    except UnicodeEncodeError:
+        raise Misused("a header's name has letters that no name has") from None
+
+
+def _too_large(target: bytes, headers: Headers) -> bool:
+    """Whether a head is longer than HTTP's may be."""
+    size = len(target) + sum([len(name) + len(value) + 4 for name, value in headers])
+    return size > MAX_HEAD or len(headers) > MAX_HEADERS

@@ -2,6 +2,8 @@
 """The endpoint picker's gRPC server: external processing, health and reflection."""
 
 import asyncio
+import functools
+import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -13,9 +15,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from lmi_config.options.declared import Settings
-from serving.http.sockets import CannotListen, bound
+from serving.http.rules import HANDSHAKE_S, KEEP_ALIVE_S
+from serving.http.sockets import ROUTED, SPARE, CannotListen, bound
 from serving.router.epp import ext_proc_pb2 as pb
-from serving.router.epp.exchange import Exchange, Picking, Unsupported
+from serving.router.epp.exchange import Exchange, Misused, Picking, Unsupported
+from serving.router.epp.streams import Evicted, Streams
 from serving.router.epp.tls import credentials
 
 log = logging.getLogger(__name__)
@@ -23,6 +27,18 @@ log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 LIVENESS = "liveness"
 READINESS = ("", "readiness", _SERVICE)
+STREAMS = ROUTED
+"""Requests that are picked for or answered at once, as many as a router has connections."""
+WATCHES = 64
+"""Streams of health and reflection."""
+WRITE_S = 5.0
+"""For the last answer on a stream that is let go."""
+OPTIONS = (
+    ("grpc.max_receive_message_length", 4 * 1024**2),
+    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),  # until HTTP/2 has begun
+    ("grpc.max_connection_idle_ms", int(KEEP_ALIVE_S * 1000)),
+)
+EVICTED = "there are more streams than the endpoint picker takes, and this one was silent longest"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -34,6 +50,7 @@ class EndpointPicker:
         self._settings = settings
         self._picking = picking
         self._health = health.aio.HealthServicer()
+        self._streams = Streams(STREAMS)
         self._warned: set[str] = set()
         self._server: Any = None
 
@@ -43,7 +60,11 @@ class EndpointPicker:
         # gRPC shares the port with whoever has it, and of a port that is taken it says nothing.
         shared = settings.router_processes > 1
         bound(settings.host, settings.epp_port, shared=shared).close()
-        server = self._server = grpc.aio.server(options=[("grpc.so_reuseport", int(shared))])
+        server = self._server = grpc.aio.server(
+            interceptors=[Bounded(Streams(WATCHES))],
+            options=[("grpc.so_reuseport", int(shared)), *OPTIONS],
+            maximum_concurrent_rpcs=STREAMS + WATCHES + SPARE,
+        )
         process = grpc.stream_stream_rpc_method_handler(
             self._process,
             request_deserializer=pb.ProcessingRequest.FromString,
@@ -88,10 +109,15 @@ class EndpointPicker:
     async def _process(
         self, incoming: AsyncIterator[pb.ProcessingRequest], context: Any
     ) -> AsyncGenerator[pb.ProcessingResponse]:
+        stream = self._streams.open()
         try:
-            async with aclosing(Exchange(self._picking).responses(incoming)) as responses:
+            async with aclosing(Exchange(self._picking).responses(incoming, stream)) as responses:
                 async for response in responses:
                     yield response
+        except Misused as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Evicted:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, EVICTED)
         except Unsupported as error:
             if str(error) not in self._warned:
                 self._warned.add(str(error))
@@ -100,3 +126,65 @@ class EndpointPicker:
         except Exception:
             log.exception("picking an endpoint failed")
             await context.abort(grpc.StatusCode.INTERNAL, "picking an endpoint failed")
+        finally:
+            stream.close()
+
+
+class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Bounds the streams of health and reflection, which nothing else ends."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or not handler.response_streaming or _SERVICE in details.method:
+            return handler
+        kind = "stream_stream" if handler.request_streaming else "unary_stream"
+        return handler._replace(**{kind: functools.partial(self._bounded, getattr(handler, kind))})
+
+    async def _bounded(self, behaviour: Any, asked: Any, context: Any) -> AsyncGenerator[Any]:
+        stream = self._streams.open()
+        writes = _Writes(context)
+        try:
+            answers = _answers(behaviour, asked, writes)
+            async with aclosing(answers):
+                while answer := await stream.next(answers, None):
+                    yield answer
+        except Evicted:
+            await writes.over()
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, EVICTED)
+        finally:
+            stream.close()
+
+
+class _Writes:
+    """A servicer's context, on which a write ends even where the servicer is cancelled: gRPC cannot
+    end a stream in the middle of one.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._write: asyncio.Future[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        self._write = asyncio.ensure_future(self._context.write(message))
+        await asyncio.shield(self._write)
+
+    async def over(self) -> None:
+        """Wait until what is being written is sent."""
+        if self._write:
+            await asyncio.wait([self._write], timeout=WRITE_S)
+
+
+async def _answers(behaviour: Any, asked: Any, context: Any) -> AsyncGenerator[Any]:
+    """What a servicer's method yields; or nothing where it writes to the context itself."""
+    found = behaviour(asked, context)
+    if inspect.isasyncgen(found):
+        async for answer in found:
+            yield answer
+    else:
+        await found

@@ -5,6 +5,8 @@ import json
 import re
 from typing import NamedTuple
 
+from serving.router.usage import counted
+
 TAIL = 4096
 """Bytes of an answer that are kept: `usage` stands near its end in all APIs."""
 
@@ -41,6 +43,7 @@ class UsageReader:
             prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))
             completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
             details = usage.get("prompt_tokens_details") or {}
-            return Usage(int(prompt), int(details.get("cached_tokens") or 0), int(completion))
-        except (ValueError, TypeError, AttributeError):
+            cached = details.get("cached_tokens") or 0
+            return Usage(counted(prompt), counted(cached), counted(completion))
+        except (ValueError, AttributeError, RecursionError):
             return None

@@ -49,7 +49,7 @@ from serving.http.rules import (
     NOT_HTTP,
     TOO_MANY_AHEAD,
 )
-from serving.http.sockets import Connections
+from serving.http.sockets import Place
 from serving.protocol import REQUEST_ID, ROUTER_PROBES
 from serving.router.http.buffers import Buffers
 from serving.router.http.flow import FlowControl
@@ -88,20 +88,19 @@ class Downstream(FlowControl):
         dispatch: Dispatch,
         rules: Rules,
         buffers: Buffers,
-        connections: Connections,
+        place: Place,
         clients: set["Downstream"],
     ) -> None:
-        """connections: how many there may be, and which are idle. clients: all connections, itself
-        among them as long as it is open.
-        """
+        """place: its own among the connections. clients: those that are open, itself among them."""
         super().__init__()
         # what all connections share
         self._dispatch = dispatch
         self._rules = rules
         self._buffers = buffers
-        self._connections = connections
         self._clients = clients
         # connection
+        self._place = place
+        self._retired = False  # whether it ends after the answer that is under way
         self._stage: Stage = _OPEN
         self._touched = time.monotonic()  # when it last became idle, or could go on
         # the request that is read
@@ -125,8 +124,8 @@ class Downstream(FlowControl):
         super().connection_made(transport)
         self.write = self.transport.write
         self._clients.add(self)
-        self._connections.idle[self] = None
-        self._connections.make_room(self, self._clients)
+        self._touched = time.monotonic()
+        self._place.opened(self.transport, self._retire)
 
     def data_received(self, data: bytes) -> None:
         if self._stage is not _OPEN:
@@ -193,7 +192,7 @@ class Downstream(FlowControl):
     def connection_lost(self, exception: Exception | None) -> None:
         self._stage = _CLOSING
         self._clients.discard(self)
-        self._connections.idle.pop(self, None)
+        self._place.release()
         for request in {self._reading, self._request, *self._waiting}:
             if request:
                 request.release()
@@ -222,7 +221,7 @@ class Downstream(FlowControl):
 
     def on_headers_complete(self) -> None:
         assert self._headers is not None
-        parser, connections = self._parser, self._connections
+        parser = self._parser
         version = parser.get_http_version()
         request = self._reading = Request(
             parser.get_method(),
@@ -235,11 +234,10 @@ class Downstream(FlowControl):
         self._target, self._headers = b"", None
         self._stuck = 0
         self._body_due = time.monotonic() + BEHIND_S
-        connections.idle.pop(self, None)
+        self._place.busy()
         if request.path not in ROUTER_PROBES:
-            if len(self._clients) > connections.most:
-                most = connections.most
-                raise Overloaded(f"there are {most} connections, as many as the router takes")
+            if refusal := self._place.refusal:
+                raise Overloaded(refusal)
             if self._buffers.heads_full:
                 raise Overloaded("there are more requests than the router has memory for")
         if version not in ("1.0", "1.1") or parser.should_upgrade():
@@ -276,7 +274,7 @@ class Downstream(FlowControl):
         if self._stage is _CLOSING or self._request or self.full or not self._waiting:
             return
         request = self._request = self._waiting.popleft()
-        self._keep_alive = request.keep_alive
+        self._keep_alive = request.keep_alive and not self._retired
         request.take_turn()
         try:
             if request.refusal:
@@ -325,6 +323,13 @@ class Downstream(FlowControl):
         elif request not in self._waiting:
             self._waiting.append(request)
 
+    def _retire(self) -> None:
+        """Close after the answer that is under way, or to what is being read."""
+        self._retired, self._keep_alive = True, False
+        reading = self._start or self._incoming
+        if self._stage is _OPEN and not (self._request or self._waiting or reading):
+            self._close(sending=False)
+
     def _close(self, *, sending: bool) -> None:
         """End the connection once what was written is sent, and the client has read it. sending:
         whether the client may not know yet that it ends.
@@ -358,7 +363,7 @@ class Downstream(FlowControl):
         if self._stage is _CLOSING:
             return
         if not (self._waiting or self._incoming):
-            self._connections.idle[self] = None
+            self._place.idle()
         if not (keep_alive and self._keep_alive):
             self._close(sending=request.keep_alive)
             return

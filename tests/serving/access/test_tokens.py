@@ -2,6 +2,7 @@
 """Tokens of a real issuer, over HTTPS, through a real server and a real router."""
 
 import base64
+import gzip
 import json
 import logging
 import re
@@ -47,6 +48,30 @@ def jwk(key, name, **more):
     return {**made, "kid": name, "use": "sig", **more}
 
 
+NO_DISCOVERY = (
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"issuer": ' + b"[" * 900 + b"]" * 900 + b', "jwks_uri": "https://localhost/"}',
+    b'{"issuer": 7, "jwks_uri": "https://localhost/"}',
+    b'{"issuer": "a", "jwks_uri": ["https://localhost/"]}',
+    b'{"issuer": "a", "jwks_uri": {"a": 1}}',
+    b'{"issuer": "a", "jwks_uri": 1e400}',
+    b'{"issuer": "a", "jwks_uri": %b}' % (b"9" * 5000),
+)
+NO_KEYS = (
+    (b'{"keys": %b}' % (b"[" * 100_000), "no JWKS"),
+    (b'{"keys": {"kty": "RSA"}}', "no key for signatures"),
+    (b'{"keys": [[], 1, null, {"kty": []}, {"kty": {}, "crv": []}]}', "no key for signatures"),
+    (b'{"keys": [{"kty": "RSA", "alg": ["RS256"], "n": "AQ", "e": "AQAB"}]}', "no key for sign"),
+    (b'{"keys": [{"kty": "RSA", "n": "%b", "e": "AQAB"}]}' % (b"x" * 900_000), "no key for sign"),
+    (b'{"keys": [{"kty": "RSA", "n": "!", "e": 7}]}', "no key for signatures"),
+    (b'{"keys": [{"kty": "EC", "crv": "P-256", "x": "AQ", "y": "AQ"}]}', "no key for signatures"),
+    (b'{"keys": [{"kty": "oct", "k": "AQ"}]}', "no key for signatures"),
+    (b'{"keys": [%b{}]}' % (b"{}," * 1000), "more than 100 keys"),
+    (b"\xef\xbb\xbf\xff", "no JWKS"),
+)
+BOMB = gzip.compress(b" " * 50_000_000)
+
 PUBLISHED = (jwk(RSA, "rsa"), jwk(EC, "ec"), jwk(ED, "ed", alg="EdDSA"))
 
 
@@ -61,8 +86,12 @@ class Issuer:
                 self.asked.append(handler.path)
                 content = self.answers.get(handler.path, b"")
                 handler.send_response(self.status if content else 404)
-                handler.send_header("content-length", str(len(content)))
+                for name, value in ({"content-length": str(len(content))} | self.headers).items():
+                    handler.send_header(name, value)
                 handler.end_headers()
+                while self.drips:
+                    handler.wfile.write(b" ")
+                    time.sleep(0.05)
                 handler.wfile.write(content)
 
             def log_message(self, *_):
@@ -83,7 +112,7 @@ class Issuer:
         self.reset()
 
     def reset(self):
-        self.status, self.asked = 200, []
+        self.status, self.asked, self.headers, self.drips = 200, [], {}, False
         self.answers = {
             module.DISCOVERY: self.discovery(),
             "/keys": json.dumps({"keys": PUBLISHED}).encode(),
@@ -296,16 +325,30 @@ async def test_keys_are_rotated(issuer, caplog):
         ({"/keys": b"nothing"}, "no JWKS"),
         ({"/keys": b" " * (module.MAX_BYTES + 1)}, "more than 1048576 bytes"),
         ({module.DISCOVERY: b"[]"}, "no issuer and jwks_uri"),
+        *(({module.DISCOVERY: said}, "no issuer and jwks_uri") for said in NO_DISCOVERY),
+        *(({"/keys": said}, reason) for said, reason in NO_KEYS),
+        ({"headers": {"content-encoding": "gzip"}, "/keys": BOMB}, "no JWKS|UnicodeDecode|utf-8"),
+        ({"headers": {"location": "https://127.0.0.1/"}, "status": 302}, "answered 302"),
+        ({"headers": {"content-length": "9" * 5000}}, ""),
+        ({"headers": {"x-long": "x" * 200_000}}, ""),
+        ({"drips": True}, "did not answer within"),
     ],
 )
-async def test_while_the_issuer_is_broken_the_last_good_keys_stay(issuer, broken, reason, caplog):
+async def test_while_the_issuer_is_broken_the_last_good_keys_stay(
+    issuer, broken, reason, caplog, monkeypatch
+):
+    if "drips" in broken:
+        monkeypatch.setattr(module, "FETCH_S", 0.5)
     async with running(**issuer.options) as it:
         await until(it, issuer.token(), 200)
         issuer.status = broken.get("status", 200)
+        issuer.headers = broken.get("headers", {})
+        issuer.drips = broken.get("drips", False)
         issuer.answers |= broken
         await status(it, issuer.token(name="unknown"))
         await until_async(lambda: "the issuer's keys stay as they were" in caplog.text)
         assert re.search(reason, caplog.text)
+        assert "Traceback" not in caplog.text
         assert await status(it, issuer.token()) == 200
         issuer.reset()
         await until_async(lambda: "the issuer's keys are read from" in caplog.text)

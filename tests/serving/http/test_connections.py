@@ -17,9 +17,11 @@ from typing import Any, cast
 import pytest
 from starlette.responses import JSONResponse
 
+from lmi_config.options.declared import Settings
 from scripts.harness.wait import until_async
 from serving.http import connections, sockets
 from serving.http.rules import MAX_HEAD
+from serving.http.tls import ServerTls
 from serving.server import server as server_module
 from tests.serving.conftest import running
 
@@ -410,7 +412,7 @@ async def test_time_in_which_the_server_does_not_read_does_not_count(monkeypatch
             pass
         await JSONResponse({})(scope, receive, send)
 
-    server = connections.HttpServer(app, 20, 1)
+    server = connections.HttpServer(app, 20, 1, ServerTls(Settings()))
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve([listener]))
     port = listener.getsockname()[1]

@@ -2,8 +2,10 @@
 """TLS of the server and the router, with real certificates that are swapped under load."""
 
 import asyncio
+import contextlib
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 from datetime import UTC, datetime, timedelta
@@ -15,8 +17,13 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from scripts.harness.wait import until_async
 from serving import follow
+from serving.http import listener
 from serving.http import tls as tls_module
-from serving.http.tls import ServerTls
+from serving.http.listener import Listener
+from serving.http.sockets import Connections
+from serving.http.tls import Authorities, ServerTls
+from serving.router import router as router_module
+from serving.server import server as server_module
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
@@ -156,12 +163,220 @@ async def test_clients_need_a_certificate_where_the_operator_says_so(files, fold
             assert (await asking.get("/ping")).status_code in (200, 503)
 
 
+@pytest.mark.parametrize("verb", ["serve", "route"])
+async def test_connections_count_before_they_shake_hands(files, tmp_path, monkeypatch, verb):
+    monkeypatch.setattr(server_module, "most_connections", lambda queue: 20)
+    monkeypatch.setattr(router_module, "most_routed", lambda: 20)
+    async with either(verb, **files) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        async with asyncio.timeout(4):  # less than a handshake has
+            for reader, _ in silent[:30]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+        async with httpx.AsyncClient(verify=context, timeout=20) as asking:
+            found = await asking.get(f"https://localhost:{port}/ping")
+            assert found.status_code in (200, 503)
+        for _, writer in silent:
+            writer.close()
+
+
+# an authority that is taken out
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory):
+    """A folder with two authorities, and a client of each."""
+    folder = tmp_path_factory.mktemp("clients")
+    for n in (1, 2):
+        for command in (
+            f"req -x509 -newkey rsa:2048 -nodes -keyout ca{n}.key -out ca{n}.pem -days 2 "
+            f"-subj /CN=clients{n}",
+            f"req -newkey rsa:2048 -nodes -keyout c{n}.key -out c{n}.csr -subj /CN=client{n}",
+            f"x509 -req -in c{n}.csr -CA ca{n}.pem -CAkey ca{n}.key -CAcreateserial -days 2 "
+            f"-out c{n}.pem",
+        ):
+            subprocess.run(["openssl", *command.split()], cwd=folder, check=True, stderr=-3)
+    return folder
+
+
+class TlsClient:
+    """One that keeps its context, so that it can take up a session."""
+
+    def __init__(self, port, ca, clients, n, version):
+        self.port = port
+        self.context = ssl.create_default_context(cafile=ca)
+        self.context.minimum_version = self.context.maximum_version = version
+        self.context.load_cert_chain(clients / f"c{n}.pem", clients / f"c{n}.key")
+        self.session = None
+
+    def connected(self):
+        plain = socket.create_connection(("127.0.0.1", self.port), 20)
+        try:
+            return self.context.wrap_socket(
+                plain, server_hostname="localhost", session=self.session
+            )
+        except OSError:
+            plain.close()
+            raise
+
+    def ask(self, *, resumed=False):
+        """The status that it gets, 0 where it gets none."""
+        if not resumed:
+            self.session = None
+        try:
+            with self.connected() as it:
+                it.sendall(b"GET /ping HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                said = b""
+                while part := it.recv(65536):
+                    said += part
+                self.reused, self.session = it.session_reused, it.session
+        except OSError:
+            return 0
+        return int(said.split()[1]) if said else 0
+
+
+@contextlib.asynccontextmanager
+async def either(verb, **options):
+    """`serve` or `route`, and its port."""
+    if verb == "serve":
+        async with running(wait=False, **options) as it:
+            yield httpx.URL(it.url).port
+    else:
+        options["router_replicas"] = "http://127.0.0.1:1"
+        async with routing(0, wait=False, **options) as routed:
+            yield routed.port
+
+
+def put(path, content, *, renamed):
+    if not renamed:
+        path.write_bytes(content)
+        return
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.rename(path)
+
+
+@pytest.mark.parametrize("verb", ["serve", "route"])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("bundled", [False, True])
+async def test_an_authority_that_is_taken_out_lets_nobody_in(
+    files, tmp_path, clients, caplog, verb, version, bundled
+):
+    """Neither by a handshake nor by a session from before. bundled: both were there."""
+    caplog.set_level(logging.INFO)
+    ca = [(clients / f"ca{n}.pem").read_bytes() for n in (1, 2)]
+    followed = tmp_path / "clients.pem"
+    followed.write_bytes(ca[0] + ca[1] if bundled else ca[0])
+    async with either(verb, tls_client_ca_file=str(followed), **files) as port:
+        one, two = (TlsClient(port, str(tmp_path / "ca.pem"), clients, n, version) for n in (1, 2))
+
+        async def ask(who, **more):
+            return await asyncio.to_thread(lambda: who.ask(**more))
+
+        assert await ask(one)
+        assert bool(await ask(two)) is bundled
+        assert await ask(one, resumed=True)
+        assert one.reused
+        kept = one.session
+        put(followed, ca[1], renamed=bundled)
+        with contextlib.suppress(TimeoutError):  # it is asserted below
+            await until_async(lambda: "were read anew" in caplog.text, 10)
+        for _ in range(3):
+            one.session = kept
+            assert await ask(one, resumed=True) == 0
+            assert await ask(one) == 0
+        assert await ask(two)
+
+
+@pytest.mark.parametrize("verb", ["serve", "route"])
+async def test_connections_that_a_lost_authority_let_in_end(
+    files, tmp_path, clients, monkeypatch, verb
+):
+    """An idle one at once, one on which nothing is asked in time, too; another client's stays."""
+    monkeypatch.setattr(listener, "RETIRED_S", 1.0)
+    ca = [(clients / f"ca{n}.pem").read_bytes() for n in (1, 2)]
+    followed = tmp_path / "clients.pem"
+    followed.write_bytes(ca[0] + ca[1])
+    async with either(verb, tls_client_ca_file=str(followed), **files) as port:
+        version = ssl.TLSVersion.TLSv1_3
+
+        def opened(n, said):
+            client = TlsClient(port, str(tmp_path / "ca.pem"), clients, n, version)
+            found = client.connected()
+            found.sendall(said)
+            return found
+
+        ping = b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        unfinished = b"POST /invocations HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+
+        def answered(it):
+            it.settimeout(20)
+            return it.recv(65536).startswith(b"HTTP/1.1 ")
+
+        def rest(it):
+            while it.recv(65536):
+                pass
+
+        idle, other = [await asyncio.to_thread(opened, n, ping) for n in (1, 2)]
+        slow = await asyncio.to_thread(opened, 1, unfinished)
+        for it in (idle, other):
+            assert await asyncio.to_thread(answered, it)
+        put(followed, ca[1], renamed=True)
+        for it in (idle, slow):
+            with contextlib.suppress(ConnectionError):
+                await asyncio.to_thread(rest, it)
+        other.sendall(ping)
+        assert await asyncio.to_thread(answered, other)
+        for it in (idle, slow, other):
+            it.close()
+
+
+def test_what_an_authority_has_signed(clients, tmp_path):
+    """Also one that another has signed; one without its own is none."""
+    for command in (
+        "req -newkey rsa:2048 -nodes -keyout mid.key -out mid.csr -subj /CN=middle",
+        f"x509 -req -in mid.csr -CA {clients}/ca1.pem -CAkey {clients}/ca1.key -CAcreateserial "
+        "-days 2 -out mid.pem",
+        f"x509 -req -in {clients}/c2.csr -CA mid.pem -CAkey mid.key -CAcreateserial -days 2 "
+        "-out leaf.pem",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, stderr=-3)
+    ca1, ca2 = ((clients / f"ca{n}.pem").read_bytes() for n in (1, 2))
+    middle = (tmp_path / "mid.pem").read_bytes()
+    shown = {
+        name: ssl.PEM_cert_to_DER_cert(path.read_text())
+        for name, path in {
+            "one": clients / "c1.pem",
+            "two": clients / "c2.pem",
+            "leaf": tmp_path / "leaf.pem",
+        }.items()
+    }
+    names = {der: name for name, der in shown.items()}
+    for content, trusted in (
+        (ca1, {"one"}),
+        (ca1 + ca2, {"one", "two"}),
+        (ca1 + middle, {"one", "leaf"}),
+        (middle, set()),
+        (b"nothing", set()),
+        (b"", set()),
+    ):
+        found = Authorities(content).trusted({*shown.values()})
+        assert {names[it] for it in found} == trusted
+    both = Authorities(ca1 + ca2)
+    assert Authorities(ca2).lacks(both)
+    assert not both.lacks(Authorities(ca2))
+    assert not both.lacks(Authorities(ca2 + ca1))
+    assert both.lacks(Authorities(b"what OpenSSL alone reads"))
+
+
 async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     tls = ServerTls(Settings(**files))
     following = asyncio.create_task(tls.follow())
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=tls.context)
-    port = server.sockets[0].getsockname()[1]
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    server = Listener(listening, Connections(20), lambda _: asyncio.Protocol(), tls)
     shutil.copy(folders[1] / "own.key", tmp_path)  # without its certificate
     await until_async(lambda: "do not go together" in caplog.text)
     assert await asyncio.to_thread(shown, port) == "first"

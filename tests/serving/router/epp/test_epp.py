@@ -496,7 +496,8 @@ async def test_large_bodies_are_streamed(tmp_path, monkeypatch):
         answer = await it.post({"prompt": "word" * 600_000})
         assert answer.status_code == 413
         await idle(it)
-        assert it.router.buffers.bodies == 0
+        picker: Any = it.router._picker
+        assert picker._picking.buffers.bodies == 0
 
 
 async def test_a_client_that_leaves_ends_what_is_under_way(tmp_path):
@@ -543,6 +544,20 @@ async def test_it_counts_the_tokens_that_answers_say_they_used(tmp_path, stream)
         (b'{"usage": {"prompt_tokens_details": 3}}', None),
         (b'{"usage": {"prompt_tokens": 1, "x": "\xff"}}', None),
         (b'{"usage": null}', None),
+        (b'{"usage": {"prompt_tokens": %d}}' % 2**40, Usage(2**40, 0, 0)),
+        (b'{"usage": {"prompt_tokens": %d}}' % (2**40 + 1), None),
+        (b'{"usage": {"prompt_tokens": -5}}', None),
+        (b'{"usage": {"prompt_tokens": Infinity}}', None),
+        (b'{"usage": {"prompt_tokens": NaN}}', None),
+        (b'{"usage": {"prompt_tokens": 1e308}}', None),
+        (b'{"usage": {"prompt_tokens": 7.0}}', None),
+        (b'{"usage": {"prompt_tokens": "7"}}', None),
+        (b'{"usage": {"prompt_tokens": [1]}}', None),
+        (b'{"usage": {"prompt_tokens": 1, "completion_tokens": true}}', None),
+        (b'{"usage": {"prompt_tokens": %b}}' % (b"9" * 4000), None),
+        (b'{"usage": {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": -1}}}', None),
+        (b'{"usage": {"prompt_tokens": 1, "prompt_tokens_details": [1]}}', None),
+        (b'{"usage": ' + b'{"a":' * 700, None),
         (b"", None),
     ],
 )

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accepting connections: they count from then on, before a handshake, and each shakes hands by the
+certificates and authorities of that moment.
+
+The event loops' own servers let nobody count a connection that shakes hands, keep one context for
+good, and, where no descriptor is left, refuse all (uvloop) or log each attempt (asyncio).
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+
+from serving.aio import in_thread
+from serving.http.rules import HANDSHAKE_S
+from serving.http.sockets import Connections, Place
+from serving.http.tls import Authorities, ServerTls
+
+log = logging.getLogger(__name__)
+
+TURN = 32
+"""Connections that are accepted in one turn of the loop."""
+KEPT = 64
+"""The last descriptors that a process may have, or an eighth of them. Connections get them for
+/ping alone, and only the first half: the rest is for requests under way (to replicas, of files).
+"""
+HELD = 8
+"""Descriptors that are open for nothing, so that some can be had when no other is left."""
+PAUSE_S = 0.1
+"""Between two attempts to accept where no descriptor is left."""
+WARNED_S = 10.0
+"""Between two warnings that descriptors are scarce."""
+RETIRED_S = 50.0
+"""How long answers may take on a connection whose client is not trusted any more."""
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Listener:
+    """Takes connections to a socket that listens, until it is closed."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        connections: Connections,
+        protocol: Callable[[Place], asyncio.Protocol],
+        tls: ServerTls,
+    ) -> None:
+        """protocol: is called for each connection, and says to its place when that is opened, idle,
+        busy and released. Raises OSError where the socket cannot listen.
+        """
+        self._socket = listening
+        self._connections = connections
+        self._protocol = protocol
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._shaking: dict[Place, asyncio.Task[None]] = {}
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._kept = min(KEPT, self._most // 8)
+        self._held: list[int] = []
+        self._pausing: asyncio.TimerHandle | None = None
+        self._filling: asyncio.TimerHandle | None = None
+        self._warned_at = -WARNED_S
+        listening.setblocking(False)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+        listening.listen(2048)
+        tls.on_distrust = self._distrust
+        self._fill()
+        self._loop.add_reader(listening, self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and break off handshakes. Connections stay."""
+        self._loop.remove_reader(self._socket)
+        for timer in (self._pausing, self._filling):
+            if timer:
+                timer.cancel()
+        for place in [*self._shaking]:
+            place.release()
+            place.abort()
+        self._socket.close()
+        while self._held:
+            os.close(self._held.pop())
+
+    async def wait_closed(self) -> None:
+        """As uvicorn asks of its servers."""
+
+    def _accept(self) -> None:
+        for _ in range(TURN):
+            try:
+                accepted, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in SCARCE:
+                    continue  # of a client that has left meanwhile
+                self._warn()
+                if not self._held:
+                    self._connections.evict()
+                    self._pause()
+                    return
+                os.close(self._held.pop())
+                self._filling = self._filling or self._loop.call_later(PAUSE_S, self._fill)
+            else:
+                self._take(accepted)
+
+    def _take(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        # A new descriptor has the lowest number that is free.
+        left = self._most - accepted.fileno()
+        if left <= self._kept:
+            self._warn()
+        place = Place(self._connections, self._tls.context)
+        self._shaking[place] = self._loop.create_task(self._connect(place, accepted))
+        scarce, last = left <= self._kept, left <= self._kept // 2
+        self._connections.add(place, scarce=scarce, last=last)
+
+    async def _connect(self, place: Place, accepted: socket.socket) -> None:
+        """Shake hands, and give the connection to its protocol."""
+        if place not in self._connections.open:  # it was let go before this began
+            accepted.close()
+            del self._shaking[place]
+            return
+        place.abort = self._shaking[place].cancel
+        limit = HANDSHAKE_S if place.context else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._protocol(place),
+                accepted,
+                ssl=place.context,
+                ssl_handshake_timeout=limit,
+                ssl_shutdown_timeout=limit,
+            )
+        except OSError as error:  # also of TLS
+            log.debug("a connection did not begin: %s", error)
+            place.release()
+        except BaseException:
+            place.release()
+            raise
+        finally:
+            del self._shaking[place]
+
+    # descriptors
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._pausing = self._loop.call_later(PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pausing = None
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _fill(self) -> None:
+        """Hold as many descriptors as should be held, as soon as there are some."""
+        self._filling = None
+        try:
+            while len(self._held) < HELD:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            self._filling = self._loop.call_later(PAUSE_S, self._fill)
+
+    def _warn(self) -> None:
+        now = time.monotonic()
+        if now - self._warned_at < WARNED_S:
+            return
+        self._warned_at = now
+        log.warning(
+            "file descriptors are scarce: of %d hardly any is left, and new connections are "
+            "answered on /ping alone where none is idle; raise the limit (ulimit -n), or lower the "
+            "number of clients",
+            self._most,
+        )
+
+    # authorities
+
+    async def _distrust(self, authorities: Authorities) -> None:
+        """End the connections of clients that these authorities have not let in."""
+        older = [it for it in self._connections.open if it.context is not self._tls.context]
+        for place in older:
+            if place.certificate is None:  # it shakes hands by what was trusted before
+                place.abort()
+        shown = {it.certificate for it in older if it.certificate is not None}
+        trusted = await in_thread(authorities.trusted, shown)
+        ended = [it for it in older if it.certificate not in trusted]
+        for place in ended:
+            place.retire()
+            self._loop.call_later(RETIRED_S, place.abort)
+        log.info(
+            "an authority was taken out of OPTION_TLS_CLIENT_CA_FILE: %d connections end",
+            len(ended),
+        )

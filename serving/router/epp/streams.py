@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streams of gRPC that are open: how many there may be, and which is let go for another."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+M = TypeVar("M")
+
+
+class Evicted(Exception):
+    """The stream was let go for another one."""
+
+
+class Streams:
+    """At most so many streams. One more takes the place of the one that has been silent for
+    longest: of those whose request has not come whole, else of all. So no peer can keep others out
+    by holding streams.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._asking: dict[Stream, None] = {}
+        self._answering: dict[Stream, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._asking) + len(self._answering)
+
+    def open(self) -> "Stream":
+        """Another one. It has to be closed."""
+        if len(self) >= self._most:
+            self.evict(next(iter(self._asking or self._answering), None))
+        stream = Stream(self)
+        self.note(stream, asking=True)
+        return stream
+
+    def evict(self, stream: "Stream | None") -> None:
+        """Let one go."""
+        if stream:
+            self.close(stream)
+            stream.end()
+
+    @property
+    def longest_asking(self) -> "Stream | None":
+        """The one whose request has been awaited for longest."""
+        return next(iter(self._asking), None)
+
+    def note(self, stream: "Stream", *, asking: bool) -> None:
+        """It has said something. asking: whether its request is not here whole yet."""
+        self.close(stream)
+        (self._asking if asking else self._answering)[stream] = None
+
+    def close(self, stream: "Stream") -> None:
+        """It is over."""
+        self._asking.pop(stream, None)
+        self._answering.pop(stream, None)
+
+
+class Stream:
+    """One that is open."""
+
+    def __init__(self, of: Streams) -> None:
+        self._of = of
+        self._evicted = False
+        self._wait: asyncio.Timeout | None = None
+
+    def end(self) -> None:
+        """Raise Evicted where its next message is awaited."""
+        self._evicted = True
+        if self._wait:
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    async def next(self, incoming: AsyncIterator[M], patience: float | None) -> M | None:
+        """The next message; None at the end. patience: seconds to wait for it, None for ever.
+
+        Raises Evicted, TimeoutError.
+        """
+        if self._evicted:
+            raise Evicted
+        self._of.note(self, asking=patience is not None)
+        try:
+            async with asyncio.timeout(patience) as self._wait:
+                return await anext(incoming, None)
+        except TimeoutError:
+            if self._evicted:
+                raise Evicted from None
+            raise
+        finally:
+            self._wait = None
+
+    def make_room(self) -> bool:
+        """Let another one go, whose request has been awaited for longest. Whether there is one."""
+        oldest = self._of.longest_asking
+        if oldest is None or oldest is self:
+            return False
+        self._of.evict(oldest)
+        return True
+
+    def close(self) -> None:
+        """It is over."""
+        self._of.close(self)
