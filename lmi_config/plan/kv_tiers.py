@@ -17,6 +17,7 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import lmcache, shared_store
+from lmi_config.plan.attention.verdict import Verdict
 from lmi_config.plan.lmcache import Translation
 from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
 from lmi_config.plan.parallelism import Parallelism
@@ -90,9 +91,12 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True)
 class NoTiers:
-    """Only the engine's own memory keeps KV caches. reason: why."""
+    """Only the engine's own memory keeps KV caches. reason: why. word: the same for a metric:
+    "not_asked", "no_room", "failed", or the kind of attention that tiers would not be right for.
+    """
 
     reason: str
+    word: str = "no_room"
 
 
 def wanted(settings: Settings) -> bool:
@@ -104,6 +108,19 @@ def wanted(settings: Settings) -> bool:
         or settings.lmcache.keys() & {_REMOTE[0]}
         or _manual(settings)
     )
+
+
+def asked_by(settings: Settings) -> str:
+    """By what the operator names tiers of their own, beside automatic ones; empty where nothing
+    does.
+    """
+    if settings.lmcache_config_file:
+        return settings.named("lmcache_config_file")
+    if settings.kv_l2_url:
+        return settings.named("kv_l2_url")
+    if settings.lmcache.keys() & {_REMOTE[0]}:
+        return _REMOTE[0]
+    return settings.named("kv_transfer_config") if _manual(settings) else ""
 
 
 def _manual(settings: Settings) -> bool:
@@ -192,16 +209,24 @@ def plan(
     environ: Mapping[str, str],
     file: Mapping[str, object] | None,
     to_fetch: int,
+    verdict: Verdict,
 ) -> Tiers | NoTiers:
     """Size the tiers.
 
-    budget: with the cache server. file: the content of LMCache's own configuration file, or None.
+    verdict: whether they are right for the model; where not, automatic ones are left out. budget:
+    with the cache server. file: the content of LMCache's own configuration file, or None.
     to_fetch: bytes of models that have yet to be downloaded to the disk of the disk tier.
 
     Raises SettingsError for a configuration that cannot be honoured, or does not fit.
     """
     if not wanted(settings):
-        return NoTiers("off; OPTION_LMCACHE_AUTO_CONFIG=true turns them on")
+        return NoTiers("off; OPTION_LMCACHE_AUTO_CONFIG=true turns them on", "not_asked")
+    if verdict.against:
+        if name := asked_by(settings):
+            raise SettingsError(
+                [f"{name}: no KV cache tiers: {verdict.against}; {verdict.instead}"]
+            )
+        return NoTiers(f"left out: {verdict.against}", verdict.kind)
     if len(machine.ports) < len(Ports._fields):
         raise SettingsError(
             [
@@ -220,8 +245,12 @@ def plan(
         named = {name: settings.lmcache[name] for name in _REMOTE if name in settings.lmcache}
         shared = lmcache.translate(lmcache.merged({}, named), environ).remote
     if translation is None:
-        return _automatic(settings, machine, model, budget, shared, to_fetch)
-    return _manually(translation, settings, machine, budget, parallelism.workers, shared)
+        found = _automatic(settings, machine, model, budget, shared, to_fetch)
+    else:
+        found = _manually(translation, settings, machine, budget, parallelism.workers, shared)
+    if isinstance(found, NoTiers):
+        return found
+    return dataclasses.replace(found, notes=(*found.notes, *verdict.tell))
 
 
 def disk_path(
@@ -392,11 +421,16 @@ def _manually(
             notes.append(f"use_odirect: {wanted.path} refuses it; written through the page cache")
     if shared and translation.remote:
         found.append("OPTION_KV_L2_URL and remote_url both name a shared store; keep one")
-    if found:
-        raise SettingsError(found)
     chunk, of_chunk = translation.chunk_size, "chunk_size"
     if not chunk:
         chunk, of_chunk = _chunk_size(settings, machine)
+    elif chunk % (block := block_size(settings, machine)):
+        found.append(
+            f"chunk_size: {chunk} tokens are no multiple of the engine's block of {block}, which "
+            f"LMCache refuses; set it to {math.ceil(chunk / block) * block}"
+        )
+    if found:
+        raise SettingsError(found)
     return Tiers(
         l1=l1,
         disk=disk,
