@@ -74,6 +74,19 @@ class KvLayers:
             unknown=unknown,
         )
 
+    def __str__(self) -> str:
+        """For a person: what they keep of a request."""
+        sizes = " or ".join(f"{size:,}" for size in sorted(self.windows))
+        told = {
+            f"{self.full} keep all tokens": self.full,
+            f"{self.windowed} the last {sizes}": self.windowed,
+            f"{self.chunked} the last chunk of {sizes}": self.chunked,
+            "others a state": self.state,
+            "an index beside it": self.indexed,
+            "what an encoder made": self.cross,
+        }
+        return ", ".join(text for text, there in told.items() if there)
+
     def without_windows(self) -> "KvLayers":
         """The same where vLLM is told that there are no windows."""
         return dataclasses.replace(
@@ -225,6 +238,9 @@ def look(
             f"its architecture {names[0]!r:.60}" if names else "an architecture that is not named"
         )
         foreign = f"{told} is not one of vLLM's own"
+    model_type = config.top.get("model_type")
+    if isinstance(model_type, str) and model_type not in vllms["configurations"]:
+        foreign = foreign or f"its configuration ({model_type:.60}) takes code of its own to read"
     if not layers:
         unknown = "its files do not tell its layers"
     elif architecture in vllms["unlike"]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from lmi_config.facts import kv
@@ -33,6 +34,7 @@ _WEIGHTS = (
 )
 _TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _FIRST_READ = 128 * 1024  # holds nearly every header; what is longer takes a second request
 _LARGEST = 2**48  # of all numbers a model could mean; JSON knows no limit
@@ -135,13 +137,16 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def look(checkpoint: Checkpoint, weights: bool = True) -> ModelFacts:
+def look(
+    checkpoint: Checkpoint, weights: bool = True, overrides: Mapping[str, Any] = NO_OVERRIDES
+) -> ModelFacts:
     """Look at a model's files. weights: whether it needs any, which load_format=dummy does not.
+    overrides: vLLM's hf_overrides.
 
     Raises ModelError where vLLM could not use it: no configuration or one that cannot be read, no
     weights, or a safetensors file that is not whole.
     """
-    config = configuration(checkpoint)
+    config = configuration(checkpoint, overrides)
     files: Mapping[str, int] = {}
     try:
         files = weight_files(checkpoint)
@@ -253,8 +258,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def configuration(checkpoint: Checkpoint) -> Config:
-    """Read a model's configuration; that of a model in GGUF files alone is empty.
+def configuration(checkpoint: Checkpoint, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Config:
+    """Read a model's configuration; that of a model in GGUF files alone is empty. overrides: what
+    vLLM puts in place of what is written (_apply_dict_overrides in vllm/config/model.py).
 
     Raises ModelError where there is none or it is not a JSON object.
     """
@@ -272,6 +278,9 @@ def configuration(checkpoint: Checkpoint) -> Config:
     # Where ModelOpt before 0.31 says it.
     if QUANTIZED in checkpoint.sizes and top.get("quantization_config") is None:
         top["quantization_config"] = _of_modelopt(json_object(checkpoint, QUANTIZED))
+    for key, value in overrides.items():
+        nested = key in _NESTED and isinstance(value, dict)
+        top[key] = _updated(top.get(key), value) if nested else value
     config = Config(f"{checkpoint.where}/{name}", top, top)
     text = inner = top
     while nested := next((name for name in _NESTED if inner.get(name)), None):
@@ -283,6 +292,15 @@ def configuration(checkpoint: Checkpoint) -> Config:
     if isinstance(model_type, str):
         text = {**_DEFAULTS.get(model_type, {}), **text}
     return dataclasses.replace(config, text=text)
+
+
+def _updated(found: Any, updates: Mapping[str, Any]) -> dict[str, Any]:
+    """An object with others in it replaced, and objects in it in the same way."""
+    updated = dict(found) if isinstance(found, dict) else {}
+    for key, value in updates.items():
+        inner = isinstance(value, dict) and isinstance(updated.get(key), dict)
+        updated[key] = _updated(updated[key], value) if inner else value
+    return updated
 
 
 def _of_mistral(params: dict[str, Any]) -> dict[str, Any]:

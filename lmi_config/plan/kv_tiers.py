@@ -92,7 +92,7 @@ class Tiers:
 @dataclasses.dataclass(frozen=True)
 class NoTiers:
     """Only the engine's own memory keeps KV caches. reason: why. word: the same for a metric:
-    "not_asked", "no_room", "failed", or the kind of attention that tiers would not be right for.
+    "not_asked", "attention" that they are not right for, "no_room", or "failed".
     """
 
     reason: str
@@ -226,7 +226,7 @@ def plan(
             raise SettingsError(
                 [f"{name}: no KV cache tiers: {verdict.against}; {verdict.instead}"]
             )
-        return NoTiers(f"left out: {verdict.against}", verdict.kind)
+        return NoTiers(f"left out: {verdict.against}", "attention")
     if len(machine.ports) < len(Ports._fields):
         raise SettingsError(
             [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write vllm_models.json of lmi_config/facts: the architectures that the pinned vLLM serves, and
-which of them keep something else of a request than a KV cache for causal attention.
+"""Write vllm_models.json of lmi_config/facts: the architectures that the pinned vLLM serves, which
+of them keep something else of a request than a KV cache for causal attention, and whose
+configurations are read without code from elsewhere.
 
 Read from vLLM's source, because many of its models cannot be imported without packages that only
 they need. Run whenever the pin moves; a test fails when the file is stale.
@@ -118,13 +119,28 @@ def _kind(module: str, name: str) -> str:
     return "plain"
 
 
+def _configurations() -> list[str]:
+    """Values of model_type for which transformers or vLLM has a configuration class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    found = {*CONFIG_MAPPING_NAMES}
+    for node in ast.walk(_tree(_package() / "transformers_utils" / "config.py")):
+        match node:
+            case ast.Call(func=ast.Name(id="LazyConfigDict"), keywords=keywords):
+                found |= {keyword.arg for keyword in keywords if keyword.arg}
+    return sorted(found)
+
+
 def models() -> dict[str, list[str]]:
-    """Kind → architectures. "known" has all of them, "pooling" those that do not generate."""
+    """Kind → architectures. "known" has all of them, "pooling" those that do not generate, and
+    "configurations" values of model_type.
+    """
     tables = _tables()
     every = {arch: it for table in tables.values() for arch, it in table.items()}
     found: dict[str, list[str]] = {"known": sorted(every)}
     for kind in ("state", "cross", "unlike"):
         found[kind] = sorted(arch for arch, it in every.items() if _kind(*it) == kind)
+    found["configurations"] = _configurations()
     generating = {arch for name in _GENERATING for arch in tables[name]}
     found["pooling"] = sorted({arch for name in _POOLING for arch in tables[name]} - generating)
     return found
