@@ -208,7 +208,8 @@ def priced(
     about = (machine, parallelism, model, budget, gpu)
     before, after = engine_cache(settings, *about), engine_cache(kept, *about)
     if settings.max_model_len != AUTO and before and after:
-        fits = after.fits(length)
+        block = block_size(settings, machine)  # vLLM keeps one for itself
+        fits = max(after.fits(length + block) - block, 0)
         if before.fits(length) == length > fits:
             return dataclasses.replace(
                 verdict,
