@@ -279,8 +279,8 @@ def configuration(checkpoint: Checkpoint, overrides: Mapping[str, Any] = NO_OVER
     if QUANTIZED in checkpoint.sizes and top.get("quantization_config") is None:
         top["quantization_config"] = _of_modelopt(json_object(checkpoint, QUANTIZED))
     for key, value in overrides.items():
-        nested = key in _NESTED and isinstance(value, dict)
-        top[key] = _updated(top.get(key), value) if nested else value
+        within = key in _NESTED and isinstance(value, dict)
+        top[key] = _updated(top.get(key), value) if within else value
     config = Config(f"{checkpoint.where}/{name}", top, top)
     text = inner = top
     while nested := next((name for name in _NESTED if inner.get(name)), None):

@@ -83,7 +83,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
             part = model.kv.windowed / (model.kv.full + model.kv.windowed)
             layers += f"; {part:.0%} of it for the last {model.kv.window:,} tokens only"
         yield "KV per token", f"{each / 1024:g} KiB", layers
-    if kept := str(model.kept):
+    if (kept := str(model.kept)) and plan.verdict.kind not in ("full", "latent"):
         yield "layers", plan.verdict.kind.replace("_", " "), f"of the KV cache: {kept}"
     longest = settings.max_model_len or model.max_length
     if longest == AUTO:

@@ -342,8 +342,10 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
 
 def tiers_info(plan: Plan) -> tuple[str, str, str]:
     """Labels of the series about tiers: whether they are on, the kind of attention, why not."""
-    off = isinstance(plan.tiers, NoTiers)
-    return "off" if off else "on", plan.verdict.kind, plan.tiers.word if off else ""
+    kind = plan.verdict.kind
+    if isinstance(plan.tiers, NoTiers):
+        return "off", kind, plan.tiers.word
+    return "on", kind, ""
 
 
 def _transferring(plan: Plan, folder: Path) -> Path:

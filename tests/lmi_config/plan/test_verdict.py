@@ -23,7 +23,7 @@ LLAMA = {
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
-    "max_position_embeddings": 32_768,
+    "max_position_embeddings": 16_384,
     "torch_dtype": "bfloat16",
 }
 
