@@ -212,7 +212,8 @@ _NESTED = (
     "transformer_layer_config",  # a draft in the speculators format
 )
 
-# What configuration classes of transformers fill in for models that are published without it.
+# What configuration classes of transformers fill in for models that are published without it; a
+# language model within another may say no type of its own, and has its whole's then.
 _QWEN = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
 
 
@@ -222,33 +223,37 @@ def _windows(size: int, pattern: int, **more: Any) -> Mapping[str, Any]:
 
 
 _LLAMA4 = {"attention_chunk_size": 8192}
+_MISTRAL = {"sliding_window": 4096}
+_GEMMA3 = {
+    **_windows(4096, 6),
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262_208,
+}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "afmoe": _windows(1024, 4),
+    "aya_vision": _windows(4096, 4),
     "cohere2": _windows(4096, 4),
     "cohere2_moe": _windows(4096, 4),
+    "cohere2_vision": _windows(4096, 4),
     "cwm": _windows(8192, 4, full_attention_first=True),
     "dots1": {"max_window_layers": 62, "sliding_window": 4096},
-    "exaone4": _windows(4096, 4),
+    **dict.fromkeys(("exaone4", "exaone4_5"), _windows(4096, 4)),
     "gemma2": _windows(4096, 2),
-    "gemma3_text": {
-        **_windows(4096, 6),
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262_208,
-    },
-    "gemma3n_text": _windows(512, 5),
-    "gemma4_text": _windows(512, 6, global_head_dim=512),
-    "gemma4_unified_text": _windows(1024, 6, global_head_dim=512),
+    **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _windows(512, 5)),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _windows(512, 6, global_head_dim=512)),
+    **dict.fromkeys(
+        ("gemma4_unified", "gemma4_unified_text"), _windows(1024, 6, global_head_dim=512)
+    ),
     "gpt_oss": _windows(128, 2),
     "granite_swa": _windows(128, 4, full_attention_first=True),
     "granitemoe_swa": _windows(128, 4, full_attention_first=True),
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
-    "ministral": {"sliding_window": 4096},
-    "mistral": {"sliding_window": 4096},
-    "muse_glimmer_text": _windows(2048, 4),
+    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
+    **dict.fromkeys(("idefics2", "ministral", "mistral", "mistral3"), _MISTRAL),
+    **dict.fromkeys(("muse_glimmer", "muse_glimmer_text"), _windows(2048, 4)),
     "olmo3": _windows(4096, 4),
     "vaultgemma": _windows(4096, 2),
     **dict.fromkeys(

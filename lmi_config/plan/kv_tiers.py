@@ -47,6 +47,10 @@ small model.
 CPU_BLOCK_SIZE = 128
 GPU_BLOCK_SIZE = 16
 """vLLM's defaults of block_size, in tokens."""
+LATENT_BLOCK_SIZE = 128
+"""The largest block that vLLM takes for latent attention on GPUs; each kind of GPU has its own, and
+all divide this (get_supported_kernel_block_sizes in vllm/v1/attention/backends/mla).
+"""
 
 SMALLEST_L1 = GIB // 4
 SMALLEST_DISK = GIB
@@ -121,6 +125,12 @@ def asked_by(settings: Settings) -> str:
     if settings.lmcache.keys() & {_REMOTE[0]}:
         return _REMOTE[0]
     return settings.named("kv_transfer_config") if _manual(settings) else ""
+
+
+def lmcaches_own(settings: Settings) -> bool:
+    """Whether kv_transfer_config names a connector of LMCache's, to be run as it is."""
+    told = json.dumps(settings.kv_transfer_config or {})
+    return '"LMCache' in told and not _manual(settings)
 
 
 def _manual(settings: Settings) -> bool:
@@ -247,7 +257,7 @@ def plan(
     if translation is None:
         found = _automatic(settings, machine, model, budget, shared, to_fetch)
     else:
-        found = _manually(translation, settings, machine, budget, parallelism.workers, shared)
+        found = _manually(translation, settings, machine, model, budget, parallelism, shared)
     if isinstance(found, NoTiers):
         return found
     return dataclasses.replace(found, notes=(*found.notes, *verdict.tell))
@@ -283,7 +293,7 @@ def _automatic(
     shared: L2Store | None,
     to_fetch: int,
 ) -> Tiers | NoTiers:
-    chunk, of_chunk = _chunk_size(settings, machine)
+    chunk, of_chunk = _chunk_size(machine, span(settings, machine, model))
     least = max(SMALLEST_L1, _document(settings, model))
     if budget.free // _STEP * _STEP < least:
         return NoTiers(
@@ -326,10 +336,20 @@ def block_size(settings: Settings, machine: Machine) -> int:
     return asked or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE)
 
 
-def _chunk_size(settings: Settings, machine: Machine) -> tuple[int, str]:
+def span(settings: Settings, machine: Machine, model: ModelFacts) -> int:
+    """Tokens that a block of the engine's spans, of all ranks that share a sequence: a chunk has to
+    be a multiple (LMCacheMPConnector).
+    """
+    block = block_size(settings, machine)
+    if machine.gpus and model.latent and "block_size" not in settings.engine:
+        block = LATENT_BLOCK_SIZE
+    ranks: int = settings.engine.get("decode_context_parallel_size") or 1
+    return block * ranks
+
+
+def _chunk_size(machine: Machine, block: int) -> tuple[int, str]:
     """Tokens of a chunk where nobody asks for another, and why."""
     usual = GPU_CHUNK_SIZE if machine.gpus else CPU_CHUNK_SIZE
-    block = block_size(settings, machine)
     multiple = f"a multiple of the engine's block of {block} tokens"
     return math.ceil(usual / block) * block, multiple
 
@@ -386,11 +406,13 @@ def _manually(
     translation: Translation,
     settings: Settings,
     machine: Machine,
+    model: ModelFacts,
     budget: Budget,
-    ranks: int,
+    parallelism: Parallelism,
     shared: L2Store | None,
 ) -> Tiers:
     """The tiers as LMCache's own configuration names them, checked against the machine."""
+    ranks = parallelism.workers
     l1 = round(translation.l1_gib * GIB) * ranks
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     found = []
@@ -422,9 +444,10 @@ def _manually(
     if shared and translation.remote:
         found.append("OPTION_KV_L2_URL and remote_url both name a shared store; keep one")
     chunk, of_chunk = translation.chunk_size, "chunk_size"
+    block = span(settings, machine, model)
     if not chunk:
-        chunk, of_chunk = _chunk_size(settings, machine)
-    elif chunk % (block := block_size(settings, machine)):
+        chunk, of_chunk = _chunk_size(machine, block)
+    elif chunk % block:
         found.append(
             f"chunk_size: {chunk} tokens are no multiple of the engine's block of {block}, which "
             f"LMCache refuses; set it to {math.ceil(chunk / block) * block}"

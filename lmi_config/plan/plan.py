@@ -158,9 +158,14 @@ def make(
     tiers = kv_tiers.plan(
         settings, machine, spread, model, cached, environ, lmcache_file, to_fetch, verdict
     )
-    if faults := kv_tiers.handover_faults(settings, tiers):
+    own = kv_tiers.lmcaches_own(settings)
+    faults = kv_tiers.handover_faults(settings, tiers)
+    if own and (reason := verdict.against or verdict.unguarded):
+        name = settings.named("kv_transfer_config")
+        faults.append(f"{name}: no connector of LMCache's: {reason}; {verdict.instead}")
+    if faults:
         raise SettingsError(faults)
-    if isinstance(tiers, Tiers) and verdict.whole:
+    if verdict.whole and (own or isinstance(tiers, Tiers)):
         settings = attention.whole(settings)
     derived: dict[str, Any] = vllm.parsers(settings, chat)
     derived |= vllm.batch(settings, machine, model)

@@ -19,6 +19,7 @@ from lmi_config.options.declared import Settings
 
 HYBRID = "disable_hybrid_kv_cache_manager"
 """vLLM's option by which layers with a window keep all tokens where other layers do, too."""
+EMBEDDINGS = "enable_prompt_embeds"
 CHUNKED = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
 """vLLM's variable; where it is 0, layers that attend in chunks keep all tokens."""
 
@@ -33,13 +34,15 @@ WITH_DRAFT = ("draft_model", "eagle", "eagle3")
 class Verdict:
     """kind: of attention, a word for metrics. against: why there can be no tiers, a clause; empty
     where there can. instead: the nearest that works. whole: whether the engine is to keep all
-    tokens in layers with a window, for the tiers. tell: what an operator should know besides.
+    tokens in layers with a window, for the tiers. unguarded: why a connector of LMCache's would not
+    be right where Slipway's is. tell: what an operator should know besides.
     """
 
     kind: str
     against: str = ""
     instead: str = "leave the options for KV cache tiers out"
     whole: bool = False
+    unguarded: str = ""
     tell: tuple[str, ...] = ()
 
 
@@ -76,9 +79,11 @@ def decide(
             kind="layers_differ",
             against="its layers keep KV of several shapes, and without a GPU LMCache copies one",
         )
-    if settings.engine.get("enable_prompt_embeds") and not verdict.against:
+    if settings.engine.get(EMBEDDINGS) and not verdict.against:
         told = "requests with prompt embeddings neither use the KV cache tiers nor fill them"
-        return dataclasses.replace(verdict, tell=(*verdict.tell, told))
+        unguarded = f"it takes all prompt embeddings ({settings.named(EMBEDDINGS)}) for one prompt"
+        tell = (*verdict.tell, told)
+        return dataclasses.replace(verdict, unguarded=unguarded, tell=tell)
     return verdict
 
 
@@ -221,6 +226,7 @@ def _by_windows(
         )
     return Verdict(
         kind="windows_only",
+        unguarded="it stores memory that has left a window as a prompt's KV",
         tell=(
             f"all layers have a window of {window:,} tokens: of a prompt that is longer, the tiers "
             "get what was computed while it was in the window",

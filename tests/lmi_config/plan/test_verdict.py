@@ -314,3 +314,36 @@ def test_a_chunk_that_is_no_multiple_of_the_engines_block_is_refused():
     file = {"chunk_size": 100, "max_local_cpu_size": 1}
     with pytest.raises(SettingsError, match="set it to 128"):
         plan.make(read(variables), machine(), model(LLAMA), None, variables, PARTS, file)
+
+
+LMCACHES = {
+    "OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}'
+}
+SEVERAL = {
+    "OPTION_KV_TRANSFER_CONFIG": encoded(
+        {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [{"kv_connector": "LMCacheMPConnector"}]},
+        }
+    ).decode()
+}
+EMBEDS = {"OPTION_ENABLE_PROMPT_EMBEDS": "true"}
+
+
+@pytest.mark.parametrize("connector", [LMCACHES, SEVERAL])
+def test_a_connector_of_lmcaches_own_is_no_way_round(connector):
+    assert HYBRID not in planned(LLAMA, environ=connector).options
+    assert planned(GEMMA2, environ=connector).options[HYBRID] is True
+    for config, variables in ((PHI3, {}), (JAMBA, {}), (LLAMA, EMBEDS)):
+        with pytest.raises(SettingsError, match="no connector of LMCache's: "):
+            planned(config, environ=connector, variables=variables)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "chunk"),
+    [(LLAMA, "4", 256), (LLAMA, "32", 512), (DEEPSEEK, "1", 256), (DEEPSEEK, "8", 1024)],
+)
+def test_a_chunk_is_a_multiple_of_what_ranks_share(config, ranks, chunk):
+    found = planned(config, 8, variables={"OPTION_DECODE_CONTEXT_PARALLEL_SIZE": ranks})
+    assert found.tiers.chunk_size == chunk
