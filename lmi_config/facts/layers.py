@@ -37,8 +37,8 @@ class KvLayers:
     some keep an index beside it (sparse attention).
     state: whether layers keep a state of fixed size (Mamba, linear attention, convolutions).
     cross: whether layers attend to what an encoder made of sound or a text.
-    pooled: whether vLLM runs it for embeddings or scores, by its architecture; many of those keep
-    nothing at all. shapes: KV heads and head size of each kind of layer; empty where unknown.
+    pooled: whether vLLM runs it for embeddings or scores, by its architecture, or because its tokens
+    attend to later ones; many of those keep nothing at all. shapes: KV heads and head size of each kind of layer; empty where unknown.
     foreign: why vLLM may run it with a class of which nothing is known; unknown: why the above is
     not all that there is to know of it; empty where that is not so.
     """
@@ -248,6 +248,10 @@ def look(
     elif varied:
         unknown = f"its layers differ by {varied}"
     words = text.get("layer_types")
+    both_ways = text.get("is_causal") is False or text.get("use_bidirectional_attention") in (
+        True,
+        "all",
+    )
     attending = isinstance(words, list) and all(
         it in ("attention", "full_attention") for it in words
     )
@@ -258,7 +262,7 @@ def look(
         windows=frozenset({found.window} if found.window else ()),
         state=architecture in vllms["state"] and not attending,
         cross=architecture in vllms["cross"] or bool(config.top.get("is_encoder_decoder")),
-        pooled=architecture in vllms["pooling"] or _pools(names),
+        pooled=both_ways or architecture in vllms["pooling"] or _pools(names),
         shapes=frozenset(shapes),
         foreign=foreign,
         unknown=unknown,

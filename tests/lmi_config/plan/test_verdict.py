@@ -179,6 +179,8 @@ def test_layers_that_predict_further_are_like_the_models(config, tiers):
         ),
         ({"architectures": ["JambaForCausalLM"]}, "state"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "pooling"),
+        ({"is_causal": False}, "pooling"),
+        ({"use_bidirectional_attention": True}, "pooling"),
         ({"architectures": ["MyOwnForCausalLM"]}, "unknown"),
         ({"num_key_value_heads": [8, 4]}, "unknown"),
     ],
