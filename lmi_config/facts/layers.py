@@ -37,8 +37,9 @@ class KvLayers:
     some keep an index beside it (sparse attention).
     state: whether layers keep a state of fixed size (Mamba, linear attention, convolutions).
     cross: whether layers attend to what an encoder made of sound or a text.
-    pooled: whether vLLM runs it for embeddings or scores, by its architecture, or because its tokens
-    attend to later ones; many of those keep nothing at all. shapes: KV heads and head size of each kind of layer; empty where unknown.
+    pooled: whether vLLM runs it for embeddings or scores, by its architecture, or because its
+    tokens attend to later ones; many of those keep nothing at all.
+    shapes: KV heads and head size of each kind of layer; empty where unknown.
     foreign: why vLLM may run it with a class of which nothing is known; unknown: why the above is
     not all that there is to know of it; empty where that is not so.
     """

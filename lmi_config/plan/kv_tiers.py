@@ -17,7 +17,7 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import lmcache, shared_store
-from lmi_config.plan.attention.verdict import Verdict
+from lmi_config.plan.attention.verdict import WINDOWS_ONLY, Verdict
 from lmi_config.plan.lmcache import Translation
 from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
 from lmi_config.plan.parallelism import Parallelism
@@ -38,6 +38,10 @@ TRANSFERRING = "NixlConnector"
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 """vLLM's variable for the host where it tells others how to fetch: localhost if it is not set."""
 
+ENGINE_COPIES = {"lmcache.mp.mp_transfer_mode": "engine_driven"}
+"""Whatever LMCACHE_MP_TRANSFER_MODE says. A cache server that copies by itself does so later, when
+vLLM has handed blocks that left a window to other tokens: seen on CPUs, wrong answers.
+"""
 GPU_CHUNK_SIZE = 256
 """Tokens that are stored and found as one; LMCache's default."""
 CPU_CHUNK_SIZE = 128
@@ -260,7 +264,10 @@ def plan(
         found = _manually(translation, settings, machine, model, budget, parallelism, shared)
     if isinstance(found, NoTiers):
         return found
-    return dataclasses.replace(found, notes=(*found.notes, *verdict.tell))
+    connector = dict(found.connector)
+    if verdict.kind == WINDOWS_ONLY and not machine.gpus:
+        connector |= ENGINE_COPIES
+    return dataclasses.replace(found, connector=connector, notes=(*found.notes, *verdict.tell))
 
 
 def disk_path(

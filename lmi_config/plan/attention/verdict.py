@@ -20,6 +20,8 @@ from lmi_config.options.declared import Settings
 HYBRID = "disable_hybrid_kv_cache_manager"
 """vLLM's option by which layers with a window keep all tokens where other layers do, too."""
 EMBEDDINGS = "enable_prompt_embeds"
+WINDOWS_ONLY = "windows_only"
+"""The kind of models whose layers all have a window, or attend in chunks."""
 CHUNKED = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
 """vLLM's variable; where it is 0, layers that attend in chunks keep all tokens."""
 
@@ -78,6 +80,12 @@ def decide(
         return Verdict(
             kind="layers_differ",
             against="its layers keep KV of several shapes, and without a GPU LMCache copies one",
+        )
+    if not gpus and not verdict.against and kept.latent:
+        return Verdict(
+            kind="latent",
+            against="without a GPU vLLM computes a prompt with latent attention (MLA) as a whole, "
+            "and does not look at KV that is there already",
         )
     if settings.engine.get(EMBEDDINGS) and not verdict.against:
         told = "requests with prompt embeddings neither use the KV cache tiers nor fill them"
@@ -215,17 +223,17 @@ def _by_windows(
             )
         return Verdict(kind="windows_and_full", whole=True)
     if kept.windowed and longest and longest <= window:
-        return Verdict(kind="windows_only")  # nothing ever leaves it
+        return Verdict(kind=WINDOWS_ONLY)  # nothing ever leaves it
     if gpus or kept.chunked:
         limit = f"set OPTION_MAX_MODEL_LEN={window} at most, or leave the options for tiers out"
         return Verdict(
-            kind="windows_only",
+            kind=WINDOWS_ONLY,
             against=f"all its layers have a window of {window:,} tokens; on GPUs vLLM may use "
-            "memory that has left it for another request while LMCache still copies it",
+            "memory that has left it for other tokens while LMCache still copies it",
             instead=limit,
         )
     return Verdict(
-        kind="windows_only",
+        kind=WINDOWS_ONLY,
         unguarded="it stores memory that has left a window as a prompt's KV",
         tell=(
             f"all layers have a window of {window:,} tokens: of a prompt that is longer, the tiers "

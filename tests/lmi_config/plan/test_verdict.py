@@ -65,7 +65,7 @@ def planned(config, gpus=0, environ=AUTO, draft=None, variables=None):
 KINDS = [
     # kind, configuration, tiers without and with a GPU, whether windows are kept whole
     ("full", LLAMA, True, True, False),
-    ("latent", DEEPSEEK, True, True, False),
+    ("latent", DEEPSEEK, False, True, False),
     ("encoder_decoder", WHISPER, False, False, False),
     ("pooling", BERT, False, False, False),
     ("state", MAMBA, False, False, False),
@@ -165,7 +165,9 @@ def test_drafts_of_which_nothing_is_known_leave_tiers_out(method):
 )
 def test_layers_that_predict_further_are_like_the_models(config, tiers):
     speculative = encoded({"method": "mtp", "num_speculative_tokens": 1}).decode()
-    found = planned(config, variables={"OPTION_SPECULATIVE_CONFIG": speculative})
+    found = planned(
+        config, int(config is DEEPSEEK), variables={"OPTION_SPECULATIVE_CONFIG": speculative}
+    )
     assert isinstance(found.tiers, Tiers) is tiers
 
 
@@ -349,3 +351,12 @@ def test_a_connector_of_lmcaches_own_is_no_way_round(connector):
 def test_a_chunk_is_a_multiple_of_what_ranks_share(config, ranks, chunk):
     found = planned(config, 8, variables={"OPTION_DECODE_CONTEXT_PARALLEL_SIZE": ranks})
     assert found.tiers.chunk_size == chunk
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_the_engine_copies_where_all_layers_have_a_window(gpus):
+    """Without a GPU, whatever LMCACHE_MP_TRANSFER_MODE says."""
+    for config, pinned in ((PHI3, not gpus), (GEMMA2, False), (LLAMA, False)):
+        found = planned(config, gpus)
+        connector = found.options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
+        assert ("engine_driven" in connector.values()) is pinned
