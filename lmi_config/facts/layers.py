@@ -119,6 +119,14 @@ _WINDOWED = ("sliding_attention",)
 _CHUNKED = ("chunked_attention",)
 """Words of layer_types. A layer that is "hybrid" attends, and keeps a state as well."""
 
+_GPT_OSS = ["sliding_attention", "full_attention"]
+"""vLLM gives gpt-oss's layers a window in turn, whatever layer_types says (gpt_oss.py)."""
+
+# Whose classes in transformers read how many layers attend to everything.
+_PATTERNED = (
+    *("afmoe", "aya_vision", "cohere2", "cwm", "exaone", "gemma", "gpt_oss", "granite"),
+    *("llama4", "muse_glimmer", "olmo3", "vaultgemma"),
+)
 # Whose classes in transformers and vLLM drop the window where use_sliding_window is false.
 _SWITCHED = ("deepseek_ocr", "got_ocr", "muse_glimmer", "qwen", "smollm3")
 
@@ -127,6 +135,8 @@ def attention(config: Numbers, layers: int) -> Attention:
     """The layers that attend. layers: of the decoder."""
     text = config.text
     window = config.whole("sliding_window") or 0
+    if chunks := _chunked(config, layers):
+        return chunks
     named = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(named, list):
         kinds = [kind for kind in named[:layers] if kind not in (*_STATEFUL, *_NOTHING)]
@@ -137,9 +147,11 @@ def attention(config: Numbers, layers: int) -> Attention:
         unread = "" if odd is None else f"layer_types has {odd!r:.40}"
         if windowed and chunked:
             unread = "layer_types has both windows and chunks"
+        if text.get("model_type") == "gpt_oss" and named != (_GPT_OSS * layers)[: len(named)]:
+            unread = "layer_types, which vLLM does not read of gpt-oss"
         size = window if windowed else chunk if chunked else 0
         return Attention(len(kinds) - windowed - chunked, windowed, chunked, size, unread)
-    return _hybrid(config, layers) or _chunked(config, layers) or _sliding(config, layers, window)
+    return _hybrid(config, layers) or _sliding(config, layers, window)
 
 
 def _hybrid(config: Numbers, layers: int) -> Attention | None:
@@ -164,7 +176,9 @@ def _hybrid(config: Numbers, layers: int) -> Attention | None:
 
 
 def _chunked(config: Numbers, layers: int) -> Attention | None:
-    """Llama 4: layers with a rotary embedding attend in chunks, others to everything."""
+    """Llama 4: layers with a rotary embedding attend in chunks, others to everything, whatever
+    layer_types says.
+    """
     chunk = config.whole("attention_chunk_size")
     if not chunk or config.text.get("model_type") not in ("llama4", "llama4_text"):
         return None
@@ -179,18 +193,21 @@ def _chunked(config: Numbers, layers: int) -> Attention | None:
 def _sliding(config: Numbers, layers: int, window: int) -> Attention:
     """Models that say by a rule which layers have the window."""
     text = config.text
-    model_type = text.get("model_type")
-    switched = isinstance(model_type, str) and model_type.startswith(_SWITCHED)
+    told = text.get("model_type")
+    model_type = told if isinstance(told, str) else ""
+    switched = model_type.startswith(_SWITCHED)
     if not window or (switched and text.get("use_sliding_window") is False):
         return Attention(layers)
     pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
-    if isinstance(pattern, int) and pattern > 0:  # every so many layers, one attends to everything
+    if (
+        isinstance(pattern, int) and pattern > 0 and model_type.startswith(_PATTERNED)
+    ):  # every so many layers, one attends to everything
         # Which of them is the first is the only difference between families.
         full = -(-layers // pattern) if text.get("full_attention_first") else layers // pattern
     elif pattern:
-        return Attention(layers, unread="sliding_window_pattern is no number")
+        return Attention(layers, unread="sliding_window_pattern")
     elif (first := config.whole("max_window_layers")) and (
-        text.get("use_sliding_window") or model_type == "dots1"
+        (switched and text.get("use_sliding_window")) or model_type == "dots1"
     ):
         full = min(first, layers)
     else:
@@ -211,6 +228,7 @@ _VARIED = (
     *("attention_other_setting", "block_configs", "hybrid_layer_pattern", "per_layer_config"),
     *("compress_ratios", "interleaved_sliding_window", "sliding_windows", "swa_head_dim"),
     *("swa_num_key_value_heads", "num_attention_heads_per_layer", "rswa_window"),
+    *("attn_window_size", "loop_window_size", "mtp_layer_types"),
 )
 """Signs of layers that differ in ways that are not read here."""
 _HEADS = (

@@ -34,6 +34,8 @@ _UNLIKE = {"StaticSinkAttention", "PrefillPrefixLMAttention"}
 """Attention that keeps a KV cache unlike others' (vllm/model_executor/layers/attention)."""
 _UNLIKE_MODULES = {"whisper_causal", "extract_hidden_states", "unlimited_ocr"}
 """Modules that make such attention themselves, or set the window of R-SWA (models/config.py)."""
+_UNLIKE_MODULES |= {"iquest_loopcoder", "step3p5"}
+"""Those that give layers a window which their configuration may not name."""
 _LIKE = {"deepseek_v32", "kimi_k3"}
 """Folders of vllm/models whose attention is latent attention, with an index or beside states. The
 others there have attention of their own."""

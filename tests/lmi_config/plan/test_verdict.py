@@ -193,6 +193,23 @@ def test_what_overrides_the_configuration_counts(overrides, kind):
     assert found.verdict.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("GptOssForCausalLM", {"model_type": "gpt_oss", "layer_types": ["full_attention"] * 32}),
+        ("MistralForCausalLM", {"sliding_window": 512, "sliding_window_pattern": 4}),
+        ("MiniMaxM2ForCausalLM", {"model_type": "minimax_m2", "attn_window_size": 512}),
+        ("LlamaForCausalLM", {"layer_types": ["full_attention", "of_another_kind"] * 16}),
+        ("LlamaForCausalLM", {"per_layer_config": {"0": {"head_dim": 64}}}),
+        ("Exaone4ForCausalLM", {"sliding_window": 512, "sliding_window_pattern": "LLLG"}),
+    ],
+)
+def test_windows_that_vllm_would_read_otherwise_are_not_known(architecture, more):
+    found = planned(of(architecture, **more), 1)
+    assert found.verdict.kind == "unknown"
+    assert isinstance(found.tiers, NoTiers)
+
+
 def test_overrides_of_the_language_model_go_into_it():
     """As vLLM: what stands outside does not change what a language model's own part says."""
     seeing = {
