@@ -2,8 +2,9 @@
 """What vLLM 0.32 keeps of each token for attention, by a model's configuration."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
+
+from lmi_config.facts import layers as of_layers
+from lmi_config.facts.layers import KvLayers, Numbers
 
 _PACKED = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Formats of latent attention with its scales → bytes of a layer (MLAAttention.get_kv_cache_spec).
@@ -104,16 +105,6 @@ class KvShape:
         return -(-ranks // self.heads)
 
 
-class Numbers(Protocol):
-    """A model's configuration. text: what it says of the language model."""
-
-    @property
-    def text(self) -> Mapping[str, Any]: ...
-
-    def whole(self, *names: str) -> int | None:
-        """The first of these that is set."""
-
-
 # model_type of those that vLLM runs with latent attention (is_deepseek_mla), as far as they keep
 # nothing else per token.
 _LATENT = (
@@ -128,8 +119,6 @@ _LATENT = (
     "kimi_linear",
     "pangu_ultra_moe",
 )
-# Signs of layers whose KV differs in ways that are not read here.
-_VARIED = ("block_configs", "compress_ratios", "hybrid_layer_pattern", "is_encoder_decoder")
 
 
 def latent(config: Numbers) -> bool:
@@ -137,28 +126,63 @@ def latent(config: Numbers) -> bool:
     return config.whole("kv_lora_rank") is not None and config.text.get("model_type") in _LATENT
 
 
-def shape(config: Numbers, layers: int | None) -> KvShape | None:
-    """What is kept of each token, or None where the configuration does not tell.
+def look(config: Numbers, layers: int | None) -> tuple[KvShape | None, KvLayers]:
+    """What is kept of each token, None where the configuration does not tell; and the layers.
 
     layers: of the decoder.
     """
-    if not layers or any(config.text.get(name) for name in _VARIED):
-        return None
-    own = max(layers - (config.whole("num_kv_shared_layers") or 0), 0)
-    full, windowed, window = _attention(config, own)
-    rank = config.whole("kv_lora_rank")
-    if rank is not None:
-        rotary = config.whole("qk_rope_head_dim")
-        if rotary is None or not latent(config):
+    own = max((layers or 0) - (config.whole("num_kv_shared_layers") or 0), 0)
+    found = of_layers.attention(config, own)
+    shape = _shape(config, found) if layers else None
+    shapes = _latent_size(config) if latent(config) else _sizes(config, found)
+    kept = of_layers.look(config, layers, found, shapes)
+    kept = dataclasses.replace(
+        kept, latent=latent(config), indexed=config.whole("index_topk") is not None
+    )
+    varied = any(config.text.get(name) for name in _NOT_COUNTED)
+    return None if varied else shape, kept
+
+
+_NOT_COUNTED = ("block_configs", "compress_ratios", "hybrid_layer_pattern", "is_encoder_decoder")
+"""Signs of layers whose KV differs in ways that are not read here."""
+
+
+def _shape(config: Numbers, found: of_layers.Attention) -> KvShape | None:
+    attending = found.full + found.windowed + found.chunked
+    own = _own_format(config)
+    if config.whole("kv_lora_rank") is not None:
+        one = _latent_size(config)
+        if not one or not latent(config):
             return None
-        attending = full + windowed
         return KvShape(
             heads=1,
-            full=attending * (rank + rotary),
+            full=attending * one[0][1],
             latent=attending,
             index=_index(config, attending),
-            own=_own_format(config),
+            own=own,
         )
+    sizes = _sizes(config, found)
+    if not sizes:
+        return None
+    (heads, size), (full_heads, full_size) = sizes[0], sizes[-1]
+    return KvShape(
+        heads=min(heads, full_heads),
+        full=found.full * 2 * full_heads * full_size,
+        windowed=(found.windowed + found.chunked) * 2 * heads * size,
+        # A chunk is kept as a window is that is one longer (ChunkedLocalAttentionSpec).
+        window=found.window + bool(found.chunked),
+        own=own,
+    )
+
+
+def _latent_size(config: Numbers) -> list[tuple[int, int]]:
+    """The one head of latent attention, and its size."""
+    rank, rotary = config.whole("kv_lora_rank"), config.whole("qk_rope_head_dim")
+    return [] if rank is None or rotary is None else [(1, rank + rotary)]
+
+
+def _sizes(config: Numbers, found: of_layers.Attention) -> list[tuple[int, int]]:
+    """KV heads and head size of layers with a window, and of those without where they differ."""
     attention_heads = config.whole("num_attention_heads", "n_head", "n_heads", "num_heads")
     heads = _kv_heads(config, attention_heads)
     size = config.whole("head_dim", "hidden_size_per_head", "attention_head_dim")
@@ -166,17 +190,13 @@ def shape(config: Numbers, layers: int | None) -> KvShape | None:
     if not size and hidden and attention_heads:
         size = hidden // attention_heads
     if not heads or not size:
-        return None
+        return []
     # Gemma 4 has other heads in the layers that attend to everything.
     full_heads = config.whole("num_global_key_value_heads") or heads
     full_size = config.whole("global_head_dim") or size
-    return KvShape(
-        heads=min(heads, full_heads),
-        full=full * 2 * full_heads * full_size,
-        windowed=windowed * 2 * heads * size,
-        window=window,
-        own=_own_format(config),
-    )
+    if (full_heads, full_size) == (heads, size) or not found.full:
+        return [(heads, size)]
+    return [(heads, size), (full_heads, full_size)] if found.windowed else [(full_heads, full_size)]
 
 
 def _index(config: Numbers, layers: int) -> int:
@@ -231,63 +251,6 @@ def _kv_heads(config: Numbers, attention_heads: int | None) -> int | None:
     names = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "n_kv_heads")
     found = config.whole(*names, "multi_query_group_num", "num_attention_groups")
     return attention_heads if found is None else found
-
-
-_STATEFUL = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
-
-
-def _attention(config: Numbers, layers: int) -> tuple[int, int, int]:
-    """How many layers attend to everything, how many to a window, and its size in tokens.
-
-    Layers of a kind that is not known count as the first, which needs most; so do those that attend
-    in chunks (Llama 4), for which vLLM keeps whole sequences.
-    """
-    text = config.text
-    window = config.whole("sliding_window") or 0
-    named = text.get("layer_types") or text.get("layers_block_type")
-    if isinstance(named, list):
-        kinds = [kind for kind in named[:layers] if kind not in _STATEFUL]
-        windowed = kinds.count("sliding_attention") if window else 0
-        return len(kinds) - windowed, windowed, window if windowed else 0
-    return _hybrid(config, layers) or _sliding(config, layers, window)
-
-
-def _hybrid(config: Numbers, layers: int) -> tuple[int, int, int] | None:
-    """The layers that attend, in models where others keep a state; each family says it its way."""
-    text = config.text
-    inner = text.get("linear_attn_config")
-    full: int | None = None
-    if isinstance(pattern := text.get("hybrid_override_pattern"), str):  # Nemotron-H
-        full = pattern.count("*")
-    elif isinstance(indices := text.get("attn_layer_indices"), list):  # Bamba
-        full = len(indices)
-    elif isinstance(kinds := text.get("attn_type_list"), list):  # MiniMax
-        full = kinds.count(1)
-    elif isinstance(inner, dict) and isinstance(inner.get("full_attn_layers"), list):  # Kimi
-        full = len(inner["full_attn_layers"])
-    elif interval := config.whole("full_attention_interval"):  # Qwen3-Next
-        full = layers // interval
-    elif period := config.whole("attn_layer_period"):  # Jamba
-        offset = config.whole("attn_layer_offset") or 0
-        full = len(range(offset, layers, period))
-    return None if full is None else (full, 0, 0)
-
-
-def _sliding(config: Numbers, layers: int, window: int) -> tuple[int, int, int]:
-    """Models that say by a rule which layers have the window."""
-    text = config.text
-    if not window or text.get("use_sliding_window") is False:
-        return layers, 0, 0
-    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
-    if isinstance(pattern, int) and pattern > 0:  # every so many layers, one attends to everything
-        full = layers // pattern
-    elif text.get("use_sliding_window") and (first := config.whole("max_window_layers")):
-        full = min(first, layers)
-    elif pattern:  # a rule that is not read: EXAONE
-        return layers, 0, 0
-    else:
-        full = 0
-    return full, layers - full, window
 
 
 def _width(cache_dtype: str, model_dtype: str | None) -> int:

@@ -11,12 +11,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from lmi_config.facts import kv
 from lmi_config.facts.kv import KvShape
+from lmi_config.facts.layers import UNTOLD, KvLayers
 
 QUANTIZED = "hf_quant_config.json"
+SENTENCES = "modules.json"
+"""By which vLLM takes any model for one of embeddings (get_pooling_config)."""
 CONFIGS = ("config.json", "params.json")
 """A model's configuration: Hugging Face's, Mistral's."""
 
@@ -31,6 +35,7 @@ _WEIGHTS = (
 )
 _TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _FIRST_READ = 128 * 1024  # holds nearly every header; what is longer takes a second request
 _LARGEST = 2**48  # of all numbers a model could mean; JSON knows no limit
@@ -89,8 +94,8 @@ class ModelFacts:
     weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
     max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
     attention_heads: which tensor parallelism divides among the ranks. latent: whether vLLM runs it
-    with latent attention (MLA). heard: tokens that its encoder makes of the sound
-    that it hears at once, of models like Whisper.
+    with latent attention (MLA). heard: tokens that its encoder makes of the sound that it hears at
+    once, of models like Whisper. kept: its layers, by what vLLM keeps of a request for them.
     """
 
     architectures: tuple[str, ...]
@@ -107,6 +112,7 @@ class ModelFacts:
     attention_heads: int | None = None
     latent: bool = False
     heard: int | None = None
+    kept: KvLayers = UNTOLD
 
 
 UNKNOWN = ModelFacts(
@@ -132,21 +138,28 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def look(checkpoint: Checkpoint, weights: bool = True) -> ModelFacts:
+def look(
+    checkpoint: Checkpoint, weights: bool = True, overrides: Mapping[str, Any] = NO_OVERRIDES
+) -> ModelFacts:
     """Look at a model's files. weights: whether it needs any, which load_format=dummy does not.
+    overrides: vLLM's hf_overrides.
 
     Raises ModelError where vLLM could not use it: no configuration or one that cannot be read, no
     weights, or a safetensors file that is not whole.
     """
-    config = configuration(checkpoint)
+    config = configuration(checkpoint, overrides)
+    files: Mapping[str, int] = {}
     try:
         files = weight_files(checkpoint)
     except ModelError:
         if weights:
             raise
-        return facts(config, {})
-    tensors(checkpoint)
-    return facts(config, files)
+    else:
+        tensors(checkpoint)
+    found = facts(config, files)
+    if SENTENCES not in checkpoint.sizes:
+        return found
+    return dataclasses.replace(found, kept=dataclasses.replace(found.kept, pooled=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,29 +213,60 @@ _NESTED = (
     "transformer_layer_config",  # a draft in the speculators format
 )
 
-# What configuration classes of transformers fill in for models that are published without it.
-_QWEN = {"use_sliding_window": False, "max_window_layers": 28}
+# What configuration classes of transformers fill in for models that are published without it; a
+# language model within another may say no type of its own, and has its whole's then.
+_QWEN = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
+
+
+def _windows(size: int, pattern: int, **more: Any) -> Mapping[str, Any]:
+    """A window in all layers but one of so many."""
+    return {"sliding_window": size, "sliding_window_pattern": pattern, **more}
+
+
+_LLAMA4 = {"attention_chunk_size": 8192}
+_MISTRAL = {"sliding_window": 4096}
+_GEMMA3 = {
+    **_windows(4096, 6),
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262_208,
+}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "cohere2": {"sliding_window_pattern": 4},
-    "gemma2": {"sliding_window_pattern": 2},
-    "gemma3_text": {
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "sliding_window_pattern": 6,
-        "vocab_size": 262_208,
-    },
-    "gpt_oss": {"sliding_window_pattern": 2},
-    "qwen2": _QWEN,
-    "qwen2_moe": _QWEN,
-    "qwen3": _QWEN,
-    "qwen3_moe": _QWEN,
+    "afmoe": _windows(1024, 4),
+    "aya_vision": _windows(4096, 4),
+    "cohere2": _windows(4096, 4),
+    "cohere2_moe": _windows(4096, 4),
+    "cohere2_vision": _windows(4096, 4),
+    "cwm": _windows(8192, 4, full_attention_first=True),
+    "dots1": {"max_window_layers": 62, "sliding_window": 4096},
+    **dict.fromkeys(("exaone4", "exaone4_5"), _windows(4096, 4)),
+    "gemma2": _windows(4096, 2),
+    **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _windows(512, 5)),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _windows(512, 6, global_head_dim=512)),
+    **dict.fromkeys(
+        ("gemma4_unified", "gemma4_unified_text"), _windows(1024, 6, global_head_dim=512)
+    ),
+    "gpt_oss": _windows(128, 2),
+    "granite_swa": _windows(128, 4, full_attention_first=True),
+    "granitemoe_swa": _windows(128, 4, full_attention_first=True),
+    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
+    **dict.fromkeys(("idefics2", "ministral", "mistral", "mistral3"), _MISTRAL),
+    **dict.fromkeys(("muse_glimmer", "muse_glimmer_text"), _windows(2048, 4)),
+    "olmo3": _windows(4096, 4),
+    "vaultgemma": _windows(4096, 2),
+    **dict.fromkeys(
+        ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _QWEN
+    ),
+    **dict.fromkeys(("qwen2_5_omni_text", "qwen3", "qwen3_moe", "smollm3"), _QWEN),
 }
 
 
-def configuration(checkpoint: Checkpoint) -> Config:
-    """Read a model's configuration; that of a model in GGUF files alone is empty.
+def configuration(checkpoint: Checkpoint, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Config:
+    """Read a model's configuration; that of a model in GGUF files alone is empty. overrides: what
+    vLLM puts in place of what is written (_apply_dict_overrides in vllm/config/model.py).
 
     Raises ModelError where there is none or it is not a JSON object.
     """
@@ -240,6 +284,9 @@ def configuration(checkpoint: Checkpoint) -> Config:
     # Where ModelOpt before 0.31 says it.
     if QUANTIZED in checkpoint.sizes and top.get("quantization_config") is None:
         top["quantization_config"] = _of_modelopt(json_object(checkpoint, QUANTIZED))
+    for key, value in overrides.items():
+        within = key in _NESTED and isinstance(value, dict)
+        top[key] = _updated(top.get(key), value) if within else value
     config = Config(f"{checkpoint.where}/{name}", top, top)
     text = inner = top
     while nested := next((name for name in _NESTED if inner.get(name)), None):
@@ -253,11 +300,20 @@ def configuration(checkpoint: Checkpoint) -> Config:
     return dataclasses.replace(config, text=text)
 
 
+def _updated(found: Any, updates: Mapping[str, Any]) -> dict[str, Any]:
+    """An object with others in it replaced, and objects in it in the same way."""
+    updated = dict(found) if isinstance(found, dict) else {}
+    for key, value in updates.items():
+        inner = isinstance(value, dict) and isinstance(updated.get(key), dict)
+        updated[key] = _updated(updated[key], value) if inner else value
+    return updated
+
+
 def _of_mistral(params: dict[str, Any]) -> dict[str, Any]:
     """Mistral's own configuration as vLLM rewords it (vllm/transformers_utils/configs/mistral.py):
     its latent attention is DeepSeek's, and it has a window for each layer of a period.
     """
-    found = dict(params)
+    found = {**params, "architectures": [_mistrals(params)]}
     experts = params.get("moe") or {"num_shared_experts": 1}
     if params.get("qk_nope_head_dim") and isinstance(experts, dict):
         found["model_type"] = "deepseek_v3" if experts.get("num_shared_experts") else "mixtral"
@@ -267,6 +323,22 @@ def _of_mistral(params: dict[str, Any]) -> dict[str, Any]:
         found["layer_types"] = kinds * (layers // len(windows))
         found["sliding_window"] = next((it for it in windows if it), None)
     return found
+
+
+def _mistrals(params: Mapping[str, Any]) -> str:
+    """The architecture that vLLM gives a model by Mistral's own configuration."""
+    several, experts = params.get("multimodal"), params.get("moe")
+    inner = several if isinstance(several, dict) else {}
+    if inner.get("whisper_model_args"):
+        return "VoxtralForConditionalGeneration"
+    if inner.get("vision_encoder_args") or params.get("vision_encoder"):
+        return "PixtralForConditionalGeneration"
+    if params.get("model_type") == "mamba":
+        return "Mamba2ForCausalLM"
+    if isinstance(experts, dict) and experts:
+        large = experts.get("num_shared_experts")
+        return "MistralLarge3ForCausalLM" if large else "MixtralForCausalLM"
+    return "MistralForCausalLM"
 
 
 def _of_modelopt(found: dict[str, Any]) -> dict[str, Any]:
@@ -325,6 +397,7 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
 
     Raises ModelError where a value of the configuration is of the wrong type.
     """
+    shape, kept = kv.look(config, _layers(config))
     return ModelFacts(
         architectures=config.words("architectures"),
         model_type=_text(config, config.top, "model_type"),
@@ -336,12 +409,13 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
         vocabulary=config.whole("vocab_size", "padded_vocab_size"),
         hidden_size=config.whole("hidden_size", "n_embd", "d_model", "dim"),
         layers=_layers(config),
-        kv=kv.shape(config, _layers(config)),
+        kv=shape,
         attention_heads=config.whole("num_attention_heads", "n_heads"),
         latent=kv.latent(config),
         heard=config.whole("max_source_positions")
         if config.top.get("is_encoder_decoder")
         else None,
+        kept=kept,
     )
 
 

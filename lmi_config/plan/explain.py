@@ -83,6 +83,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
             part = model.kv.windowed / (model.kv.full + model.kv.windowed)
             layers += f"; {part:.0%} of it for the last {model.kv.window:,} tokens only"
         yield "KV per token", f"{each / 1024:g} KiB", layers
+    if (kept := str(model.kept)) and plan.verdict.kind not in ("full", "latent"):
+        yield "layers", plan.verdict.kind.replace("_", " "), f"of the KV cache: {kept}"
     longest = settings.max_model_len or model.max_length
     if longest == AUTO:
         yield "longest request", "auto", "what fits the KV cache; vLLM decides"
@@ -266,6 +268,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
             if isinstance(plan.tiers, Tiers)
             else None
         ),
+        "attention": plan.verdict.kind,
+        "no_tiers": plan.tiers.reason if isinstance(plan.tiers, NoTiers) else None,
         "kv_events": (
             dict(
                 zip(

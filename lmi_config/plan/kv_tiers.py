@@ -17,6 +17,7 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import lmcache, shared_store
+from lmi_config.plan.attention.verdict import WINDOWS_ONLY, Verdict
 from lmi_config.plan.lmcache import Translation
 from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
 from lmi_config.plan.parallelism import Parallelism
@@ -37,6 +38,10 @@ TRANSFERRING = "NixlConnector"
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 """vLLM's variable for the host where it tells others how to fetch: localhost if it is not set."""
 
+ENGINE_COPIES = {"lmcache.mp.mp_transfer_mode": "engine_driven"}
+"""Whatever LMCACHE_MP_TRANSFER_MODE says. A cache server that copies by itself does so later, when
+vLLM has handed blocks that left a window to other tokens: seen on CPUs, wrong answers.
+"""
 GPU_CHUNK_SIZE = 256
 """Tokens that are stored and found as one; LMCache's default."""
 CPU_CHUNK_SIZE = 128
@@ -46,6 +51,10 @@ small model.
 CPU_BLOCK_SIZE = 128
 GPU_BLOCK_SIZE = 16
 """vLLM's defaults of block_size, in tokens."""
+LATENT_BLOCK_SIZE = 128
+"""The largest block that vLLM takes for latent attention on GPUs; each kind of GPU has its own, and
+all divide this (get_supported_kernel_block_sizes in vllm/v1/attention/backends/mla).
+"""
 
 SMALLEST_L1 = GIB // 4
 SMALLEST_DISK = GIB
@@ -90,9 +99,12 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True)
 class NoTiers:
-    """Only the engine's own memory keeps KV caches. reason: why."""
+    """Only the engine's own memory keeps KV caches. reason: why. word: the same for a metric:
+    "not_asked", "attention" that they are not right for, "no_room", or "failed".
+    """
 
     reason: str
+    word: str = "no_room"
 
 
 def wanted(settings: Settings) -> bool:
@@ -104,6 +116,25 @@ def wanted(settings: Settings) -> bool:
         or settings.lmcache.keys() & {_REMOTE[0]}
         or _manual(settings)
     )
+
+
+def asked_by(settings: Settings) -> str:
+    """By what the operator names tiers of their own, beside automatic ones; empty where nothing
+    does.
+    """
+    if settings.lmcache_config_file:
+        return settings.named("lmcache_config_file")
+    if settings.kv_l2_url:
+        return settings.named("kv_l2_url")
+    if settings.lmcache.keys() & {_REMOTE[0]}:
+        return _REMOTE[0]
+    return settings.named("kv_transfer_config") if _manual(settings) else ""
+
+
+def lmcaches_own(settings: Settings) -> bool:
+    """Whether kv_transfer_config names a connector of LMCache's, to be run as it is."""
+    told = json.dumps(settings.kv_transfer_config or {})
+    return '"LMCache' in told and not _manual(settings)
 
 
 def _manual(settings: Settings) -> bool:
@@ -192,16 +223,24 @@ def plan(
     environ: Mapping[str, str],
     file: Mapping[str, object] | None,
     to_fetch: int,
+    verdict: Verdict,
 ) -> Tiers | NoTiers:
     """Size the tiers.
 
-    budget: with the cache server. file: the content of LMCache's own configuration file, or None.
+    verdict: whether they are right for the model; where not, automatic ones are left out. budget:
+    with the cache server. file: the content of LMCache's own configuration file, or None.
     to_fetch: bytes of models that have yet to be downloaded to the disk of the disk tier.
 
     Raises SettingsError for a configuration that cannot be honoured, or does not fit.
     """
     if not wanted(settings):
-        return NoTiers("off; OPTION_LMCACHE_AUTO_CONFIG=true turns them on")
+        return NoTiers("off; OPTION_LMCACHE_AUTO_CONFIG=true turns them on", "not_asked")
+    if verdict.against:
+        if name := asked_by(settings):
+            raise SettingsError(
+                [f"{name}: no KV cache tiers: {verdict.against}; {verdict.instead}"]
+            )
+        return NoTiers(f"left out: {verdict.against}", "attention")
     if len(machine.ports) < len(Ports._fields):
         raise SettingsError(
             [
@@ -220,8 +259,15 @@ def plan(
         named = {name: settings.lmcache[name] for name in _REMOTE if name in settings.lmcache}
         shared = lmcache.translate(lmcache.merged({}, named), environ).remote
     if translation is None:
-        return _automatic(settings, machine, model, budget, shared, to_fetch)
-    return _manually(translation, settings, machine, budget, parallelism.workers, shared)
+        found = _automatic(settings, machine, model, budget, shared, to_fetch)
+    else:
+        found = _manually(translation, settings, machine, model, budget, parallelism, shared)
+    if isinstance(found, NoTiers):
+        return found
+    connector = dict(found.connector)
+    if verdict.kind == WINDOWS_ONLY and not machine.gpus:
+        connector |= ENGINE_COPIES
+    return dataclasses.replace(found, connector=connector, notes=(*found.notes, *verdict.tell))
 
 
 def disk_path(
@@ -254,7 +300,7 @@ def _automatic(
     shared: L2Store | None,
     to_fetch: int,
 ) -> Tiers | NoTiers:
-    chunk, of_chunk = _chunk_size(settings, machine)
+    chunk, of_chunk = _chunk_size(machine, span(settings, machine, model))
     least = max(SMALLEST_L1, _document(settings, model))
     if budget.free // _STEP * _STEP < least:
         return NoTiers(
@@ -297,10 +343,20 @@ def block_size(settings: Settings, machine: Machine) -> int:
     return asked or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE)
 
 
-def _chunk_size(settings: Settings, machine: Machine) -> tuple[int, str]:
+def span(settings: Settings, machine: Machine, model: ModelFacts) -> int:
+    """Tokens that a block of the engine's spans, of all ranks that share a sequence: a chunk has to
+    be a multiple (LMCacheMPConnector).
+    """
+    block = block_size(settings, machine)
+    if machine.gpus and model.latent and "block_size" not in settings.engine:
+        block = LATENT_BLOCK_SIZE
+    ranks: int = settings.engine.get("decode_context_parallel_size") or 1
+    return block * ranks
+
+
+def _chunk_size(machine: Machine, block: int) -> tuple[int, str]:
     """Tokens of a chunk where nobody asks for another, and why."""
     usual = GPU_CHUNK_SIZE if machine.gpus else CPU_CHUNK_SIZE
-    block = block_size(settings, machine)
     multiple = f"a multiple of the engine's block of {block} tokens"
     return math.ceil(usual / block) * block, multiple
 
@@ -357,11 +413,13 @@ def _manually(
     translation: Translation,
     settings: Settings,
     machine: Machine,
+    model: ModelFacts,
     budget: Budget,
-    ranks: int,
+    parallelism: Parallelism,
     shared: L2Store | None,
 ) -> Tiers:
     """The tiers as LMCache's own configuration names them, checked against the machine."""
+    ranks = parallelism.workers
     l1 = round(translation.l1_gib * GIB) * ranks
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     found = []
@@ -392,11 +450,17 @@ def _manually(
             notes.append(f"use_odirect: {wanted.path} refuses it; written through the page cache")
     if shared and translation.remote:
         found.append("OPTION_KV_L2_URL and remote_url both name a shared store; keep one")
+    chunk, of_chunk = translation.chunk_size, "chunk_size"
+    block = span(settings, machine, model)
+    if not chunk:
+        chunk, of_chunk = _chunk_size(machine, block)
+    elif chunk % block:
+        found.append(
+            f"chunk_size: {chunk} tokens are no multiple of the engine's block of {block}, which "
+            f"LMCache refuses; set it to {math.ceil(chunk / block) * block}"
+        )
     if found:
         raise SettingsError(found)
-    chunk, of_chunk = translation.chunk_size, "chunk_size"
-    if not chunk:
-        chunk, of_chunk = _chunk_size(settings, machine)
     return Tiers(
         l1=l1,
         disk=disk,

@@ -12,6 +12,8 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import kv_tiers, memory, parallelism, preflight, speculation, vllm
+from lmi_config.plan.attention import verdict as attention
+from lmi_config.plan.attention.verdict import Verdict
 from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from lmi_config.plan.memory import Budget, GpuBudget
 from lmi_config.plan.parallelism import Parallelism
@@ -39,7 +41,7 @@ class Plan:
     environment: variables for this process before vLLM is imported. cache_environment: further ones
     for the cache server, with what is secret. options: vLLM's, by its names, in which the model and
     its draft are named as the operator names them.
-    findings: what the operator should know, a sentence each.
+    verdict: on tiers with this model. findings: what the operator should know, a sentence each.
     """
 
     settings: Settings
@@ -52,6 +54,7 @@ class Plan:
     memory: Budget
     gpu: GpuBudget | None
     tiers: Tiers | NoTiers
+    verdict: Verdict
     environment: Mapping[str, str]
     cache_environment: Mapping[str, str] = dataclasses.field(repr=False)
     options: Mapping[str, Any] = dataclasses.field(repr=False)
@@ -75,9 +78,14 @@ class Plan:
             return self
         options = dict(self.options)
         del options["kv_transfer_config"]
+        settings = self.settings
+        if self.verdict.whole and attention.HYBRID not in settings.origins:
+            settings = attention.as_given(settings)
+            del options[attention.HYBRID]
         if own := self.settings.kv_transfer_config:
             options["kv_transfer_config"] = own
-        return dataclasses.replace(self, tiers=NoTiers(reason), options=options)
+        tiers = NoTiers(reason, "failed")
+        return dataclasses.replace(self, tiers=tiers, settings=settings, options=options)
 
     @property
     def cache_server(self) -> list[str] | None:
@@ -122,6 +130,11 @@ def make(
     )
     if faults:
         raise SettingsError(faults)
+    method = (speculation.config(settings, draft) or {}).get("method")
+    kept = model.kept
+    if draft and method in attention.WITH_DRAFT:
+        kept = kept.plus(speculation.kept(draft))
+    settings = attention.vllms_own(settings, kept, method, environ)
     draft_facts = draft.facts if draft else None
     if draft_facts and draft_facts.kv and model.kv:
         # A draft keeps KV of its own for every token, in the engine's memory and in all tiers.
@@ -131,9 +144,29 @@ def make(
     if faults := [*preflight.too_small(settings, machine, spread, model, budget, gpu)]:
         raise SettingsError(faults)
     cached = budget.with_cache_server()
-    tiers = kv_tiers.plan(settings, machine, spread, model, cached, environ, lmcache_file, to_fetch)
-    if faults := kv_tiers.handover_faults(settings, tiers):
+    verdict = attention.decide(
+        settings,
+        kept,
+        model.kv,
+        method=method,
+        pools=vllm.pools(settings, model),
+        gpus=bool(machine.gpus),
+        longest=preflight.longest_request(settings, model),
+    )
+    if verdict.whole:
+        verdict = preflight.priced(verdict, settings, machine, spread, model, budget, gpu)
+    tiers = kv_tiers.plan(
+        settings, machine, spread, model, cached, environ, lmcache_file, to_fetch, verdict
+    )
+    own = kv_tiers.lmcaches_own(settings)
+    faults = kv_tiers.handover_faults(settings, tiers)
+    if own and (reason := verdict.against or verdict.unguarded):
+        name = settings.named("kv_transfer_config")
+        faults.append(f"{name}: no connector of LMCache's: {reason}; {verdict.instead}")
+    if faults:
         raise SettingsError(faults)
+    if verdict.whole and (own or isinstance(tiers, Tiers)):
+        settings = attention.whole(settings)
     derived: dict[str, Any] = vllm.parsers(settings, chat)
     derived |= vllm.batch(settings, machine, model)
     cache_environment: dict[str, str] = {}
@@ -160,6 +193,7 @@ def make(
         memory=budget,
         gpu=gpu,
         tiers=tiers,
+        verdict=verdict,
         environment=vllm.environment(settings, machine, spread, environ),
         cache_environment=cache_environment,
         options=vllm.options(settings, machine, spread, derived, parts.cpu_lora),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is likely to go wrong here, before anything is started: a sentence each, with the fix."""
 
+import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
 from lmi_config.plan import lmcache
+from lmi_config.plan.attention.verdict import HYBRID, Verdict, whole
 from lmi_config.plan.kv_tiers import NoTiers, Tiers, block_size, format_size, wanted
 from lmi_config.plan.memory import (
     GIB,
@@ -178,6 +180,46 @@ def too_small(
             f"{settings.named('kv_cache_memory_bytes')}: {size} bytes hold {fits:,} tokens, and "
             f"the longest request has {length:,}; {shorter}make it {least} bytes"
         )
+
+
+def priced(
+    verdict: Verdict,
+    settings: Settings,
+    machine: Machine,
+    parallelism: Parallelism,
+    model: ModelFacts,
+    budget: Budget,
+    gpu: GpuBudget | None,
+) -> Verdict:
+    """The verdict with what it costs that layers with a window keep all tokens. Against tiers
+    where the longest request would not fit any more, with which vLLM does not start.
+    """
+    length, kv = longest_request(settings, model), model.kv
+    if not kv or not length or settings.engine.get(HYBRID):
+        return verdict
+    kept = whole(settings)
+    least, most = (
+        kv_of_request(each, machine, parallelism, model, kv, length) for each in (settings, kept)
+    )
+    price = (
+        f"a request of {length:,} tokens takes {format_size(most)} of the engine's KV cache, and "
+        f"{format_size(least)} without KV cache tiers"
+    )
+    about = (machine, parallelism, model, budget, gpu)
+    before, after = engine_cache(settings, *about), engine_cache(kept, *about)
+    if settings.max_model_len != AUTO and before and after:
+        block = block_size(settings, machine)  # vLLM keeps one for itself
+        fits = max(after.fits(length + block) - block, 0)
+        if before.fits(length) == length > fits:
+            return dataclasses.replace(
+                verdict,
+                whole=False,
+                against="for them, layers with a window would have to keep all tokens, and the "
+                f"engine's KV cache would hold {fits:,} tokens of the longest request of "
+                f"{length:,}; set OPTION_MAX_MODEL_LEN={fits // 1024 * 1024 or fits} to have them",
+            )
+    told = f"for KV cache tiers, layers with a window keep all tokens ({HYBRID}=true): {price}"
+    return dataclasses.replace(verdict, tell=(*verdict.tell, told))
 
 
 _OTHER_SIZES = {"decode_context_parallel_size", "kv_cache_dtype", "num_gpu_blocks_override"}

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding: vLLM's configuration of it, and why a draft cannot be used as asked."""
 
+import dataclasses
 from typing import Any
 
 from lmi_config.facts.draft import Draft
 from lmi_config.facts.draft import faults as draft_faults
+from lmi_config.facts.layers import KvLayers
 from lmi_config.facts.model import ModelError, ModelFacts
 from lmi_config.options.declared import SPECULATIVE_TOKENS, Settings
 
@@ -30,6 +32,15 @@ def config(settings: Settings, draft: Draft | None) -> dict[str, Any] | None:
         if draft.parallel:
             found.setdefault("parallel_drafting", True)
     return found or None
+
+
+def kept(draft: Draft) -> KvLayers:
+    """A draft's layers, by what vLLM keeps for them. EAGLE drafts run with classes of vLLM's own,
+    whatever their architectures are called.
+    """
+    found = draft.facts.kept
+    own = draft.method in ("eagle", "eagle3") and draft.architecture
+    return dataclasses.replace(found, foreign="") if own else found
 
 
 def faults(settings: Settings, model: ModelFacts, draft: Draft | None) -> list[str]:

@@ -96,6 +96,14 @@ def generates(settings: Settings) -> bool:
     return {**_TASKS.get(settings.task, {}), **settings.engine}.get("runner") != "pooling"
 
 
+def pools(settings: Settings, model: ModelFacts) -> bool:
+    """Whether vLLM answers with embeddings or scores (_get_runner_type in vllm/config/model.py)."""
+    given = {**_TASKS.get(settings.task, {}), **settings.engine}
+    if given.get("runner", "auto") != "auto":
+        return bool(given["runner"] == "pooling")
+    return model.kept.pooled or given.get("convert", "auto") not in ("auto", "none")
+
+
 def parsers(settings: Settings, chat: Chat) -> dict[str, Any]:
     """vLLM's options that find tool calls and thoughts in answers, where nobody has set them."""
     given = settings.engine

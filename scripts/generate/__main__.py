@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.generate [--check]`: write what this checkout generates, or check
-that it is fresh. vllm_options.py needs vLLM, and writes its file by itself.
+that it is fresh. vllm_options.py and vllm_models.py need vLLM, and write their files by themselves.
 """
 
 import sys

@@ -2,9 +2,11 @@
 """The environment → a Deployment, with all that has to be looked at on the way. Starts nothing."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lmi_config.facts import chat, draft, handler, machine, model
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
@@ -75,7 +77,8 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
 def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
     """What the model's files say; nothing where vLLM does not serve it, and could not."""
     try:
-        return model.look(checkpoint, weights=options.load_format != "dummy")
+        overrides = _overrides(options)
+        return model.look(checkpoint, options.load_format != "dummy", overrides)
     except ModelError as error:
         folder, named = options.model_folder, options.entry_point == handler.FILE
         service = handler.look(folder, named) if folder else None
@@ -87,6 +90,18 @@ def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
             )
             raise ModelError(f"{error}; {say}") from None
         raise
+
+
+def _overrides(options: Settings) -> Mapping[str, Any]:
+    """What is to stand in place of what the model's configuration says. Text that is no JSON object
+    is left for vLLM to refuse.
+    """
+    given = options.engine.get("hf_overrides")
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else model.NO_OVERRIDES
 
 
 def _require_secure(options: Settings) -> None:

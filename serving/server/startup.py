@@ -45,6 +45,12 @@ _TRANSFER = Gauge(
     "slipway_kv_transfer_info", "Servers with the same KV fetch it from each other.", ["kv"]
 )
 
+_TIERS = Gauge(
+    "slipway_kv_tiers_info",
+    "Whether KV caches are kept in tiers, for which kind of attention, and why not.",
+    ["state", "attention", "reason"],
+)
+
 HANDLER_S = 240
 """For a custom handler to answer: LMI's own limit."""
 
@@ -105,6 +111,7 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         raise EngineError(plan.hindrance)
     if not cache:
         plan = plan.without_tiers("the cache server did not start")
+    _TIERS.labels(*tiers_info(plan)).set(1)
     options = plan.engine(str(name), str(draft) if draft else None)
     engine = await vllm.start(arguments(options), note)
     adapters = await _register_adapters(plan, folder, engine)
@@ -331,6 +338,14 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
         log.error("serving without KV cache tiers: the cache server did not start: %s", error)
         return None, folder
     return server, name
+
+
+def tiers_info(plan: Plan) -> tuple[str, str, str]:
+    """Labels of the series about tiers: whether they are on, the kind of attention, why not."""
+    kind = plan.verdict.kind
+    if isinstance(plan.tiers, NoTiers):
+        return "off", kind, plan.tiers.word
+    return "on", kind, ""
 
 
 def _transferring(plan: Plan, folder: Path) -> Path:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lmi_config.facts.gpus import Gpu
 from lmi_config.facts.kv import KvShape
+from lmi_config.facts.layers import KvLayers
 from lmi_config.facts.machine import Disk, Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.plan.plan import EngineParts
@@ -51,6 +52,7 @@ def model(gib: float = 16, **more: Any) -> ModelFacts:
         "hidden_size": 4096,
         "layers": 32,
         "kv": KvShape(heads=8, full=2 * 8 * 128 * 32),
+        "kept": KvLayers(full=32, shapes=frozenset({(8, 128)})),
     }
     return ModelFacts(**{**found, **more})
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.facts.kv import KvShape
+from lmi_config.facts.layers import KvLayers
 from lmi_config.facts.model import Folder, ModelError, ModelFacts, look, tensors
 from tests.lmi_config.examples import GGUF
 
@@ -219,6 +220,7 @@ def test_all_facts_of_a_model():
         layers=32,
         kv=KvShape(heads=8, full=32 * 2 * 8 * 128),
         attention_heads=32,
+        kept=KvLayers(full=32, shapes=frozenset({(8, 128)})),
     )
 
 
@@ -293,7 +295,11 @@ def test_kv_is_unknown_where_the_config_does_not_tell(config):
         (HYBRID | {"attention_chunk_size": 8192}, KvShape(heads=8, full=65536)),
         (
             HYBRID | {"attention_chunk_size": 8192, "layer_types": ["chunked_attention", "new"]},
-            KvShape(heads=8, full=4096),
+            KvShape(heads=8, full=2048, windowed=2048, window=8193),
+        ),
+        (
+            HYBRID | {"attention_chunk_size": 8192, "model_type": "llama4_text"},
+            KvShape(heads=8, full=8 * 2048, windowed=24 * 2048, window=8193),
         ),
         (DEEPSEEK_V3, KvShape(heads=1, full=61 * 576, latent=61)),
     ],

@@ -50,6 +50,20 @@ def test_the_disk_that_lmcaches_configuration_names_is_measured(environ, tmp_pat
     assert plan.tiers.disk.size == round(0.01 * (1 << 30))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        ('{"sliding_window": 64, "layer_types": ["sliding_attention"]}', "windows_only"),
+        ('{"architectures": ["MyOwnForCausalLM"]}', "unknown"),
+        ("not JSON, which vLLM refuses", "full"),
+    ],
+)
+def test_what_overrides_a_models_configuration_counts(environ, overrides, kind):
+    del environ["OPTION_KV_TRANSFER_CONFIG"]
+    automatic = {"OPTION_LMCACHE_AUTO_CONFIG": "true", "OPTION_HF_OVERRIDES": overrides}
+    assert prepare({**environ, **automatic}).plan.verdict.kind == kind
+
+
 def test_memory_is_no_disk_wherever_it_is_named(environ, tmp_path):
     plan = prepare(
         {**environ, "LMCACHE_LOCAL_DISK": str(SHM / "kv"), "OPTION_KV_DISK_PATH": str(tmp_path)}

@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lmi_config.facts.layers import KvLayers
 from lmi_config.options.settings import read
 from lmi_config.plan import kv_tiers, plan
 from serving import folders
 from serving.engine.base import EngineError
 from serving.kv_cache import disk
-from serving.server.startup import _beside, _register_adapters, read_ahead, write_tiers
+from serving.server.startup import (
+    _beside,
+    _register_adapters,
+    read_ahead,
+    tiers_info,
+    write_tiers,
+)
 from tests.fake_engine import FakeEngine
 from tests.lmi_config.examples import DISK, PARTS, machine, model
 from tests.lmi_config.facts.test_model import safetensors
@@ -68,6 +75,26 @@ def test_the_decision_can_be_given_back(home, tmp_path):
     again = tiers(kv_tiers.disk_path(read(given), given, file), given, file)
     assert (again.l1, again.disk, again.chunk_size) == (decided.l1, decided.disk, 128)
     assert disk.claim(again.disk, FINGERPRINT).path == first.path
+
+
+@pytest.mark.parametrize(
+    ("environ", "more", "told"),
+    [
+        ({}, {}, ("off", "full", "not_asked")),
+        (AUTO, {}, ("on", "full", "")),
+        (AUTO, {"kept": KvLayers(full=32, state=True)}, ("off", "state", "attention")),
+        (
+            {**AUTO, "OPTION_MAX_MODEL_LEN": "8192"},
+            {"weight_bytes": 2**36},
+            ("off", "full", "no_room"),
+        ),
+    ],
+)
+def test_a_series_tells_whether_there_are_tiers_and_why_not(environ, more, told):
+    made = plan.make(read(environ), machine(), model(2, **more), None, environ, PARTS)
+    assert tiers_info(made) == told
+    if told[0] == "on":
+        assert tiers_info(made.without_tiers("it ended")) == ("off", "full", "failed")
 
 
 def test_servers_on_one_machine_keep_their_decisions_apart(home, tmp_path):
