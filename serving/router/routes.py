@@ -46,7 +46,9 @@ class Route(enum.Enum):
 
 _INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS)))
 _GENERATES = re.compile("|".join((INVOCATIONS_PATH, CHAT_COMPLETIONS, COMPLETIONS, MESSAGES)))
-_READ = re.compile("|".join((f"{MODELS}(/.+)?", EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?")))
+_READ = re.compile(
+    "|".join((f"{MODELS}(/.+)?", EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?"))
+)
 _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
 _BATCH = re.compile(f"{FILES}(/[^/]+(/content)?)?|{BATCHES}(/[^/]+(/cancel)?)?")
 

@@ -77,8 +77,8 @@ def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
     try:
         return model.look(checkpoint, weights=options.load_format != "dummy")
     except ModelError as error:
-        folder, named = options.model_folder, options.entry_point == handler.FILE
-        service = handler.look(folder, named) if folder else None
+        folder = options.model_folder
+        service = handler.look(folder, options.entry_point) if folder else None
         if service is handler.Service.ITS_OWN:
             return model.UNKNOWN
         if service is handler.Service.EITHER:
