@@ -68,10 +68,19 @@ class What(StrEnum):
     WHOLE = "whole"  # data: the engine's JSON answer → the formatted answer
     CHUNKS = "chunks"  # data: events of its stream → Formatted
     HANDLE = "handle"  # data: (properties, body) → a custom handler's answer
-    INIT = "init"  # data: properties → handle() is called with them and no content, as LMI does;
-    # b"" where handle is the whole service and leaves nothing to the engine
+    INIT = "init"  # data: (properties, Initial) → handle() is called with them and no content, as
+    # LMI does; b"" where handle is the whole service and leaves nothing to the engine, else what
+    # is worth a warning
     MORE = "more"  # data: so many bytes of the call's parts have been used
     CANCEL = "cancel"  # nobody waits for the call any more, which is to end: it is HEARD, then ends
+
+
+class Initial(StrEnum):
+    """What becomes of the initialising call of a custom handler."""
+
+    NEEDED = "needed"  # its failure is the handler's
+    TRIED = "tried"  # the engine starts whatever comes of it
+    LEFT_OUT = "left out"  # the call has hung, or ended a process, before
 
 
 class Kind(StrEnum):
@@ -161,9 +170,9 @@ class Code:
                         yield kind, part
             return
         if what == What.INIT:
-            self._extras = _extras(self.functions.get("input"), self._tokenizer, data)
-            alone = "handle" in self.functions and await self._initialised(data)
-            yield Kind.DONE, b"" if alone else None
+            properties, initial = data
+            self._extras = _extras(self.functions.get("input"), self._tokenizer, properties)
+            yield Kind.DONE, await self._began(properties, Initial(initial))
             return
         if what == What.INPUT:
             result = await self._called("input", _payload(*data), **self._extras)
@@ -229,6 +238,25 @@ class Code:
         finally:
             if job.running():  # it was cancelled, but nothing ends a thread from outside
                 await asyncio.wait([asyncio.wrap_future(job)])
+
+    async def _began(self, properties: Mapping[str, str], initial: Initial) -> bytes | None:
+        """Make the initialising call, where there is one to make. Returns the data of INIT's DONE.
+
+        Raises Fault where the call was needed.
+        """
+        if "handle" not in self.functions:
+            return None
+        if initial == Initial.LEFT_OUT:
+            return b"" if self._sync else None
+        try:
+            alone = await self._initialised(properties)
+        except Fault as fault:
+            if initial == Initial.NEEDED or self._sync:
+                raise
+            return str(fault).encode()
+        if alone and initial == Initial.TRIED and not self._sync:
+            return b"handle answered the initialising call, whose inputs.is_empty()"
+        return b"" if alone else None
 
     async def _initialised(self, properties: Mapping[str, str]) -> bool:
         """Have the handler initialise itself, with what LMI gives it for that: an empty Input.

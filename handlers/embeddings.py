@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from handlers.lmi import BESIDE_INPUTS
 from handlers.records import EngineCall, read
 
 
@@ -24,7 +25,9 @@ class _Answer(msgspec.Struct):
     data: list[_Vector]
 
 
+_PASSED = ("dimensions", "truncate_prompt_tokens", "truncation_side")
 _read_request = msgspec.json.Decoder(_Request).decode
+_read_keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_answer = msgspec.json.Decoder(_Answer).decode
 
 
@@ -34,15 +37,19 @@ def parse(body: bytes, normalize: bool) -> EngineCall:
     normalize: scale vectors to the length 1.
     """
     request = read(_read_request, body)
+    parameters = request.parameters or {}
     call: dict[str, Any] = {"input": request.inputs, "use_activation": normalize}
+    call |= {name: parameters[name] for name in _PASSED if parameters.get(name) is not None}
     if request.model:
         call["model"] = request.model
     salt = request.cache_salt
     if salt is None:
-        salt = (request.parameters or {}).get("cache_salt")
+        salt = parameters.get("cache_salt")
     if salt is not None:
         call["cache_salt"] = salt
-    return EngineCall("/v1/embeddings", msgspec.json.encode(call), _Reply())
+    beside = read(_read_keys, body).keys() - BESIDE_INPUTS
+    ignored = sorted(beside | parameters.keys() - {*_PASSED, "cache_salt"})
+    return EngineCall("/v1/embeddings", msgspec.json.encode(call), _Reply(), ignored=(*ignored,))
 
 
 class _Reply:

@@ -23,25 +23,52 @@ _RENAMED = {
     "ignore_eos_token": "ignore_eos",
 }
 
-# Understood below, or what stands beside the parameters, or of no meaning to vLLM: options of other
-# engines for search and watermarks.
-_NOT_PASSED = {
-    "adapters",
-    "best_of",
-    "decoder_input_details",
-    "details",
-    "do_sample",
-    "early_stopping",
-    "model",
-    "num_beams",
-    "return_full_text",
-    "stop",
-    "stop_sequences",
-    "stream",
-    "top_n_tokens",
-    "typical_p",
-    "watermark",
+MEANINGLESS = frozenset(
+    ("best_of", "early_stopping", "num_beams", "top_n_tokens", "typical_p", "watermark")
+)
+"""Parameters of other engines, for search and watermarks, which vLLM has nothing for."""
+_UNDERSTOOD = {
+    *("decoder_input_details", "details", "do_sample", "return_full_text"),
+    *("stop", "stop_sequences"),
 }
+_ELSEWHERE = {"adapters", "model", "stream"}
+"""Keys that stand beside the parameters, and count there alone."""
+SAMPLING = frozenset(
+    (
+        *("allowed_token_ids", "bad_words", "do_sample", "frequency_penalty", "ignore_eos"),
+        *("ignore_eos_token", "include_stop_str_in_output", "length_penalty", "logit_bias"),
+        *("max_new_tokens", "max_tokens", "min_p", "min_tokens", "presence_penalty"),
+        *("repetition_penalty", "response_format", "seed", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "stop", "stop_sequences", "stop_token_ids"),
+        *("structured_outputs", "temperature", "top_k", "top_p", "truncate"),
+        *("truncate_prompt_tokens", "use_beam_search"),
+    )
+)
+"""Parameters that count beside `inputs`, too: they change which tokens come, not what the answer
+looks like.
+"""
+PASSED = SAMPLING | {
+    *("add_special_tokens", "cache_salt", "echo", "guided_choice", "guided_decoding_backend"),
+    *("guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern"),
+    *("ec_transfer_params", "kv_transfer_params", "logprob_token_ids", "logprobs", "n", "priority"),
+    *("prompt_logprobs", "repetition_detection", "request_id", "return_mm_kwargs"),
+    *("return_token_ids", "return_token_offsets", "return_tokens_as_token_ids", "session_id"),
+    *("routed_experts_prompt_start", "stream_interval", "stream_options", "suffix"),
+    *("thinking_token_budget", "truncation_side", "user", "vllm_xargs", "watermarking"),
+    *("mm_payload", "prompt", "prompt_embeds"),
+}
+"""Parameters that mean something to vLLM's completions."""
+KNOWN = (
+    PASSED
+    | MEANINGLESS
+    | _UNDERSTOOD
+    | {"max_completion_tokens", "messages", "tool_choice", "tools", "top_logprobs"}
+)
+"""Names that clients send on purpose, whether they mean anything here or not."""
+BESIDE_INPUTS = frozenset(
+    ("inputs", "parameters", "stream", "model", "cache_salt", "adapters", "requestType")
+)
+"""Keys of a request that mean something here."""
 
 
 class _Parameters(msgspec.Struct):
@@ -86,6 +113,8 @@ def parse(body: bytes) -> EngineCall:
     """Read an LMI request. Raises FormatError when it has a wrong type or asks the impossible."""
     request = read(_read_request, body)
     given = request.parameters or {}
+    ignored = sorted(given.keys() - PASSED - _UNDERSTOOD - _ELSEWHERE)
+    ignored += _take_in(given, read(_read_values, body))
     given |= {name: flag(given[name]) for name in _FLAGS & given.keys()}
     stream = False if request.stream is None else flag(request.stream)
     if not isinstance(stream, bool):
@@ -107,7 +136,7 @@ def parse(body: bytes) -> EngineCall:
     call: dict[str, Any] = {
         _RENAMED.get(name, name): value
         for name, value in (given | msgspec.structs.asdict(parameters)).items()
-        if name not in _NOT_PASSED and value is not None
+        if name not in MEANINGLESS | _UNDERSTOOD | _ELSEWHERE and value is not None
     }
     call["prompt"] = request.inputs
     call.setdefault("max_tokens", DEFAULT_MAX_NEW_TOKENS)
@@ -127,7 +156,23 @@ def parse(body: bytes) -> EngineCall:
     elif parameters.details and parameters.decoder_input_details:
         call.setdefault("prompt_logprobs", 0)
     reply = LmiReply(request.inputs, parameters)
-    return EngineCall("/v1/completions", _encode(call), reply, reply if stream else None)
+    return EngineCall(
+        "/v1/completions", _encode(call), reply, reply if stream else None, ignored=(*ignored,)
+    )
+
+
+def _take_in(parameters: dict[str, Any], request: dict[str, msgspec.Raw]) -> list[str]:
+    """Add what stands beside `inputs` and means the same among the parameters, which come first.
+
+    Returns the names of the keys that have no effect.
+    """
+    beside = request.keys() - BESIDE_INPUTS
+    if not beside:
+        return []
+    named = {_RENAMED.get(name, name) for name in parameters}
+    taken = {it for it in beside & SAMPLING if _RENAMED.get(it, it) not in named}
+    parameters |= {name: msgspec.json.decode(request[name]) for name in taken}
+    return sorted(beside - taken)
 
 
 def split(body: bytes, count: int) -> list[bytes]:

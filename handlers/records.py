@@ -2,6 +2,7 @@
 """What passes between a wire format and the engine."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -28,11 +29,17 @@ def read(decode: Callable[[bytes], T], body: bytes) -> T:
     except msgspec.ValidationError as error:
         raise FormatError(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if "trailing characters" in str(error) and _SEVERAL.match(body):
+            raise FormatError(
+                "the body has several lines of JSON; send it as application/jsonlines"
+            ) from None
         raise FormatError(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise FormatError("the body is nested too deeply") from None
 
 
+_SEVERAL = re.compile(rb"\s*\{[^\n]*\}[ \t\r]*\n\s*\{")
+"""A line that is an object, and the beginning of another one."""
 _FLAGS = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1", 1), True),
     **dict.fromkeys(("false", "f", "no", "n", "off", "0", 0), False),
@@ -87,8 +94,8 @@ class EngineCall:
     """A request as the engine takes it.
 
     reply: None where the engine's answer is the format's. steps: the same reply, where the answer
-    is a stream of which it can have the steps. content_type: of the body, where it
-    is not JSON.
+    is a stream of which it can have the steps. content_type: of the body, where it is not JSON.
+    ignored: names of keys and parameters of the request that have no effect.
     """
 
     path: str
@@ -96,3 +103,4 @@ class EngineCall:
     reply: Reply | None = None
     steps: StepReply | None = None
     content_type: bytes | None = None
+    ignored: tuple[str, ...] = ()

@@ -40,6 +40,8 @@ OBJECTIVE = b"x-gateway-inference-objective"
 
 FORMATTED = b"x-slipway-formatted"
 """A stream has it that a model.py has made, or whose prompt it has."""
+IGNORED = b"x-slipway-ignored"
+"""Names the keys of a request that had no effect on its answer."""
 ROUTE = b"x-slipway-route"
 """Asks a router, by any value, why it chose the replica that answers; the answer says so."""
 

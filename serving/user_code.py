@@ -16,6 +16,7 @@ process that ends by itself, for want of memory for example, is started again at
 import ast
 import asyncio
 import contextlib
+import functools
 import io
 import itertools
 import logging
@@ -40,6 +41,7 @@ from handlers.custom import (
     LENGTH,
     WINDOW,
     Head,
+    Initial,
     Kind,
     What,
     framed,
@@ -138,16 +140,18 @@ async def start_user_code(
     limits: Limits,
     properties: Mapping[str, str] | None = None,
     of_adapter: bool = False,
+    in_front: bool = False,
 ) -> "UserCode | None":
     """Start the folder's model.py, where it has one and the server calls one of its functions.
 
     tokenizer: the folder of the model whose tokenizer formatters get. properties: the model's,
-    which a custom handler gets. of_adapter: it runs without the server's rights and secrets. Raises
-    UserCodeFailed.
+    which a custom handler gets. of_adapter: it runs without the server's rights and secrets.
+    in_front: an `async def handle` stands in front of the engine, whatever becomes of its
+    initialising call. Raises UserCodeFailed.
     """
     if not (folder / FILE).is_file():
         return None
-    code = UserCode(folder, tokenizer, limits, properties, of_adapter)
+    code = UserCode(folder, tokenizer, limits, properties, of_adapter, in_front)
     try:
         await code.start()
     except BaseException:
@@ -173,12 +177,14 @@ class UserCode:
         limits: Limits,
         properties: Mapping[str, str] | None = None,
         of_adapter: bool = False,
+        in_front: bool = False,
     ) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
         self._limits = limits
         # LMI's files look for what is beside them there.
         self._properties = {**(properties or {}), "model_dir": str(folder)}
+        self._initial = Initial.TRIED if in_front else Initial.NEEDED
         self._user = isolation.take_user() if of_adapter else None
         self._scratch: str | None = None
         """Where an adapter's code with a user of its own may write."""
@@ -324,15 +330,19 @@ class UserCode:
         if self._user and not self._scratch:
             self._scratch = tempfile.mkdtemp(prefix="slipway-adapter-")
             os.chown(self._scratch, self._user, self._user)
-        self._process = await _start(
-            self._folder,
-            self._tokenizer,
-            self._limits,
-            self._properties,
-            self._user,
-            self._scratch,
-            self._replace,
+        start = functools.partial(
+            _start,
+            *(self._folder, self._tokenizer, self._limits, self._properties),
+            *(self._user, self._scratch, self._replace),
         )
+        try:
+            self._process = await start(self._initial)
+        except InitialCallFailed as error:
+            if self._initial != Initial.TRIED:
+                raise
+            log.warning("%s: %s; it gets no initialising call from now on", FILE, error)
+            self._initial = Initial.LEFT_OUT
+            self._process = await start(self._initial)
         return self._process
 
     def _on_started(self, task: "asyncio.Task[_Process]") -> None:
@@ -372,9 +382,11 @@ async def _start(
     user: int | None,
     scratch: str | None,
     on_lost: Callable[["_Process", str], None],
+    initial: Initial,
 ) -> "_Process":
     """Start a process, load the file in it, and initialise its custom handler if it has one.
 
+    Raises UserCodeFailed, and InitialCallFailed where the initialising call hung or ended it.
     user: as whom an adapter's code runs, 0 for ourselves; None for the model's own code. scratch:
     the folder for its temporary files, where it has one of its own.
     """
@@ -412,10 +424,13 @@ async def _start(
         async with _within(LOAD_S, "loaded"):
             await code.load()
         handles = "handle" in code.functions
-        if handles:
+        if handles and initial != Initial.LEFT_OUT:
             log.info("%s: handle is called with an empty Input, to initialise it", folder / FILE)
-        async with _within(limits.initial_s if handles else LOAD_S, "initialised"):
-            await code.initialise(properties)
+        limit_s = limits.initial_s if handles else LOAD_S
+        if initial == Initial.TRIED:
+            limit_s = limits.formatter_s
+        async with _within(limit_s, "initialised", InitialCallFailed):
+            await code.initialise(properties, initial)
     except BaseException:
         code.kill()
         await code.gone()
@@ -424,13 +439,19 @@ async def _start(
 
 
 @contextlib.asynccontextmanager
-async def _within(seconds: float, participle: str) -> AsyncGenerator[None, None]:
-    """Raise UserCodeFailed where the block takes longer."""
+async def _within(
+    seconds: float, participle: str, failure: type[UserCodeFailed] = UserCodeFailed
+) -> AsyncGenerator[None, None]:
+    """Raise the failure where the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise UserCodeFailed(f"{FILE} was not {participle} after {seconds:g} s") from None
+        raise failure(f"{FILE} was not {participle} after {seconds:g} s") from None
+
+
+class InitialCallFailed(UserCodeFailed):
+    """The initialising call of a custom handler hung, or ended its process."""
 
 
 class _NotBegun(Exception):
@@ -523,17 +544,23 @@ class _Process:
         self.functions = frozenset(found)
         self._tasks.append(asyncio.create_task(self._read_answers()))
 
-    async def initialise(self, properties: Mapping[str, str]) -> None:
+    async def initialise(self, properties: Mapping[str, str], initial: Initial) -> None:
         """Say the properties, and make the custom handler's initialising call.
 
-        Raises UserCodeFailed.
+        Raises UserCodeFailed, and InitialCallFailed where the process ends.
         """
+        data = properties, initial
         try:
-            async with contextlib.aclosing(self.call(What.INIT, properties, 0)) as answers:
+            async with contextlib.aclosing(self.call(What.INIT, data, 0)) as answers:
                 _, result = await anext(answers)
-            self.alone = result is not None
-        except _NotBegun as error:
-            raise UserCodeFailed(f"{error} while it was initialised") from None
+        except (_NotBegun, UserCodeFailed) as error:
+            if not self.ended:
+                raise
+            raise InitialCallFailed(f"{error} while it was initialised") from None
+        self.alone = result == b""
+        if result:
+            said = redacted(result.decode(errors="replace")[:MESSAGE])
+            log.warning("%s: %s; vLLM starts, and gets what handle leaves to it", FILE, said)
 
     async def until_responsive(self) -> None:
         """Wait until no call may block it any more, or it has ended."""

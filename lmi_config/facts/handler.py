@@ -13,17 +13,19 @@ class Service(StrEnum):
 
     OURS = "formatters; vLLM answers"
     ITS_OWN = "its handle is the whole service; vLLM is not started"
+    IN_FRONT = "its handle is in front of vLLM"
     EITHER = (
         "its handle is in front of vLLM; where it answers the initialising call it is the whole "
         "service, and vLLM is not started"
     )
 
 
-def look(folder: Path, named: bool) -> Service | None:
+def look(folder: Path, entry_point: str | None) -> Service | None:
     """Who answers; None where the folder has no model.py, or one that cannot be read.
 
-    named: whether OPTION_ENTRYPOINT names the file. What a file imports, or makes of names while it
-    runs, is not seen here. The rules are those of docs/guides/formatters.md.
+    entry_point: OPTION_ENTRYPOINT, which names this file or one of LMI's handlers. What a file
+    imports, or makes of names while it runs, is not seen here. The rules are those of
+    docs/guides/formatters.md.
     """
     try:
         tree = ast.parse((folder / FILE).read_bytes())
@@ -36,4 +38,6 @@ def look(folder: Path, named: bool) -> Service | None:
     ]
     if not found:
         return Service.OURS
-    return Service.ITS_OWN if named or isinstance(found[-1], ast.FunctionDef) else Service.EITHER
+    if entry_point == FILE or isinstance(found[-1], ast.FunctionDef):
+        return Service.ITS_OWN
+    return Service.IN_FRONT if entry_point else Service.EITHER

@@ -123,7 +123,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 def _service(plan: Plan) -> handler.Service | None:
     """Whose the service is, where there is a model.py in the deployment."""
     folder = plan.settings.model_folder
-    return handler.look(folder, plan.settings.entry_point == handler.FILE) if folder else None
+    return handler.look(folder, plan.settings.entry_point) if folder else None
 
 
 def _chat(plan: Plan) -> Iterator[tuple[str, str, str]]:

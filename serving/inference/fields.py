@@ -162,7 +162,13 @@ class RequestFields(msgspec.Struct, gc=False):
         on Amazon Bedrock (InvokeModel).
         """
         for key, parse in known.items():
-            if given(getattr(self, key)):
+            if given(value := getattr(self, key)):
+                if key in _TEXTS and _has_objects(value):
+                    raise BadRequest(
+                        f"{key} should be a text or a list of texts; a conversation goes under "
+                        "messages, and a picture into a part of a message, as image_url",
+                        key,
+                    )
                 theirs = key == "messages" and (anthropic or given(self.anthropic_version))
                 return openai.on(MESSAGES) if theirs else parse
         *names, last = known
@@ -269,6 +275,14 @@ def with_structured_outputs(body: bytes, found: RequestFields) -> bytes:
 def given(value: msgspec.Raw) -> bool:
     """Whether a key is there, and not null."""
     return bool(value) and (len(value) > 4 or bytes(value) != b"null")
+
+
+_TEXTS = ("prompt", "inputs")
+
+
+def _has_objects(value: msgspec.Raw) -> bool:
+    """Whether it is an object, or a list that begins with one."""
+    return bytes(memoryview(value)[:64]).lstrip(b"[ \t\r\n").startswith(b"{")
 
 
 def is_list(value: msgspec.Raw) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from handlers import multipart
+from handlers import lmi, multipart
 from handlers.multipart import Form
 from handlers.openai import PROMPT_ALONE
 from handlers.records import EngineCall, FormatError
@@ -373,6 +373,8 @@ class Pipeline:
             call = parse(request.body)
         except FormatError as error:
             raise bad_request(error) from None
+        if call.ignored:
+            request.client.record.ignored(call.ignored, lmi.KNOWN)
         call_fields = request.fields if call.body is request.body else fields(call.body)
         if call.path in (protocol.COMPLETIONS, protocol.CHAT_COMPLETIONS):
             body = with_structured_outputs(call.body, call_fields)

@@ -6,7 +6,7 @@ import functools
 import random
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Container, Iterable
 
 from prometheus_client import Counter, Histogram
 from starlette.types import Message, Scope, Send
@@ -35,6 +35,11 @@ _USED = Counter(
     "Tokens that the engine has worked on, also for answers that were broken off.",
     ["tenant", "adapter", "direction", "cached"],
 )
+_IGNORED = Counter(
+    "slipway_ignored_fields",
+    "Requests with a key or parameter that had no effect on the answer, by its name.",
+    ["field"],
+)
 TENANTS = 100
 """Tenants that have series of their own, the first ones that are seen; the others share one."""
 PAIRS = 1000
@@ -43,6 +48,9 @@ OTHER = "other"
 CLIENT_LEFT = 499
 _UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
 
+NAMES = 16
+"""Names of keys that an answer's header may list."""
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _AN_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what can stand in a header, a line, a path
 
 
@@ -93,6 +101,7 @@ class AccessRecord:
         self.error: ServingError | None = None
         self.headers: list[tuple[bytes, bytes]] = []
         """What its answer's head has besides."""
+        self._ignored: set[str] = set()
         self._tokens: tuple[int, int, int] | None = None
         self.generates = False
         """Whether it is to be answered with text."""
@@ -119,12 +128,22 @@ class AccessRecord:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
                 headers = [*message.get("headers", ()), *self.headers, self._header]
+                if names := [it for it in sorted(self._ignored) if _NAME.fullmatch(it)][:NAMES]:
+                    headers.append((protocol.IGNORED, ", ".join(names).encode()))
                 message = {**message, "headers": headers}
             elif not message.get("more_body"):
                 self._last = message
             return send(message)
 
         return recording
+
+    def ignored(self, fields: Iterable[str], known: Container[str]) -> None:
+        """These keys of the request have no effect. known: those that have a series of their own,
+        since a client may make up others.
+        """
+        for field in {*fields} - self._ignored:
+            self._ignored.add(field)
+            _IGNORED.labels(field if field in known else OTHER).inc()
 
     def used(self, tenant: str, adapter: str, prompt: int, cached: int, generated: int) -> None:
         """The engine has worked on so many tokens for the request, or for a part of it. cached:

@@ -80,8 +80,8 @@ def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
         overrides = _overrides(options)
         return model.look(checkpoint, options.load_format != "dummy", overrides)
     except ModelError as error:
-        folder, named = options.model_folder, options.entry_point == handler.FILE
-        service = handler.look(folder, named) if folder else None
+        folder = options.model_folder
+        service = handler.look(folder, options.entry_point) if folder else None
         if service is handler.Service.ITS_OWN:
             return model.UNKNOWN
         if service is handler.Service.EITHER:

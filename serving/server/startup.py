@@ -178,7 +178,10 @@ async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
         raise EngineError(f"{place / FILE}: {SCRIPTS} forbids it")
     try:
         properties = handler_properties(deployment.plan, folder)
-        code = await start_user_code(place.resolve(), folder, _limits(settings), properties)
+        code = await start_user_code(
+            *(place.resolve(), folder, _limits(settings), properties),
+            in_front=settings.entry_point not in (None, FILE),
+        )
     except UserCodeFailed as error:
         raise EngineError(str(error)) from None
     if required and not code:

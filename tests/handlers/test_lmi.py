@@ -267,3 +267,26 @@ def test_whatever_the_chunks_the_lines_join_to_the_whole(chunks):
     lines = stream(made, *choices)
     assert "".join(line["token"]["text"] for line in lines) == lines[-1]["generated_text"]
     assert lines[-1]["generated_text"] == "".join(text for text, _ in chunks)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected", "ignored"),
+    [
+        ({"temperature": 0, "max_tokens": 2}, {"temperature": 0, "max_tokens": 2}, ()),
+        ({"max_new_tokens": 3, "do_sample": False}, {"max_tokens": 3, "temperature": 0}, ()),
+        ({"logprobs": True}, {"max_tokens": 30}, ("logprobs",)),
+        ({"n": 3, "details": True}, {"max_tokens": 30}, ("details", "n")),
+        ({"parameters": {"max_tokens": 3}, "max_new_tokens": 9}, {"max_tokens": 3}, (
+            "max_new_tokens",
+        )),
+        ({"parameters": {"watermark": True, "odd": 1}}, {"max_tokens": 30, "odd": 1}, (
+            "odd", "watermark"
+        )),
+        ({"messages": [], "made up": None}, {"max_tokens": 30}, ("made up", "messages")),
+        ({"stream": False, "model": None, "cache_salt": None}, {"max_tokens": 30}, ()),
+    ],
+)  # fmt: skip
+def test_what_stands_beside_the_inputs(body, expected, ignored):
+    call = lmi.parse(json.dumps({"inputs": "a", **body}).encode())
+    assert json.loads(call.body) == {"prompt": "a", **expected}
+    assert sorted(call.ignored) == [*ignored]

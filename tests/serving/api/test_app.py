@@ -7,6 +7,7 @@ from operator import itemgetter
 
 import pytest
 
+from scripts.harness import metrics
 from scripts.harness.wait import until_async
 from tests.serving.conftest import running
 
@@ -406,3 +407,46 @@ async def test_a_request_that_takes_too_long_is_ended():
         assert (whole.status_code, whole.json()) == (504, told)
         assert lines(stream)[-1] == told
         await until_async(lambda: served.engine.running == 0)
+
+
+async def test_keys_without_effect_are_named_and_counted(shared):
+    async def counted():
+        text = (await shared.client.get("/metrics")).text
+        found = {"watermark": 0.0, "other": 0.0}
+        for sample in metrics.samples(text, "slipway_ignored_fields_total"):
+            found[sample.labels["field"]] = sample.value
+        return {name: found[name] for name in ("watermark", "other")}
+
+    before = await counted()
+    body = {"inputs": "one two", "temperature": 0, "a b\r\nc: d": 1, "made-up": 2}
+    answer = await shared.invoke({**body, "parameters": {"watermark": True}})
+    assert answer.status_code == 200
+    assert answer.headers["x-slipway-ignored"] == "made-up, watermark"
+    assert shared.engine.bodies[-1]["temperature"] == 0
+    assert await counted() == {"watermark": before["watermark"] + 1, "other": before["other"] + 2}
+    plain = await shared.invoke({"inputs": "one two"})
+    assert "x-slipway-ignored" not in plain.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "fix"),
+    [
+        ({"prompt": [{"role": "user", "content": "Test"}]}, "a conversation goes under messages"),
+        ({"inputs": [{"role": "user", "content": "Test"}]}, "a conversation goes under messages"),
+        ({"inputs": {"image": "…", "prompt": "what?"}}, "as image_url"),
+    ],
+)
+async def test_what_is_no_text_is_told_where_to_go(shared, body, fix):
+    answer = await shared.invoke(body)
+    assert answer.status_code == 424
+    assert fix in answer.text
+
+
+async def test_lines_of_json_are_told_their_type(shared):
+    answer = await shared.client.post(
+        "/invocations",
+        content=b'{"inputs": "a"}\n{"inputs": "b"}\n',
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 424
+    assert "send it as application/jsonlines" in answer.text

@@ -41,6 +41,7 @@ from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequ
 from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
+from handlers import lmi
 from serving.engine.requests import pooling as ours
 from serving.inference import limits, media
 from serving.inference.fields import PAIRS
@@ -326,3 +327,9 @@ def test_a_request_for_embeddings_is_read_as_one_kind(body):
     with pytest.raises(ValidationError) as error:
         TypeAdapter(ours.EmbeddingRequest).validate_python(body)
     assert len({it["loc"][0] for it in error.value.errors()}) == 1
+
+
+def test_every_field_of_a_completion_is_a_parameter_of_lmis():
+    """A field that a later vLLM adds would be told to have no effect."""
+    fields = CompletionRequest.model_fields.keys()
+    assert fields - lmi.PASSED == {"model", "stream"}  # which stand beside the parameters

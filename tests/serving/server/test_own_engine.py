@@ -36,8 +36,10 @@ def started(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "load", load)
     monkeypatch.setattr(vllm, "start", fake)
 
-    async def start(name, **environ):
+    async def start(name, text="", **environ):
         folder = shutil.copytree(COMPAT / name, tmp_path / "model")
+        if text:
+            (folder / "model.py").write_text(text)
         settings = read({"OPTION_MODEL_ID": str(folder), **environ})
         made = plan.make(settings, machine(), model(2), None, {}, PARTS)
         source = locate(str(folder), {}, revision=None, downloads=None)
@@ -60,6 +62,37 @@ async def test_whose_engine(started, name, environ, alone):
     runtime = await started(name, **environ)
     assert isinstance(runtime.engine, NoEngine if alone else FakeEngine)
     assert runtime.code.alone is alone
+    await runtime.stop()
+
+
+LMIS = "djl_python.lmi_vllm.vllm_async_service"
+FIRST_CALLS = {
+    "raises": "    payload = inputs.get_as_json()\n    payload['messages']\n",
+    "answers": "    if inputs.is_empty():\n        return 'too short'\n",
+    "answers with an error": (
+        "    from djl_python import Output\n"
+        "    if inputs.is_empty():\n        return Output().error('no messages', 424)\n"
+    ),
+    "exits": "    if inputs.is_empty():\n        raise SystemExit(3)\n",
+    "ends its process": "    import os\n    if inputs.is_empty():\n        os._exit(3)\n",
+    "hangs": "    import time\n    if inputs.is_empty():\n        time.sleep(600)\n",
+}
+
+
+@pytest.mark.parametrize("first_call", FIRST_CALLS.values(), ids=FIRST_CALLS)
+async def test_in_front_of_lmis_handler_no_first_call_stops_the_start(started, first_call, caplog):
+    text = f"async def handle(inputs):\n{first_call}    return None\n"
+    runtime = await started(
+        *("public/guard", text), OPTION_ENTRYPOINT=LMIS, OPTION_FORMATTER_TIMEOUT="2"
+    )
+    assert isinstance(runtime.engine, FakeEngine)
+    assert runtime.code.handles
+    assert not runtime.code.alone
+    warned = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+    assert [it for it in warned if it.startswith("model.py: ")]
+    properties = {"content-type": "application/json"}
+    handling = runtime.code.handle(properties, b'{"messages": []}')
+    assert [it async for it in handling] == [("done", None)]
     await runtime.stop()
 
 
