@@ -157,9 +157,25 @@ def look(
     else:
         tensors(checkpoint)
     found = facts(config, files)
-    if SENTENCES not in checkpoint.sizes:
-        return found
-    return dataclasses.replace(found, kept=dataclasses.replace(found.kept, pooled=True))
+    kept = found.kept
+    if SENTENCES in checkpoint.sizes:
+        kept = dataclasses.replace(kept, pooled=True)
+    both = {*CONFIGS} <= checkpoint.sizes.keys()
+    mistrals = both and any(fnmatchcase(name, _WEIGHTS[0][0]) for name in _top(checkpoint))
+    if mistrals and _kept_by(kept) != _kept_by(_mistrals_own(checkpoint)):
+        kept = dataclasses.replace(kept, unknown=f"{' and '.join(CONFIGS)} tell different layers")
+    return dataclasses.replace(found, kept=kept)
+
+
+def _mistrals_own(checkpoint: Checkpoint) -> KvLayers:
+    """The layers by params.json, which vLLM reads where there are Mistral's own weights, too."""
+    file = CONFIGS[1]
+    top = _of_mistral(json_object(checkpoint, file))
+    return facts(Config(f"{checkpoint.where}/{file}", top, top), {}).kept
+
+
+def _kept_by(kept: KvLayers) -> tuple[object, ...]:
+    return kept.full, kept.windowed, kept.chunked, kept.windows, kept.latent
 
 
 @dataclasses.dataclass(frozen=True)

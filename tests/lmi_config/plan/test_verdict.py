@@ -330,6 +330,18 @@ def test_sentence_transformers_pool_whatever_they_are_called():
     assert found.verdict.kind == "pooling"
 
 
+@pytest.mark.parametrize(
+    ("windows", "kind"), [(None, "full"), (512, "unknown"), ([None, 512], "unknown")]
+)
+def test_two_configurations_have_to_tell_the_same_layers(windows, kind):
+    """vLLM reads Mistral's own where its weights are there, too."""
+    params = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
+    config = of("MistralForCausalLM", sliding_window=None)
+    files = {"config.json": encoded(config), "consolidated.safetensors": safetensors({})}
+    found = look(Memory(files | {"params.json": encoded(params | {"sliding_window": windows})}))
+    assert plan.make(read(AUTO), machine(1), found, None, AUTO, PARTS).verdict.kind == kind
+
+
 def test_a_chunk_that_is_no_multiple_of_the_engines_block_is_refused():
     variables = {"OPTION_LMCACHE_CONFIG_FILE": "f.yaml"}
     file = {"chunk_size": 100, "max_local_cpu_size": 1}
