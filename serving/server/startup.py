@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -317,6 +318,10 @@ async def _fetch(source: Source, note: Note) -> Path:
         raise EngineError(str(error)) from None
 
 
+_ENGINES_COMPARE = ("speculative_config", "block_size", "attention_backend")
+"""Options in which engines that fetch KV from each other may differ, as far as vLLM can do it."""
+
+
 async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Path]:
     """The cache server, and by which name it knows the model's folder.
 
@@ -327,10 +332,8 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
         return None, await in_thread(_transferring, plan, folder)
     try:
         outlives = bool(tiers.disk or tiers.shared)
-        fingerprint = await in_thread(
-            identity.fingerprint, folder, plan.options, tiers.chunk_size, outlives
-        )
-        name = _named(folder, fingerprint)
+        fingerprint = await in_thread(_fingerprint, plan, folder, tiers.chunk_size, outlives)
+        name = identity.served_path(folder, fingerprint)
         write_tiers(tiers, plan.settings.port)
         if tiers.disk:
             claimed = await in_thread(_claim_disk, tiers.disk, fingerprint)
@@ -357,9 +360,19 @@ def _transferring(plan: Plan, folder: Path) -> Path:
     """
     if not kv_tiers.transfers(plan.settings):
         return folder
-    fingerprint = identity.fingerprint(folder, plan.options, 0)
+    fingerprint = _fingerprint(plan, folder, 0, whole=True, besides=_ENGINES_COMPARE)
     _TRANSFER.labels(identity.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
     return _named(folder, fingerprint)
+
+
+def _fingerprint(
+    plan: Plan, folder: Path, chunk_size: int, whole: bool, besides: Collection[str] = ()
+) -> str:
+    """besides: options that do not count."""
+    options = {name: value for name, value in plan.options.items() if name not in besides}
+    return identity.fingerprint(
+        *(folder, options, chunk_size, whole), machine=plan.machine, environ=os.environ
+    )
 
 
 def _cache_server(plan: Plan, tiers: Tiers, fingerprint: str) -> CacheServer:

@@ -115,7 +115,10 @@ def real_stores(meta: Any, state: Any, spans: Sequence[int], chunk: int, null: i
             if null is not None and len(it.op.block_ids) == len(spans):
                 skip(it.op, spans, null)
             kept.append(it)
-        elif null is not None and state is not None:
-            if trim(it.op, state.get_block_ids(it.request_id), spans, chunk, null):
-                kept.append(it)
+        elif (
+            null is not None
+            and state is not None
+            and trim(it.op, state.get_block_ids(it.request_id), spans, chunk, null)
+        ):
+            kept.append(it)
     meta.requests = kept

@@ -38,7 +38,7 @@ def local(block: int, tokens: int) -> KVCacheSpec:
 
 
 class Painted(Engine):
-    """Fills what it computes, and notes each block that is stored or was loaded and is not right."""
+    """Fills what it computes, and notes each block that is stored or was loaded and is wrong."""
 
     def __init__(
         self,
