@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
 from serving.engine import kv_copy
-from serving.engine.base import HANDED_OVER
+from serving.engine.base import HANDED_OVER, WITHOUT_TIERS
 from serving.engine.patches import cache_keys, real_blocks
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         self._null_block = gpu_block_pool.null_block.block_id
 
     def on_new_request(self, request: "Request") -> None:
-        if cache_keys.has_key(request):
+        if not _keeps_out(request):
             super().on_new_request(request)
 
     def _get_or_create_request_tracker(self, request: "Request") -> Any:
@@ -216,7 +216,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         self, request: "Request", num_computed_tokens: int, began: float
     ) -> tuple[int | None, bool]:
         """began: when the tiers were asked first, by the clock."""
-        if not cache_keys.has_key(request):
+        if _keeps_out(request):
             self._kept_out.add(request.request_id)
             return self._bypass(request)
         if request.request_id in self._failed_loads:
@@ -393,6 +393,12 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         if self.role == KVConnectorRole.WORKER:
             self.worker_adapter._mq_timeout = END_LIMIT_S
         super().shutdown()
+
+
+def _keeps_out(request: "Request") -> bool:
+    """Whether a request is neither looked up nor stored."""
+    marked = (request.kv_transfer_params or {}).get(WITHOUT_TIERS)
+    return bool(marked) or not cache_keys.has_key(request)
 
 
 def _send_span(request: "Request", began: float, matched: int) -> None:

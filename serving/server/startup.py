@@ -25,6 +25,7 @@ from serving import folders
 from serving.aio import in_thread
 from serving.engine import vllm
 from serving.engine.base import Engine, EngineError
+from serving.engine.canary.verdict import Verification
 from serving.engine.none import NoEngine
 from serving.errors import ServingError, UserCodeFailed
 from serving.kv_cache import disk, identity
@@ -114,7 +115,7 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         plan = plan.without_tiers("the cache server did not start")
     _TIERS.labels(*tiers_info(plan)).set(1)
     options = plan.engine(str(name), str(draft) if draft else None)
-    engine = await vllm.start(arguments(options), note)
+    engine = await vllm.start(arguments(options), note, _verification(plan))
     adapters = await _register_adapters(plan, folder, engine)
     return Runtime(engine=engine, adapters=adapters, code=code, cache=cache, gpus=gpus)
 
@@ -372,6 +373,20 @@ def _fingerprint(
     options = {name: value for name, value in plan.options.items() if name not in besides}
     return identity.fingerprint(
         *(folder, options, chunk_size, whole), machine=plan.machine, environ=os.environ
+    )
+
+
+def _verification(plan: Plan) -> Verification | None:
+    """How hits of the tiers are verified, None where they are not."""
+    settings, tiers = plan.settings, plan.tiers
+    if isinstance(tiers, NoTiers) or not settings.kv_tiers_verify:
+        return None
+    there = {"l1": not tiers.skip_l1, "disk": tiers.disk, "shared": tiers.shared}
+    return Verification(
+        every=settings.kv_tiers_verify,
+        top=settings.kv_tiers_verify_top,
+        any=settings.kv_tiers_verify_any,
+        tiers="+".join(name for name, it in there.items() if it),
     )
 
 
