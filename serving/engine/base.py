@@ -100,10 +100,6 @@ HANDED_OVER = "slipway_handed_over"
 prompt, whose KV is in the shared store by now or in a moment.
 """
 
-WITHOUT_TIERS = "slipway_without_tiers"
-"""The key of a request's kv_transfer_params that has it neither looked up in the tiers nor stored.
-"""
-
 COMPUTED_FOR = "slipway_prompt"
 """The key of vLLM's kv_transfer_params that says of which prompt's KV they are."""
 RECEIVED = "slipway_received"

@@ -31,7 +31,8 @@ from vllm.platforms import current_platform
 from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
 from serving.engine import kv_copy
-from serving.engine.base import HANDED_OVER, WITHOUT_TIERS
+from serving.engine.base import HANDED_OVER
+from serving.engine.canary.verdict import WITHOUT_TIERS
 from serving.engine.patches import cache_keys, real_blocks
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from serving.engine.base import WITHOUT_TIERS
-from serving.engine.canary.verdict import Tally, Verification, differs
+from serving.engine.canary.verdict import WITHOUT_TIERS, Tally, Verification, differs
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,10 @@ import dataclasses
 from collections import deque
 from collections.abc import Mapping
 
+WITHOUT_TIERS = "slipway_without_tiers"
+"""The key of a request's kv_transfer_params that has it neither looked up in the tiers nor stored.
+"""
+
 MOST_DIFFERENT = 3
 OF_COMPARED = 20
 

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.engine.base import WITHOUT_TIERS
 from serving.engine.canary import canary
 from serving.engine.canary.canary import Canary
-from serving.engine.canary.verdict import Tally, Verification, differs
+from serving.engine.canary.verdict import WITHOUT_TIERS, Tally, Verification, differs
 
 pytestmark = pytest.mark.anyio
 TOP, ANY = 0.5, 2.0
