@@ -296,13 +296,13 @@ DEFENCES: Mapping[str, Removed] = {
     "A tenant's KV is stored under another's key, by a block that has left an attention window": (
         Removed(
             "tests/serving/engine/test_real_blocks.py::"
-            "test_only_a_prompts_own_kv_is_stored_and_loaded[window-4096]",
-            {"serving.engine.patches.real_blocks:real_stores": nothing},
+            "test_what_is_left_of_a_store[blocks1-held1-left1]",
+            {"serving.engine.patches.real_blocks:trim": yes},
         )
     ),
     "A prompt of embeddings, or of an adapter, is answered from another's KV": Removed(
         "tests/serving/engine/test_cache_keys.py::"
-        "test_prompts_of_embeddings_are_neither_looked_up_nor_stored[False]",
+        "test_what_vllms_hashes_tell_apart_the_tiers_keys_do[embeddings]",
         {"serving.engine.patches.cache_keys:has_key": yes},
     ),
     "A server reads KV that the same model made under other options, or an earlier build stored "

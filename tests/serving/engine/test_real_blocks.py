@@ -8,9 +8,11 @@ that what is stored, and what is loaded, can be compared with what it should be.
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from serving.engine.patches import real_blocks
 from tests.serving.engine.test_kv_connector import CHUNK, QUICK, Engine, Server
 
 SHAPE = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
@@ -94,6 +97,47 @@ class Painted(Engine):
                 found, right = self.holds(group, block), self.number(name, group, at)
                 if found != right or block == 0:
                     self.wrong.append(f"{done}: group {group}, block {at} of {name[:4]}: {block}")
+
+
+NULL = 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "held", "left"),
+    [
+        ([[5, 6, 7, 8]], ([5, 6, 7, 8, 9],), (0, [[5, 6, 7, 8]])),
+        ([[0, 0, 7, 8]], ([0, 0, 7, 8],), (64, [[7, 8]])),
+        ([[0, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # a chunk of two blocks, null in part
+        ([[5, 6, 0, 8]], ([5, 6, 0, 8],), None),
+        ([[5, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # it has left since
+        ([[5, 6, 7, 8]], ([5, 9, 7, 8],), (64, [[7, 8]])),
+        ([[5, 6, 7, 8]], ([5, 6, 7],), None),
+        ([[5, 6, 7]], ([5, 6, 7, 8],), None),
+        ([[5, 6, 7, 8]], None, None),
+        ([[5, 6, 7, 8]], ([5, 6, 7, 8], [1, 2, 3, 4]), None),
+        ([[5, 6, 7, 8], [0, 3, 4, 9]], ([5, 6, 7, 8], [0, 3, 4, 9]), (64, [[7, 8], [4, 9]])),
+    ],
+)
+def test_what_is_left_of_a_store(blocks, held, left):
+    """Blocks of 32 tokens, chunks of 64."""
+    operation = LoadStoreOp([*range(128)], blocks, 0, 128)
+    meta = SimpleNamespace(
+        requests=[SimpleNamespace(request_id="a", direction="STORE", op=operation)]
+    )
+    state = SimpleNamespace(get_block_ids=lambda _: held)
+    real_blocks.real_stores(meta, state, [32] * len(blocks), 64, NULL)
+    found = [(it.op.start, it.op.block_ids) for it in meta.requests]
+    assert found == ([left] if left else [])
+
+
+@pytest.mark.parametrize(("state", "null"), [(None, NULL), (SimpleNamespace(), None)])
+def test_nothing_is_stored_where_vllm_does_not_say_what_is_real(state, null):
+    operation = LoadStoreOp([*range(32)], [[5]], 0, 32)
+    meta = SimpleNamespace(
+        requests=[SimpleNamespace(request_id="a", direction="STORE", op=operation)]
+    )
+    real_blocks.real_stores(meta, state, [32], 32, null)
+    assert not meta.requests
 
 
 @pytest.fixture(scope="module")
