@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, StreamingUpdate
 
-from serving.engine.patches import cache_keys
+from serving.engine.patches import cache_keys, real_blocks
 from tests.serving.engine.test_kv_connector import PROMPT, Engine, Server
 
 BLOCK = 16
@@ -60,7 +60,7 @@ def identified(**more: Any) -> MultiModalFeatureSpec:
 
 
 IS_TOKEN = [n % 2 == 0 for n in range(len(TOKENS))]
-APART = {
+APART: dict[str, tuple[dict[str, Any], ...]] = {
     "tokens": ({}, {"tokens": [7, *TOKENS[1:]]}),
     "the salt": ({}, {"cache_salt": "one"}, {"cache_salt": "other"}),
     "media": ({"mm_features": [picture("one")]}, {"mm_features": [picture("other")]}),
@@ -205,7 +205,8 @@ def added(engine: Engine, **more: Any) -> str:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_prompts_of_embeddings_are_neither_looked_up_nor_stored(engine, monkeypatch, mixed):
-    asked, stored = [], []
+    asked: list[str] = []
+    stored: list[str] = []
     adapter, compute = engine.scheduler.connector.scheduler_adapter, engine.compute
     look_up = adapter.maybe_submit_lookup_request
 
@@ -229,6 +230,11 @@ def test_prompts_of_embeddings_are_neither_looked_up_nor_stored(engine, monkeypa
     zeros = added(engine, tokens=[0] * PROMPT)  # the ids that vLLM has for embeddings
     engine.answer(zeros)
     assert {*asked} == {*stored} == {zeros}
+
+
+@pytest.mark.parametrize("patch", [real_blocks, cache_keys])
+def test_the_patches_fit_the_installed_versions(patch):
+    assert patch.applies()
 
 
 @pytest.mark.parametrize("patch", ["real_blocks", "cache_keys"])

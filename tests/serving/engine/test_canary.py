@@ -107,8 +107,8 @@ class Client:
         )
 
 
-def asked(**more: Any) -> SimpleNamespace:
-    made = {
+def asked(**more: Any) -> Any:
+    made: dict[str, Any] = {
         "sampling_params": SimpleNamespace(extra_args=None),
         "prompt_token_ids": [1, 2, 3],
         "cache_salt": "own",
@@ -131,8 +131,14 @@ async def hits(watch: Canary, count: int = 1, **more: Any) -> None:
             await asyncio.wait([watch._task])
 
 
+def verified(watch: Canary) -> asyncio.Task[None]:
+    assert watch._task
+    return watch._task
+
+
 def counted(result: str) -> float:
-    return canary._VERIFIED.labels("Tiny", "l1+disk", result)._value.get()
+    value: float = canary._VERIFIED.labels("Tiny", "l1+disk", result)._value.get()
+    return value
 
 
 async def test_a_hit_is_computed_with_its_own_salt_and_with_one_that_nothing_has(caplog):
@@ -163,7 +169,7 @@ async def test_after_three_that_differ_requests_are_marked_and_no_prompt_is_logg
     assert marked.sampling_params.extra_args is None
     await hits(watch)
     watch.begin(marked)
-    assert marked.sampling_params.extra_args["kv_transfer_params"] == {WITHOUT_TIERS: True}
+    assert marked.sampling_params.extra_args == {"kv_transfer_params": {WITHOUT_TIERS: True}}
     assert canary._OFF._value.get() == 1
     text = caplog.text
     assert all(it in text for it in ("l1+disk", "Tiny", "used no more"))
@@ -211,7 +217,7 @@ async def test_one_at_a_time_and_none_where_the_engine_is_busy():
     await asyncio.sleep(0)
     watch.hit(asked(), 1)
     client.going_on.set()
-    await asyncio.wait([watch._task])
+    await asyncio.wait([verified(watch)])
     assert len(client.asked) == 2
     assert counted("skipped") == before + 2
 
@@ -234,7 +240,7 @@ async def test_a_stop_gives_up_what_is_verified():
     watch.hit(asked(), 1)
     await asyncio.sleep(0)
     await watch.stop()
-    assert watch._task.cancelled()
+    assert verified(watch).cancelled()
 
 
 async def test_an_engine_without_log_probabilities_is_not_asked(caplog):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm.model_executor
@@ -66,6 +67,7 @@ def test_what_may_change_kv_is_not_harmless():
 
 def test_what_is_vllms_default_anyway_makes_no_other_model(tmp_path):
     folder = model(tmp_path / "a")
+    same: tuple[dict[str, Any], ...]
     same = {}, {"dtype": "auto"}, {"kv_cache_dtype": "auto"}, {"dtype": None}
     assert len({fingerprint(folder, it, CHUNK) for it in same}) == 1
 

@@ -3,9 +3,10 @@
 
 Prompts that have just been computed, of so many blocks each; no engine and no server.
 
-    .venv/bin/python -m scripts.bench.kv_checks
+    .venv/bin/python -m scripts.ceiling.kv_checks
 """
 
+import functools
 import statistics
 import time
 import uuid
@@ -44,8 +45,8 @@ def _compare(requests: int, blocks: int) -> None:
     for _ in range(ROUNDS if requests == 1 else ROUNDS // 20):
         trackers = [_tracker(it, own) for it, own in zip(asked, ids, strict=True)]
         meta = SimpleNamespace(requests=[])
-        without.append(_time(lambda t=trackers, m=meta: _stores(t, m)))
-        checks.append(_time(lambda m=meta: _checked(asked, m, state)))
+        without.append(_time(functools.partial(_stores, trackers, meta)))
+        checks.append(_time(functools.partial(_checked, asked, meta, state)))
     own, extra = (statistics.median(it) * 1e6 for it in (without, checks))
     each, block = extra / requests, extra / requests / blocks
     print(
