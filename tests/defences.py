@@ -293,6 +293,24 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/kv_cache/test_salt.py::test_all_who_differ_have_another_salt",
         {"serving.kv_cache.salt:digest": nothing},
     ),
+    "A tenant's KV is stored under another's key, by a block that has left an attention window": (
+        Removed(
+            "tests/serving/engine/test_real_blocks.py::"
+            "test_what_is_left_of_a_store[blocks1-held1-left1]",
+            {"serving.engine.patches.real_blocks:trim": yes},
+        )
+    ),
+    "A prompt of embeddings, or of an adapter, is answered from another's KV": Removed(
+        "tests/serving/engine/test_cache_keys.py::"
+        "test_what_vllms_hashes_tell_apart_the_tiers_keys_do[embeddings]",
+        {"serving.engine.patches.cache_keys:has_key": yes},
+    ),
+    "A server reads KV that the same model made under other options, or an earlier build stored "
+    "wrongly": Removed(
+        "tests/serving/kv_cache/test_identity.py::"
+        "test_the_length_counts_where_positions_depend_on_it[config4-lengths4-2]",
+        {"serving.kv_cache.identity:_length": nothing},
+    ),
     "The disk tier removes other files, or follows links to them": Removed(
         "tests/serving/kv_cache/test_disk.py::test_a_strangers_file_in_a_cache_of_ours_stays",
         {

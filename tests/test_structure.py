@@ -92,7 +92,13 @@ def test_rooms_are_small():
     ("library", "home"),
     [
         ("vllm", ("serving.engine.",)),
-        ("lmcache", ("serving.kv_cache.lmcache.", "serving.engine.kv_connector")),
+        (
+            "lmcache",
+            (
+                *("serving.kv_cache.lmcache.", "serving.kv_cache.patches."),
+                *("serving.engine.kv_connector", "serving.engine.patches."),
+            ),
+        ),
     ],
 )
 def test_a_library_is_used_in_its_room_only(library, home):

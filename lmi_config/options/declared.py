@@ -739,6 +739,33 @@ class Settings:
         default_text="what is free, less a margin",
         help="Size of the disk tier in bytes, like 200G; 0 disables it.",
     )
+    kv_tiers_verify: int = _option(
+        integer(low=0),
+        "OPTION_KV_TIERS_VERIFY",
+        section=Section.KV_TIERS,
+        default=0,
+        help="One in so many requests that are answered with KV from the tiers is verified: the "
+        "engine computes its first token from that KV and from none, one request at a time and not "
+        "where it has more requests than it can run at once. After 3 of 20 that differ the tiers "
+        "are used no more. 0: none is verified. Media are not verified, nor models that only embed "
+        "or classify.",
+    )
+    kv_tiers_verify_top: float = _option(
+        amount,
+        "OPTION_KV_TIERS_VERIFY_TOP",
+        section=Section.KV_TIERS,
+        default=0.5,
+        help="A first token differs if the most probable one is another, and its log probability "
+        "differs by more than this.",
+    )
+    kv_tiers_verify_any: float = _option(
+        amount,
+        "OPTION_KV_TIERS_VERIFY_ANY",
+        section=Section.KV_TIERS,
+        default=2.0,
+        help="A first token also differs if the log probability of any of the 20 most probable "
+        "ones differs by more than this.",
+    )
     cache_salt_header: str | None = _option(
         text,
         "OPTION_CACHE_SALT_HEADER",

@@ -13,6 +13,7 @@ vLLM has forgotten. What LMCache's connector (0.5.6) leaves to chance is decided
   up again for a moment, until all of it is there.
 - A request waits for the tiers for a limited time only. LMCache waits for the server's answer
   however long a store behind it takes; a store that hangs would hold every request.
+- Only a request's own KV is stored, under a key that says all that it depends on (`patches`).
 """
 
 import contextlib
@@ -31,8 +32,11 @@ from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
 from serving.engine import kv_copy
 from serving.engine.base import HANDED_OVER
+from serving.engine.canary.verdict import WITHOUT_TIERS
+from serving.engine.patches import cache_keys, real_blocks
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -145,7 +149,10 @@ class _Reported(dict[str, None]):
 
 
 class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not type-checked
-    """LMCache's connector, with which a load that fails costs no more than computing again."""
+    """LMCache's connector, with which a load that fails costs no more than computing again.
+
+    Raises RuntimeError where tenants' KV could not be kept apart with the installed versions.
+    """
 
     _unresponsive = False
     """Whether the last request that asked the tiers has waited in vain."""
@@ -158,17 +165,43 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
     ) -> None:
+        for patch in (real_blocks, cache_keys):
+            if not patch.applies():
+                raise RuntimeError(
+                    f"KV cache tiers would mix up prompts: {patch.__name__} does not fit the "
+                    "installed versions of vLLM and LMCache; start without KV cache tiers"
+                )
         super().__init__(vllm_config, role, kv_cache_config)
+        if self.lazy_offload:  # it stores blocks of requests that have ended
+            raise RuntimeError(
+                "lmcache.mp.lazy_offload cannot be checked for real KV; leave it out"
+            )
         self._report_request_errors = True
         self._transfers = Transfers()
         self._handovers = HandOvers()
         self._failed_loads: set[str] = set()
+        self._null_block: int | None = None
+        self._kept_out: set[str] = set()
+        """Requests that are neither looked up nor stored."""
         if role == KVConnectorRole.WORKER:
             self.worker_adapter._returned_finished = _Reported()
             if current_platform.is_cpu():
                 mp_mem_kernels._transfer_per_layer_fused = kv_copy.copy
 
     # in the scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._null_block = gpu_block_pool.null_block.block_id
+
+    def on_new_request(self, request: "Request") -> None:
+        if not _keeps_out(request):
+            super().on_new_request(request)
+
+    def _get_or_create_request_tracker(self, request: "Request") -> Any:
+        tracker = super()._get_or_create_request_tracker(request)
+        tracker.cache_salt = cache_keys.salt(request)
+        return tracker
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -184,6 +217,9 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         self, request: "Request", num_computed_tokens: int, began: float
     ) -> tuple[int | None, bool]:
         """began: when the tiers were asked first, by the clock."""
+        if _keeps_out(request):
+            self._kept_out.add(request.request_id)
+            return self._bypass(request)
         if request.request_id in self._failed_loads:
             return self._bypass(request)
         if self._handovers.is_early(request.request_id, monotonic()):
@@ -256,7 +292,15 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Any:
         self._is_idle = not scheduler_output.total_num_scheduled_tokens
-        return super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        if self._kept_out:
+            meta.requests = [it for it in meta.requests if it.request_id not in self._kept_out]
+        if meta.requests:
+            real_blocks.real_stores(
+                *(meta, scheduler_output.kv_connector_block_state, self._group_tokens_per_block),
+                *(self.scheduler_adapter.lmcache_tokens_per_chunk, self._null_block),
+            )
+        return meta
 
     def _is_hurried(self, request: "Request", began: float) -> bool:
         """Whether a request that asked the tiers at this time waits for the short limit only."""
@@ -298,6 +342,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         if kept:
             self._transfers.end(request.request_id)
         self._failed_loads.discard(request.request_id)
+        self._kept_out.discard(request.request_id)
         self._handovers.end(request.request_id)
         return kept, parameters or None  # which would stand in the client's answer
 
@@ -349,6 +394,12 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         if self.role == KVConnectorRole.WORKER:
             self.worker_adapter._mq_timeout = END_LIMIT_S
         super().shutdown()
+
+
+def _keeps_out(request: "Request") -> bool:
+    """Whether a request is neither looked up nor stored."""
+    marked = (request.kv_transfer_params or {}).get(WITHOUT_TIERS)
+    return bool(marked) or not cache_keys.has_key(request)
 
 
 def _send_span(request: "Request", began: float, matched: int) -> None:

@@ -21,6 +21,8 @@ from starlette.types import ASGIApp
 
 from serving.aio import in_thread
 from serving.engine.base import USAGE, EngineError, Hits, Pace, Prefilled, Tokens
+from serving.engine.canary.canary import Canary
+from serving.engine.canary.verdict import Verification
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
 from serving.protocol import (
@@ -84,6 +86,7 @@ class VllmEngine:
         self._client = client
         self._processes = client.engine_core.resources.engine_manager.processes
         self._until_stopped = until_stopped
+        self._canary: Canary | None = None
 
     @property
     def failure(self) -> str | None:
@@ -127,7 +130,14 @@ class VllmEngine:
         except KeyError:
             raise NotLoaded(name) from None
 
+    def verify(self, verification: Verification) -> None:
+        """Verify hits of the KV cache tiers from now on."""
+        self._canary = Canary(self._client, verification)
+        self._client.output_processor.canary = self._canary
+
     async def stop(self) -> None:
+        if self._canary:
+            await self._canary.stop()
         from vllm.envs import disable_envs_cache
 
         disable_envs_cache()
@@ -155,8 +165,12 @@ async def load(note: Note) -> None:
         raise EngineError(_reason(error)) from error
 
 
-async def start(arguments: list[str], note: Note) -> VllmEngine:
+async def start(
+    arguments: list[str], note: Note, verification: Verification | None = None
+) -> VllmEngine:
     """Start vLLM, which was loaded, with these command-line arguments and have it generate once.
+
+    verification: of the KV that comes from tiers.
 
     The event loop stays free to answer while vLLM loads and compiles in a thread. Raises
     EngineError when vLLM cannot start; its processes may then still be there.
@@ -171,6 +185,8 @@ async def start(arguments: list[str], note: Note) -> VllmEngine:
         await _warm_up(engine.app, engine.task)
         if args.kv_transfer_config:
             await _measure(engine.app, client.model_config)
+        if verification and engine.task == "generate":
+            engine.verify(verification)
     except EngineError:
         raise
     except Exception as error:
@@ -343,16 +359,30 @@ def _tell_of_requests(processor: Any) -> None:
     from serving.engine.direct import WRITTEN
 
     processor_class: Any = type(processor)
+    processor.canary = None
 
     class Counted(processor_class):  # type: ignore[misc]  # vLLM is not type-checked
+        canary: "Canary | None"
+
         def add_request(self, request: Any, *rest: Any, **more: Any) -> None:
             super().add_request(request, *rest, **more)
+            if self.canary:
+                self.canary.begin(request)
+                self.request_states[request.request_id].asked = request
             if written := WRITTEN.get():
                 written.begin(self.request_states[request.request_id])
             if usage := USAGE.get():
                 state = self.request_states[request.request_id]
                 usage.sources.append(functools.partial(_tokens, state))
                 usage.paces.append(functools.partial(_pace, state))
+
+        def process_outputs(self, outputs: Any, *rest: Any, **more: Any) -> Any:
+            if self.canary:
+                for it in outputs:
+                    if it.prefill_stats and it.prefill_stats.num_external_cached_tokens:
+                        state = self.request_states.get(it.request_id)
+                        self.canary.hit(getattr(state, "asked", None), len(self.request_states))
+            return super().process_outputs(outputs, *rest, **more)
 
     processor.__class__ = Counted
 

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from serving import folders
 from serving.aio import in_thread
 from serving.engine import vllm
 from serving.engine.base import Engine, EngineError
+from serving.engine.canary.verdict import Verification
 from serving.engine.none import NoEngine
 from serving.errors import ServingError, UserCodeFailed
 from serving.kv_cache import disk, identity
@@ -113,7 +115,7 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         plan = plan.without_tiers("the cache server did not start")
     _TIERS.labels(*tiers_info(plan)).set(1)
     options = plan.engine(str(name), str(draft) if draft else None)
-    engine = await vllm.start(arguments(options), note)
+    engine = await vllm.start(arguments(options), note, _verification(plan))
     adapters = await _register_adapters(plan, folder, engine)
     return Runtime(engine=engine, adapters=adapters, code=code, cache=cache, gpus=gpus)
 
@@ -317,6 +319,10 @@ async def _fetch(source: Source, note: Note) -> Path:
         raise EngineError(str(error)) from None
 
 
+_ENGINES_COMPARE = ("speculative_config", "block_size", "attention_backend")
+"""Options in which engines that fetch KV from each other may differ, as far as vLLM can do it."""
+
+
 async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Path]:
     """The cache server, and by which name it knows the model's folder.
 
@@ -327,10 +333,8 @@ async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Pa
         return None, await in_thread(_transferring, plan, folder)
     try:
         outlives = bool(tiers.disk or tiers.shared)
-        fingerprint = await in_thread(
-            identity.fingerprint, folder, plan.options, tiers.chunk_size, outlives
-        )
-        name = _named(folder, fingerprint)
+        fingerprint = await in_thread(_fingerprint, plan, folder, tiers.chunk_size, outlives)
+        name = identity.served_path(folder, fingerprint)
         write_tiers(tiers, plan.settings.port)
         if tiers.disk:
             claimed = await in_thread(_claim_disk, tiers.disk, fingerprint)
@@ -357,9 +361,33 @@ def _transferring(plan: Plan, folder: Path) -> Path:
     """
     if not kv_tiers.transfers(plan.settings):
         return folder
-    fingerprint = identity.fingerprint(folder, plan.options, 0)
+    fingerprint = _fingerprint(plan, folder, 0, whole=True, besides=_ENGINES_COMPARE)
     _TRANSFER.labels(identity.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
     return _named(folder, fingerprint)
+
+
+def _fingerprint(
+    plan: Plan, folder: Path, chunk_size: int, whole: bool, besides: Collection[str] = ()
+) -> str:
+    """besides: options that do not count."""
+    options = {name: value for name, value in plan.options.items() if name not in besides}
+    return identity.fingerprint(
+        *(folder, options, chunk_size, whole), machine=plan.machine, environ=os.environ
+    )
+
+
+def _verification(plan: Plan) -> Verification | None:
+    """How hits of the tiers are verified, None where they are not."""
+    settings, tiers = plan.settings, plan.tiers
+    if isinstance(tiers, NoTiers) or not settings.kv_tiers_verify:
+        return None
+    there = {"l1": not tiers.skip_l1, "disk": tiers.disk, "shared": tiers.shared}
+    return Verification(
+        every=settings.kv_tiers_verify,
+        top=settings.kv_tiers_verify_top,
+        any=settings.kv_tiers_verify_any,
+        tiers="+".join(name for name, it in there.items() if it),
+    )
 
 
 def _cache_server(plan: Plan, tiers: Tiers, fingerprint: str) -> CacheServer:

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import httpx
 import pytest
@@ -26,11 +27,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -50,13 +53,17 @@ BLOCK, BLOCKS, CHUNK = 128, 32, 256
 PROMPT = 3 * CHUNK + 10
 TIERS = Tiers(l1=1, chunk_size=CHUNK, reasons={})
 QUICK = {"lmcache.mp.mq_timeout": 3.0, "lmcache.mp.heartbeat_interval": 2.0}
+FULL = {
+    "layer": FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+}
 ABORTED = RequestStatus.FINISHED_ABORTED
 
 
 class Server:
     """LMCache's server with our parts in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int = CHUNK) -> None:
+        self.chunk = chunk
         self.port, self._http, self._prometheus = (ports.free() for _ in range(3))
         self.process: subprocess.Popen[bytes]
         self.start()
@@ -64,7 +71,11 @@ class Server:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         command = [sys.executable, "-m", "serving.kv_cache.lmcache", "server", "--l1-size-gb=0.1"]
-        command += [f"--port={self.port}", f"--http-port={self._http}", f"--chunk-size={CHUNK}"]
+        command += [
+            f"--port={self.port}",
+            f"--http-port={self._http}",
+            f"--chunk-size={self.chunk}",
+        ]
         command += [f"--prometheus-port={self._prometheus}", "--eviction-policy=LRU"]
         command += ["--no-l1-use-lazy", "--supported-transfer-mode=auto"]
         command += [f"--shm-name=slipway-test-{self.port}"]
@@ -76,6 +87,10 @@ class Server:
                     return
             time.sleep(0.1)
         raise AssertionError("LMCache's server did not start")
+
+    def forget(self) -> None:
+        """Everything: what eviction does to a part of it."""
+        httpx.post(f"http://127.0.0.1:{self._http}/cache/clear", json={}).raise_for_status()
 
     def metrics(self) -> str:
         return httpx.get(f"http://127.0.0.1:{self._http}/metrics", timeout=60).text
@@ -99,39 +114,51 @@ def server():
 
 
 class Engine:
-    """vLLM's scheduler and a worker's connector, a step at a time."""
+    """vLLM's scheduler and a worker's connector, a step at a time.
 
-    def __init__(self, port: int) -> None:
+    layers: name → what its KV is like, each a group of its own. budget: tokens of a step.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        layers: Mapping[str, KVCacheSpec] = FULL,
+        connector: Mapping[str, Any] = QUICK,
+        blocks: int = BLOCKS,
+        budget: int = 4096,
+    ) -> None:
+        self._blocks = blocks
+        block = min(it.block_size for it in layers.values())
         config = EngineArgs(
             model=str(tiny.make()),
-            block_size=BLOCK,
+            block_size=block,
             max_model_len=4096,
-            max_num_batched_tokens=4096,
+            max_num_batched_tokens=budget,
             enable_prefix_caching=True,
             kv_transfer_config=kv_tiers.connector(
-                dataclasses.replace(TIERS, connector=QUICK),
+                dataclasses.replace(TIERS, connector=connector),
                 machine(ports=(port, 0, 0)),
                 PARTS.connector,
             ),
         ).create_engine_config()
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32
-        )
         kv_config = KVCacheConfig(
-            num_blocks=BLOCKS,
+            num_blocks=blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in layers.items()],
         )
-        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.num_gpu_blocks = blocks
         config.cache_config.kv_cache_layout = "LBHNC"
         self.scheduler = Scheduler(
-            config, kv_config, StructuredOutputManager(config), block_size=BLOCK, log_stats=True
+            config, kv_config, StructuredOutputManager(config), block_size=block, log_stats=True
         )
         self.worker = FaultTolerantConnector(config, KVConnectorRole.WORKER, kv_config)
-        self.kv = torch.zeros(BLOCKS, 2, BLOCK, 128)
-        self.worker.register_kv_caches({"layer": self.kv})
+        self.layers = {
+            name: torch.zeros(blocks, 2, spec.block_size, 128) for name, spec in layers.items()
+        }
+        self.kv = next(iter(self.layers.values()))
+        self.worker.register_kv_caches(self.layers)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(block, sha256)
         self.ended: dict[str, str] = {}
         self.loaded: set[str] = set()
 
@@ -161,12 +188,8 @@ class Engine:
         worker, output = self.worker, KVConnectorOutput()
         worker.handle_preemptions(scheduled.kv_connector_metadata)
         worker.bind_connector_metadata(scheduled.kv_connector_metadata)
-        for it in scheduled.kv_connector_metadata.requests:
-            if it.direction == "STORE":  # what is computed is told by its tokens
-                first = it.op.token_ids[0]
-                for block in it.op.block_ids[0]:
-                    self.kv[block] = first
         worker.start_load_kv(None)
+        self.compute(scheduled)
         worker.wait_for_save()
         results = worker.get_transfer_results(scheduled.finished_req_ids)
         output.finished_sending = results.finished_sending
@@ -194,6 +217,13 @@ class Engine:
                 if it.finish_reason is not None:
                     self.ended[it.request_id] = str(it.finish_reason)
         return output
+
+    def compute(self, scheduled: SchedulerOutput) -> None:
+        """What is computed is told by its tokens."""
+        for it in scheduled.kv_connector_metadata.requests:
+            if it.direction == "STORE":
+                for block in it.op.block_ids[0]:
+                    self.kv[block] = it.op.token_ids[0]
 
     def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
@@ -231,7 +261,7 @@ class Engine:
         self.until(lambda: not self.scheduler.requests)
         self.step()  # which tells the workers who has ended
         self.step()
-        assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+        assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self._blocks - 1
 
 
 @pytest.fixture

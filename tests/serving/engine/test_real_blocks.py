@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing but a request's own KV is stored, whatever vLLM does with its blocks.
+
+Each block that is computed is filled with a number of its own, by prompt, salt, place and layer, so
+that what is stored, and what is loaded, can be compared with what it should be.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from serving.engine.patches import real_blocks
+from tests.serving.engine.test_kv_connector import CHUNK, QUICK, Engine, Server
+
+SHAPE = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+GPU_WAY = QUICK | {"lmcache.mp.mp_transfer_mode": "lmcache_driven"}
+
+
+def full(block: int) -> KVCacheSpec:
+    return FullAttentionSpec(block_size=block, **SHAPE)
+
+
+def window(block: int, tokens: int) -> KVCacheSpec:
+    return SlidingWindowSpec(block_size=block, sliding_window=tokens, **SHAPE)
+
+
+def local(block: int, tokens: int) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(block_size=block, attention_chunk_size=tokens, **SHAPE)
+
+
+class Painted(Engine):
+    """Fills what it computes, and notes each block that is stored or was loaded and is wrong."""
+
+    def __init__(
+        self,
+        port: int,
+        layers: Mapping[str, KVCacheSpec],
+        gpu_way: bool = False,
+        blocks: int = 300,
+        budget: int = 4096,
+    ) -> None:
+        super().__init__(port, layers, GPU_WAY if gpu_way else QUICK, blocks, budget)
+        self._numbers: dict[object, int] = {}
+        self._loading: dict[str, int] = {}
+        self.specs = list(layers.values())
+        self.wrong: list[str] = []
+        self.stored: list[tuple[int, int]] = []
+
+    def number(self, name: str, group: int, at: int) -> int:
+        """What the block at this place of a request should hold."""
+        request = self.scheduler.requests[name]
+        prompt = request.prompt_token_ids[0], request.cache_salt
+        return self._numbers.setdefault((prompt, group, at), 1 + len(self._numbers))
+
+    def holds(self, group: int, block: int) -> int:
+        return int([*self.layers.values()][group][block].flatten()[0])
+
+    def compute(self, scheduled: SchedulerOutput) -> None:
+        manager = self.scheduler.kv_cache_manager
+        for name, loaded in [*self._loading.items()]:
+            if name in scheduled.num_scheduled_tokens:
+                del self._loading[name]
+                self.compare(name, manager.get_block_ids(name), 0, loaded, "loaded")
+        for name, count in scheduled.num_scheduled_tokens.items():
+            end = self.scheduler.requests[name].num_computed_tokens
+            for group, blocks in enumerate(manager.get_block_ids(name)):
+                span = self.specs[group].block_size
+                for at in range((end - count) // span, min(-(-end // span), len(blocks))):
+                    if blocks[at]:
+                        layer = [*self.layers.values()][group]
+                        layer[blocks[at]] = self.number(name, group, at)
+        for it in scheduled.kv_connector_metadata.requests:
+            if it.direction == "STORE":
+                self.stored.append((it.op.start, it.op.end))
+                self.compare(it.request_id, it.op.block_ids, it.op.start, it.op.end, "stored")
+            elif it.request_id in self.scheduler.requests:
+                self._loading[it.request_id] = it.op.end
+
+    def compare(self, name: str, blocks, start: int, end: int, done: str) -> None:
+        for group, ids in enumerate(blocks):
+            span = self.specs[group].block_size
+            for at, block in zip(range(start // span, end // span), ids, strict=False):
+                if block == 0 and done == "loaded":
+                    continue  # outside of the window
+                found, right = self.holds(group, block), self.number(name, group, at)
+                if found != right or block == 0:
+                    self.wrong.append(f"{done}: group {group}, block {at} of {name[:4]}: {block}")
+
+
+NULL = 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "held", "left"),
+    [
+        ([[5, 6, 7, 8]], ([5, 6, 7, 8, 9],), (0, [[5, 6, 7, 8]])),
+        ([[0, 0, 7, 8]], ([0, 0, 7, 8],), (64, [[7, 8]])),
+        ([[0, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # a chunk of two blocks, null in part
+        ([[5, 6, 0, 8]], ([5, 6, 0, 8],), None),
+        ([[5, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # it has left since
+        ([[5, 6, 7, 8]], ([5, 9, 7, 8],), (64, [[7, 8]])),
+        ([[5, 6, 7, 8]], ([5, 6, 7],), None),
+        ([[5, 6, 7]], ([5, 6, 7, 8],), None),
+        ([[5, 6, 7, 8]], None, None),
+        ([[5, 6, 7, 8]], ([5, 6, 7, 8], [1, 2, 3, 4]), None),
+        ([[5, 6, 7, 8], [0, 3, 4, 9]], ([5, 6, 7, 8], [0, 3, 4, 9]), (64, [[7, 8], [4, 9]])),
+    ],
+)
+def test_what_is_left_of_a_store(blocks, held, left):
+    """Blocks of 32 tokens, chunks of 64."""
+    operation = LoadStoreOp([*range(128)], blocks, 0, 128)
+    meta = SimpleNamespace(
+        requests=[SimpleNamespace(request_id="a", direction="STORE", op=operation)]
+    )
+    state = SimpleNamespace(get_block_ids=lambda _: held)
+    real_blocks.real_stores(meta, state, [32] * len(blocks), 64, NULL)
+    found = [(it.op.start, it.op.block_ids) for it in meta.requests]
+    assert found == ([left] if left else [])
+
+
+@pytest.mark.parametrize(("state", "null"), [(None, NULL), (SimpleNamespace(), None)])
+def test_nothing_is_stored_where_vllm_does_not_say_what_is_real(state, null):
+    operation = LoadStoreOp([*range(32)], [[5]], 0, 32)
+    meta = SimpleNamespace(
+        requests=[SimpleNamespace(request_id="a", direction="STORE", op=operation)]
+    )
+    real_blocks.real_stores(meta, state, [32], 32, null)
+    assert not meta.requests
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.kill()
+
+
+KINDS = {
+    "full": ({"a": full(128)}, False),
+    "window": ({"a": window(128, 64)}, False),
+    "window, blocks smaller than chunks": ({"a": window(32, 64)}, False),
+    "window, lmcache-driven": ({"a": window(32, 64)}, True),
+    "window as large as a chunk": ({"a": window(32, CHUNK)}, False),
+    "full and window": ({"a": full(32), "b": window(32, 64)}, True),
+    "full and two windows": ({"a": full(64), "b": window(64, 64), "c": window(64, 192)}, True),
+    "full and local": ({"a": full(64), "b": local(64, 128)}, True),
+}
+
+
+@pytest.mark.parametrize("budget", [4096, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_prompts_own_kv_is_stored_and_loaded(server, kind, budget):
+    """Known prompts grow, branch and come again, while the tiers or the engine forget them."""
+    layers, gpu_way = KINDS[kind]
+    engine = Painted(server.port, layers, gpu_way, budget=budget)
+    chance = random.Random(budget)
+    try:
+        for _ in range(3):
+            for first, salt in itertools.product((1, 2), ("one", "other", None)):
+                engine.answer(engine.ask(first, chance.choice((680, 900, 1250)), salt=salt))
+            engine.idle()
+            match chance.randrange(3):
+                case 0:
+                    server.forget()
+                case 1:
+                    assert engine.scheduler.reset_prefix_cache()
+        server.forget()
+        engine.answer(*(engine.ask(1, length, salt="one") for length in (930, 1300)))
+        engine.idle()
+        assert engine.scheduler.reset_prefix_cache()
+        for layer in engine.layers.values():
+            layer[1:] = -1
+        engine.answer(engine.ask(1, 680, salt="one"), engine.ask(1, 1100, salt="one"))
+        engine.idle()
+        assert engine.stored
+        assert engine.loaded
+        assert engine.wrong == []
+        if len(layers) == 1:
+            assert not next(iter(engine.layers.values()))[0].any()
+    finally:
+        server.forget()
+        engine.worker.shutdown()
+        engine.scheduler.shutdown()
+
+
+@pytest.mark.parametrize("gpu_way", [False, True])
+def test_a_block_that_another_request_has_by_now_is_not_stored(server, gpu_way):
+    """A chunk's first blocks leave the window before its last ones are computed, so that
+    somebody else has got them by then.
+    """
+    engine = Painted(server.port, {"a": window(32, 64)}, gpu_way, blocks=14, budget=200)
+    try:
+        engine.answer(*(engine.ask(first, 1250) for first in (1, 2)))
+        engine.idle()
+        assert engine.wrong == []
+    finally:
+        server.forget()
+        engine.worker.shutdown()
+        engine.scheduler.shutdown()
