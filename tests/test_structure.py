@@ -261,6 +261,7 @@ ENDS = {
     ("serving.server.server", "follow"): "keys and certificates keep their own followers",
     ("serving.router.router", "follow"): "the same",
     ("serving.server.server", "serve"): "uvicorn's: without it there is no server",
+    ("serving.user_code", "_pass_on_output"): "it ends with its process",
     ("serving.user_code", "_read_answers"): "it ends with its process, which is started again",
     ("serving.batch.run", "_watch"): "it ends with its batch, which is tried again",
     ("serving.router.kv.events", "_follow"): "one rank of a replica, which is kept as a whole",
