@@ -14,9 +14,12 @@ from starlette.routing import Router
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.access.caller import Caller
+from serving.batch.store import Store
 from serving.http.bodies import Bodies
 from serving.kv_cache.salt import Tenants
 from serving.lora.registry import AdapterRegistry
+from serving.protocol import UI
+from serving.ui.page import FILES
 from tests.serving.kv_cache.test_disk import SERVER as DISK_SERVER
 
 ACCESS = "tests/serving/access/"
@@ -150,6 +153,28 @@ def without_model_names(self: AdapterRegistry, *given: Any, **named: Any) -> Non
 
 adapters = AdapterRegistry.__init__
 
+
+def forgets_at_once(store: Store, owner: str | None) -> str | None:
+    if name := gives_way(store, owner):
+        store._forget(name)
+    return name
+
+
+gives_way = Store._gives_way
+
+
+async def once(_: str, work: Callable[[], Awaitable[object]]) -> None:
+    await work()
+
+
+def labels_as_json() -> tuple[bytes, bytes]:
+    kind, script = FILES[f"{UI}/page.js"]
+    unescaped = b"value.replace(/\\\\([^])/g,"
+    parsed = script.replace(unescaped, b'((it, _) => it)(JSON.parse(`"${value}"`),')
+    assert parsed != script
+    return kind, parsed
+
+
 ADAPTERS = "tests/serving/lora/test_registry.py::"
 CREATE_PROCESS = "asyncio:create_subprocess_exec"
 MODEL_PY = "handlers.custom"
@@ -172,6 +197,44 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "A tenant takes all the room for files and batches, or all that run": Removed(
         f"{BATCHES}test_a_tenant_has_half_of_the_room", {"serving.batch.store:SHARE": 2.0}
+    ),
+    "A tenant deletes files that it still downloads, again and again": Removed(
+        f"{BATCHES}test_deleted_files_that_are_still_read_count",
+        {"serving.batch.store:Store._deleted": none_found},
+    ),
+    "A request for a batch that is refused removes or changes another": Removed(
+        f"{BATCHES}test_a_refused_batch_changes_nothing",
+        {"serving.batch.store:Store._gives_way": forgets_at_once},
+    ),
+    "What is followed (keys, certificates, lists, issuers, replicas) is made odd, so that it is "
+    "read no more": Removed(
+        "tests/serving/test_follow.py::test_an_unforeseen_end_is_told_counted_and_begun_anew",
+        {"serving.follow:kept": once},
+    ),
+    "A listed adapter that cannot be used is fetched by every server for ever": Removed(
+        "tests/serving/lora/test_shared_list.py::test_what_is_listed_and_of_no_use_is_fetched_once",
+        {"serving.lora.registry:REFUSED": 0},
+    ),
+    "A listing of S3 that does not end": Removed(
+        "tests/serving/sources/test_s3.py::test_a_listing_without_end_is_given_up_and_stops",
+        {"serving.sources.s3:OBJECTS": 10**9, "serving.sources.s3:LIST_S": 10**9},
+    ),
+    "Servers that share a download folder remove each other's adapters": Removed(
+        f"{ADAPTERS}test_servers_that_share_a_folder_keep_each_others_adapters",
+        {"serving.lora.files:fcntl.flock": nothing},
+    ),
+    "A push to the hub between the plan and the download": Removed(
+        "tests/serving/sources/test_hub.py::test_what_is_fetched_is_what_was_looked_at",
+        {"serving.sources.hub:Hub.listed": unchanged},
+    ),
+    "A model's option files take memory, time or the terminal": Removed(
+        "tests/lmi_config/options/test_hostile_files.py::"
+        "test_yaml_is_refused[an alias within itself]",
+        {"lmi_config.facts.strict_yaml:_require_small": nothing},
+    ),
+    "A tenant's name that `/ui` cannot read stops the page": Removed(
+        "tests/serving/ui/test_page.py::test_the_page_shows_every_tenants_name_and_goes_on",
+        {"serving.ui.page:FILES[/ui/page.js]": labels_as_json()},
     ),
     "Forms of ten thousand parts, with heads of a megabyte, or cut": Removed(
         "tests/serving/api/test_forms.py::test_what_is_no_form_or_too_much"

@@ -259,3 +259,100 @@ def test_flows_name_what_is_there():
             continue
         assert name in methods, name
         assert not method or method in methods[name], f"{name}.{method}"
+
+
+SPAWNS = {"create_task", "ensure_future", "Thread", "start_new_thread", "gather"}
+ENDS = {
+    ("serving.server.server", "_failure"): "its end is the engine's, and ends the server",
+    ("serving.server.server", "follow"): "keys and certificates keep their own followers",
+    ("serving.router.router", "follow"): "the same",
+    ("serving.server.server", "serve"): "uvicorn's: without it there is no server",
+    ("serving.user_code", "_pass_on_output"): "it ends with its process",
+    ("serving.user_code", "_read_answers"): "it ends with its process, which is started again",
+    ("serving.batch.run", "_watch"): "it ends with its batch, which is tried again",
+    ("serving.router.kv.events", "_follow"): "one rank of a replica, which is kept as a whole",
+}
+"""What looks again and again, and is no follower: who starts it, what → why."""
+
+
+def looks_again(function: ast.AST) -> bool:
+    """Whether a function has a loop that never ends, or one that waits before it goes on, or reads
+    what does not end.
+    """
+    endless = {"changes", "discovered", "addresses", "endpoints"}
+    for node in ast.walk(function):
+        if isinstance(node, ast.While):
+            called = {_called(it) for it in ast.walk(node) if isinstance(it, ast.Call)}
+            ends = any(isinstance(it, ast.Return | ast.Break) for it in ast.walk(node))
+            forever = isinstance(node.test, ast.Constant) and not ends
+            waits = called & {"sleep", "wait_for", "wait", "poll"}
+            if forever or (waits and not _counts(node)):
+                return True
+        if isinstance(node, ast.AsyncFor) and any(
+            _called(it) in endless for it in ast.walk(function) if isinstance(it, ast.Call)
+        ):
+            return True
+    return False
+
+
+def _counts(loop: ast.While) -> bool:
+    """Whether a loop's condition compares something, as with a deadline."""
+    return isinstance(loop.test, ast.Compare)
+
+
+def _called(node: ast.Call) -> str:
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def spawned(call: ast.Call) -> Iterator[tuple[str, bool]]:
+    """The functions that a call has run beside its own, by coroutines that it gets or as a target;
+    and whether they are of the same module.
+    """
+    works = [*call.args, *(it.value for it in call.keywords)]
+    for work in works:
+        if isinstance(work, ast.Call):
+            yield _called(work), _is_local(work.func)
+        elif _called(call) in ("Thread", "start_new_thread"):
+            match work:
+                case ast.Attribute(attr=name) | ast.Name(id=name):
+                    yield name, _is_local(work)
+
+
+def _is_local(function: ast.expr) -> bool:
+    match function:
+        case ast.Name() | ast.Attribute(value=ast.Name(id="self")):
+            return True
+    return False
+
+
+def test_what_looks_again_and_again_is_kept():
+    """Tasks and threads that follow something go through serving/follow.py, which begins them anew
+    when they end unforeseen: nothing dies in silence, or ends the process.
+    """
+    files = SERVING | modules("handlers") | {"main": ROOT / "serving/kv_cache/lmcache/__main__.py"}
+    trees = {module: ast.parse(file.read_text()) for module, file in files.items()}
+    following = {
+        (module, function.name)
+        for module, tree in trees.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and looks_again(function)
+    }
+    anywhere = {name for _, name in following}
+    assert {"_follow_file", "_follow_files", "_renew", "_keep", "keep", "reap"} <= anywhere
+    found = set()
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _called(node) in SPAWNS:
+                works = [*spawned(node)]
+            elif isinstance(node, ast.Tuple | ast.List):  # of what becomes tasks
+                calls = [it for it in node.elts if isinstance(it, ast.Call)]
+                works = [(_called(it), False) for it in calls if not isinstance(it.func, ast.Name)]
+            else:
+                continue
+            for name, local in works:
+                if (module, name) in following if local else name in anywhere:
+                    found.add((module, name))
+    assert found - ENDS.keys() == set()

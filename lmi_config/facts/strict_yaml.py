@@ -1,27 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML that people write: read, or refused in one way."""
+"""YAML that people write: read within bounds, or refused in one way."""
 
+from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+LARGEST = 2**20
+"""Bytes of a file."""
+NODES, DEPTH = 100_000, 100
+"""Values of a file, and lists and mappings within each other."""
+LONGEST_NUMBER = 100
+"""Characters: PyYAML takes hours for a megabyte of a number to the base 60, like 1:30:00."""
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class NotYAML(ValueError):
     """Says what is wrong and, where that is known, in which line."""
 
 
-class _Loader(yaml.SafeLoader):
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's is twenty times as fast."""
+
+
+class _Loader(_Base):  # type: ignore[misc]  # which of the two it is
     """Refuses what is given twice, of which PyYAML lets the last win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: list[Any] = []
+        names: set[Hashable] = set()
         for key, _ in node.value:
+            if key.tag == _MERGE:
+                raise yaml.constructor.ConstructorError(
+                    problem="`<<` merges another part; write it out", problem_mark=key.start_mark
+                )
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # which no mapping of Python's can have
             if key.value in names:
                 raise yaml.constructor.ConstructorError(
                     problem=f"`{key.value}` is given twice", problem_mark=key.start_mark
                 )
-            names.append(key.value)
-        return super().construct_mapping(node, deep)
+            names.add(key.value)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        if len(node.value) > LONGEST_NUMBER:
+            raise yaml.constructor.ConstructorError(
+                problem=f"a number has more than {LONGEST_NUMBER} digits",
+                problem_mark=node.start_mark,
+            )
+        if node.tag.endswith(":int"):
+            return self.construct_yaml_int(node)
+        return self.construct_yaml_float(node)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
+
+
+def read_file(path: Path) -> Any:
+    """What a file holds. Raises NotYAML and OSError."""
+    with path.open("rb") as file:
+        return read(file.read(LARGEST + 1))
 
 
 def read(content: bytes) -> Any:
@@ -34,10 +75,18 @@ def read(content: bytes) -> Any:
 
 def read_all(content: bytes) -> list[Any]:
     """What each of its documents holds. Raises NotYAML."""
+    if len(content) > LARGEST:
+        raise NotYAML(f"longer than {LARGEST} bytes")
     try:
+        _require_small(content)
         return [*yaml.load_all(content, _Loader)]
+    except NotYAML:
+        raise
     except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        line = ""
+        if error.problem_mark:  # libyaml counts one line more where the end of the file is at fault
+            last = max(len(content.splitlines()), 1)
+            line = f" in line {min(error.problem_mark.line + 1, last)}"
         raise NotYAML(f"not YAML{line}: {error.problem}") from None
     except yaml.reader.ReaderError as error:  # a byte or a character that no YAML has
         raise NotYAML(f"not YAML at position {error.position}: {error.reason}") from None
@@ -45,3 +94,27 @@ def read_all(content: bytes) -> list[Any]:
         raise NotYAML("not YAML: a value is not of its type") from None
     except (yaml.YAMLError, RecursionError):
         raise NotYAML("not YAML") from None
+
+
+def _require_small(content: bytes) -> None:
+    """Raise NotYAML before anything is made of a file that would take long, or much memory: some
+    500 bytes whose parts repeat each other can take gigabytes.
+    """
+    depth = nodes = 0
+    for event in yaml.parse(content, _Base):
+        if isinstance(event, yaml.NodeEvent):
+            nodes += 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        fault = ""
+        if isinstance(event, yaml.AliasEvent):
+            fault = f"`*{event.anchor:.40}` repeats another part; write it out"
+        elif depth > DEPTH:
+            fault = f"it is nested more than {DEPTH} deep"
+        elif nodes > NODES:
+            fault = f"it has more than {NODES:,} values"
+        if fault:
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise NotYAML(f"not YAML in line {line}: {fault}")

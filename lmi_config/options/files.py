@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from lmi_config.options.declared import PREFIX
 
 PROPERTIES = "serving.properties"
+LARGEST = 2**20
+"""Bytes of one."""
 YAML = "slipway.yaml"
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".mar")
@@ -97,7 +99,13 @@ def _properties(path: Path) -> dict[str, Given]:
     import javaproperties
 
     try:
-        pairs = javaproperties.loads(path.read_text("utf-8-sig"), object_pairs_hook=list)
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise FileFault(f"{path}: is longer than {LARGEST} bytes")
+        pairs = javaproperties.loads(content.decode("utf-8-sig"), object_pairs_hook=list)
+    except FileFault:
+        raise
     except (OSError, ValueError) as error:
         raise FileFault(f"{path}: {error}") from None
     return _unique(path, pairs)
@@ -108,7 +116,7 @@ def _yaml(path: Path) -> dict[str, Given]:
     from lmi_config.facts import strict_yaml
 
     try:
-        found = strict_yaml.read(path.read_bytes())
+        found = strict_yaml.read_file(path)
     except OSError as error:
         raise FileFault(f"{path}: {error.strerror}") from None
     except strict_yaml.NotYAML as error:

@@ -460,11 +460,15 @@ _REPLICA = re.compile(r"(?:(https?)://)?(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(\d{1,5}
 _ENDPOINTS = re.compile(r"([a-z0-9-]*)/([\w./=!,() -]+)(?:\?port=([a-z0-9-]+))?", re.ASCII)
 
 
+LONGEST_HOST = 253
+"""Characters of a name that DNS can have (RFC 1035, 2.3.4)."""
+
+
 def replica(value: str) -> str:
     """Read the address of one server into its base URL, with a port and without a slash."""
     match = _REPLICA.fullmatch(value)
     try:
-        if not match:
+        if not match or len(match[2]) > LONGEST_HOST:
             raise ValueError
         scheme, host, port = match.groups()
         scheme = scheme or "http"

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is secret: a value by the name that it was given under, a part of a text by its shape."""
+"""What is secret: a value by the name that it was given under, a part of a text by its shape. And
+what no value may have, or no terminal get.
+"""
 
+import contextlib
+import json
 import re
 import urllib.parse
 from collections.abc import Iterator
@@ -9,12 +13,35 @@ from lmi_config.options.declared import OPTIONS, PREFIX, VLLM_PREFIX, VLLM_SECRE
 
 HIDDEN = "[secret]"
 
+_OBEYED = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What a terminal would obey rather than show, or has no bytes: control characters, directions of
+text, and halves of surrogate pairs.
+"""
+
 _WORDS = re.compile(r"[A-Z0-9]+")
 _SECRET = re.compile(
     r".*(?:TOKEN|(?:KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?)|PASS|DSN|AUTHORIZATION"
 )
 _SECRET_LAST = frozenset(("AUTH", "HEADERS"))  # REDISCLI_AUTH, OTEL_EXPORTER_OTLP_HEADERS
 _PLACES = frozenset(("FILE", "PATH", "DIR", "SOCK"))  # AWS_WEB_IDENTITY_TOKEN_FILE, SSH_AUTH_SOCK
+
+
+def escaped(text: str) -> str:
+    """A line as a person may see it, whatever came into it from elsewhere."""
+    return _OBEYED.sub(lambda it: ascii(it[0])[1:-1], text)
+
+
+def no_text(value: str) -> str:
+    """What a value has that no text has; "" for nothing. JSON may write it with escapes."""
+    if "\\u" in value:
+        with contextlib.suppress(ValueError, RecursionError):
+            decoded = json.dumps(json.loads(value), ensure_ascii=False)
+            value += decoded.replace("\\u0000", "\0")
+    if "\0" in value:
+        return "a zero byte"
+    return "half of a surrogate pair" if re.search("[\ud800-\udfff]", value) else ""
 
 
 def secret(name: str) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from lmi_config.options.declared import (
 from lmi_config.options.files import FileFault, Given
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
 from lmi_config.options.parsers import Reader, any_task, boolean
-from lmi_config.options.redaction import masked, secret
+from lmi_config.options.redaction import escaped, masked, no_text, secret
 
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
 _LETTER = 0.85  # or two; Kubernetes' SERVING_SERVICE_HOST is not meant
@@ -44,10 +44,14 @@ class SettingsError(ValueError):
     def __init__(self, faults: Iterable[str]) -> None:
         self.faults = tuple(faults)
         count = "1 option" if len(self.faults) == 1 else f"{len(self.faults)} options"
-        super().__init__(f"{count} cannot be used:" + "".join(f"\n  {f}" for f in self.faults))
+        super().__init__(
+            f"{count} cannot be used:" + "".join(f"\n  {escaped(f)}" for f in self.faults)
+        )
 
 
 _NOTHING: Mapping[str, Given] = {}
+_OWN = (PREFIX, VLLM_PREFIX, "SERVING_", "SAGEMAKER_", "LMCACHE_")
+"""How names of options begin; the environment has others."""
 
 
 def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> Settings:
@@ -62,6 +66,7 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     """
     given = _traced(_affirmed(from_environ(environ)))
     known = {**_without(given, argued), **argued}
+    _require_text(known, set(argued))
     named = next((Path(known[name].text) for name in _MODELS if name in known), None)
     store = known.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
     config = next((known[name] for name in _CONFIGS if name in known), Given("", ""))
@@ -78,6 +83,20 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
         left = _without(found, given)
         found = {name: it for name, it in found.items() if name in left or name not in after}
     return merged(given, found, folder, argued)
+
+
+def _require_text(given: Mapping[str, Given], ours: Set[str]) -> None:
+    """Raise SettingsError for what no program could be given. ours: names that are surely meant for
+    us; of the environment's others many are not.
+    """
+    faults = [
+        f"{it.name}: it has {fault}, which no text has; remove it"
+        for name, it in sorted(given.items())
+        if (name in ours or name in _NAMES or name.startswith(_OWN))
+        and (fault := no_text(it.text) or no_text(it.name))
+    ]
+    if faults:
+        raise SettingsError(faults)
 
 
 def _own(given: Mapping[str, Given]) -> dict[str, str]:
@@ -162,6 +181,7 @@ def merged(
     found = {name: value for name, value in found.items() if value.text}
     everything = {**given, **found}
     left = _without(everything, argued)
+    _require_text({**left, **argued}, {*found, *argued})
     resolved = _Resolver({**left, **argued}, frozenset(found.keys() & left.keys())).resolve()
     faults = [
         f"{found[name].name}: only the environment may set it"

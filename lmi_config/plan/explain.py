@@ -11,7 +11,7 @@ from typing import Any
 from lmi_config.facts import handler
 from lmi_config.options.declared import OPTIONS
 from lmi_config.options.parsers import AUTO
-from lmi_config.options.redaction import masked, secret
+from lmi_config.options.redaction import escaped, masked, secret
 from lmi_config.plan import memory, preflight, vllm
 from lmi_config.plan.kv_tiers import DOCUMENT, NoTiers, Tiers, format_size
 from lmi_config.plan.plan import Plan
@@ -232,7 +232,7 @@ def as_text(plan: Plan) -> str:
         lines += ["", "environment:", f"  {' '.join(pairs)}"]
     if plan.findings:
         lines += ["", "to know:", *(f"  - {finding}" for finding in plan.findings)]
-    return "\n".join(lines)
+    return "\n".join(map(escaped, lines))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def check(document: Any) -> None:
 def read(file: Path) -> Endpoint:
     """Read a manifest. Raises ManifestError, and OSError."""
     try:
-        document = strict_yaml.read(file.read_bytes())
+        document = strict_yaml.read_file(file)
     except strict_yaml.NotYAML as error:
         raise ManifestError([f"{file}: {error}"]) from None
     check(document)

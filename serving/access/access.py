@@ -2,6 +2,7 @@
 """Who may ask: a request's headers → who sends it."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
@@ -19,7 +20,7 @@ from serving.access.issuer import Issuer
 from serving.access.keys import Key, Keys
 from serving.access.tokens import Refused
 from serving.errors import Unauthorized
-from serving.follow import FaultLog, changes
+from serving.follow import FaultLog, changes, content, kept
 from serving.protocol import API_KEY, AUTHORIZATION, IDENTITY
 
 log = logging.getLogger(__name__)
@@ -155,22 +156,23 @@ class Access:
 
     async def follow(self) -> None:
         """Read the keys in the file, and the issuer's, anew until cancelled."""
-        works = [self._follow_file()] if self._file else []
-        works += [self._issuer.follow()] if self._issuer else []
+        works = [kept("keys", self._follow_file)] if self._file else []
+        works += [kept("issuer", self._issuer.follow)] if self._issuer else []
         await asyncio.gather(*works)
         await asyncio.Event().wait()
 
     async def _follow_file(self) -> None:
         assert self._file
-        faults = FaultLog("the keys", self._file)
-        found = changes(self._file.read_bytes, self._parsed, faults, self._content)
+        faults = FaultLog("the keys", self._file, "keys")
+        read = functools.partial(content, self._file)
+        found = changes(read, self._parsed, faults, self._content)
         async with aclosing(found):
             async for self._listed in found:
                 log.info("the keys in %s were read anew", self._file)
 
-    def _parsed(self, content: bytes) -> Keys:
+    def _parsed(self, text: bytes) -> Keys:
         """The keys, once it is certain that their limits can be counted. Raises ValueError."""
-        found = keys.parsed(content)
+        found = keys.parsed(text)
         if found.by_tenant is not None and not self._issuer:
             raise ValueError("`jwt` needs OPTION_JWT_ISSUER")
         for caller in found.callers:
@@ -189,7 +191,7 @@ class Access:
     def _read(self) -> Keys:
         assert self._file
         try:
-            self._content = self._file.read_bytes()
+            self._content = content(self._file)
             return self._parsed(self._content)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error

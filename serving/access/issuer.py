@@ -69,7 +69,7 @@ class Issuer:
         rules = Rules(self._name, settings.jwt_audience, settings.jwt_tenant_claim)
         self._verifier = Verifier(rules)
         self._keys: tuple[TokenKey, ...] = ()
-        self._faults = FaultLog("the issuer's keys", self._jwks_url or self._name)
+        self._faults = FaultLog("the issuer's keys", self._jwks_url or self._name, "issuer")
         self._wanted = asyncio.Event()
         self._noted: dict[str, tuple[float, int]] = {}  # when a reason was logged; how often since
 
@@ -117,8 +117,8 @@ class Issuer:
         """Fetch the keys; where that fails they stay as they were. Whether it could be done."""
         try:
             await self._fetch()
-        except ValueError as error:
-            self._faults.failed(str(error))
+        except Exception as error:  # whatever it is, the issuer is asked again
+            self._faults.failed(error)
             return False
         self._faults.recovered()
         return True

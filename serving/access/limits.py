@@ -13,7 +13,6 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from limits import RateLimitItemPerMinute
@@ -24,6 +23,7 @@ from redis.exceptions import RedisError
 
 from serving.access.caller import Caller
 from serving.errors import RateLimited
+from serving.follow import count, kept
 from serving.protocol import RATE_LIMIT
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class Limiter:
             try:
                 if await self._run(_TAKE, key, str(limit), place, str(LEASE_S), until=until):
                     if not self._renewing:
-                        self._renewing = asyncio.create_task(self._renew())
+                        self._renewing = asyncio.create_task(kept("limits", self._renew))
                     return place
                 del self._places[place]
                 return None
@@ -270,9 +270,11 @@ class Limiter:
         """Keep the places of requests that are under way."""
         while True:
             await asyncio.sleep(RENEWED_S)
-            with suppress(Silent):
+            try:
                 for place, key in [*self._places.items()]:
                     await self._run(_RENEW, key, place, str(LEASE_S))
+            except Silent:
+                count("limits")
 
     async def _run(self, script: str, key: str, *more: str, until: float | None = None) -> Any:
         """What a script says of a key in the store. Raises Silent."""

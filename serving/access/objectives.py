@@ -3,7 +3,7 @@
 inference extension, which a file has as Kubernetes would.
 """
 
-import asyncio
+import functools
 import logging
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -16,7 +16,7 @@ from lmi_config.facts import strict_yaml
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access.caller import Caller
-from serving.follow import FaultLog, changes
+from serving.follow import FaultLog, changes, content
 from serving.protocol import OBJECTIVE
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Objectives:
                 ]
             )
         try:
-            self._content = self._file.read_bytes()
+            self._content = content(self._file)
             self._priorities = parsed(self._content)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -80,21 +80,21 @@ class Objectives:
         )
 
     async def follow(self) -> None:
-        """Read the file anew until cancelled."""
+        """Read the file anew until cancelled; nothing where there is none."""
         if not self._file:
-            await asyncio.Event().wait()
-        assert self._file
-        faults = FaultLog("the objectives", self._file)
-        found = changes(self._file.read_bytes, parsed, faults, self._content)
+            return
+        faults = FaultLog("the objectives", self._file, "objectives")
+        read = functools.partial(content, self._file)
+        found = changes(read, parsed, faults, self._content)
         async with aclosing(found):
             async for self._priorities in found:
                 log.info("the objectives in %s were read anew", self._file)
 
 
-def parsed(content: bytes) -> Mapping[str, int]:
+def parsed(text: bytes) -> Mapping[str, int]:
     """The priorities of a manifest's objectives, by their names. Raises ValueError."""
     try:
-        documents = strict_yaml.read_all(content)
+        documents = strict_yaml.read_all(text)
     except strict_yaml.NotYAML as error:
         raise ValueError(f"it is {error}") from None
     found: dict[str, int] = {}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/files and /v1/batches over HTTP, as OpenAI's clients call them."""
 
+import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -92,16 +94,18 @@ class FilesAndBatches:
     async def content(self, call: HttpCall, pipeline: Pipeline) -> None:
         """GET is a file's content."""
         store, name = self._store, call.scope["path_params"]["id"]
-        file = await _on_disk(store.file, name, self._owner(call))
-        path = store.content(name)
-        answer = FileResponse(
-            path,
-            stat_result=await _on_disk(path.stat),
-            media_type="application/octet-stream",
-            filename=file.filename,
-            headers={"x-content-type-options": "nosniff"},
-        )
-        await answer(call.scope, call.receive, call.send)
+        whose = self._owner(call)
+        file = await _on_disk(store.file, name, whose)
+        with contextlib.ExitStack() as reading:
+            path = await _on_disk(reading.enter_context, store.reading(name, whose))
+            answer = FileResponse(
+                path,
+                stat_result=await _on_disk(path.stat),
+                media_type="application/octet-stream",
+                filename=file.filename,
+                headers={"x-content-type-options": "nosniff"},
+            )
+            await answer(call.scope, call.receive, call.send)
 
     async def batches(self, call: HttpCall, pipeline: Pipeline) -> None:
         """GET lists batches, POST makes one."""
@@ -109,7 +113,8 @@ class FilesAndBatches:
         if call.scope["method"] == "POST":
             await _answer(call, await self._made(call, pipeline, store, whose))
             return
-        found = [owned.batch for owned in await _on_disk(store.batches, whose)]
+        list_them = functools.partial(store.batches, anybodys=_administers(call))
+        found = [_seen_by(owned, whose) for owned in await _on_disk(list_them, whose)]
         await _answer(call, _page(call, found, 20, 100))
 
     async def batch(self, call: HttpCall, pipeline: Pipeline) -> None:
@@ -117,12 +122,14 @@ class FilesAndBatches:
         await _answer(call, (await self._named(call)).batch)
 
     async def cancel(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """POST ends a batch, with the answers that it has."""
-        batch = (await self._named(call)).batch
+        """POST ends a batch, with the answers that it has. An administrator's may be anybody's."""
+        anybodys = _administers(call)
+        batch = (await self._named(call, anybodys=anybodys)).batch
         if not batch.status.open:
             raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
         await _on_disk(self._store.ask_to_cancel, batch.id)
-        await self.batch(call, pipeline)
+        owned = await self._named(call, anybodys=anybodys)
+        await _answer(call, _seen_by(owned, self._owner(call)))
 
     @property
     def _store(self) -> Store:
@@ -135,9 +142,10 @@ class FilesAndBatches:
     def _owner(self, call: HttpCall) -> str | None:
         return owner(self._tenants.tenant(call.record.caller, call.scope["headers"]))
 
-    async def _named(self, call: HttpCall) -> OwnedBatch:
+    async def _named(self, call: HttpCall, *, anybodys: bool = False) -> OwnedBatch:
         name = call.scope["path_params"]["id"]
-        return await _on_disk(self._store.batch, name, self._owner(call))
+        find = functools.partial(self._store.batch, anybodys=anybodys)
+        return await _on_disk(find, name, self._owner(call))
 
     async def _received(self, call: HttpCall, store: Store, whose: str | None) -> File:
         uploads = self._uploads
@@ -184,15 +192,11 @@ class FilesAndBatches:
         lives = None
         if policy := asked.output_expires_after:
             lives = _lives("output_expires_after", policy.anchor, policy.seconds)
-        await _on_disk(store.make_room, whose)
-        file = await _on_disk(store.file, asked.input_file_id, whose)
-        if file.purpose != INPUT:
-            raise BadRequest(f"{file.id} is no input, but {file.purpose}", "input_file_id")
         now = store.now()
         batch = Batch(
             id=records.new_id(BATCH),
             endpoint=asked.endpoint,
-            input_file_id=file.id,
+            input_file_id=asked.input_file_id,
             completion_window=asked.completion_window,
             created_at=now,
             expires_at=now + 3600 * hours,
@@ -207,7 +211,7 @@ class FilesAndBatches:
             errors=records.new_id(FILE),
             lives=lives,
         )
-        await _on_disk(store.save, owned)
+        await _on_disk(store.begin, owned)
         if self.runner:
             self.runner.wake()
         return batch
@@ -218,6 +222,27 @@ class FilesAndBatches:
             if self._header and name == self._header.encode():
                 return self._header, value.decode("latin-1")
         return None
+
+
+def _administers(call: HttpCall) -> bool:
+    """Whether a request's key is an administrator's; without keys nobody is one here."""
+    return call.record.caller.admin and bool(call.record.caller.name)
+
+
+def _seen_by(owned: OwnedBatch, whose: str | None) -> Batch:
+    """A batch as it is described to this owner: to others without what its owner has said, without
+    its files and without the faults of its lines.
+    """
+    if owned.owner == whose:
+        return owned.batch
+    return msgspec.structs.replace(
+        owned.batch,
+        metadata=None,
+        errors=None,
+        input_file_id="",
+        output_file_id=None,
+        error_file_id=None,
+    )
 
 
 async def _on_disk(function: Callable[..., R], *args: object) -> R:
@@ -240,9 +265,10 @@ async def _answer(call: HttpCall, value: object) -> None:
 def _page(call: HttpCall, found: Sequence[T], default: int, most: int) -> dict[str, object]:
     """A page of a list, as `limit`, `after` and `order` ask for it. found: the newest first."""
     query = Request(call.scope).query_params
-    limit = query.get("limit", str(default))
-    if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:6]) <= most):
-        raise BadRequest(f"limit={limit!r:.40}; it should be from 1 to {most}", "limit")
+    given = query.get("limit", str(default))
+    limit = _number(given)
+    if not 0 < limit <= most:
+        raise BadRequest(f"limit={given!r:.40}; it should be from 1 to {most}", "limit")
     match query.get("order", "desc"):
         case "asc":
             found = found[::-1]
@@ -255,7 +281,7 @@ def _page(call: HttpCall, found: Sequence[T], default: int, most: int) -> dict[s
         if not places:
             raise BadRequest(f"after={after!r:.100} is nothing in this list", "after")
         found = found[places[0] + 1 :]
-    page = found[: int(limit)]
+    page = found[:limit]
     return {
         "object": "list",
         "data": page,
@@ -263,6 +289,12 @@ def _page(call: HttpCall, found: Sequence[T], default: int, most: int) -> dict[s
         "last_id": page[-1].id if page else None,
         "has_more": len(page) < len(found),
     }
+
+
+def _number(text: str) -> int:
+    """A whole number of at most 9 digits, without those that say nothing; -1 for what is none."""
+    digits = text.lstrip("0") or text[:1]
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
 
 
 def _hours(window: str) -> int:
@@ -290,8 +322,7 @@ def _life(fields: dict[str, str]) -> int | None:
     anchor, seconds = (fields.get(f"expires_after[{key}]") for key in ("anchor", "seconds"))
     if seconds is None:
         return None
-    number = int(seconds[:9]) if seconds.isascii() and seconds.isdigit() else -1
-    return _lives("expires_after", anchor or ANCHOR, number)
+    return _lives("expires_after", anchor or ANCHOR, _number(seconds))
 
 
 def _lives(name: str, anchor: str, seconds: int) -> int:

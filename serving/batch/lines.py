@@ -7,6 +7,7 @@ its line alone. Faults have the codes that Azure's documentation of the same API
 (learn.microsoft.com/azure/ai-services/openai/how-to/batch, Error codes), and two of our own.
 """
 
+import hashlib
 import secrets
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, NamedTuple
@@ -27,6 +28,11 @@ EXPIRED = {
     "message": "This request could not be executed before the completion window expired.",
 }
 """The error of a line that there was no time for, in OpenAI's words."""
+
+
+def digest(custom_id: str) -> bytes:
+    """What is kept in memory of a custom_id, of which a batch has many: 16 bytes."""
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class Line(NamedTuple):
@@ -61,7 +67,7 @@ def requests(file: BinaryIO) -> Iterator[Line]:
 
 def validate(file: BinaryIO, endpoint: str, longest: int) -> tuple[int, list[Fault]]:
     """How many requests an input has, and its faults. longest: bytes that a line may have."""
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     faults: list[Fault] = []
     for number, line in enumerate(_lines(file, longest), 1):
         if line.strip() and (fault := _fault(line, number, endpoint, longest, seen)):
@@ -83,7 +89,7 @@ def _lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
             line = file.readline(longest + 1)
 
 
-def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[str]) -> Fault | None:
+def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[bytes]) -> Fault | None:
     """What is wrong with a line; its custom_id is then among those seen, where it has one."""
     if len(line) > longest:
         return Fault("invalid_request", f"the line is longer than {longest} bytes", number)
@@ -96,10 +102,11 @@ def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[str]
     if not 0 < len(found.custom_id) <= CUSTOM_ID:
         message = f"custom_id should have 1 to {CUSTOM_ID} characters"
         return Fault("invalid_request", message, number, "custom_id")
-    if found.custom_id in seen:
+    custom_id = digest(found.custom_id)
+    if custom_id in seen:
         message = "custom_id is that of a line before"
         return Fault("duplicate_custom_id", message, number, "custom_id")
-    seen.add(found.custom_id)
+    seen.add(custom_id)
     if found.method != "POST":
         return Fault("invalid_method", "method should be POST", number, "method")
     if found.url != endpoint:
@@ -110,15 +117,15 @@ def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[str]
     return None
 
 
-def answered(file: Iterable[bytes]) -> Iterator[tuple[str, int]]:
-    """The custom_ids of answers, and where each ends in the file, up to the first that is not
-    whole: the process ended while it was written.
+def answered(file: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+    """The digests of the custom_ids of answers, and where each ends in the file, up to the first
+    that is not whole: the process ended while it was written.
     """
     end = 0
     for line in file:
         end += len(line)
         try:
-            custom_id = _read_answered(line).custom_id
+            custom_id = digest(_read_answered(line).custom_id)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         if not line.endswith(b"\n"):

@@ -38,8 +38,8 @@ class Results:
         # Of the output, and of the errors
         self.sizes = [0, 0]
         self.counts = [0, 0]
-        self.answered: set[str] = set()
-        """custom_ids of lines that have answers."""
+        self.answered: set[bytes] = set()
+        """Digests of the custom_ids of lines that have answers."""
 
     def open(self) -> None:
         """Read what there is; an answer that is not whole is taken out. A thread should do it."""
@@ -87,7 +87,7 @@ class Results:
                 continue
             for entry in pending:
                 self.counts[entry.number] += 1
-                self.answered.add(entry.custom_id)
+                self.answered.add(lines.digest(entry.custom_id))
                 if not entry.done.done():
                     entry.done.set_result(None)
 

@@ -204,7 +204,7 @@ class Run:
 
             while found := await in_thread(some):
                 for line in found:
-                    if line.custom_id not in self._results.answered:
+                    if lines.digest(line.custom_id) not in self._results.answered:
                         yield line
 
     def _opened(self) -> BinaryIO:

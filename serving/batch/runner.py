@@ -14,6 +14,7 @@ from serving.aio import in_thread
 from serving.batch.records import OwnedBatch, Status
 from serving.batch.run import Run
 from serving.batch.store import Store
+from serving.follow import count
 from serving.inference.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,10 @@ SWEEP_S = 60.0
 """Between two looks for what has been kept for long enough."""
 PAUSE_S = 10.0
 """After which a batch is tried again that failed for no fault of its own."""
-BATCHES = 8
-"""Of one owner that run at once; each reads its input, and keeps the ids of its lines."""
+BATCHES, ALL_BATCHES = 8, 32
+"""Of one owner that run at once, and of all; each reads its input, and keeps some 6 MB of digests
+of its lines.
+"""
 
 
 class Runner:
@@ -61,6 +64,7 @@ class Runner:
             except Exception as error:  # whatever it is, batches are looked for again
                 trace = None if isinstance(error, OSError) else error
                 log.error("OPTION_BATCH_FOLDER cannot be read: %s", error, exc_info=trace)
+                count("batches")
                 found = []
             for owned in found:
                 if owned.batch.id not in self._tasks and self._may_run(owned):
@@ -78,9 +82,15 @@ class Runner:
             await asyncio.wait(list(self._tasks.values()))
 
     def _may_run(self, owned: OwnedBatch) -> bool:
-        """Whether it is to be run; one that is to end is, however many its owner has."""
+        """Whether it is to be run; one that is to end is, however many its owner has. Where others
+        wait, the last places are for owners that have none.
+        """
+        if self._stopping.is_set() or self._running.total() >= 2 * ALL_BATCHES:
+            return False
+        mine = self._running[owned.owner]
+        free = ALL_BATCHES - self._running.total()
         ends = owned.batch.status is Status.CANCELLING
-        return (ends or self._running[owned.owner] < BATCHES) and not self._stopping.is_set()
+        return ends or (mine < BATCHES and free > (0 if not mine else BATCHES))
 
     async def _begin(self, owned: OwnedBatch) -> None:
         """Run a batch, unless another server does."""
@@ -89,6 +99,7 @@ class Runner:
             lock = await in_thread(self._store.lock, name)
         except OSError as error:
             log.error("%s cannot be locked: %s", name, error)
+            count("batches")
             return
         if lock and self._stopping.is_set():
             lock.close()
@@ -106,6 +117,7 @@ class Runner:
             why = error if isinstance(error, OSError) else "the server failed on it"
             trace = None if isinstance(error, OSError) else error
             log.error("%s is tried again in %d s: %s", name, PAUSE_S, why, exc_info=trace)
+            count("batches")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), PAUSE_S)
         finally:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import msgspec
 from lmi_config.options.declared import Settings
 from serving import folders
 from serving.batch.records import BATCH, FILE, ID, INPUT, File, OwnedBatch, OwnedFile, Status
-from serving.errors import Conflict, NotFound, StorageFull
+from serving.errors import BadRequest, Conflict, NotFound, StorageFull
 
 T = TypeVar("T")
 
@@ -54,6 +55,8 @@ class Store:
         self._files = folder / "files"
         self._batches = folder / "batches"
         self._folder = folder
+        self._lock = threading.Lock()  # what is counted is not changed before it is kept
+        self._read: dict[int, str | None] = {}  # descriptors of contents that are read: owners
 
     def open(self) -> None:
         """Make the folder, for this user alone."""
@@ -69,14 +72,35 @@ class Store:
     # Room
 
     def used(self) -> int:
-        """Bytes of all that is in the folder."""
-        found = 0
+        """Bytes of all that is in the folder, and of deleted files that are still read here."""
+        found = sum(size for size, _ in self._deleted())
         for folder in (self._files, self._batches):
             with os.scandir(folder) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         found += entry.stat(follow_symlinks=False).st_size
         return found
+
+    @contextlib.contextmanager
+    def reading(self, name: str, owner: str | None) -> Iterator[Path]:
+        """A path by which a content can be read to its end, even if it is deleted meanwhile: its
+        bytes count until then. Raises FileNotFoundError.
+        """
+        descriptor = os.open(self.content(name), os.O_RDONLY | os.O_NOFOLLOW)
+        self._read[descriptor] = owner
+        try:
+            yield Path(f"/proc/self/fd/{descriptor}")
+        finally:
+            del self._read[descriptor]
+            os.close(descriptor)
+
+    def _deleted(self) -> Iterator[tuple[int, str | None]]:
+        """The sizes of deleted files that are still read here, and whose they were."""
+        for descriptor, owner in [*self._read.items()]:
+            with contextlib.suppress(OSError):  # closed by now
+                status = os.fstat(descriptor)
+                if not status.st_nlink:
+                    yield status.st_size, owner
 
     def require_room(self, owner: str | None) -> None:
         """Raise StorageFull where one more file of this owner's is too much."""
@@ -88,8 +112,23 @@ class Store:
                 "tenant's; delete files that are not needed"
             )
 
-    def make_room(self, owner: str | None) -> None:
-        """The same of a batch, in whose place the owner's oldest goes that has ended."""
+    def begin(self, owned: OwnedBatch) -> None:
+        """Keep a new batch, in whose place the owner's oldest goes that has ended, where there are
+        many. Raises NotFound and BadRequest for its input, and StorageFull; then nothing changes.
+        """
+        with self._lock:
+            oldest = self._gives_way(owned.owner)
+            file = self.file(owned.batch.input_file_id, owned.owner)
+            if file.purpose != INPUT:
+                raise BadRequest(f"{file.id} is no input, but {file.purpose}", "input_file_id")
+            self.save(owned)
+            if oldest:
+                self._forget(oldest)
+
+    def _gives_way(self, owner: str | None) -> str | None:
+        """The batch in whose place another one of this owner's is kept; None for none. Raises
+        StorageFull.
+        """
         self.require_space(owner)
         if sum(it.owner == owner for it in self._owned(self._files, OwnedFile)) >= self._most_files:
             raise StorageFull(
@@ -98,14 +137,14 @@ class Store:
             )
         batches = [*self._owned(self._batches, OwnedBatch)]
         if not self._are_many([it.owner for it in batches], owner):
-            return
+            return None
         ended = [it.batch for it in batches if it.owner == owner and not it.batch.status.open]
         if not ended:
             raise StorageFull(
                 f"there may be {self._most_files} batches (OPTION_BATCH_FILES), half of them one "
                 "tenant's; wait until some have ended, or cancel them"
             )
-        self._forget(min(ended, key=lambda it: it.created_at).id)
+        return min(ended, key=lambda it: it.created_at).id
 
     def _are_many(self, owners: list[str | None], owner: str | None) -> bool:
         most = self._most_files
@@ -121,10 +160,13 @@ class Store:
             )
 
     def _used_by(self, owner: str) -> int:
-        """Bytes of an owner's files, and of those that its batches write."""
+        """Bytes of an owner's files, of those that its batches write, and of deleted ones that are
+        still read here.
+        """
         found = sum(
             it.file.bytes for it in self._owned(self._files, OwnedFile) if it.owner == owner
         )
+        found += sum(size for size, whose in self._deleted() if whose == owner)
         for batch in self.open_batches():
             if batch.owner == owner:
                 for name in (batch.output, batch.errors):
@@ -184,11 +226,12 @@ class Store:
 
     def delete(self, name: str, owner: str | None) -> None:
         """Delete one of the owner's files. Raises NotFound, and Conflict where a batch reads it."""
-        self.file(name, owner)
-        for batch in self.open_batches():
-            if name == batch.batch.input_file_id:
-                raise Conflict(f"{batch.batch.id} reads this file; cancel the batch first")
-        self._remove(name)
+        with self._lock:
+            self.file(name, owner)
+            for batch in self.open_batches():
+                if name == batch.batch.input_file_id:
+                    raise Conflict(f"{batch.batch.id} reads this file; cancel the batch first")
+            self._remove(name)
 
     def _remove(self, name: str) -> None:
         (self._files / f"{name}.json").unlink(missing_ok=True)
@@ -200,10 +243,10 @@ class Store:
         """Write a batch. durable: whether a machine that loses power still has it."""
         _write(self._batches / f"{owned.batch.id}.json", owned, durable=durable)
 
-    def batch(self, name: str, owner: str | None) -> OwnedBatch:
-        """One of the owner's batches. Raises NotFound."""
+    def batch(self, name: str, owner: str | None, *, anybodys: bool = False) -> OwnedBatch:
+        """One of the owner's batches, or of anybody's. Raises NotFound."""
         found = self.any_batch(name)
-        if not found or found.owner != owner:
+        if not found or not (anybodys or found.owner == owner):
             raise NotFound(f"No batch found with id {name!r:.100}")
         return found
 
@@ -216,10 +259,10 @@ class Store:
             found.batch.cancelling_at = asked
         return found
 
-    def batches(self, owner: str | None) -> list[OwnedBatch]:
-        """The owner's batches, the newest first."""
+    def batches(self, owner: str | None, *, anybodys: bool = False) -> list[OwnedBatch]:
+        """The owner's batches, or anybody's, the newest first."""
         found = (self.any_batch(path.stem) for path in self._records(self._batches))
-        batches = [it for it in found if it and it.owner == owner]
+        batches = [it for it in found if it and (anybodys or it.owner == owner)]
         return sorted(batches, key=lambda it: (it.batch.created_at, it.batch.id), reverse=True)
 
     def open_batches(self) -> list[OwnedBatch]:

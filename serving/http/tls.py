@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from serving.follow import FaultLog, changes
+from serving.follow import FaultLog, changes, content, kept
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge
@@ -113,11 +113,13 @@ class ServerTls:
         cancelled. Connections stay, but those of clients that are not trusted any more.
         """
         if self.context:
-            await asyncio.gather(self._follow_files(), self._follow_calendar())
+            await asyncio.gather(
+                kept("certificate", self._follow_files), kept("certificate", self._follow_calendar)
+            )
         await asyncio.Event().wait()
 
     async def _follow_files(self) -> None:
-        faults = FaultLog("certificate and key", self._files[0])
+        faults = FaultLog("certificate and key", self._files[0], "certificate")
         found = changes(self._read, self._renewed, faults, self._content)
         async with aclosing(found):
             async for shown in found:
@@ -142,7 +144,7 @@ class ServerTls:
         self._warned = due
 
     def _read(self) -> list[bytes]:
-        return [file.read_bytes() for file in self._files]
+        return [content(file) for file in self._files]
 
     def _renewed(self, content: list[bytes]) -> "_Shown":
         """What is in the files now. Raises ValueError."""

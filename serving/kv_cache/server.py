@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from lmi_config.plan.kv_tiers import STORES
 from serving.engine.base import Hits, Prefilled
+from serving.follow import count, kept
 from serving.observability.trouble_log import TroubleLog
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class CacheServer(Collector):
         except BaseException:
             await self._end()
             raise
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = asyncio.create_task(kept("cache_server", self._keep))
 
     async def stop(self) -> None:
         if self._keeping:
@@ -160,6 +161,7 @@ class CacheServer(Collector):
             except Exception as error:  # as of a fork without memory: it must be tried again
                 facts = {"facts": {"again_in_s": pause, "kind": type(error).__name__}}
                 log.error("the cache server did not start: %s", error, extra=facts)
+                count("cache_server")
 
     async def _trouble(self) -> str:
         """Wait until the server has ended or hangs; say which."""

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import hashlib
 import logging
@@ -15,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from handlers.custom import FILE
 from lmi_config.facts.adapter import CONFIG, WEIGHTS
@@ -24,7 +26,7 @@ from serving.errors import BadRequest, Conflict, NoSlot
 from serving.lora import archives
 from serving.sources.digests import Digests, combined
 from serving.sources.s3 import S3, Listing
-from serving.sources.source import SourceError, exclusive
+from serving.sources.source import SourceError, Unusable, exclusive
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ FILES = 10_000  # in the folder of an adapter that has code
 LARGE = 64 * 1024 * 1024
 """Bytes of a file beside the weights from which on its time counts instead of its content."""
 _PACKED = (".tar.gz", ".tgz")
+_HELD = "held"
+"""The file in a place by whose lock servers hold it."""
 _PLACE = re.compile(r"[0-9a-f]{24}")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CHANGED = ("it has changed since it was registered", "delete it and register it again")
@@ -64,7 +68,9 @@ class AdapterFiles:
 
     roots: folders under which adapters on this machine may be. buckets: those of S3 whose adapters
     may be had. store: where files from elsewhere are kept, at most `limit` bytes of them; those
-    used longest ago make room. controls: those of secure mode, where it is on.
+    used longest ago make room. Servers may share it: what one of them uses has a lock (flock) of
+    its, which the others respect and which ends with its process. controls: those of secure mode,
+    where it is on.
 
     Its methods raise BadRequest and Conflict for places that are not allowed, SourceError,
     ModelError or OSError for what cannot be read, and NoSlot where the limit is too low.
@@ -86,42 +92,44 @@ class AdapterFiles:
         self._digests = Digests()
         self._lock = threading.Lock()
         self._holders: Counter[Path] = Counter()  # place → copies that are not released
-        entries = [*store.iterdir()] if store.is_dir() else []
-        places = [path for path in entries if _PLACE.fullmatch(path.name) and path.is_dir()]
-        places.sort(key=lambda place: place.stat().st_mtime)
-        self._sizes = {place: _size(place) for place in places}  # the one used last at the end
+        self._locks: dict[Path, BinaryIO] = {}  # of those places
+        self._sizes: dict[Path, int] = {}  # of places, as far as they are known
 
-    @contextlib.contextmanager
-    def look(self, src: str) -> Iterator[tuple[Checkpoint, Located]]:
-        """What is known of an adapter without its weights, and which version it is.
-
-        An archive has to be fetched and unpacked for that; it stays until the block ends.
-        """
+    def locate(self, src: str) -> Located:
+        """Which version of an adapter there is, without fetching it."""
         source = self._source(src)
         if isinstance(source, S3):
             listing = source.list()
-            located = Located(src, listing.digest, listing)
-            if not located.packed:
-                checkpoint = listing.checkpoint()
-                self._require_secure(src, lambda: secure.listed(checkpoint))
-                yield checkpoint, located
-                return
-        elif src.endswith(_PACKED):
-            located = Located(src, self._digest(source))
-        else:
+            return Located(src, listing.digest, listing)
+        if not src.endswith(_PACKED):
             self._require_secure(src, lambda: secure.look(source))
-            folder = Folder(source)
-            for name in folder.sizes:
+            for name in Folder(source).sizes:
                 if not self._allowed((source / name).resolve()):
                     raise BadRequest(f"src={src!r:.500}: {name} is a link to elsewhere")
-            yield folder, Located(src, self._digest(source))
-            return
-        copy = self.fetch(located)
-        try:
-            self._require_secure(src, lambda: secure.look(copy.folder))
-            yield Folder(copy.folder), located
-        finally:
-            copy.release()
+        return Located(src, self._digest(source))
+
+    @contextlib.contextmanager
+    def look(self, located: Located) -> Iterator[Checkpoint]:
+        """What is known of an adapter without its weights.
+
+        An archive has to be fetched and unpacked for that; it stays until the block ends.
+        """
+        src = located.src
+        if located.packed:
+            copy = self.fetch(located)
+            try:
+                self._require_secure(src, lambda: secure.look(copy.folder))
+                yield Folder(copy.folder)
+            finally:
+                copy.release()
+        elif located.listing:
+            checkpoint = located.listing.checkpoint()
+            self._require_secure(src, lambda: secure.listed(checkpoint))
+            yield checkpoint
+        else:
+            source = self._source(src)
+            assert isinstance(source, Path)
+            yield Folder(source)
 
     def _require_secure(self, src: str, look: Callable[[], list[secure.File]]) -> None:
         """Raise BadRequest for files that secure mode forbids."""
@@ -141,11 +149,9 @@ class AdapterFiles:
                 return LocalCopy(source)
         name = hashlib.sha256(f"{located.src} {located.digest}".encode()).hexdigest()[:24]
         place = self._store / name
-        with self._lock:
-            self._holders[place] += 1
+        self._hold(place)
         release = functools.partial(self._release, place)
         try:
-            place.mkdir(parents=True, exist_ok=True)
             os.utime(place)
             with exclusive(place / "lock", log.info):
                 return LocalCopy(self._bring(located, source, place), release)
@@ -153,9 +159,19 @@ class AdapterFiles:
             release()
             raise
 
+    def _hold(self, place: Path) -> None:
+        """Make a place, and keep it from being removed, here and by other servers."""
+        with self._lock:
+            if place not in self._locks:
+                self._locks[place] = _held(place)
+            self._holders[place] += 1
+
     def _release(self, place: Path) -> None:
         with self._lock:
             self._holders[place] -= 1
+            if not self._holders[place]:
+                del self._holders[place]
+                self._locks.pop(place).close()
 
     def _bring(self, located: Located, source: Path | S3, place: Path) -> Path:
         """The folder in a place that then has the files."""
@@ -181,7 +197,6 @@ class AdapterFiles:
             return unpacked
         finally:
             with self._lock:  # what there is, whether it went well or not
-                self._sizes.pop(place, None)
                 self._sizes[place] = _size(place)
 
     def _unpack(self, src: str, archive: Path, folder: Path, beside: int) -> None:
@@ -199,7 +214,7 @@ class AdapterFiles:
             part.rename(folder)
         except archives.ArchiveError as error:
             reason = f"it is not a whole and safe tar.gz archive ({error})"
-            raise SourceError(src, reason, "pack it again") from error
+            raise Unusable(src, reason, "pack it again") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -208,18 +223,30 @@ class AdapterFiles:
 
         Raises NoSlot, and removes nothing, where that is not enough.
         """
-        with self._lock:
-            sizes = {other: size for other, size in self._sizes.items() if other != place}
-            if size + sum(sizes[other] for other in sizes if self._holders[other]) > self._limit:
+        with self._lock, contextlib.ExitStack() as free:
+            others = [it for it in self._places() if it != place]
+            sizes = {it: self._sizes.get(it) or _size(it) for it in others}  # others' grow
+            unused: list[Path] = []
+            for other in sorted(others, key=_used_at):
+                if size + sum(sizes.values()) - sum(sizes[it] for it in unused) <= self._limit:
+                    break
+                if other not in self._locks and (lock := _free(other)):
+                    free.enter_context(lock)
+                    unused.append(other)
+            if size + sum(sizes[it] for it in others if it not in unused) > self._limit:
                 raise NoSlot(
                     f"there is no room for {size} bytes more of adapters' files; "
                     "OPTION_ADAPTER_DISK sets how much they may take"
                 )
-            for other in [*sizes]:
-                if size + sum(sizes.values()) > self._limit and not self._holders[other]:
-                    shutil.rmtree(other, ignore_errors=True)
-                    del sizes[other]
+            for other in unused:
+                shutil.rmtree(other, ignore_errors=True)
+                del sizes[other]
             self._sizes = {**sizes, place: size}
+
+    def _places(self) -> list[Path]:
+        """Where files are kept, of whichever server."""
+        entries = [*self._store.iterdir()] if self._store.is_dir() else []
+        return [path for path in entries if _PLACE.fullmatch(path.name) and path.is_dir()]
 
     def _source(self, src: str) -> Path | S3:
         """Where an adapter is, if it may be there."""
@@ -284,4 +311,45 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _size(place: Path) -> int:
-    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    found = 0
+    for file in place.rglob("*"):
+        with contextlib.suppress(OSError):  # another server has just removed it
+            found += file.stat().st_size if file.is_file() else 0
+    return found
+
+
+def _used_at(place: Path) -> float:
+    """When a place was last fetched from or to, in seconds since 1970."""
+    with contextlib.suppress(OSError):
+        return place.stat().st_mtime
+    return 0.0
+
+
+def _held(place: Path) -> BinaryIO:
+    """Make a place where it is not there. While the lock is open, nobody removes it."""
+    while True:
+        place.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            lock = (place / _HELD).open("a+b")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                if os.path.samestat(os.fstat(lock.fileno()), (place / _HELD).stat()):
+                    return lock
+            except BaseException:
+                lock.close()
+                raise
+            lock.close()  # of a place that was removed meanwhile
+
+
+def _free(place: Path) -> BinaryIO | None:
+    """A lock by which this server alone may remove a place; None where another one holds it."""
+    try:
+        lock = (place / _HELD).open("a+b")
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock

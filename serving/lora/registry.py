@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from prometheus_client import Counter, Gauge
@@ -28,11 +30,12 @@ from serving.errors import (
     NotReady,
     ServingError,
 )
+from serving.follow import count, pauses
 from serving.lora.adapter import Adapter, AdapterHost, CodeStarter
 from serving.lora.files import AdapterFiles, Located
 from serving.lora.shared_list import Entry, SharedList
 from serving.lora.slots import BatchSlots, EngineSlots
-from serving.sources.source import SourceError
+from serving.sources.source import SourceError, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +45,21 @@ CHECKS = 8
 LABELS = 100
 """Adapters that have a series of their own, the first ones that are used; the others share one."""
 
+_LIST = "/"
+"""What the list as a whole is called among what was logged: no name of an adapter."""
+REFUSED = 1_000
+"""Versions of adapters' files that are known to be of no use: they are not fetched again."""
+
 _REGISTERED = Gauge("slipway_adapters_registered", "Adapters that can be used.")
 _REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
+
+
+class _Failed(NamedTuple):
+    """An adapter that could not be made as it is listed. until: it waits, by time.monotonic()."""
+
+    entry: Entry | None
+    until: float
+    pauses: Iterator[float]
 
 
 class AdapterRegistry:
@@ -76,6 +92,8 @@ class AdapterRegistry:
         self._changed_here: set[str] = set()  # since the last look at the list began
         self._gone: set[str] = set()  # what was missing at the last look
         self._told: dict[str, str] = {}  # what was logged of it, by name
+        self._failed: dict[str, _Failed] = {}  # what could not be made as it is listed
+        self._refused: dict[tuple[str, str], str] = {}  # src and digest → why
         self._files = files
         self._base = base
         self._max_rank = max_rank
@@ -205,24 +223,29 @@ class AdapterRegistry:
                 await self._unlist(name)
             del self._registered[name]
             self._applied.pop(name, None)
+            self._failed.clear()  # there may be room for others now
             await adapter.retire()
 
     # the shared list
 
     async def follow(self) -> None:
         """Register what other servers have listed, and the other way round, until cancelled."""
+        if not self._shared:
+            return
+        count("adapters", 0)
         async with asyncio.TaskGroup() as changes:
-            while self._shared:
+            while True:
                 await asyncio.sleep(self._shared.pause_s)
                 try:
                     changed = await self._differences(self._shared)
-                    self._told.pop("", None)
-                except OSError as error:
-                    self._tell("", f"the shared list of adapters cannot be read: {error}")
+                    self._told.pop(_LIST, None)
+                except Exception as error:  # whatever it is, the list is looked at again
+                    unforeseen = None if isinstance(error, OSError) else error
+                    reason = f"the shared list of adapters cannot be read: {error}"
+                    self._tell(_LIST, reason, unforeseen)
                     continue
                 for name, entry in changed.items():
                     changes.create_task(self._follow(name, entry))
-        await asyncio.Event().wait()
 
     async def catch_up(self) -> None:
         """Have what the shared list has. Raises OSError where it cannot be read.
@@ -246,7 +269,12 @@ class AdapterRegistry:
         # Not at the first look: a router sends a deletion to all, and ours may be on its way.
         gone, self._gone = gone & self._gone, gone
         found: dict[str, Entry | None] = dict.fromkeys(gone)
-        found |= {name: it for name, it in listed.items() if self._applied.get(name) != it}
+        found |= {
+            name: it
+            for name, it in listed.items()
+            if self._applied.get(name) != it and self._is_due(name, it)
+        }
+        self._failed = {name: it for name, it in self._failed.items() if name in listed}
         # Of what was changed here in the meantime, the list may have been read before.
         for name in self._changing | self._changed_here:
             found.pop(name, None)
@@ -263,11 +291,27 @@ class AdapterRegistry:
                 with contextlib.suppress(NotFound):  # a client has deleted it here as well
                     await self.unregister(name, share=False)
             self._told.pop(name, None)
+            self._failed.pop(name, None)
         except Exception as error:
             unforeseen = None if isinstance(error, ServingError) else error
             self._tell(name, f"adapter {name} of the shared list: {error}", unforeseen)
+            self._wait(name, entry)
         finally:
             self._changing.discard(name)
+
+    def _is_due(self, name: str, entry: Entry) -> bool:
+        """Whether an adapter is to be made as it is listed: now, not after its next pause."""
+        failed = self._failed.get(name)
+        return not failed or failed.entry != entry or time.monotonic() >= failed.until
+
+    def _wait(self, name: str, entry: Entry | None) -> None:
+        """Have an adapter that could not be made as it is listed wait, twice as long each time."""
+        failed = self._failed.get(name)
+        if not failed or failed.entry != entry:
+            assert self._shared
+            failed = _Failed(entry, 0.0, pauses(self._shared.pause_s))
+        until = time.monotonic() + next(failed.pauses)
+        self._failed[name] = failed._replace(until=until)
 
     async def _apply(self, name: str, entry: Entry) -> None:
         """Have an adapter as the shared list has it."""
@@ -285,6 +329,7 @@ class AdapterRegistry:
             )
 
     def _tell(self, name: str, fault: str, unforeseen: Exception | None = None) -> None:
+        count("adapters")
         if self._told.get(name) != fault:
             log.error("%s", fault, exc_info=unforeseen)
         self._told[name] = fault
@@ -327,16 +372,31 @@ class AdapterRegistry:
     def _look(self, name: str, src: str) -> Located:
         """Check an adapter's files. Blocks; raises AdapterRefused, BadRequest and Conflict."""
         try:
-            with self._files.look(src) as (checkpoint, located):
-                faults = facts.faults(
-                    facts.look(checkpoint, self._base), self._base, self._max_rank
-                )
-                faults += user_code.faults_of_adapter(checkpoint, self._may_run_code)
+            located = self._files.locate(src)
+            version = located.src, located.digest
+            if not (reason := self._refused.get(version)):
+                reason = self._faults(located)
         except (ModelError, SourceError, OSError) as error:
             raise AdapterRefused(f"adapter {name} cannot be used: {error}") from None
-        if faults:
-            raise AdapterRefused(f"adapter {name} cannot be used: {'; '.join(faults)}")
+        if reason:
+            while len(self._refused) >= REFUSED:
+                self._refused.pop(next(iter(self._refused)), None)
+            self._refused[version] = reason
+            raise AdapterRefused(f"adapter {name} cannot be used: {reason}")
         return located
+
+    def _faults(self, located: Located) -> str:
+        """What these files, and no others, are refused for; "" for nothing. Raises SourceError and
+        OSError where they cannot be had, which may be otherwise the next time.
+        """
+        try:
+            with self._files.look(located) as checkpoint:
+                adapter = facts.look(checkpoint, self._base)
+                faults = facts.faults(adapter, self._base, self._max_rank)
+                faults += user_code.faults_of_adapter(checkpoint, self._may_run_code)
+        except (ModelError, Unusable) as error:
+            return str(error)
+        return "; ".join(faults)
 
 
 def _entry(adapter: Adapter) -> Entry:

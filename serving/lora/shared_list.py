@@ -21,9 +21,13 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from serving.sources.s3 import faults, open_client
-from serving.sources.source import ANSWER_S, SourceError, with_timeout
+from serving.sources.source import ANSWER_S, UNREACHABLE_S, SourceError, with_timeout
 
 SUFFIX = ".json"
+FILES = 10_000
+"""In a list: more are an OSError."""
+LARGEST = 64 * 1024
+"""Bytes of a file in it, of which no more is read: it is no adapter's then."""
 RIGHTS = "s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject"
 
 
@@ -51,6 +55,11 @@ class Place(Protocol):
 
     def read(self) -> Mapping[str, bytes]:
         """All files: name → content. Those that are as they were are not read again."""
+
+
+def _require_few(count: int) -> None:
+    if count > FILES:
+        raise OSError(f"there are more than {FILES} files in it, and a list has one an adapter")
 
 
 class _Read(NamedTuple):
@@ -95,8 +104,10 @@ class ListFolder:
                     version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
                     known = self._known.get(file.name)
                     if not known or known.version != version:
-                        known = _Read(version, Path(file.path).read_bytes())
+                        with Path(file.path).open("rb") as content:
+                            known = _Read(version, content.read(LARGEST + 1))
                     found[file.name] = known
+                    _require_few(len(found))
         self._known = found
         return {name: it.content for name, it in found.items()}
 
@@ -134,15 +145,20 @@ class ListBucket:
 
     def read(self) -> Mapping[str, bytes]:
         with self._faults():
-            self._known = with_timeout(self._look)
+            ends = time.monotonic() + UNREACHABLE_S
+            self._known = with_timeout(lambda: self._look(ends))
         return {name: it.content for name, it in self._known.items()}
 
-    def _look(self) -> dict[str, _Read]:
+    def _look(self, ends: float) -> dict[str, _Read]:
+        """All files. ends: when nobody waits for them any more, by time.monotonic()."""
         found: dict[str, _Read] = {}
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix
         )
-        for item in (it for page in pages for it in page.get("Contents", ())):
+        for seen, item in enumerate(it for page in pages for it in page.get("Contents", ())):
+            _require_few(seen)
+            if time.monotonic() > ends:
+                raise TimeoutError
             name = item["Key"].removeprefix(self._prefix)
             if not name.endswith(SUFFIX) or "/" in name:
                 continue
@@ -151,7 +167,7 @@ class ListBucket:
                 known = None
                 with contextlib.suppress(self._client.exceptions.NoSuchKey):  # it has gone by now
                     answer = self._client.get_object(Bucket=self._bucket, Key=item["Key"])
-                    known = _Read(answer["ETag"], answer["Body"].read())
+                    known = _Read(answer["ETag"], answer["Body"].read(LARGEST + 1))
             if known:
                 found[name] = known
         return found
@@ -210,7 +226,7 @@ class ListStore:
             if version is None or version != self._version:
                 self._look()
             return {
-                name.decode(): content
+                name.decode(errors="backslashreplace"): content
                 for name, content in self._known.items()
                 if name.endswith(SUFFIX.encode()) and not _DELETED.fullmatch(content)
             }
@@ -221,6 +237,7 @@ class ListStore:
 
     def _look(self) -> None:
         """Read all, and write again what the store has lost."""
+        _require_few(self._client.hlen(self.KEY))
         found = cast("dict[bytes, bytes]", self._client.hgetall(self.KEY))
         self._version = found.pop(self._VERSION, None)
         for name, content in found.items():
@@ -287,8 +304,10 @@ class SharedList:
                 found[name] = known
                 continue
             try:
+                if len(content) > LARGEST:
+                    raise ValueError(f"it has more than {LARGEST} bytes")
                 found[name] = content, msgspec.json.decode(content, type=Entry)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                faults[name] = f"the shared list: {file} is no adapter's: {error}"
+            except (ValueError, RecursionError) as error:  # msgspec's and UTF-8's are ValueErrors
+                faults[name] = f"the shared list: {repr(file)[1:-1]:.200} is no adapter's: {error}"
         self._known = found
         return {name: entry for name, (_, entry) in found.items()}, faults

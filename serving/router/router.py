@@ -7,7 +7,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Set
+from collections.abc import AsyncGenerator, Mapping, Set
 from typing import Any, Protocol
 
 from lmi_config.options.declared import Settings
@@ -24,7 +24,7 @@ from serving.errors import (
     Overloaded,
     ServingError,
 )
-from serving.exit import DIED
+from serving.follow import kept
 from serving.http.listener import Listener
 from serving.http.origins import Origins
 from serving.http.sockets import Connections, Place, most_routed
@@ -174,8 +174,8 @@ class Router:
 
     # its life
 
-    async def run(self, listener: socket.socket) -> int:
-        """From listening to the exit code. Raises CannotListen, OSError of an endpoint picker."""
+    async def run(self, listener: socket.socket) -> None:
+        """From listening to the end. Raises CannotListen, OSError of an endpoint picker."""
         if self._picker:
             await self._picker.start()
         numbers = (signal.SIGTERM, signal.SIGINT)
@@ -187,35 +187,32 @@ class Router:
         facts = {"host": host, "port": port, "strategy": strategy}
         text = f"routing on port {port} of {host}, strategy {strategy}"
         log.info("routing", extra={"facts": facts, "text": text})
-        replicas = discovered(self._settings.router_replicas or "")
         works = [
-            self._health.run(addresses(replicas) if self._picker else replicas),
-            self.routing.peers.run(),
-            self._sweep(),
+            kept("health", lambda: self._health.run(self._places)),
+            kept("peers", self.routing.peers.run),
+            kept("time_outs", self._sweep),
+            kept("objectives", self._objectives.follow),
             self._access.follow(),
-            self._objectives.follow(),
             self._tls.follow(),
         ]
         if self.kvaware:
-            works.append(self.kvaware.run())
+            works.append(kept("tokenizer", self.kvaware.run))
         if self._picker:
-            works.append(self._picker.run())
+            works.append(kept("endpoint_picker", self._picker.run))
         tasks = [asyncio.create_task(work) for work in works]
-        stop = asyncio.create_task(self._signals.stop())
-        await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        code = 0
-        for task in tasks:
-            if task.done():
-                log.error("the router's own work failed", exc_info=task.exception())
-                code = DIED
+        await self._signals.stop()
         await self._drain()
         accepting.close()
         await self._farewell()
         await self.routing.limiter.close()
         if self.routing.tracer:
             await self.routing.tracer.stop()
-        await _cancel(stop, *tasks, *self._changes)
-        return code
+        await _cancel(*tasks, *self._changes)
+
+    def _places(self) -> AsyncGenerator[frozenset[str]]:
+        """Where they are, each time that it changes."""
+        replicas = discovered(self._settings.router_replicas or "")
+        return addresses(replicas) if self._picker else replicas
 
     async def _drain(self) -> None:
         """Take no more requests, and wait for those under way."""

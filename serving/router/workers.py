@@ -6,7 +6,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from multiprocessing.context import ForkProcess
@@ -45,7 +44,8 @@ def route(settings: Settings, environ: Mapping[str, str]) -> Exit:
     with listener:
         if settings.router_processes == 1:
             try:
-                code = uvloop.run(Router(settings, environ).run(listener))
+                uvloop.run(Router(settings, environ).run(listener))
+                code = 0
             except CannotListen as error:  # an endpoint picker
                 return Exit(START_FAILED, "start", str(error))
         else:
@@ -141,6 +141,6 @@ class Supervisor:
         with bound(self._settings.host, self._port, shared=True) as listener:
             router = Router(self._settings, self._environ, self._links[number])
             try:
-                sys.exit(uvloop.run(router.run(listener)))
+                uvloop.run(router.run(listener))
             finally:
                 logs.flush()

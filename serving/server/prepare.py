@@ -52,7 +52,7 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     Access(options)  # which reads the file of keys, as the next does certificates
     ServerTls(options)
     with _blaming(options, "model_id", "OPTION_MODEL_ID"):
-        source = _locate(options.model_id, options, environ, options.revision)
+        source = _locate(options.model_id, options, environ, options.revision).listed()
         checkpoint = source.checkpoint()
         facts = _facts(options, checkpoint)
         formats = chat.look(checkpoint, facts.model_type, _chat_template(options))
@@ -61,7 +61,7 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     with _blaming(options, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
         if draft_id := speculation.draft_id(options):
             revision = (options.speculative_config or {}).get("revision")
-            draft_source = _locate(draft_id, options, environ, revision)
+            draft_source = _locate(draft_id, options, environ, revision).listed()
             checkpoint = draft_source.checkpoint()
             drafted = draft.look(checkpoint)
             to_fetch += _to_fetch(checkpoint, drafted.facts)
@@ -173,7 +173,7 @@ def _lmcache_file(options: Settings) -> Mapping[str, object] | None:
     path = (options.model_folder or Path()) / options.lmcache_config_file
     where = f"{options.origins['lmcache_config_file']}={str(path)!r}"
     try:
-        content = strict_yaml.read(path.read_bytes())
+        content = strict_yaml.read_file(path)
     except OSError as error:
         raise SettingsError([f"{where}: {error.strerror}"]) from None
     except strict_yaml.NotYAML as error:

@@ -28,6 +28,7 @@ from serving.api.app import create_app
 from serving.api.backend import NO_PLAN, Backend
 from serving.engine.base import Engine, EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, root_cause
+from serving.follow import kept
 from serving.http.connections import HttpServer
 from serving.http.sockets import (
     CannotListen,
@@ -123,7 +124,11 @@ class Server:
         """From listening to the end."""
         self._signals.listen(signal.SIGTERM, signal.SIGINT)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        works = (process.reap(), self._access.follow(), self._tls.follow())
+        works = (
+            kept("processes", process.reap),
+            self._access.follow(),
+            self._tls.follow(),
+        )
         tasks = [asyncio.create_task(work) for work in works]
         host, port = self._listener.getsockname()[:2]
         path = UI if self._settings.serves_ui else PING
@@ -156,9 +161,9 @@ class Server:
         text = f"ready after {facts['elapsed_s']} s. Try:\n\n{self._to_try()}\n"
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
         failure = asyncio.create_task(self._failure(runtime.engine))
-        following = asyncio.create_task(runtime.follow())
+        following = asyncio.create_task(kept("adapters", runtime.follow))
         batches = self.backend.files.runner
-        running = {asyncio.create_task(batches.run())} if batches else set()
+        running = {asyncio.create_task(kept("batches", batches.run))} if batches else set()
         await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
         if batches:
             running.add(asyncio.create_task(batches.stop()))

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import glob
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmi_config.facts.model import CONFIGS, Checkpoint, Folder, ModelError, weight_files
 from serving.sources.files import needed, needed_of_remote
@@ -26,6 +27,19 @@ if TYPE_CHECKING:  # huggingface_hub takes long to import
     from huggingface_hub import ModelInfo
 
 
+class _Listing(NamedTuple):
+    """What the hub has, or the cache where the hub cannot be had.
+
+    commit: that the revision stands for. sizes: the needed files, in bytes. cached: the cache's
+    whole copy, where the hub could not be asked. reason: why it could not.
+    """
+
+    commit: str
+    sizes: Mapping[str, int]
+    cached: Path | None = None
+    reason: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Hub:
     """A model of the Hugging Face hub, or in its cache where the hub cannot be had.
@@ -41,35 +55,44 @@ class Hub:
     """A folder."""
     offline: bool
     """Only the cache is asked."""
+    _listing: "_Listing | None" = None
+
+    def listed(self) -> "Hub":
+        """As Source has it."""
+        return dataclasses.replace(self, _listing=self._found())
+
+    def _found(self) -> "_Listing":
+        if self._listing:
+            return self._listing
+        try:
+            return _Listing(*self._list())
+        except SourceError as error:
+            if copy := self._cached():
+                return _Listing("", {}, copy, error.reason)
+            raise
 
     def checkpoint(self) -> Checkpoint:
-        try:
-            commit, sizes = self._list()
-        except SourceError:
-            if copy := self._cached():
-                return Folder(copy)
-            raise
+        commit, sizes, cached, _ = self._found()
+        if cached:
+            return Folder(cached)
         copy = self._snapshot(commit)
         if copy and not _absent(copy, sizes):
             return Folder(copy)
         return RemoteCheckpoint(self.repo_id, sizes, functools.partial(self._read, commit))
 
     def fetch(self, note: Callable[[str], None]) -> Path:
-        try:
-            commit, sizes = self._list()
-        except SourceError as error:
-            if copy := self._cached():
-                note(f"using the cached copy of {self.repo_id}: {error.reason}")
-                return copy
-            raise
+        commit, sizes, cached, reason = self._found()
+        if cached:
+            note(f"using the cached copy of {self.repo_id}: {reason}")
+            return cached
         copy = self._snapshot(commit)
         missing = _absent(copy, sizes) if copy else sizes
-        if copy and not missing:
-            return copy
-        folder = self._download(sizes, sum(missing.values()), note)
-        if left := _absent(folder, sizes):
-            raise SourceError(self.repo_id, f"{min(left)} was not fetched", "start again")
-        return folder
+        if not copy or missing:
+            copy = self._download(commit, sizes, sum(missing.values()), note)
+            if left := _absent(copy, sizes):
+                raise SourceError(self.repo_id, f"{min(left)} was not fetched", "start again")
+        self._name(copy)
+        return copy
 
     def room(self) -> int:
         return free_space(self._home())
@@ -118,8 +141,22 @@ class Hub:
         with self._faults():
             return with_timeout(ask)
 
+    def _name(self, copy: Path) -> None:
+        """Have the cache find a whole copy by our revision, where the hub cannot be had."""
+        revision = self.revision or "main"
+        if revision == copy.name:
+            return
+        name = copy.parent.parent / "refs" / revision
+        with contextlib.suppress(OSError):  # a cache that is mounted read-only
+            if name.is_file() and name.read_text() == copy.name:
+                return
+            name.parent.mkdir(parents=True, exist_ok=True)
+            new = name.with_name(f"{name.name}.{os.getpid()}.new")
+            new.write_text(copy.name)
+            new.replace(name)
+
     def _download(
-        self, sizes: Mapping[str, int], missing: int, note: Callable[[str], None]
+        self, commit: str, sizes: Mapping[str, int], missing: int, note: Callable[[str], None]
     ) -> Path:
         from huggingface_hub import snapshot_download
 
@@ -130,7 +167,7 @@ class Hub:
             progress = Progress(self.repo_id, missing, note)
             folder = snapshot_download(
                 self.repo_id,
-                revision=self.revision,
+                revision=commit or self.revision,
                 endpoint=self.endpoint,
                 token=self.token,
                 cache_dir=cache,
@@ -185,6 +222,8 @@ class Hub:
         if isinstance(error, errors.GatedRepoError):
             return "it is gated", "accept its licence on the hub and set HF_TOKEN"
         if isinstance(error, errors.RevisionNotFoundError):
+            if self._listing or not self.revision:
+                return "the commit that was listed is gone from the hub", "start again"
             return f"it has no revision {self.revision!r}", "give a branch, a tag or a commit"
         if isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code

@@ -59,6 +59,9 @@ class Local:
 
     folder: Path
 
+    def listed(self) -> "Local":
+        return self
+
     def checkpoint(self) -> Checkpoint:
         return Folder(self.folder)
 

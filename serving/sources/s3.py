@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from serving.sources.files import needed_of_remote
 from serving.sources.source import (
     ANSWER_S,
     CONNECTIONS,
+    UNREACHABLE_S,
     Progress,
     RemoteCheckpoint,
     SourceError,
@@ -30,6 +32,10 @@ if TYPE_CHECKING:  # boto3 takes long to import; its stubs are not installed whe
     from types_boto3_s3.client import S3Client
 
 TRANSFER_S = 60.0  # for the next bytes of a file that is being fetched
+LIST_S = UNREACHABLE_S - 1.0
+"""After this no further page of a list is asked for."""
+OBJECTS = 10_000
+"""That a model may have; a bucket as a whole may have any number."""
 PART = 16 * 1024**2  # bytes that one request fetches
 
 
@@ -80,6 +86,10 @@ class S3:
     def room(self) -> int:
         return free_space(self.folder)
 
+    def listed(self) -> "Listing":
+        """As Source has it."""
+        return self.list()
+
     def checkpoint(self) -> Checkpoint:
         return self.list().checkpoint()
 
@@ -93,8 +103,9 @@ class S3:
         with faults(self.uri):
             session = Session()
         client = open_client(self.uri, session, ANSWER_S, attempts=2)
+        ends = time.monotonic() + LIST_S
         with faults(self.uri):
-            objects = with_timeout(lambda: self._objects(client))
+            objects = with_timeout(lambda: self._objects(client, ends))
         if not objects:
             if self.only:
                 raise SourceError(self.uri, "there is no such object", "check its name")
@@ -103,23 +114,35 @@ class S3:
         names = needed_of_remote(self.uri, {name: item.size for name, item in objects.items()})
         return Listing(self, {name: objects[name] for name in names}, session, client)
 
-    def _objects(self, client: "S3Client") -> dict[str, _Object]:
-        """All objects: name below the prefix → object."""
+    def _objects(self, client: "S3Client", ends: float) -> dict[str, _Object]:
+        """All objects: name below the prefix → object. ends: when no further page is asked for, by
+        time.monotonic(). Raises SourceError where there are more then, or more than OBJECTS.
+        """
         pages = client.get_paginator("list_objects_v2").paginate(
             Bucket=self.bucket, Prefix=self.prefix + self.only
         )
-        return {
-            item["Key"].removeprefix(self.prefix): _Object(
-                item["Key"],
-                item["Size"],
-                item["ETag"],
-                int(item["LastModified"].timestamp()),
-            )
-            for page in pages
-            for item in page.get("Contents", ())
-            if not item["Key"].endswith("/")  # consoles make such objects to show a folder
-            and (not self.only or item["Key"] == self.prefix + self.only)
-        }
+        found: dict[str, _Object] = {}
+        seen = 0
+        for page in pages:
+            for item in page.get("Contents", ()):
+                # Consoles make objects whose names end with a slash, to show a folder.
+                if not item["Key"].endswith("/") and (
+                    not self.only or item["Key"] == self.prefix + self.only
+                ):
+                    modified = int(item["LastModified"].timestamp())
+                    found[item["Key"].removeprefix(self.prefix)] = _Object(
+                        item["Key"], item["Size"], item["ETag"], modified
+                    )
+            if self.only and found:  # names that begin with this one come after it
+                break
+            seen += len(page.get("Contents", ()))
+            more = page.get("IsTruncated", False)
+            if seen > OBJECTS or (more and seen == OBJECTS):
+                raise SourceError(self.uri, f"it has more than {OBJECTS:,} objects below it", _LESS)
+            if more and time.monotonic() > ends:
+                reason = f"it has more objects below it than the {seen:,} listed in {LIST_S:g} s"
+                raise SourceError(self.uri, reason, _LESS)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +175,14 @@ class Listing:
         return dataclasses.replace(
             self, source=dataclasses.replace(self.source, downloads=downloads)
         )
+
+    def listed(self) -> "Listing":
+        """As Source has it."""
+        return self
+
+    def room(self) -> int:
+        """As Source has it."""
+        return self.source.room()
 
     def checkpoint(self) -> Checkpoint:
         """As Source has it."""
@@ -286,6 +317,7 @@ def open_client(uri: str, session: "Session", answer_s: float, attempts: int) ->
             raise SourceError(uri, "AWS_ENDPOINT_URL is no URL", fix) from error
 
 
+_LESS = "give the prefix of one model, below which its files are"
 _CREDENTIALS = (
     "give the container a role, or AWS_* variables; on SageMaker with network isolation let the "
     "platform fetch the model (ModelDataSource) instead"

@@ -31,8 +31,19 @@ class SourceError(ValueError):
         super().__init__(f"{model_id!r}: {reason}; {fix}")
 
 
+class Unusable(SourceError):
+    """The same of files whose content is at fault: those are of no use the next time, too."""
+
+
 class Source(Protocol):
-    """A place that a model comes from. checkpoint() and fetch() block, and raise SourceError."""
+    """A place that a model comes from. listed(), checkpoint() and fetch() block, and raise
+    SourceError.
+    """
+
+    def listed(self) -> "Source":
+        """The same with what is there now: its checkpoint(), and what its fetch() brings, are of
+        this version, whole; fetch() refuses what has changed since.
+        """
 
     def checkpoint(self) -> Checkpoint:
         """What can be known of the model without its weights; takes seconds at most."""

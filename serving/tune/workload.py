@@ -100,7 +100,7 @@ class Workload:
 def read(path: Path) -> Workload:
     """Raises WorkloadError."""
     try:
-        found = strict_yaml.read(path.read_bytes())
+        found = strict_yaml.read_file(path)
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from None
     except strict_yaml.NotYAML as error:

@@ -156,22 +156,33 @@ async function lookForAdapters() {
 
 // Plots, of what /metrics counts
 
-/** Series by name, summed over their labels; those of histograms by the upper ends of buckets. */
-function parsed(text) {
+/** The labels of a series by name. Prometheus escapes `\\`, `"` and line ends in them, and else nothing. */
+function labelled(text) {
   const found = new Map();
-  for (const line of text.split("\n")) {
+  for (const [, name, value] of text.matchAll(/(\w+)="((?:[^"\\]|\\[^])*)",?/gy)) {
+    found.set(name, value.replace(/\\([^])/g, (_, it) => (it === "n" ? "\n" : it)));
+  }
+  return found;
+}
+
+/** Series by name, summed over their labels; those of histograms by the upper ends of buckets. */
+function parsed(metrics) {
+  const found = new Map();
+  for (const line of metrics.split("\n")) {
     if (line.startsWith("#")) continue;
-    const match = line.match(/^([\w:]+)(?:\{(.*)\})? (\S+)$/);
+    const match = line.match(/^([\w:]+)(?:\{([^]*)\})? (\S+)$/);
     if (!match) continue;
-    const [, name, labels = "", value] = match;
-    const end = labels.match(/\ble="([^"]+)"/)?.[1];
+    const [, name, text = "", value] = match;
+    const counts = name === "slipway_tokens_total";
+    const labels = counts || name.endsWith("_bucket") ? labelled(text) : new Map();
+    const end = labels.get("le");
     if (end === undefined) found.set(name, (found.get(name) ?? 0) + Number(value));
     else {
       if (!found.has(name)) found.set(name, new Map());
       const at = end === "+Inf" ? Infinity : Number(end);
       found.get(name).set(at, (found.get(name).get(at) ?? 0) + Number(value));
     }
-    if (name === "slipway_tokens_total") {
+    if (counts) {
       if (!found.has("tokens")) found.set("tokens", []);
       found.get("tokens").push([labels, Number(value)]);
     }
@@ -365,7 +376,7 @@ function drawRequests() {
     Object.assign(row(tenant, adapter), { waiting, in_flight });
   }
   for (const [labels, value] of samples.at(-1)?.series.get("tokens") ?? []) {
-    const label = (name) => JSON.parse(labels.match(new RegExp(`\\b${name}=("(?:[^"\\\\]|\\\\.)*")`))?.[1] ?? '""');
+    const label = (name) => labels.get(name) ?? "";
     const found = row(label("tenant"), label("adapter"));
     found[label("direction")] += value;
     if (label("cached") === "true") found.cached += value;
@@ -737,7 +748,11 @@ document.addEventListener("visibilitychange", () => document.hidden || look());
 
 (async () => {
   for (;;) {
-    if (!document.hidden) await look();
+    try {
+      if (!document.hidden) await look();
+    } catch (error) {
+      console.error(error); // the next look may find something else
+    }
     await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
   }
 })();

@@ -5,6 +5,7 @@ Standard input has a line for each new figure of how many seconds the engine com
 When it ends, so does this process, however its parent ended.
 """
 
+import functools
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.view import View
 
 from lmi_config.plan.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
+from serving.follow import kept_in_thread
 from serving.kv_cache.lmcache.kv_events import report_what_all_share
 from serving.kv_cache.lmcache.lookups import Lookups
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
@@ -48,9 +50,11 @@ def run() -> None:
     register_store_policy(
         POLICY_SKIPPING_L1, lambda: CostAwareStore(prefetch, keeps_in_memory=False)
     )
-    threading.Thread(target=_listen, args=(prefetch,), daemon=True).start()
+    listen = functools.partial(kept_in_thread, "cache_server", functools.partial(_listen, prefetch))
+    threading.Thread(target=listen, daemon=True).start()
     if store := os.environ.pop(SHARED_STORE, None):
-        threading.Thread(target=_share, args=(store,), daemon=True).start()
+        share = functools.partial(kept_in_thread, "shared_store", functools.partial(_share, store))
+        threading.Thread(target=share, daemon=True).start()
     main()
 
 

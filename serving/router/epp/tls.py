@@ -33,7 +33,7 @@ class _Files:
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._files = certificate, key
-        self._faults = FaultLog("certificate and key", certificate)
+        self._faults = FaultLog("certificate and key", certificate, "certificate")
         self._known = pair(*self._files)
         self.configuration = _configuration(*self._known)
 
@@ -41,8 +41,8 @@ class _Files:
         """What is in the files now; None where that is what it was, or cannot be used."""
         try:
             found = pair(*self._files)
-        except ValueError as error:
-            self._faults.failed(str(error))
+        except Exception as error:  # gRPC would go on without a word
+            self._faults.failed(error)
             return None
         self._faults.recovered()
         if found == self._known:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from lmi_config.options.parsers import is_address, replica, replica_source
-from serving.follow import FaultLog, changes
+from serving.follow import FaultLog, changes, content
 from serving.router.fleet.kubernetes import endpoints
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
         return
     last = None
     if isinstance(source, Path):
-        sets = changes(source.read_text, listed, FaultLog("the replicas", source))
+        faults = FaultLog("the replicas", source, "replicas")
+        sets = changes(lambda: content(source).decode(), listed, faults)
     else:
         sets = endpoints(source)
     async with aclosing(sets):
@@ -44,10 +45,10 @@ async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
             last = urls
 
 
-def listed(content: str) -> frozenset[str]:
+def listed(text: str) -> frozenset[str]:
     """The replicas in a file: a URL a line, comments after `#`. Raises ValueError for others."""
     urls = set()
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if address := line.partition("#")[0].strip():
             try:
                 urls.add(replica(address))

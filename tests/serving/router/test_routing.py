@@ -797,7 +797,7 @@ async def test_stopping_waits_for_what_is_under_way():
         assert (await it.post({"prompt": "Hi"})).status_code == 503
         go_on.set()
         assert (await asked).text == "done"
-        assert await it.task == 0
+        await it.task
 
 
 # Who answers

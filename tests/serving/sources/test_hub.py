@@ -354,3 +354,25 @@ def test_a_cache_that_cannot_be_written_is_told(hub, environ, tmp_path):
     (tmp_path / "hub").write_text("a file")
     with pytest.raises(SourceError, match=r"the cache cannot be written \(.*\); set HF_HOME to"):
         locate("org/tiny", environ).fetch(ignore)
+
+
+def push(hub, files):
+    hub.repos["org/tiny"] = Repo(files, commit="b" * 40)
+
+
+def test_what_is_fetched_is_what_was_looked_at(hub, environ):
+    """A push between the two changes nothing, and the next start has it."""
+    listed = locate("org/tiny", environ).listed()
+    assert listed.checkpoint().head("config.json", 8) == b'{"model_'
+    before = dict(MODEL)
+    push(hub, before | {"config.json": b"{}", "model-2.safetensors": b"2"})
+    with pytest.raises(SourceError):  # the hub of this test has one commit only
+        listed.fetch(ignore)
+    hub.repos["org/tiny"] = Repo(before)
+    folder = listed.fetch(ignore)
+    assert (folder.name, contents(folder)) == ("a" * 40, before)
+    push(hub, before | {"config.json": b"{}"})
+    assert listed.fetch(ignore) == folder
+    assert locate("org/tiny", environ).listed().fetch(ignore).name == "b" * 40
+    offline = locate("org/tiny", environ | {"HF_HUB_OFFLINE": "1"}).listed()
+    assert offline.fetch(ignore).name == "b" * 40

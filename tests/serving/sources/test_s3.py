@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -324,3 +325,61 @@ def test_a_folder_that_cannot_be_written_is_told(bucket):
     fault = r"cannot be written \(.*\); set SERVING_DOWNLOAD_DIR to a folder"
     with pytest.raises(SourceError, match=fault):
         bucket.fetch()
+
+
+class Endless(BaseHTTPRequestHandler):
+    """A bucket whose list has another page behind each."""
+
+    protocol_version = "HTTP/1.1"
+    pages = 0
+    pause_s = 0.0
+
+    def do_GET(self):
+        time.sleep(self.pause_s)
+        type(self).pages += 1
+        item = (
+            "<Contents><Key>{}</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified>"
+            "<ETag>a</ETag><Size>1</Size></Contents>"
+        )
+        items = "".join(item.format(f"{self.pages:05}-{n}") for n in range(1000))
+        body = (
+            "<ListBucketResult><IsTruncated>true</IsTruncated>"
+            f"<NextContinuationToken>t{self.pages}</NextContinuationToken>{items}"
+            "</ListBucketResult>"
+        ).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "told"), [(0.0, "more than 10,000 objects"), (0.3, "listed in 1 s")]
+)
+def test_a_listing_without_end_is_given_up_and_stops(monkeypatch, tmp_path, pause_s, told):
+    monkeypatch.setattr(Endless, "pages", 0)
+    monkeypatch.setattr(Endless, "pause_s", pause_s)
+    if pause_s:
+        monkeypatch.setattr("serving.sources.s3.LIST_S", 1.0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SourceError) as refused:
+        locate("s3://bucket", {}, downloads=str(tmp_path)).checkpoint()
+    assert told in str(refused.value)
+    assert "give the prefix of one model" in str(refused.value)
+    pages = Endless.pages
+    assert pages <= 12
+    time.sleep(1)
+    assert Endless.pages == pages
+    server.shutdown()
+    server.server_close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from playwright.async_api import async_playwright, expect
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from lmi_config.options.declared import Settings
 from scripts.harness.wait import until_async
@@ -209,6 +210,58 @@ async def test_nothing_that_models_or_clients_write_becomes_html(page):
             await expect(cells).to_have_count(count)
         assert await page.locator("img").count() == 0
         assert "owned" not in await page.title()
+
+
+ODD_TENANTS = (
+    *("a\tb", "a\nb", "a\rb", 'a"b', "a\\b", "a\\nb", "\\", '"', "\x00\x1b\x7f", "\xa0\xff"),
+    *("\u2028", "\u202eb", "\U0001f600", "{}", "} 5", 'le="5"', "le=", "tenant=", ',adapter="x"'),
+    *("__proto__", "constructor", "toString", "other", " ", "a" * 5000, HOSTILE, "#", "NaN"),
+)
+
+
+async def test_the_page_shows_every_tenants_name_and_goes_on(page):
+    registry = CollectorRegistry()
+    names = ("tenant", "adapter", "direction", "cached")
+    tokens = Counter("slipway_tokens", "x", names, registry=registry)
+    first = Histogram("vllm:time_to_first_token_seconds", "x", ["tenant"], registry=registry)
+    for number, tenant in enumerate(ODD_TENANTS, 1):
+        tokens.labels(tenant, "", "input", "false").inc(1000 - number)
+        first.labels(tenant).observe(0.1)
+    asked = 0
+
+    async def metrics(route):
+        nonlocal asked
+        asked += 1
+        tokens.labels("late", "", "input", "false").inc(asked)
+        await route.fulfill(body=generate_latest(registry).decode())
+
+    async with running() as it:
+        await page.route("**/metrics", metrics)
+        await page.goto(f"{it.url}/ui#activity")
+        await expect(page.locator("#requests tbody tr")).to_have_count(len(ODD_TENANTS) + 1)
+        cells = page.locator("#requests tbody tr td:first-child")
+        shown = await cells.evaluate_all("found => found.map((it) => it.textContent)")
+        assert shown[:-1] == [*ODD_TENANTS]
+        before = asked
+        await until_async(lambda: asked >= before + 2)
+        assert await page.evaluate("samples.at(-1).series.get('slipway_tokens_total')") > 0
+
+
+async def test_a_look_that_fails_is_followed_by_another(browser):
+    context = await browser.new_context()
+    page = await context.new_page()
+    told: list[str] = []
+    page.on("console", lambda said: told.append(said.text))
+    async with running() as it:
+        await page.goto(f"{it.url}/ui")
+        await expect(page.get_by_role("status").first).to_have_text("ready")
+        await page.evaluate(
+            "() => { window.whole = showStart; showStart = () => { throw Error('odd') } }"
+        )
+        await until_async(lambda: any("odd" in it for it in told))
+        await page.evaluate("() => { document.title = 'stale'; showStart = window.whole }")
+        await expect(page).to_have_title("Slipway: ready")
+    await context.close()
 
 
 async def test_the_browser_itself_refuses_html_and_other_hosts(browser):

@@ -226,7 +226,8 @@ async def test_a_file_that_cannot_be_read_changes_nothing(tmp_path, caplog):
 @pytest.mark.anyio
 async def test_a_file_is_believed_when_two_looks_agree(tmp_path, monkeypatch):
     looks = iter([A, B, "", f"{A}\n{B[:-1]}", f"{A}\n{B}", f"{A}\n{B}", "", ""])
-    monkeypatch.setattr(Path, "read_text", lambda self: next(looks, ""))
+    read = "serving.router.fleet.discovery.content"
+    monkeypatch.setattr(read, lambda _: next(looks, "").encode())
     async with following("file:///replicas") as seen:
         await until_async(lambda: len(seen) == 3)
     assert seen == [{A}, {A, B}, set()]
@@ -565,3 +566,51 @@ def parsed(pieces):
     from kubernetes.client import V1EndpointSlice
 
     return [V1EndpointSlice.from_dict(one) for one in pieces]
+
+
+ODD_LISTS = {
+    "no UTF-8": b"\xff\xfe\xff",
+    "a zero byte": b"http://10.0.0.1:80\0",
+    "no URL": b"10.0.0.1 10.0.0.2",
+    "another scheme": b"file:///etc/passwd",
+    "a path": b"http://10.0.0.1:80/v1/../admin",
+    "a login": b"http://user:secret@10.0.0.1:80",
+    "a port too high": b"http://10.0.0.1:99999",
+    "no host": b"http://",
+    "a query": b"http://10.0.0.1:80?x=1",
+    "an address that is none": b"http://[::1",
+    "a line without end": b"http://" + b"a" * 1_000_000,
+    "too large": b"# " + b" " * (4 * 2**20),
+    "half a pair": "http://\ud800".encode("utf-8", "surrogatepass"),
+    "a header in a name": b"http://a\tb:80",
+}
+
+
+@pytest.mark.anyio
+async def test_what_is_no_list_of_replicas_leaves_them_as_they_were(tmp_path, monkeypatch, caplog):
+    """And is followed by another look, which finds what has become right."""
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    file = tmp_path / "replicas"
+    file.write_text("http://10.0.0.9:80")
+    seen = []
+
+    async def watch() -> None:
+        async for urls in discovered(f"file://{file}"):
+            seen.append(urls)
+
+    watching = asyncio.create_task(watch())
+    await until_async(lambda: seen)
+    for name, odd in ODD_LISTS.items():
+        caplog.clear()
+        file.write_bytes(odd)
+        await until_async(lambda: "stay as they were" in caplog.text, 10)
+        assert len(seen) == 1, name
+        file.write_text("http://10.0.0.9:80")
+        await until_async(lambda: "are read from" in caplog.text, 10)
+    file.unlink()
+    file.mkdir()
+    await until_async(lambda: "Is a directory" in caplog.text)
+    file.rmdir()
+    file.write_text("http://10.0.0.8:80")
+    await until_async(lambda: seen[-1] == {"http://10.0.0.8:80"})
+    watching.cancel()
