@@ -308,6 +308,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     reasoning = client.vllm_config.reasoning_config
     agents.mend(app.state, thinks=bool(reasoning and reasoning.enabled))
     tools.bind(app.state, args)
+    refusals.mend(app.state)
     if hears:
         keep_tenants_apart(app.state)
     _tell_of_requests(client.output_processor)
@@ -353,6 +354,8 @@ def _tell_of_requests(processor: Any) -> None:
                 state = self.request_states[request.request_id]
                 usage.sources.append(functools.partial(_tokens, state))
                 usage.paces.append(functools.partial(_pace, state))
+                if getattr(request.sampling_params, "structured_outputs", None):
+                    usage.is_constrained = True
 
     processor.__class__ = Counted
 
