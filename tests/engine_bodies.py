@@ -15,7 +15,7 @@ LARGE = (2**31, 2**63 - 1, -(2**63), 2**64, 10**400)
 SAMPLED: dict[str, tuple[Any, ...]] = {
     "n": (0, -1, 1, 2, 16, *LARGE),
     "best_of": (2,),
-    "max_tokens": (0, -1, 1, LONGEST, *LARGE),
+    "max_tokens": (0, -1, 1, *LARGE),
     "min_tokens": (-1, 4, LONGEST, *LARGE),
     "temperature": (-1, 0, 1e-300, 1e-9, 2, 3, 1e300, "a"),
     "top_p": (-1, 0, 1e-300, 1, 2),
@@ -44,6 +44,7 @@ SAMPLED: dict[str, tuple[Any, ...]] = {
         {"max_pattern_size": 4, "min_pattern_size": 9, "min_count": 2},
     ),
     "structured_outputs": (
+        {"json": {"type": "integer", "maximum": 10**400}},
         *({}, {"json": {}}, {"json": ""}, {"json": "{"}, {"json": {"type": "integer"}}),
         *({"json": {"type": "none"}}, {"json": {"$ref": "#"}}, {"json": {"$ref": "#/a"}}),
         *({"json": {"type": "integer", "multipleOf": 3}}, {"json": {"allOf": [{}, {}]}}),
@@ -52,7 +53,7 @@ SAMPLED: dict[str, tuple[Any, ...]] = {
         *({"json_object": True}, {"json_object": False}, {"regex": ""}, {"regex": "[a-"}),
         *({"regex": "(?<=a)b"}, {"regex": "a\x00"}, {"regex": "\\p{L}+"}, {"regex": "^$"}),
         *({"regex": r"\1"}, {"regex": "[^\\s\\S]"}, {"regex": "(" * 3000}),
-        *({"choice": []}, {"choice": [""]}, {"choice": ["a", "a"]}, {"choice": ["\x00\n\""]}),
+        *({"choice": []}, {"choice": [""]}, {"choice": ["a", "a"]}, {"choice": ['\x00\n"']}),
         *({"grammar": ""}, {"grammar": "root ::= root"}, {"grammar": 'root ::= "a" root'}),
         *({"grammar": "start: x"}, {"grammar": 'root ::= ""'}, {"grammar": "%"}),
         *({"grammar": "root ::= [^\\u0000-\\U0010ffff]"}, {"grammar": 'start: "a"'}),
@@ -113,21 +114,51 @@ LOGPROBS = (
 )
 PROMPTS = (
     *("", " ", "\x00", "</s>", "<s>" * 50, "é" * 50, TEXT * 2000, [], [""], [[]], [TEXT, ""]),
-    *([0], [-1], [1], [VOCABULARY - 1], [VOCABULARY], [2**31], [2**63], [1.5], ["a", 1], [[1], "a"]),
+    *(
+        [0],
+        [-1],
+        [1],
+        [VOCABULARY - 1],
+        [VOCABULARY],
+        [2**31],
+        [2**63],
+        [1.5],
+        ["a", 1],
+        [[1], "a"],
+    ),
     *([[1, 2], [-1]], [[1], []], [1] * (LONGEST - 1), [1] * LONGEST, [1] * (LONGEST + 1)),
     *(5, {}, True, {"prompt_token_ids": [1]}, [{"prompt": "a"}], [[["a"]]], [None]),
 )
 EMBEDS = ("", "a", "AAAA", "gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOU", ["AAAA", "AAAA"], 5)
 SPOKEN = (
-    *([], [{}], [{"role": "user"}], [{"role": "user", "content": ""}], [{"role": "user", "content": 5}]),
+    *(
+        [],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "user", "content": ""}],
+        [{"role": "user", "content": 5}],
+    ),
     *([{"role": "user", "content": []}], [{"role": "x", "content": "a"}], {}, "a", [None], [[]]),
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
-    [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}],
+    [
+        {
+            "role": "user",
+            "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}],
+        }
+    ],
     [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "data:,"}}]}],
     [{"role": "user", "content": [{"type": "prompt_embeds", "data": "AAAA"}]}],
     [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "AAAA"}]}],
     [{"role": "tool", "content": "a", "tool_call_id": "b"}],
-    [{"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "a", "arguments": "{"}}]}],
+    [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "a", "arguments": "{"}}
+            ],
+        }
+    ],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {}}}]}],
     [{"role": "user", "content": TEXT * 2000}],
 )
@@ -139,15 +170,25 @@ CHATS = (
     *({"tools": [TOOL], "tool_choice": it} for it in ("auto", "none", "required", "a", {}, 5)),
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "a"}}},
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}},
-    {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}], "tool_choice": "required"},
+    {
+        "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
+        "tool_choice": "required",
+    },
     *({"tools": it} for it in ([], [{}], [5], {}, [TOOL] * 3)),
     *({"reasoning_effort": it} for it in ("none", "high", "a", 5)),
-    *({"chat_template_kwargs": it} for it in ({}, {"messages": []}, {"a": {}}, {"tokenize": True}, 5)),
+    *(
+        {"chat_template_kwargs": it}
+        for it in ({}, {"messages": []}, {"a": {}}, {"tokenize": True}, 5)
+    ),
     {"chat_template": "{{ 1 / 0 }}"},
     {"documents": [{"a": "b"}]},
     {"documents": [5]},
     *({"add_generation_prompt": it, "continue_final_message": True} for it in (True, False)),
-    {"messages": [{"role": "assistant", "content": "a"}], "add_generation_prompt": False, "continue_final_message": True},
+    {
+        "messages": [{"role": "assistant", "content": "a"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
     {"stream_options": {"include_usage": True}},
     {"stream": True, "stream_options": {"include_usage": 5}},
     {"mm_processor_kwargs": {"a": 1}},
@@ -163,7 +204,10 @@ RESPONSES = (
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
     {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "a"}]}]},
     *({"top_logprobs": it, "include": ["message.output_text.logprobs"]} for it in (-1, 1, 20, 21)),
-    *({"tools": [{"type": it}]} for it in ("web_search", "code_interpreter", "mcp", "function", "a")),
+    *(
+        {"tools": [{"type": it}]}
+        for it in ("web_search", "code_interpreter", "mcp", "function", "a")
+    ),
     *({"max_output_tokens": it} for it in (0, -1, *LARGE)),
     *({"text": it} for it in ({}, {"format": {"type": "json_schema"}}, {"format": {"type": "a"}})),
     {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}},
@@ -173,11 +217,14 @@ RESPONSES = (
     {"instructions": 5},
 )
 CLAUDE = (
-    *({"max_tokens": it} for it in (0, -1, *LARGE)),
+    *({"max_tokens": it, "stop_sequences": [*"aeio"]} for it in (0, -1, *LARGE)),
     *({"messages": it} for it in SPOKEN),
     *({"system": it} for it in ("", [], 5, [{"type": "text", "text": ""}], [{}])),
     {"thinking": {"type": "enabled", "budget_tokens": 2**63}},
-    *({"tool_choice": it} for it in ({"type": "any"}, {"type": "tool", "name": "b"}, {"type": "a"})),
+    *(
+        {"tool_choice": it}
+        for it in ({"type": "any"}, {"type": "tool", "name": "b"}, {"type": "a"})
+    ),
     {"tools": [{"name": "a", "input_schema": {"type": "x"}}], "tool_choice": {"type": "any"}},
     {"stop_sequences": [""]},
     {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
@@ -189,7 +236,7 @@ LMI = (
         for it in (
             {"details": True, "decoder_input_details": True},
             {"details": True, "decoder_input_details": True, "n": 2},
-            *({"max_new_tokens": it} for it in (0, -1, LONGEST, 2**31)),
+            *({"max_new_tokens": it} for it in (0, -1, 2**31)),
             *({"top_n_tokens": it} for it in (1, 21, -1)),
             {"do_sample": True, "temperature": 0},
             {"do_sample": False, "temperature": 5},
@@ -204,7 +251,10 @@ LMI = (
 TOKENS = (
     *(("/tokenize", {"prompt": it}) for it in ("", TEXT, 5)),
     ("/tokenize", {"messages": []}),
-    *(("/detokenize", {"tokens": it}) for it in ([], [0], [-1], [VOCABULARY], [2**31], [2**64], "a")),
+    *(
+        ("/detokenize", {"tokens": it})
+        for it in ([], [0], [-1], [VOCABULARY], [2**31], [2**64], "a")
+    ),
 )
 
 

@@ -180,6 +180,7 @@ async def start(arguments: list[str], note: Note) -> VllmEngine:
 
 def _import() -> None:
     # Everything that a later step imports, so that none of them holds up the event loop.
+    import serving.engine.requests.forms  # before vLLM's routes
     import vllm.entrypoints.generate.api_router
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.api_server.entry
@@ -302,7 +303,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
     from serving.engine.direct import Direct
-    from serving.engine.requests import agents, tools
+    from serving.engine.requests import agents, refusals, tools
     from serving.engine.speech.routes import keep_tenants_apart
 
     reasoning = client.vllm_config.reasoning_config

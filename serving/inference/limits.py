@@ -168,6 +168,8 @@ def check(call: RequestFields, trusted: bool) -> None:
         if len(getattr(call, key)) > longest:
             raise BadRequest(f"{key} has more than {longest} bytes", key)
     n = _number(call.n, "n", 1)
+    if n * prompts(call.prompt) > SEQUENCES:
+        raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
     for key in ("top_k", "stream_interval", "priority"):
         _check_bits(getattr(call, key), key)
     _check_bias(call.logit_bias)
@@ -179,8 +181,6 @@ def check(call: RequestFields, trusted: bool) -> None:
     _check_tools(call.tools)
     if is_list(call.system) and length(call.system) > INPUTS:
         raise BadRequest(f"system may have {INPUTS} parts", "system")
-    if n * prompts(call.prompt) > SEQUENCES:
-        raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
     _check_prompt_logprobs(call, n)
     _check_repetition(call.repetition_detection)
 
