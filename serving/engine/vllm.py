@@ -180,7 +180,6 @@ async def start(arguments: list[str], note: Note) -> VllmEngine:
 
 def _import() -> None:
     # Everything that a later step imports, so that none of them holds up the event loop.
-    import serving.engine.requests.forms  # before vLLM's routes
     import vllm.entrypoints.generate.api_router
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.api_server.entry
@@ -309,7 +308,7 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     reasoning = client.vllm_config.reasoning_config
     agents.mend(app.state, thinks=bool(reasoning and reasoning.enabled))
     tools.bind(app.state, args)
-    refusals.mend(app.state)
+    refusals.mend(app.state, lambda: bool((usage := USAGE.get()) and usage.is_constrained))
     if hears:
         keep_tenants_apart(app.state)
     _tell_of_requests(client.output_processor)

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from lmi_config.options.parsers import LOG_LEVELS
-from serving.observability.redaction import hide, plain, redacted
-from serving.observability.texts import leave_out
+from serving.observability.redaction import hide, leave_out, plain, redacted
 
 MAX_REPEATS = 30
 """Times that the same line is written in a minute."""

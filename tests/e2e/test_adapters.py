@@ -208,7 +208,9 @@ def answered(served, adapter, asked):
         return ""
     told = found.json().get("error")
     message = told.get("message") if isinstance(told, dict) else told
-    fine = found.status_code in (400, 404, 424) and len(message or "") > len("it is not valid")
+    fine = found.status_code in (400, 404, 424) and not (message or " is not valid").endswith(
+        " is not valid"
+    )
     return "" if fine and found.elapsed.total_seconds() < 20 else f"{asked}: {found.text:.300}"
 
 

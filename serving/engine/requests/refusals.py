@@ -6,13 +6,12 @@
 - A grammar that vLLM's checks let pass, and that its compiler refuses, or that allows no token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import State
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.exceptions import VLLMValidationError
-
-from serving.engine.base import USAGE
 
 TOO_LARGE = (
     "a number of the request has more than 64 bits; send one between -2^63 and 2^64 - 1, or leave "
@@ -24,13 +23,15 @@ NO_ANSWER = (
 )
 
 
-def mend(state: State) -> None:
-    """Have all that comes from now on be refused as it should."""
+def mend(state: State, is_constrained: Callable[[], bool]) -> None:
+    """Have all that comes from now on be refused as it should. is_constrained: whether the answer
+    to the request under way has a constraint.
+    """
     client: Any = state.engine_client
     core = client.engine_core
     core.__class__ = _saying_what_is_too_large(type(core), client.output_processor)
     GenerateBaseServing._raise_if_error = _blaming_the_constraint(
-        GenerateBaseServing._raise_if_error
+        GenerateBaseServing._raise_if_error, is_constrained
     )
 
 
@@ -46,9 +47,9 @@ def _saying_what_is_too_large(core_class: Any, processor: Any) -> Any:
     return Saying
 
 
-def _blaming_the_constraint(raise_if_error: Any) -> Any:
+def _blaming_the_constraint(raise_if_error: Any, is_constrained: Callable[[], bool]) -> Any:
     def blaming(self: Any, finish_reason: str | None, request_id: str) -> None:
-        if finish_reason == "error" and (usage := USAGE.get()) and usage.is_constrained:
+        if finish_reason == "error" and is_constrained():
             raise VLLMValidationError(NO_ANSWER)
         raise_if_error(self, finish_reason, request_id)
 

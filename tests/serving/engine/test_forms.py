@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's models of requests, mended: bodies that took them minutes, and what they make of others."""
+"""vLLM's models of requests, mended: bodies that took minutes, and what they make of others."""
 
 import asyncio
 import json
@@ -138,17 +138,31 @@ ITEMS = [
     {"role": "assistant", "content": [{"type": "output_text", "text": "a"}], "type": "message"},
     {"type": "function_call", "call_id": "a", "name": "b", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "a", "output": "b"},
-    {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "b"}]},
+    {
+        "type": "function_call_output",
+        "call_id": "a",
+        "output": [{"type": "input_text", "text": "b"}],
+    },
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]},
-    {"type": "reasoning", "id": "a", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+    {
+        "type": "reasoning",
+        "id": "a",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "a"}],
+    },
     {"type": "item_reference", "id": "a"},
     {"id": "a"},
     {"type": "custom_tool_call", "call_id": "a", "name": "b", "input": "c"},
     {"type": "custom_tool_call_output", "call_id": "a", "output": "b"},
-    {"type": "web_search_call", "id": "a", "status": "completed", "action": {"type": "search", "query": "b"}},
+    {
+        "type": "web_search_call",
+        "id": "a",
+        "status": "completed",
+        "action": {"type": "search", "query": "b"},
+    },
     {"type": "computer_call_output", "call_id": "a", "output": {"type": "computer_screenshot"}},
     {"type": "mcp_call", "id": "a", "name": "b", "arguments": "{}", "server_label": "c"},
-]  # fmt: skip
+]
 TOOLS = [
     {"type": "function", "name": "a", "parameters": {}, "strict": True},
     {"type": "web_search"},
