@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from serving.aio import in_thread
 from serving.engine.base import USAGE, EngineError, Hits, Pace, Prefilled, Tokens
+from serving.engine.vllm_errors import by_options
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
 from serving.protocol import (
@@ -104,7 +105,8 @@ class VllmEngine:
         request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
         answer = await models.load_lora_adapter(request)
         if not isinstance(answer, str):
-            raise AdapterFailed(f"the engine cannot load it: {answer.error.message}")
+            told = by_options(answer.error.message)
+            raise AdapterFailed(f"the engine cannot load it: {told}")
 
     async def unload_adapter(self, name: str) -> None:
         from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
@@ -452,5 +454,7 @@ def _reason(error: Exception) -> str:
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        return "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        found = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+    else:
+        found = " ".join(f"{type(error).__name__}: {error}".split())
+    return by_options(found)
