@@ -60,7 +60,8 @@ def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
         message, parameter = "the engine answered with an error", None
     message = by_options(message)
     if _repeats_prompt(message, request):
-        message = f"{parameter or 'the request'} is not valid"
+        why = "; the engine's reason has too much of it to be passed on" * (len(message) > _LONGEST)
+        message = f"{parameter or 'the request'} is not valid{why}"
     if status == 404:
         return NotFound(message)
     if status == 503:
