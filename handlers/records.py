@@ -2,6 +2,7 @@
 """What passes between a wire format and the engine."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,14 @@ class FormatError(ValueError):
         self.parameter = parameter
 
 
+_HALF = re.compile(
+    rb"\\u[dD](?:[89abAB]\w\w(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB]\w\w\\u[dD])[c-fC-F]\w\w)"
+)
+"""Half of a pair of surrogates (RFC 8259, section 7)."""
+_TRIES = 1000
+
+
 def read(decode: Callable[[bytes], T], body: bytes) -> T:
     """Decode a body. Raises FormatError for what is not JSON, or not of the decoder's type."""
     try:
@@ -33,7 +42,8 @@ def read(decode: Callable[[bytes], T], body: bytes) -> T:
             raise FormatError(
                 "the body has several lines of JSON; send it as application/jsonlines"
             ) from None
-        raise FormatError(f"the body is not JSON: {error}") from None
+        half = _half(body) if isinstance(error, msgspec.DecodeError) else _undecoded_half(error)
+        raise FormatError(half or f"the body is not JSON: {error}") from None
     except RecursionError:
         raise FormatError("the body is nested too deeply") from None
 
@@ -55,6 +65,26 @@ def flag(value: Any) -> Any:
     if isinstance(value, str):
         return _FLAGS.get(value.lower(), value)
     return _FLAGS.get(value, value) if isinstance(value, int | float) else value
+
+
+def _half(body: bytes) -> str:
+    """What to say of half of a surrogate pair that a body has, or nothing."""
+    for half in itertools.islice(_HALF.finditer(body), _TRIES):
+        before = body[max(half.start() - 64, 0) : half.start()]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # else its backslash is escaped
+            return f"{_ONE_HALF} (byte {half.start()})"
+    return ""
+
+
+def _undecoded_half(error: UnicodeDecodeError) -> str:
+    wrong = error.object[error.start : error.start + 2]
+    return _ONE_HALF if wrong[:1] == b"\xed" and wrong[1:] >= b"\xa0" else ""
+
+
+_ONE_HALF = (
+    "the body has half of a surrogate pair, which is no character: leave out the text that was cut "
+    "within one, or send both halves"
+)
 
 
 class Step(msgspec.Struct, gc=False):

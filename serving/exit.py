@@ -157,7 +157,8 @@ def remedy(reason: str, stage: str = "") -> str:
 _VAGUE = re.compile(
     r"engine core initialization failed|see (?:stack trace for )?root cause|EngineCore failed"
     r"|EngineDeadError|WorkerProc (?:initialization )?failed|^(?:SystemExit|KeyboardInterrupt)"
-    r"|encountered an issue|Executor failed|an engine process ended unexpectedly$",
+    r"|encountered an issue|Executor failed|an engine process ended unexpectedly$"
+    r"|^Dumping (?:input data|scheduler)",  # the whole configuration, with words of many remedies
     re.IGNORECASE,
 )
 

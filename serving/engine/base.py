@@ -80,12 +80,14 @@ class Usage:
     """What the engine works on for one call, whatever becomes of the answer.
 
     sources, paces: the engine adds one for each of its own requests, which tells of it so far; a
-    pace is None before there is a token, and where the engine keeps no times.
+    pace is None before there is a token, and where the engine keeps no times. is_constrained:
+    whether one of them has a constraint on its answer.
     """
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Tokens]] = []
         self.paces: list[Callable[[], Pace | None]] = []
+        self.is_constrained = False
 
     @property
     def tokens(self) -> Tokens:

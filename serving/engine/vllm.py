@@ -23,6 +23,7 @@ from serving.aio import in_thread
 from serving.engine.base import USAGE, EngineError, Hits, Pace, Prefilled, Tokens
 from serving.engine.canary.canary import Canary
 from serving.engine.canary.verdict import Verification
+from serving.engine.vllm_errors import by_options
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
 from serving.protocol import (
@@ -107,7 +108,8 @@ class VllmEngine:
         request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
         answer = await models.load_lora_adapter(request)
         if not isinstance(answer, str):
-            raise AdapterFailed(f"the engine cannot load it: {answer.error.message}")
+            told = by_options(answer.error.message)
+            raise AdapterFailed(f"the engine cannot load it: {told}")
 
     async def unload_adapter(self, name: str) -> None:
         from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
@@ -318,12 +320,13 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
     from serving.engine.direct import Direct
-    from serving.engine.requests import agents, tools
+    from serving.engine.requests import agents, refusals, tools
     from serving.engine.speech.routes import keep_tenants_apart
 
     reasoning = client.vllm_config.reasoning_config
     agents.mend(app.state, thinks=bool(reasoning and reasoning.enabled))
     tools.bind(app.state, args)
+    refusals.mend(app.state, lambda: bool((usage := USAGE.get()) and usage.is_constrained))
     if hears:
         keep_tenants_apart(app.state)
     _tell_of_requests(client.output_processor)
@@ -375,6 +378,8 @@ def _tell_of_requests(processor: Any) -> None:
                 state = self.request_states[request.request_id]
                 usage.sources.append(functools.partial(_tokens, state))
                 usage.paces.append(functools.partial(_pace, state))
+                if getattr(request.sampling_params, "structured_outputs", None):
+                    usage.is_constrained = True
 
         def process_outputs(self, outputs: Any, *rest: Any, **more: Any) -> Any:
             if self.canary:
@@ -479,5 +484,7 @@ def _reason(error: Exception) -> str:
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        return "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        found = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+    else:
+        found = " ".join(f"{type(error).__name__}: {error}".split())
+    return by_options(found)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error answers of vLLM's → our exceptions, in messages that repeat nothing of the prompt."""
 
+import functools
+import itertools
 import re
 from collections.abc import Iterator
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lmi_config.options.declared import flags
 from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, ServingError
 
 _PROMPT_KEYS = (
@@ -15,11 +18,34 @@ _PROMPT_KEYS = (
     *("query", "queries", "items", "data_1", "data_2", "text_1", "text_2", "instruction"),
 )
 _PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not what is in it
+_TOOL_KEYS = (*_PROTOCOL_KEYS, "name")
 _PIECE = 20  # characters
 _BEGINNING = 24  # characters
+_SHORTEST = 4  # characters; fewer say nothing, and are in every sentence
 _LONGEST = 10_000  # characters; vLLM's own words are fewer
 _TEXTS = 2**16  # of a request that are looked at; a message about one with more is not passed on
-_WORD = re.compile(r"(?<!\w)")  # before the first letter of one
+_START = re.compile(r"(?<!\w)")  # before the first letter of a word
+_WORD = re.compile(r"[^\W\d_]+")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+
+
+@functools.cache
+def _words() -> frozenset[str]:
+    """vLLM's own, in lower case (scripts/generate/vllm_words.py)."""
+    return frozenset(Path(__file__).with_name("vllm_words.txt").read_text().split())
+
+
+def by_options(message: str) -> str:
+    """A message of vLLM's with the variables of Slipway in the place of vLLM's flags."""
+    return _FLAG.sub(lambda it: _variable(it[0]), message)
+
+
+def _variable(flag: str) -> str:
+    known = flags()
+    if flag in known:
+        return known[flag][0]
+    positive = flag.replace("--no-", "--", 1)
+    return f"{known[positive][0]}=false" if positive in known else flag
 
 
 def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
@@ -32,8 +58,10 @@ def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
         message, parameter = str(error["message"]), error.get("param")
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
         message, parameter = "the engine answered with an error", None
+    message = by_options(message)
     if _repeats_prompt(message, request):
-        message = f"{parameter or 'the request'} is not valid"
+        why = "; the engine's reason has too much of it to be passed on" * (len(message) > _LONGEST)
+        message = f"{parameter or 'the request'} is not valid{why}"
     if status == 404:
         return NotFound(message)
     if status == 503:
@@ -47,6 +75,7 @@ def _repeats_prompt(message: str, request: bytes) -> bool:
     """Whether a message has a text of the request's prompt in it, or a piece of one.
 
     A text's beginning is found in any length, another piece where it has twice _PIECE characters.
+    What the message has in vLLM's own words is none, although a prompt may have them as well.
     """
     if len(message) > _LONGEST:
         return True
@@ -55,21 +84,44 @@ def _repeats_prompt(message: str, request: bytes) -> bool:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     readings = (message, _ESCAPE.sub(_unescaped, message))
+    foreign = frozenset(word for reading in readings for word in _foreign(reading))
     pieces = {
-        reading[start : start + _PIECE]
+        piece
         for reading in readings
         for start in range(len(reading) - _PIECE + 1)
+        if _has_foreign(piece := reading[start : start + _PIECE], foreign)
     }
     beginnings = {
         reading[word.start() : word.start() + length]
         for reading in readings
-        for word in _WORD.finditer(reading)
-        for length in range(1, _BEGINNING + 1)
+        for word in _START.finditer(reading)
+        for length in range(_SHORTEST, _BEGINNING + 1)
     }
-    texts = [*islice(_texts([body.get(key) for key in _PROMPT_KEYS]), _TEXTS + 1)]
+    prompts = [body.get(key) for key in _PROMPT_KEYS if key != "tools"]
+    found = itertools.chain(_texts(prompts), _texts(body.get("tools"), _TOOL_KEYS))
+    texts = [*itertools.islice(found, _TEXTS + 1)]
     return len(texts) > _TEXTS or any(
-        text.strip()[:_BEGINNING] in beginnings or _has_piece(pieces, text) for text in texts
+        _begins(text, beginnings, foreign) or _has_piece(pieces, text) for text in texts
     )
+
+
+def _foreign(text: str) -> Iterator[str]:
+    """Words that are none of vLLM's, in lower case."""
+    words = (word.lower() for word in _WORD.findall(text))
+    return (word for word in words if len(word) > 1 and word not in _words())
+
+
+def _has_foreign(part: str, foreign: frozenset[str]) -> bool:
+    """Whether a part of a message may have any of its foreign words, or a part of one."""
+    words = {word.lower() for word in _WORD.findall(part)}
+    return any(word in it or it in word for word in words for it in foreign)
+
+
+def _begins(text: str, beginnings: set[str], foreign: frozenset[str]) -> bool:
+    beginning = text.strip()[:_BEGINNING]
+    if len(beginning) < _SHORTEST or beginning not in beginnings:
+        return False
+    return _has_foreign(beginning, foreign) or not _WORD.search(beginning)
 
 
 def _has_piece(pieces: set[str], text: str) -> bool:
@@ -77,7 +129,7 @@ def _has_piece(pieces: set[str], text: str) -> bool:
     return any(text[start : start + _PIECE] in pieces for start in range(0, len(text), _PIECE))
 
 
-def _texts(prompt: Any) -> Iterator[str]:
+def _texts(prompt: Any, skipped: tuple[str, ...] = _PROTOCOL_KEYS) -> Iterator[str]:
     """All texts in a JSON value, but those that only say how to read others."""
     remaining = [prompt]  # no recursion: what the decoder bears is nested too deeply for it
     while remaining:
@@ -87,7 +139,7 @@ def _texts(prompt: Any) -> Iterator[str]:
         elif isinstance(value, list):
             remaining.extend(value)
         elif isinstance(value, dict):
-            remaining.extend(item for key, item in value.items() if key not in _PROTOCOL_KEYS)
+            remaining.extend(item for key, item in value.items() if key not in skipped)
 
 
 _ESCAPE = re.compile(

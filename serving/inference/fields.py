@@ -7,6 +7,7 @@ are needed, so that no list is too long to be looked at; all other keys are skip
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -30,6 +31,10 @@ MOST = 2048
 """Prompts of any request: limits.py has limits of each kind, for the engine's call."""
 ADAPTERS = 1024
 """Names in a list of adapters."""
+KEYS = 131_072
+"""In the objects of one body, however deep. vLLM takes up to 4 µs for each, on the event loop."""
+VALUES = 2_621_440
+"""In the lists and objects of one body: as many tokens as prompts may have, and some."""
 PAIRS = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
 """Keys of the texts that are compared."""
 
@@ -117,6 +122,16 @@ class RequestFields(msgspec.Struct, gc=False):
     text_2: msgspec.Raw = _NONE
     data_2: msgspec.Raw = _NONE
     instruction: msgspec.Raw = _NONE
+    # What vLLM makes many objects of.
+    include: msgspec.Raw = _NONE
+    logprob_token_ids: msgspec.Raw = _NONE
+    media_io_kwargs: msgspec.Raw = _NONE
+    mm_processor_kwargs: msgspec.Raw = _NONE
+    tool_choice: msgspec.Raw = _NONE
+    # Numbers that vLLM passes on as they are.
+    top_k: msgspec.Raw = _NONE
+    stream_interval: msgspec.Raw = _NONE
+    priority: msgspec.Raw = _NONE
     chat_template_kwargs: msgspec.Raw = _NONE
     max_tokens_per_query: msgspec.Raw = _NONE
     max_tokens_per_doc: msgspec.Raw = _NONE
@@ -223,6 +238,11 @@ def fields(body: bytes) -> RequestFields:
     vLLM reads bodies with Python's json, which takes more for JSON than JSON is. What this reader
     refuses goes no further, or the engine would see names and salts that we did not.
     """
+    if len(body) > _SHORT:
+        if count(body, b":", KEYS) > KEYS:
+            raise BadRequest(f"a request may have at most {KEYS} keys, in all of its objects")
+        if any(count(body, mark, VALUES) > VALUES for mark in MARKS):
+            raise BadRequest(f"a request may have at most {VALUES} values, in all of its lists")
     try:
         return read(_read_fields, body)
     except FormatError as error:
@@ -290,6 +310,19 @@ def is_list(value: msgspec.Raw) -> bool:
 
 
 _OF_ONE = {*(b"%d" % digit for digit in range(10)), b"{"}  # what a list begins with that is one
+
+
+MARKS = (b",", b"[", b"{")
+"""What comes before each value in JSON but an object's only one, which has a key."""
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def count(value: bytes, mark: bytes, enough: int) -> int:
+    """How often JSON has a mark outside of its texts. Where all that it has are not more than
+    `enough`, those in texts count as well.
+    """
+    found = value.count(mark)
+    return found if found <= enough else _TEXT.sub(b"", value).count(mark)
 
 
 def prompts(value: msgspec.Raw) -> int:

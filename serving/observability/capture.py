@@ -177,22 +177,30 @@ def _of_another_form(text: str) -> logging.LogRecord:
     return make_record(level, {"name": name, "msg": message})
 
 
-_causes: deque[tuple[float, str]] = deque(maxlen=50)
+_FATAL = re.compile(
+    r"encountered a fatal error|failed to start|WorkerProc (?:failed|hit an exception)"
+)
+"""What vLLM's processes say beside the exception that ends them. Others are of one request."""
+_causes: deque[tuple[float, bool, str]] = deque(maxlen=50)
 
 
 def causes(seconds: float) -> list[str]:
-    """What other processes wrote of errors in the last seconds, the first of them first."""
+    """What other processes wrote of errors in the last seconds: what ended them before what did
+    not, and else the first first.
+    """
     since = time.monotonic() - seconds
-    return [text for at, text in _causes.copy() if at >= since]
+    found = [(fatal, text) for at, fatal, text in _causes.copy() if at >= since]
+    return [text for _, text in sorted(found, key=lambda it: not it[0])]
 
 
 def _remember_cause(record: logging.LogRecord) -> None:
     """Keep what may be why a process has ended."""
-    exception = getattr(record, "facts", {}).get("exception")
+    exception, message = getattr(record, "facts", {}).get("exception"), record.getMessage()
     if isinstance(exception, str):
-        _causes.append((time.monotonic(), _first_raised(exception)))
+        fatal = bool(_FATAL.search(message))
+        _causes.append((time.monotonic(), fatal, _first_raised(exception)))
     elif record.levelno >= logging.ERROR:
-        _causes.append((time.monotonic(), record.getMessage()))
+        _causes.append((time.monotonic(), False, message))
 
 
 def _first_raised(text: str) -> str:

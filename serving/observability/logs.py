@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from lmi_config.options.parsers import LOG_LEVELS
-from serving.observability.redaction import hide, plain, redacted
+from serving.observability.redaction import hide, leave_out, plain, redacted
 
 MAX_REPEATS = 30
 """Times that the same line is written in a minute."""
@@ -103,6 +103,7 @@ class Handler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
         super().__init__(stream)
         self.setFormatter(formatter)
+        self.addFilter(leave_out)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._until = 0.0
         self._waiting: list[bytes] = []

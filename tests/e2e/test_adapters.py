@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters on the real engine: SageMaker's calls, lazy loading, versions, mixed batches."""
 
+import json
+import random
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +11,14 @@ import pytest
 
 from scripts.harness.wait import until
 from scripts.models import tiny_lora
+from tests import engine_bodies
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 QUESTION = "The import statement"
 ALL = ("one", "two", "three", "four")
+TEXTS = ("The import statement binds a name", "One two three", "a")
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +197,55 @@ def test_pinned_or_not_more_than_a_batch_takes_have_their_turns(served, root, al
         with ThreadPoolExecutor(15) as pool:
             answers = [*pool.map(lambda name: ask(served, name)[0], names)]
         assert answers == [alone[name] for name in names]
+
+
+def answered(served, adapter, asked):
+    """A body that is answered or refused with a reason. Returns what is wrong with that."""
+    headers = {"content-type": "application/json"} | ({HEADER: adapter} if adapter else {})
+    body = {"model": adapter or "lmi", **asked.body} if asked.path != "/invocations" else asked.body
+    found = served.client.post(asked.path, content=json.dumps(body), headers=headers)
+    if found.status_code == 200:
+        return ""
+    told = found.json().get("error")
+    message = told.get("message") if isinstance(told, dict) else told
+    fine = found.status_code in (400, 404, 424) and not (message or " is not valid").endswith(
+        " is not valid"
+    )
+    return "" if fine and found.elapsed.total_seconds() < 20 else f"{asked}: {found.text:.300}"
+
+
+@pytest.mark.parametrize("adapter", [None, "one"])
+def test_no_body_ends_the_engine_alone(served, alone, adapter):
+    for asked in engine_bodies.bodies():
+        assert answered(served, adapter, asked) == ""
+    assert ask(served, adapter)[0] == alone[adapter]
+
+
+def test_no_body_ends_the_engine_beside_others(served, alone):
+    draw = random.Random(0)
+    asked = [(draw.choice((None, *ALL[:2])), it) for it in engine_bodies.bodies()]
+    draw.shuffle(asked)
+    with ThreadPoolExecutor(16) as pool:
+        wrong = [it for it in pool.map(lambda it: answered(served, *it), asked) if it]
+    assert wrong == []
+    assert ask(served, "one")[0] == alone["one"]
+
+
+def test_a_prompts_log_probabilities_are_those_of_its_own_adapter(served):
+    """Together, in one batch, they are what each is alone."""
+    body = {"prompt": TEXTS[0], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+
+    def of(adapter, text):
+        headers = {HEADER: adapter} if adapter else {}
+        found = served.client.post("/v1/completions", json=body | {"prompt": text}, headers=headers)
+        first = [
+            next(iter(it.values())) for it in found.json()["choices"][0]["prompt_logprobs"][1:]
+        ]
+        return [it["logprob"] for it in first]
+
+    pairs = [(adapter, text) for adapter in (None, "one", "two") for text in TEXTS]
+    alone = [of(*pair) for pair in pairs]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        for _ in range(3):
+            for expected, found in zip(alone, pool.map(lambda it: of(*it), pairs), strict=True):
+                assert found == pytest.approx(expected, abs=0.01)

@@ -280,3 +280,9 @@ def test_vllms_options_are_the_listed_ones():
     from scripts.generate import vllm_options
 
     assert vllm_options.PATH.read_text() == vllm_options.text()
+
+
+def test_vllms_words_are_the_listed_ones():
+    from scripts.generate import vllm_words
+
+    assert vllm_words.PATH.read_text() == vllm_words.text()

@@ -209,6 +209,46 @@ def test_a_reason_that_points_elsewhere_gives_way_to_the_first_that_does_not():
     assert root_cause("ValueError: clear", causes) == "ValueError: clear"
 
 
+def test_an_engines_end_in_a_step_has_the_exception_as_its_reason():
+    """vLLM writes its whole configuration first, and may have failed on one request before."""
+    engine = (
+        "import logging, multiprocessing, os, json\n"
+        "from logging.config import dictConfig\n"
+        "dictConfig(json.load(open(os.environ['VLLM_LOGGING_CONFIG_PATH'])))\n"
+        "log = logging.getLogger('vllm.v1.engine.core')\n"
+        "def fail(message, error):\n"
+        "    try: raise error\n"
+        "    except Exception: log.exception(message)\n"
+        "fail('Failed to compile grammar for request a', RuntimeError('of one request'))\n"
+        "log.error('Dumping input data for V1 LLM engine (v0.32.0) with config: %s, ',"
+        " 'trust_remote_code=False')\n"
+        "log.error('Dumping scheduler output for model execution: %s', 'out of memory')\n"
+        "fail('EngineCore encountered a fatal error.', IndexError('The shape of the mask [1]'))\n"
+    )
+    program = (
+        "import os, subprocess, sys\n"
+        "from serving.observability import capture, logs\n"
+        "from serving.exit import Exit, report, root_cause\n"
+        "logs.configure(os.environ)\n"
+        "os.environ.update(logs.engine_environment(os.environ, 'info'))\n"
+        "with capture.capture_output():\n"
+        f"    subprocess.run([sys.executable, '-c', {engine!r}])\n"
+        "reason = root_cause('an engine process ended unexpectedly', capture.causes(60))\n"
+        "report(Exit(1, 'serving', reason))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": os.environ["PATH"]},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = json.loads(ended.stderr.splitlines()[-1])
+    assert last["reason"] == "IndexError: The shape of the mask [1]"
+    assert last["fix"] == "see the lines above"
+
+
 @given(st.text(max_size=4000))
 def test_the_last_line_is_short_whatever_the_reason(reason):
     written = []

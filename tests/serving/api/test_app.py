@@ -231,6 +231,13 @@ async def test_no_media_are_looked_for_where_the_engine_looks_for_none(shared):
     assert (await shared.post("/v1/chat/completions", body)).status_code == 200
 
 
+HALF = (
+    "the body has half of a surrogate pair, which is no character: leave out the text that was cut "
+    "within one, or send both halves"
+)
+HALVES = (rb"\ud83d", rb"\ude00", rb"\uD83D\u0041", rb"\\\ud83d", b"\xed\xa0\xbd", rb"\ud83d\ud83d")
+
+
 @pytest.mark.parametrize(
     ("body", "error"),
     [
@@ -244,13 +251,20 @@ async def test_no_media_are_looked_for_where_the_engine_looks_for_none(shared):
             "the body is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid "
             "start byte",
         ),
+        *((b'{"inputs": "a %b b"}' % half, HALF) for half in HALVES),
+        (b'{"inputs": "a", "unread": "\\ud83d"}', HALF),
+        (rb'{"inputs": "a \\ud83d', "the body is not JSON: Input data was truncated"),
+        (rb'{"inputs": "a \ud83d\ude00', "the body is not JSON: Input data was truncated"),
         (b'{"inputs": 5}', "Expected `str | array`, got `int` - at `$.inputs`"),
         (b'{"inputs": "refuse"}', "not like this"),
     ],
 )
 async def test_bad_bodies_are_told_in_lmis_words(shared, body, error):
     answer = await shared.invoke(body)
-    assert (answer.status_code, answer.json()) == (424, {"code": 424, "error": error})
+    told = (
+        answer.json()["error"].partition(" (byte ")[0] if error == HALF else answer.json()["error"]
+    )
+    assert (answer.status_code, answer.json()["code"], told) == (424, 424, error)
 
 
 async def test_errors_on_openai_paths_are_openais(shared):
@@ -280,6 +294,62 @@ async def test_a_message_that_repeats_the_prompt_is_not_passed_on(shared, prompt
     assert "refuse" not in answer.text
     answer = await shared.invoke({"inputs": prompt, "parameters": {"message": message}})
     assert told in answer.json()["error"]
+
+
+OWN = (
+    "This model's maximum context length is 2048 tokens. However, your prompt contains at least "
+    "2049 input tokens.",
+    "min_tokens must be less than or equal to max_tokens=30, got 50.",
+)
+SAYS = {"role": "user", "content": "refuse"}
+SCHEMA = {"type": "object", "properties": {"unit": {"type": "string", "enum": ["c", "maximum"]}}}
+
+
+ORDINARY = ("m", "30", "input", "maximum context length", OWN[0])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {
+            "messages": [
+                {"role": "assistant", "content": ""},
+                {"role": "user", "content": "a"},
+                SAYS,
+            ]
+        },
+        {"messages": [{"role": "system", "content": " "}, SAYS]},
+        *({"messages": [{"role": "user", "content": it}, SAYS]} for it in ORDINARY),
+        {
+            "messages": [SAYS],
+            "tools": [{"function": {"name": "at least", "description": "", "parameters": SCHEMA}}],
+        },
+    ],
+    ids=lambda it: f"{it}"[:60],
+)
+@pytest.mark.parametrize("message", OWN)
+async def test_an_error_keeps_its_reason_whatever_words_a_request_has(shared, more, message):
+    answer = await shared.post("/v1/chat/completions", {**more, "message": message})
+    assert answer.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("flag", "option"),
+    [
+        (
+            '"auto" requires --enable-auto-tool-choice and --tool-call-parser to be set',
+            '"auto" requires OPTION_ENABLE_AUTO_TOOL_CHOICE and OPTION_TOOL_CALL_PARSER to be set',
+        ),
+        ("set --max-model-len", "set OPTION_MAX_MODEL_LEN"),
+        ("use `--tensor-parallel-size`.", "use `OPTION_TENSOR_PARALLEL_SIZE`."),
+        ("with --no-enable-prefix-caching", "with OPTION_ENABLE_PREFIX_CACHING=false"),
+        ("--no-such-flag, a--b", "--no-such-flag, a--b"),
+    ],
+)
+async def test_errors_name_options_and_not_vllms_flags(shared, flag, option):
+    body = {"messages": [SAYS], "message": flag, "tools": [{"function": {"name": "auto"}}]}
+    answer = await shared.post("/v1/chat/completions", body)
+    assert answer.json()["error"]["message"] == option
 
 
 async def test_not_each_of_a_flood_of_texts_is_compared_with_a_message():

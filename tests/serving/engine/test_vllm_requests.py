@@ -67,8 +67,8 @@ REQUESTS = {
 LIMITED = {
     *(*limits._INTERNAL, *limits._LONGEST, *PAIRS),
     *("n", "prompt", "input", "messages", "echo", "prompt_logprobs", "repetition_detection"),
-    "system",
-    *("instruction", "chat_template_kwargs", "max_tokens_per_query", "max_tokens_per_doc"),
+    *("system", "top_k", "stream_interval", "priority"),
+    *("instruction", "max_tokens_per_query", "max_tokens_per_doc"),
 }
 """By serving/inference/limits.py."""
 
@@ -77,19 +77,16 @@ REWRITTEN = {
     "model": "the model's own name or an adapter's inner one, else the engine refuses it",
 }
 REFUSED = dict.fromkeys(
-    ("chat_template", "media_io_kwargs"),
+    ("chat_template",),
     "by vLLM, unless the operator trusts clients",
 ) | {
-    "mm_processor_kwargs": "by vLLM, unless the operator trusts clients; then without places",
     "prompt_embeds": "by vLLM, unless the operator enables them; VLLM_MAX_EMBED_DECODE_BYTES",
     "suffix": "by vLLM, always",
     **dict.fromkeys(limits.KEPT.keys() - {"prompt"}, "by limits.check_kept()"),
-    "priority": "by vLLM, unless the operator chose to schedule by priority",
 }
 VLLM_LIMITS = {
     "logprobs": "max_logprobs",
     "top_logprobs": "max_logprobs",
-    "logprob_token_ids": "max_logprobs",
     "max_tokens": "max_model_len",
     "max_completion_tokens": "max_model_len",
     "max_output_tokens": "max_model_len",
@@ -101,7 +98,7 @@ VLLM_LIMITS = {
 }
 ONE_NUMBER = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stream_interval"),
+    *("temperature", "top_p", "min_p", "seed"),
     *("routed_experts_prompt_start", "top_n"),
 )
 ONE_OF_A_FEW = (
@@ -121,14 +118,12 @@ HARMLESS = {
     "service_tier": "not read, one of a few values",
     "prompt_cache_key": "not read",
     "max_tool_calls": "not read: no tools run here",
-    "include": "a few values",
     "truncation": "one of two values; it only shortens",
     "reasoning": "an effort of a few, and a text that is not read",
     "thinking": "a number or a switch",
     "enable_response_messages": "the prompt's tokens are sent back once",
     "instructions": "becomes a part of the prompt",
     "stream_options": "two flags",
-    "tool_choice": "compared with the names in `tools`",
     "tokens": "a list in a body that has a limit of its own",
     "file": "its length, by serving/engine/speech/sound.py",
     "hotwords": "becomes a part of the prompt; the fields of a form have a limit",

@@ -102,7 +102,7 @@ def served_as(served):
         ("stop", ["x" * 20_000]),
         ("stop_token_ids", [*range(100, 4000)]),
         ("allowed_token_ids", [100_000] * 400_000),
-        ("logit_bias", {str(n): -100 for n in range(200_000)}),
+        ("logit_bias", {f"{n:012}": -100 for n in range(120_000)}),
         ("response_format", {"type": "json_schema", "json_schema": {"enum": ["x" * 70_000]}}),
         ("structured_outputs", {"regex": "a" * 70_000}),
         ("tools", [{"type": "function", "function": {"name": "x" * 300_000}}]),
@@ -254,7 +254,7 @@ async def test_a_request_has_so_many_messages(large, embedding, body):
         ({"input": ["a"]}, "input should be a text or a list of items"),
         ({"input": {"a": 1}}, "input should be a text or a list of items"),
         (
-            {"input": [{"type": "file_search_call", "tools": [1] * VALUES}]},
+            {"input": [{"type": "file_search_call", "tools": [1] * (VALUES + 2)}]},
             f"input may have at most {VALUES} values",
         ),
         ({"tools": [1]}, "tools should be a list of objects"),
@@ -471,3 +471,43 @@ async def test_an_adapter_call_has_the_limit_of_all_bodies(shared):
         assert "name is missing" in (await shared.post("/adapters", b" " * 30_000)).text
     finally:
         shared.pipeline.adapters = before
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/completions", {"prompt": "a", **{f"k{n}": n for n in range(140_000)}}, "keys"),
+        ("/v1/completions", {"prompt": "a", "x": [0] * 2_700_000}, "values"),
+        ("/v1/completions", b'{"prompt":"a","x":[%b]}' % b",".join([b"[]"] * 2_700_000), "values"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a", "x": [{}] * 70_000}]},
+            "messages",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [], "documents": [{}] * 70_000},
+            "documents may have",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [], "chat_template_kwargs": {f"{n}": 1 for n in range(8000)}},
+            "kwargs",
+        ),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"1": "x"}}, "token ids to numbers"),
+        *(
+            ("/v1/completions", {"prompt": "a", key: it}, "between -2^63")
+            for key in ("top_k", "stream_interval", "priority")
+            for it in (2**64, -(2**64), 10**400)
+        ),
+    ],
+    ids=lambda it: f"{it}"[:40],
+)
+async def test_bodies_have_so_many_keys_and_values(large, path, body, told):
+    assert told in await refused(large, path, body)
+
+
+async def test_marks_in_texts_are_no_values(large):
+    text = '{[,:"' * 600_000
+    answer = await large.post("/v1/completions", {"prompt": text})
+    assert answer.status_code == 200
