@@ -73,10 +73,6 @@ def unchanged(first: Any, *_: Any, **__: Any) -> Any:
     return first
 
 
-def no(*_: Any, **__: Any) -> bool:
-    return False
-
-
 def a_name(*_: Any, **__: Any) -> str:
     return "name"
 
