@@ -52,6 +52,10 @@ IDENTITY = b"x-slipway-identity"
 """Says who sends a request: a router's, signed with the secret that it shares with its servers. A
 client's own goes nowhere.
 """
+CHALLENGE = b"x-slipway-challenge"
+"""By which a router asks /ping whether a server has their secret."""
+INTRODUCTION = b"x-slipway-introduction"
+"""The server's answer to that, which says its name."""
 
 TRACEPARENT = b"traceparent"
 TRACE_CONTEXT = (TRACEPARENT, b"tracestate")

@@ -10,6 +10,8 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
+import jwt
+import msgspec
 from starlette.routing import Router
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -72,6 +74,16 @@ def added_alone(self: Any, place: Any, **_: Any) -> None:
 
 def unchanged(first: Any, *_: Any, **__: Any) -> Any:
     return first
+
+
+def a_name(*_: Any, **__: Any) -> str:
+    return "name"
+
+
+def for_anybody(self: Any, token: bytes) -> tuple[Caller, float]:
+    """What is signed, whoever it is for."""
+    claims = jwt.decode(token, self._secret, ["HS256"], options={"verify_aud": False})
+    return msgspec.convert(claims["caller"], Caller), math.inf
 
 
 async def unchanged_async(first: Any, *_: Any, **__: Any) -> Any:
@@ -320,6 +332,11 @@ DEFENCES: Mapping[str, Removed] = {
         f"{ACCESS}test_tokens.py::test_what_is_no_token_of_the_issuers[another audience]",
         {"serving.access.tokens:jwt.decode": believed},
     ),
+    "A request names an adapter that the engine has, and no registry": Removed(
+        "tests/serving/lora/test_registry.py"
+        "::test_a_model_that_is_not_registered_does_not_reach_the_engine[/v1/completions]",
+        {"serving.inference.pipeline:Pipeline._require_known": nothing},
+    ),
     "A key learns which adapters others have": Removed(
         f"{ACCESS}test_access.py::test_an_adapter_of_others_is_as_one_that_is_not_here",
         {"serving.access.caller:Caller.may_use": yes},
@@ -335,6 +352,58 @@ DEFENCES: Mapping[str, Removed] = {
     "A client says of itself what a router says of callers": Removed(
         f"{ACCESS}test_identity.py::test_what_is_made_up_is_refused[nonsense]",
         {"serving.access.identity:Signer._decode": unsigned},
+    ),
+    "An address that is not a server's, or is another's by now, gets identities or keys": Removed(
+        "tests/serving/router/test_keys.py"
+        "::test_an_address_that_does_not_prove_the_secret_gets_nothing_that_is_signed",
+        {"serving.access.access:Access.name_of": a_name},
+    ),
+    "Somebody in the middle uses at one server what a router has signed for another, or for its "
+    "own questions": Removed(
+        "tests/serving/router/test_keys.py"
+        "::test_what_is_signed_for_one_server_is_worth_nothing_at_another",
+        {"serving.access.identity:Signer._decode": for_anybody},
+    ),
+    "A tenant takes the operator's name": Removed(
+        f"{ACCESS}test_tokens.py::test_a_tenant_called_admin_is_a_tenant",
+        {"serving.access.access:OPERATOR": "admin"},
+    ),
+    "A replica answers the router's own questions without end, or small and compressed": Removed(
+        "tests/serving/router/fleet/test_facts.py"
+        "::test_answers_to_the_routers_own_questions_have_a_limit[/ping-without end]",
+        {"serving.router.fleet.health:LARGEST": math.inf},
+    ),
+    "A replica's KV events hold or fill the router, or lead it elsewhere": Removed(
+        "tests/serving/router/kv/test_events.py"
+        "::test_events_come_from_the_replicas_own_host[tcp://10.0.0.1:5557]",
+        {"serving.router.kv.events:_place": unchanged},
+    ),
+    "A replica sends an event without an end in a stream that is to be continued": Removed(
+        "tests/serving/router/proxy/test_continuation.py"
+        "::test_an_event_without_an_end_reaches_the_client_as_it_is",
+        {"serving.router.proxy.continuation:LARGEST_EVENT": math.inf},
+    ),
+    "A prefill server says nonsense of where it keeps KV": Removed(
+        "tests/serving/router/test_prefill.py"
+        "::test_a_hostile_prefill_server_costs_nobody_an_answer[blocks of text]",
+        {"serving.router.fleet.prefill:where": unchanged},
+    ),
+    "Prompts are computed for nothing: the client leaves before the second server answers": Removed(
+        "tests/serving/router/test_prefill.py::test_a_client_that_leaves_between_the_two_is_charged",
+        {"serving.access.limits:Limiter.charge": nothing},
+    ),
+    "A client's requests, which fail on every replica, take a fleet down": Removed(
+        "tests/serving/router/test_routing.py"
+        "::test_requests_that_fail_on_every_replica_eject_none[500-prefixaware]",
+        {
+            "serving.router.placement:Placement.doubts": no,
+            "serving.router.fleet.circuit_breaker:CircuitBreaker._stands_out": yes,
+        },
+    ),
+    "A web page, or another user of the machine, runs programs with the stand-in for "
+    "SageMaker": Removed(
+        "tests/scripts/test_sagemaker_local.py::test_another_body_or_key_or_time_is_refused",
+        {"scripts.sagemaker_local.server:check_signature": nothing},
     ),
     "Keys in logs, errors or files": Removed(
         f"{ACCESS}test_keys.py::test_what_a_file_cannot_say",

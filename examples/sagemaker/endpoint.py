@@ -4,7 +4,7 @@
     python examples/sagemaker/endpoint.py URL IMAGE FIRST SECOND NEWER NAME=VALUE...
 
 URL: of the stand-in (scripts/sagemaker local). IMAGE: what it runs, like
-process:./entrypoint.sh.
+process:./entrypoint.sh, where the stand-in was started with --program ./entrypoint.sh.
 FIRST, SECOND: the adapters, like s3://bucket/french.tar.gz. NEWER: another version of the first.
 NAME=VALUE: the container's environment, like HF_MODEL_ID=HuggingFaceTB/SmolLM2-135M-Instruct.
 """
@@ -22,13 +22,9 @@ GREEDY = {"max_tokens": 16, "temperature": 0}
 
 url, image, first, second, newer, *variables = sys.argv[1:]
 environment = dict(it.split("=", 1) for it in variables) | {"OPTION_ENABLE_LORA": "true"}
-# The stand-in asks who calls, and believes it. Without endpoint_url these are clients of AWS.
-options: dict[str, Any] = {
-    "endpoint_url": url,
-    "region_name": "us-east-1",
-    "aws_access_key_id": "id",
-    "aws_secret_access_key": "secret",
-}
+# Their key is in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, as the stand-in prints it. Without
+# endpoint_url these are clients of AWS.
+options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
 sagemaker: Any = boto3.client("sagemaker", **options)
 runtime: Any = boto3.client("sagemaker-runtime", **options)
 

@@ -40,7 +40,7 @@ class Plan:
 
     environment: variables for this process before vLLM is imported. cache_environment: further ones
     for the cache server, with what is secret. options: vLLM's, by its names, in which the model and
-    its draft are named as the operator names them.
+    its draft are named as the operator names them. lora_modules: adapters to be registered.
     verdict: on tiers with this model. findings: what the operator should know, a sentence each.
     """
 
@@ -58,6 +58,7 @@ class Plan:
     environment: Mapping[str, str]
     cache_environment: Mapping[str, str] = dataclasses.field(repr=False)
     options: Mapping[str, Any] = dataclasses.field(repr=False)
+    lora_modules: tuple[vllm.LoraModule, ...]
     findings: tuple[str, ...]
 
     @property
@@ -197,6 +198,7 @@ def make(
         environment=vllm.environment(settings, machine, spread, environ),
         cache_environment=cache_environment,
         options=vllm.options(settings, machine, spread, derived, parts.cpu_lora),
+        lora_modules=vllm.lora_modules(settings),
         findings=(
             *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),
             *preflight.downloads(to_fetch, room),

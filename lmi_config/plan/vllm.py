@@ -2,8 +2,10 @@
 """The arguments and the environment that vLLM is started with."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.machine import Machine
@@ -77,6 +79,7 @@ def options(
     for name in PARSERS:
         if found.get(name) == NO_PARSER:
             del found[name]
+    found.pop(LORA_MODULES, None)  # which are registered here
     faults = [*_flags(settings, found), *_incomplete(settings, found), *_unknown(settings, found)]
     if faults:
         raise SettingsError(faults)
@@ -89,6 +92,74 @@ _PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reaso
 """... → the option whose file may bring more of them."""
 NO_PARSER = "none"
 _HEARING = 4096  # tokens of a step without a GPU: two sounds of Whisper's, or more
+
+LORA_MODULES = "lora_modules"
+"""vLLM's option of adapters, each with a name. They are registered here: left to vLLM they would be
+outside of what checks adapters, lists them, and says which key may use them.
+"""
+_LORA_FORMS = 'write name=path, or {"name": NAME, "path": PATH}'
+_LORA_KEYS = {"name", "path", "base_model_name", "is_3d_lora_weight"}
+"""Of vLLM's LoRAModulePath; it shows the third, and does no more with it."""
+
+
+class LoraModule(NamedTuple):
+    """An adapter: its name, and where its files are."""
+
+    name: str
+    src: str
+
+
+def lora_modules(settings: Settings) -> tuple[LoraModule, ...]:
+    """The adapters that the option names, in the two forms of vLLM's LoRAParserAction. Raises
+    SettingsError.
+    """
+    words: Any = settings.engine.get(LORA_MODULES) or ()
+    option = settings.named(LORA_MODULES)
+    found, faults = [], []
+    for word in (words,) if isinstance(words, str) else words:
+        if not word:
+            continue
+        try:
+            module = _lora_module(word)
+        except ValueError as fault:
+            faults.append(f"{option}={word!r:.200}: {fault}")
+        else:
+            found.append(module)
+    counted = Counter(module.name for module in found)
+    faults += [f"{option} names {name!r} twice" for name, count in counted.items() if count > 1]
+    if found and not settings.enable_lora:
+        faults.append(f"{option}: adapters need OPTION_ENABLE_LORA=true")
+    if faults:
+        raise SettingsError(faults)
+    return tuple(found)
+
+
+def _lora_module(word: str) -> LoraModule:
+    """One of them. Raises ValueError with what is wrong and what to do."""
+    if "=" in word and "," not in word:
+        name, _, path = word.partition("=")
+    else:
+        try:
+            written = json.loads(word)
+        except (ValueError, RecursionError):
+            raise ValueError(_LORA_FORMS) from None
+        if not isinstance(written, dict) or written.keys() - _LORA_KEYS:
+            raise ValueError(_LORA_FORMS)
+        if written.get("is_3d_lora_weight"):
+            raise ValueError("adapters with is_3d_lora_weight are not served; leave it out")
+        name, path = (written.get(key) or "" for key in ("name", "path"))
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ValueError(_LORA_FORMS)
+    if "://" in path:
+        return LoraModule(name, path)
+    if path.startswith("~"):
+        path = str(Path(path).expanduser())
+    if path.count("/") == 1 and not path.startswith(("/", ".")) and not Path(path).exists():
+        raise ValueError(
+            f"there is no such folder, and adapters are not fetched from the hub; `hf download "
+            f"{path} --local-dir FOLDER`, and name the folder"
+        )
+    return LoraModule(name, str(Path(path).absolute()))
 
 
 def generates(settings: Settings) -> bool:

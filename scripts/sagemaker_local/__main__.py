@@ -3,7 +3,8 @@
 
 `local` answers `sagemaker` and `sagemaker-runtime` clients whose endpoint_url leads here, and runs
 the containers of their endpoints on this machine: with Docker, or as processes where the Image is
-`process:PROGRAM`. `check URL` runs SageMaker's contract against a container that runs already.
+`process:PROGRAM` and `--program PROGRAM` names it. Clients sign with the key that is printed at the
+start. `check URL` runs SageMaker's contract against a container that runs already.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from scripts.sagemaker_local import contract
 from scripts.sagemaker_local.container import Limits
 from scripts.sagemaker_local.server import ACCOUNT, REGION, Options, serve
+from scripts.sagemaker_local.wire import new_key
 
 BODY = '{"prompt": "Hello", "max_tokens": 8, "temperature": 0}'
 
@@ -27,10 +29,15 @@ async def _serve_until_signal(options: Options) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    opened.add_done_callback(
-        lambda it: print(f"SageMaker stand-in at {it.result()}; Ctrl-C ends it", flush=True)
-    )
-    await serve(options, opened, stop)
+    key = new_key()
+
+    def tell(opened: "Future[str]") -> None:
+        print(f"SageMaker stand-in at {opened.result()}; Ctrl-C ends it. Its key:")
+        print(f"export AWS_ACCESS_KEY_ID={key.id}")
+        print(f"export AWS_SECRET_ACCESS_KEY={key.secret}", flush=True)
+
+    opened.add_done_callback(tell)
+    await serve(options._replace(key=key), opened, stop)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     local.add_argument(
         "--work", type=Path, help="where containers' files and logs go (a new folder)"
+    )
+    local.add_argument(
+        "--program",
+        action="append",
+        default=[],
+        dest="programs",
+        help="a program that an Image may name, as process:PROGRAM; may be given several times",
     )
     local.add_argument("--region", default=REGION)
     local.add_argument("--account", default=ACCOUNT)

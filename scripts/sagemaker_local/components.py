@@ -90,6 +90,7 @@ class Components:
             container = {**model, **container}
         if "Image" not in container:
             raise Refused("Specification should have a ModelName or a Container.Image")
+        self._copies.check_image(container["Image"])
         if url := container.get("ArtifactUrl"):
             container = {**container, "ModelDataUrl": url}
         startup = specification.get("StartupParameters", {})

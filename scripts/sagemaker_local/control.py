@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SageMaker's control plane, as far as containers notice it: its operations, and who answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +38,12 @@ class ControlPlane:
         region: str,
         account: str,
         duplicate_posts: bool,
+        programs: Sequence[str],
     ) -> None:
         self.region = region
         self.account = account
         self._records = Records(region, account)
-        self._copies = Copies(limits, store, work)
+        self._copies = Copies(limits, store, work, programs)
         endpoints = Endpoints(self._records, self._copies)
         components = Components(self._records, self._copies, 2 if duplicate_posts else 1)
         self._base = components.base
@@ -82,6 +83,7 @@ class ControlPlane:
             )
         if container.get("Mode") == "MultiModel":
             raise Refused("The stand-in has no multi-model endpoints")
+        self._copies.check_image(container["Image"])
         check_environment(container.get("Environment", {}))
         self._copies.check_files(container)
         return self._records.add(

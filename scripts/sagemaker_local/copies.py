@@ -3,11 +3,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.sagemaker_local.container import Artifact, Copy, Failed, Limits, Recipe, locate
+from scripts.sagemaker_local.container import (
+    PROCESS,
+    Artifact,
+    Copy,
+    Failed,
+    Limits,
+    Recipe,
+    locate,
+)
 from scripts.sagemaker_local.records import Record
 from scripts.sagemaker_local.wire import Refused
 
@@ -17,7 +25,11 @@ log = logging.getLogger(__name__)
 class Copies:
     """Starts copies, stops them, and runs what takes longer than a call in the background."""
 
-    def __init__(self, limits: Limits, store: Path | None, work: Path) -> None:
+    def __init__(
+        self, limits: Limits, store: Path | None, work: Path, programs: Sequence[str]
+    ) -> None:
+        """programs: that an Image may name."""
+        self._programs = {Path(it).resolve() for it in programs}
         self._limits = limits
         self._store = store
         self._work = work
@@ -56,6 +68,15 @@ class Copies:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(copy.stop() for copy in self._running))
+
+    def check_image(self, image: str) -> None:
+        """Raise Refused for a program that nobody has named when the stand-in was started."""
+        program = image.removeprefix(PROCESS)
+        if program != image and Path(program).resolve() not in self._programs:
+            raise Refused(
+                f"Image {image!r:.200}: the stand-in runs only programs that its command line "
+                f"names; start it with --program {program:.200}"
+            )
 
     def check_files(self, container: Record) -> None:
         """Raise Refused where the files of a model's container are not in the store."""

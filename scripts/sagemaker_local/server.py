@@ -13,7 +13,8 @@ import random
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +24,19 @@ from aiohttp import ClientError, ClientResponse, web
 from scripts.sagemaker_local.container import Failed, Limits
 from scripts.sagemaker_local.control import ControlPlane, Target
 from scripts.sagemaker_local.wire import (
+    Key,
     Refused,
     check,
+    check_signature,
     check_token,
     header_members,
+    new_key,
     operation,
     part,
     stream_error,
 )
+from serving.errors import Forbidden
+from serving.http.origins import Origins
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +54,9 @@ SESSION = "X-Amzn-SageMaker-Session-Id"
 class Options(NamedTuple):
     """s3: the folder that stands for S3. work: for containers' files and logs, or None for one that
     goes away. seed: of what is left to chance. duplicate_posts: register adapters twice, since
-    nobody knows that SageMaker does not. broken_streams: the share of streams that end early.
+    nobody knows that SageMaker does not. broken_streams: the share of streams that end early. key:
+    that requests are to be signed with; None for a new one. programs: that an Image may name as
+    `process:PROGRAM`.
     """
 
     port: int = 0
@@ -60,12 +68,15 @@ class Options(NamedTuple):
     seed: int = 0
     duplicate_posts: bool = False
     broken_streams: float = 0
+    key: Key | None = None
+    programs: Sequence[str] = ()
 
 
 class StandIn:
     """The HTTP side: what boto3's two clients and OpenAI's send."""
 
     def __init__(self, options: Options, work: Path) -> None:
+        self._key = options.key or new_key()
         self._limits = options.limits
         self._random = random.Random(options.seed)
         self._broken_streams = options.broken_streams
@@ -76,8 +87,11 @@ class StandIn:
             region=options.region,
             account=options.account,
             duplicate_posts=options.duplicate_posts,
+            programs=options.programs,
         )
-        self.app = web.Application(client_max_size=options.limits.payload_bytes + 1)
+        self.app = web.Application(
+            client_max_size=options.limits.payload_bytes + 1, middlewares=[_from_here]
+        )
         endpoint = "/endpoints/{endpoint}"
         openai = "/openai/v1/chat/completions"
         self.app.add_routes(
@@ -98,7 +112,7 @@ class StandIn:
         """JSON 1.1: the operation in a header, its input and output as JSON objects."""
         name = request.headers.get("X-Amz-Target", "").removeprefix("SageMaker.")
         try:
-            _require_signed(request)
+            await self._require_signed(request)
             try:
                 parameters = json.loads(await request.read() or b"{}")
             except ValueError:
@@ -148,7 +162,7 @@ class StandIn:
         self, request: web.Request, name: str
     ) -> tuple[Target, dict[str, str], bytes]:
         """What answers an invocation, and what it gets. Raises Refused."""
-        _require_signed(request)
+        body = await self._require_signed(request)
         shape = operation("sagemaker-runtime", name).input_shape
         assert shape
         members = header_members(shape)
@@ -159,7 +173,6 @@ class StandIn:
         }
         parameters["EndpointName"] = request.match_info["endpoint"]
         check(shape, {**parameters, "Body": b""})  # the body has a limit of its own
-        body = await self._body(request)
         target = self.control.target(
             parameters["EndpointName"],
             parameters.get("InferenceComponentName"),
@@ -172,6 +185,13 @@ class StandIn:
             if member in parameters
         }
         return target, headers | target.headers, body
+
+    async def _require_signed(self, request: web.Request) -> bytes:
+        """A request's body. Raises Refused for what is not signed with our key."""
+        body = await self._body(request)
+        url = f"http://{request.host}{request.raw_path}"
+        check_signature(self._key, request.method, url, request.headers, body, time.time())
+        return body
 
     async def _body(self, request: web.Request) -> bytes:
         limit = self._limits.payload_bytes
@@ -264,7 +284,7 @@ class StandIn:
     async def _openai(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's path: the body and the answer pass as they are."""
         try:
-            check_token(request.headers.get("Authorization", ""))
+            check_token(self._key, request.headers.get("Authorization", ""))
             target = self.control.target(
                 request.match_info["endpoint"], request.match_info.get("component"), None, None
             )
@@ -307,10 +327,26 @@ _NEW_SESSION = re.compile(
 """The pattern of NewSessionId in the service model."""
 
 
-def _require_signed(request: web.Request) -> None:
-    """Raise Refused for what no AWS client sends. The signature itself is not looked at."""
-    if not request.headers.get("Authorization", "").startswith("AWS4-HMAC-SHA256 "):
-        raise Refused("Missing Authentication Token", "MissingAuthenticationToken", 403)
+HOST = "127.0.0.1"
+_ORIGINS = Origins((), HOST)
+
+
+@web.middleware
+async def _from_here(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Refuse what web pages send, and those whose names lead to this machine."""
+    headers = {
+        name.lower().encode(): value.encode(errors="surrogateescape")
+        for name, value in request.headers.items()
+    }
+    try:
+        _ORIGINS.require(request.method, headers)
+    except Forbidden:
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin", "none")
+        told = f"only programs of this machine may call: host {host!r:.100}, origin {origin!r:.100}"
+        return _refusal(Refused(told, "AccessDeniedException", 403))
+    return await handler(request)
 
 
 def _text(body: bytes) -> str:
@@ -337,7 +373,7 @@ async def serve(options: Options, opened: "Future[str]", stop: asyncio.Event) ->
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", options.port)
+            site = web.TCPSite(runner, HOST, options.port)
             await site.start()
             opened.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
             await stop.wait()

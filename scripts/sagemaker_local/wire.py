@@ -8,17 +8,23 @@ are the service's to check, and here they are. Nothing in this file does I/O.
 import base64
 import binascii
 import functools
+import hmac
 import json
 import re
+import secrets
 import struct
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import botocore.session
+from botocore.auth import SigV4Auth, SigV4QueryAuth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 from botocore.model import (
     ListShape,
     MapShape,
@@ -32,6 +38,23 @@ from botocore.model import (
 ENVIRONMENT_BYTES = 32 * 1024  # of all keys and values together; each has its own maximum
 TOKEN_PREFIX = "sagemaker-api-key-"
 TOKEN_S = 12 * 3600
+SIGNED_S = 900
+"""By which the time of a signature may differ from ours, as at AWS."""
+
+_SIGNED = "AWS4-HMAC-SHA256 "
+_TIME = "%Y%m%dT%H%M%SZ"
+
+
+class Key(NamedTuple):
+    """What requests are signed with: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+
+    id: str
+    secret: str
+
+
+def new_key() -> Key:
+    """What nobody can guess."""
+    return Key(f"LOCAL{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
 
 
 class Refused(Exception):
@@ -181,16 +204,76 @@ def _message(headers: Mapping[str, str], kind: str, payload: bytes) -> bytes:
     return message + struct.pack(">I", zlib.crc32(message))
 
 
-def check_token(authorization: str, now: float | None = None) -> None:
-    """Raise Refused unless this is a bearer token as SageMaker's generator makes it, still valid.
+def check_signature(
+    key: Key, method: str, url: str, headers: Mapping[str, str], body: bytes, now: float
+) -> None:
+    """Raise Refused unless the request has a signature of this key's (AWS Signature Version 4).
 
-    The token is a presigned URL for CallWithBearerToken. Its signature is not looked at.
+    url: with the host that the request names. now: seconds since 1970.
+    """
+    authorization = headers.get("Authorization", "")
+    if not authorization.startswith(_SIGNED):
+        raise Refused("Missing Authentication Token", "MissingAuthenticationToken", 403)
+    fields = dict(
+        it.strip().partition("=")[::2] for it in authorization.removeprefix(_SIGNED).split(",")
+    )
+    names = fields.get("SignedHeaders", "").split(";")
+    timestamp = headers.get("X-Amz-Date", "")
+    said = headers.get("X-Amz-Content-SHA256", sha256(body).hexdigest())
+    request = AWSRequest(
+        method, url, data=body, headers={it: headers[it] for it in names if it in headers}
+    )
+    try:
+        began = datetime.strptime(timestamp, _TIME).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        began = 0
+    signed = _signature(SigV4Auth, key, request, fields.get("Credential", ""), timestamp)
+    whole = {"host", "x-amz-date"} <= {*names} and said == sha256(body).hexdigest()
+    if not whole or not _equal(signed, fields.get("Signature", "")):
+        raise Refused(
+            "The request signature we calculated does not match the signature you provided. The "
+            "stand-in prints the key to sign with when it starts",
+            "InvalidSignatureException",
+            403,
+        )
+    if abs(now - began) > SIGNED_S:
+        raise Refused(f"Signature expired: {timestamp}", "InvalidSignatureException", 403)
+
+
+def _signature(
+    kind: type[SigV4Auth], key: Key, request: AWSRequest, credential: str, timestamp: str
+) -> bytes:
+    """The signature of a request, b"-" where its credential is not this key's. kind: of signature.
+    credential: ID/date/region/service/aws4_request.
+    """
+    access_key, *scope = credential.split("/")
+    if access_key != key.id or len(scope) != 4 or scope[2:] != ["sagemaker", "aws4_request"]:
+        return b"-"
+    if scope[0] != timestamp[:8]:
+        return b"-"
+    request.context["timestamp"] = timestamp
+    request.context["payload_signing_enabled"] = True
+    signer = kind(Credentials(key.id, key.secret), "sagemaker", scope[1])
+    try:
+        text = signer.string_to_sign(request, signer.canonical_request(request))
+        return str(signer.signature(text, request)).encode()
+    except UnicodeError:  # a header that is no UTF-8
+        return b"-"
+
+
+def _equal(signed: bytes, said: str) -> bool:
+    return hmac.compare_digest(signed, said.encode(errors="surrogateescape"))
+
+
+def check_token(key: Key, authorization: str, now: float | None = None) -> None:
+    """Raise Refused unless this is a bearer token as SageMaker's generator makes it, still valid,
+    and signed with this key. The token is a presigned URL for CallWithBearerToken.
     """
     token = authorization.removeprefix("Bearer ")
     try:
         url = base64.b64decode(token.removeprefix(TOKEN_PREFIX), validate=True).decode()
         query = {name: values[0] for name, values in parse_qs(url.partition("?")[2]).items()}
-        began = datetime.strptime(query["X-Amz-Date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        began = datetime.strptime(query["X-Amz-Date"], _TIME).replace(tzinfo=UTC)
         lasts = int(query["X-Amz-Expires"])
         whole = query["Action"] == "CallWithBearerToken" and query["X-Amz-Signature"]
     except (binascii.Error, ValueError, KeyError):
@@ -203,3 +286,15 @@ def check_token(authorization: str, now: float | None = None) -> None:
         )
     if not 0 < lasts <= TOKEN_S or began.timestamp() + lasts < (now or time.time()):
         raise Refused("The bearer token has expired", "ExpiredTokenException", 403)
+    place, _, asked = url.removeprefix("https://").partition("?")
+    # What the generator has added once it was signed.
+    own = [it for it in asked.split("&") if not it.startswith(("X-Amz-Signature=", "Version="))]
+    request = AWSRequest("POST", f"https://{place}?{'&'.join(own)}")
+    credential, timestamp = query.get("X-Amz-Credential", ""), query["X-Amz-Date"]
+    signed = _signature(SigV4QueryAuth, key, request, credential, timestamp)
+    if not _equal(signed, query["X-Amz-Signature"]):
+        raise Refused(
+            "The bearer token is not signed with the key that the stand-in has printed",
+            "AccessDeniedException",
+            403,
+        )

@@ -4,7 +4,7 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,16 +14,18 @@ import msgspec
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access import keys
-from serving.access.caller import ANYBODY, Caller, Phase
-from serving.access.identity import Signer
+from serving.access.caller import OPERATOR, Caller, Phase
+from serving.access.identity import Signer, new_name
 from serving.access.issuer import Issuer
 from serving.access.keys import Key, Keys
 from serving.access.tokens import Refused
 from serving.errors import Unauthorized
 from serving.follow import FaultLog, changes, content, kept
-from serving.protocol import API_KEY, AUTHORIZATION, IDENTITY
+from serving.protocol import API_KEY, AUTHORIZATION, CHALLENGE, IDENTITY, INTRODUCTION
 
 log = logging.getLogger(__name__)
+
+Headers = list[tuple[bytes, bytes]]
 
 CREDENTIALS = frozenset((AUTHORIZATION, API_KEY, IDENTITY))
 """Headers that say who sends a request. They go no further than here."""
@@ -40,18 +42,25 @@ class Access:
     """
 
     def __init__(
-        self, settings: Settings, *, routes: bool = False, now: Callable[[], datetime] = _now
+        self,
+        settings: Settings,
+        *,
+        routes: bool = False,
+        name: str = "",
+        now: Callable[[], datetime] = _now,
     ) -> None:
-        """routes: whether requests go to other servers."""
+        """routes: whether requests go to other servers. name: by which routers sign for us; one of
+        our own where it is "".
+        """
         self._now = now
         self._file = Path(settings.api_keys_file) if settings.api_keys_file else None
         self._option = settings.named("api_keys_file")
-        self._signer = Signer(settings.router_secret) if settings.router_secret else None
+        self._signer = Signer(settings.router_secret, name) if settings.router_secret else None
         self._single: dict[str, Key] = {}
         if settings.api_key:
             self._single[keys.digest(settings.api_key.encode())] = Key(Caller(name="default"))
         if settings.admin_api_key:
-            admin = Caller(name="admin", tenant="admin", admin=True)
+            admin = Caller(name="admin", tenant=OPERATOR, admin=True)
             self._single[keys.digest(settings.admin_api_key.encode())] = Key(admin)
         self._routes = routes
         self._issuer = Issuer(settings) if settings.jwt_issuer else None
@@ -127,20 +136,43 @@ class Access:
     def _guards(self) -> bool:
         return self.closed or bool(self._single)
 
-    def identity(self, caller: Caller, phase: Phase = "") -> bytes | None:
-        """What tells a server who sends the request that is passed on to it, that its limits were
-        looked at, and which phase of it the server is to do; None where it reads the client's
+    def identity(self, caller: Caller, names: Sequence[str], phase: Phase = "") -> bytes | None:
+        """What tells the servers of these names who sends the request that is passed on to one of
+        them, that its limits were looked at, and which phase of it the server is to do. b"" where
+        no name is known: such a server hears nothing of it. None where it reads the client's
         credentials itself.
         """
         if not self._signer:
             return None
-        return self._signer.signed(msgspec.structs.replace(caller, counted=True, phase=phase))
+        if not all(names):
+            return b""
+        whole = msgspec.structs.replace(caller, counted=True, phase=phase)
+        return self._signer.signed(whole, names)
 
-    def own_headers(self) -> dict[str, str]:
-        """The headers by which a router may ask its servers what it wants to know."""
+    def own_headers(self, name: str, path: str) -> dict[str, str]:
+        """The headers by which a router may ask a server of this name for one path. "": its name is
+        not known.
+        """
         if self._signer:
-            return {IDENTITY.decode(): self._signer.signed(ANYBODY).decode()}
+            asks = Caller(paths=(path,))
+            return {IDENTITY.decode(): self._signer.signed(asks, (name,)).decode()} if name else {}
         return {AUTHORIZATION.decode(): self._own} if self._own else {}
+
+    def challenge(self) -> dict[str, str]:
+        """The headers by which a router asks a server to prove that it has the secret."""
+        return {CHALLENGE.decode(): new_name()} if self._signer else {}
+
+    def introduction(self, challenge: bytes) -> Headers:
+        """The headers by which a server does so."""
+        proof = self._signer.introduced(challenge) if self._signer and challenge else None
+        return [(INTRODUCTION, proof)] if proof else []
+
+    def name_of(self, challenge: Mapping[str, str], answer: Mapping[str, str]) -> str:
+        """The name that a server has proven by the headers of its answer to these. "" for none."""
+        proof = answer.get(INTRODUCTION.decode(), "")
+        if not self._signer or not proof:
+            return ""
+        return self._signer.name_of(proof, challenge[CHALLENGE.decode()])
 
     async def require(self) -> None:
         """Wait for the keys of the issuer. Raises SettingsError where they do not come and nobody

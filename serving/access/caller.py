@@ -40,6 +40,10 @@ class HandOver(msgspec.Struct, frozen=True):
     digest: str
 
 
+OPERATOR = "\0operator"
+"""The tenant of OPTION_ADMIN_API_KEY. No key's, token's or header's name has a NUL."""
+
+
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who sends a request.
 
@@ -48,7 +52,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: at the engine, the lowest first. sheddable: whether its requests are refused where the
     engine has no room for them. admin: whether it may administer. counted: whether a router has
     held it to its limits already. phase: what of its request a router has a server do. hand_over:
-    what it is given for that.
+    what it is given for that. paths: the only ones that it may ask for; None for all.
     """
 
     name: str = ""
@@ -62,15 +66,24 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     counted: bool = False
     phase: Phase = ""
     hand_over: HandOver | None = None
+    paths: tuple[str, ...] | None = None
 
     @property
     def limited(self) -> bool:
         """Whether it is to be held to limits here."""
         return not self.counted and self.limits != _UNLIMITED
 
+    @property
+    def shown_tenant(self) -> str:
+        """Its tenant as people call it, "" where it has none."""
+        return "" if self.tenant is None or self.tenant == OPERATOR else self.tenant
+
     def require_path(self, path: str) -> None:
-        """Raise NotPermitted for a path of the administration's."""
-        if not self.admin and administers(path):
+        """Raise NotPermitted for a path of the administration's, or another than it may ask for."""
+        if self.paths is not None:
+            if path not in self.paths:
+                raise NotPermitted(f"the router's own question is not for {path:.100}")
+        elif not self.admin and administers(path):
             raise NotPermitted(
                 f"{path:.100} needs an admin key: OPTION_ADMIN_API_KEY, or one with `admin: true` "
                 "in OPTION_API_KEYS_FILE"

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router says to a server of who sends a request: a JSON web token, signed with a secret
-that both have.
+"""What a router says to a server of who sends a request: a JSON web token (RFC 7519), signed with a
+secret that both have, for that one server.
+
+A server proves by its answer to /ping that it has the secret, and says its name: it signs the
+router's challenge. An address that does not prove this gets nothing that is signed. Somebody in the
+middle can pass a challenge on to a server, and gets what is signed for that server alone; TLS keeps
+them out.
 """
 
 import functools
+import re
+import secrets
 import time
+from collections.abc import Sequence
 
 import jwt
 import msgspec
@@ -12,30 +20,50 @@ import msgspec
 from serving.access.caller import Caller
 from serving.errors import Unauthorized
 
-VALID_S = 300
-LEEWAY_S = 60
-"""By which two machines' clocks may differ."""
-RENEWED_S = 60
+VALID_S = 30
+LEEWAY_S = 30
+"""By which two machines' clocks may differ. No token is taken VALID_S + LEEWAY_S after it was
+signed.
+"""
+RENEWED_S = 15
 """A token is used for so long by who has signed it."""
 
-_ALGORITHM, _AUDIENCE = "HS256", "slipway"
+_ALGORITHM = "HS256"
+_INTRODUCTION = "slipway-router"
+"""Whom a server tells its name."""
+_ANYBODY = "slipway"
+"""Whom routers before 0.2 signed for. Servers take it, so that they can be updated first."""
+_CHALLENGE = re.compile(rb"[0-9a-f]{32}")
+
+
+def new_name() -> str:
+    """What nobody else is called, as a server or a challenge."""
+    return secrets.token_hex(16)
+
+
+class _Introduction(msgspec.Struct):
+    sub: str
+    nonce: str
 
 
 class Signer:
-    """Signs who callers are, and reads what others have signed. secret: theirs and ours."""
+    """Signs who callers are, and reads what others have signed. secret: theirs and ours. name: by
+    which others sign for us.
+    """
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, name: str = "") -> None:
         self._secret = secret
+        self.name = name or new_name()
         self._signed = functools.lru_cache(4096)(self._sign)
         self._read = functools.lru_cache(4096)(self._decode)
 
-    def signed(self, caller: Caller) -> bytes:
-        """A token that says so for the next minutes."""
-        return self._signed(caller, int(time.time()) // RENEWED_S)
+    def signed(self, caller: Caller, names: Sequence[str]) -> bytes:
+        """A token that says so for the next seconds to the servers of these names."""
+        return self._signed(caller, tuple(names), int(time.time()) // RENEWED_S)
 
     def caller(self, token: bytes) -> Caller:
-        """Who is meant. Raises Unauthorized for what was not signed with the secret, and for what
-        is out of date.
+        """Who is meant. Raises Unauthorized for what was not signed with the secret, or for
+        another server, and for what is out of date.
         """
         caller, until = self._read(token)
         if until < time.time():
@@ -44,10 +72,36 @@ class Signer:
             )
         return caller
 
-    def _sign(self, caller: Caller, _: int) -> bytes:
+    def introduced(self, challenge: bytes) -> bytes | None:
+        """What proves to who sends this challenge that we have the secret, and says our name; None
+        for what is no challenge.
+        """
+        if not _CHALLENGE.fullmatch(challenge):
+            return None
+        claims = {"aud": _INTRODUCTION, "sub": self.name, "nonce": challenge.decode()}
+        return jwt.encode(claims, self._secret, _ALGORITHM).encode()
+
+    def name_of(self, introduction: str, challenge: str) -> str:
+        """The name of a server that has answered our challenge so; "" where that proves nothing."""
+        try:
+            claims = jwt.decode(
+                introduction,
+                self._secret,
+                [_ALGORITHM],
+                audience=_INTRODUCTION,
+                options={"require": ["aud", "sub"]},
+            )
+            found = msgspec.convert(claims, _Introduction)
+        except (jwt.PyJWTError, msgspec.ValidationError, ValueError):
+            return ""
+        return found.sub if found.nonce == challenge else ""
+
+    def _sign(self, caller: Caller, names: tuple[str, ...], _: int) -> bytes:
+        now = int(time.time())
         claims = {
-            "aud": _AUDIENCE,
-            "exp": int(time.time()) + VALID_S,
+            "aud": list(names),
+            "iat": now,
+            "exp": now + VALID_S,
             "caller": msgspec.to_builtins(caller),
         }
         return jwt.encode(claims, self._secret, _ALGORITHM).encode()
@@ -58,10 +112,17 @@ class Signer:
                 token,
                 self._secret,
                 [_ALGORITHM],
-                audience=_AUDIENCE,
+                audience=(self.name, _ANYBODY),
+                leeway=LEEWAY_S,
                 options={"require": ["exp", "aud"], "verify_exp": False},
             )
             return msgspec.convert(claims["caller"], Caller), float(claims["exp"]) + LEEWAY_S
+        except jwt.ImmatureSignatureError:
+            raise Unauthorized(
+                "the router's identity is not valid yet; are the clocks of router and server right?"
+            ) from None
+        except jwt.InvalidAudienceError:
+            raise Unauthorized("the router's identity is for another server") from None
         except (jwt.PyJWTError, msgspec.ValidationError, LookupError, ValueError, TypeError):
             raise Unauthorized(
                 "the router's identity is not valid; OPTION_ROUTER_SECRET has to be the same there "

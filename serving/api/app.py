@@ -121,7 +121,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
             ),
             *(route(path, management.model, "GET", "PUT", "DELETE") for path in protocol.MANAGED),
             route(protocol.SERVER_LOGGING, management.logging, "POST"),
-            *(plain(path, info.Ping(backend), None) for path in protocol.PROBES),
+            *(plain(path, info.Ping(backend, access), None) for path in protocol.PROBES),
             *(
                 plain(path, info.Metrics(backend), access, "GET")
                 for path in (protocol.METRICS, protocol.SERVER_METRICS)

@@ -14,25 +14,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lmi_config.options.declared import Settings
+from serving.access.access import Access
 from serving.api.backend import Backend
 from serving.engine.vllm_errors import from_engine
 from serving.errors import Conflict, NotFound
+from serving.http.bodies import header
 from serving.http.exposition import exposition
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
-from serving.protocol import MODELS
+from serving.protocol import CHALLENGE, MODELS
 from serving.ui import page as ui
 
 
 class Ping:
     """/ping: whether requests are answered."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, access: Access) -> None:
         self._backend = backend
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, answer = self._backend.health()
-        await JSONResponse(answer, status)(scope, receive, send)
+        response = JSONResponse(answer, status)
+        response.raw_headers += self._access.introduction(header(scope, CHALLENGE))
+        await response(scope, receive, send)
 
 
 class Status:

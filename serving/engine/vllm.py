@@ -7,6 +7,7 @@ import gc
 import io
 import random
 import signal
+import time
 import wave
 from argparse import Namespace
 from collections import Counter
@@ -376,7 +377,7 @@ def _tell_of_requests(processor: Any) -> None:
                 written.begin(self.request_states[request.request_id])
             if usage := USAGE.get():
                 state = self.request_states[request.request_id]
-                usage.sources.append(functools.partial(_tokens, state))
+                usage.sources.append(functools.partial(_tokens, state, time.monotonic()))
                 usage.paces.append(functools.partial(_pace, state))
                 if getattr(request.sampling_params, "structured_outputs", None):
                     usage.is_constrained = True
@@ -415,13 +416,24 @@ def _public(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-def _tokens(state: Any) -> Tokens:
+def _tokens(state: Any, began: float) -> Tokens:
+    """What is known of a request's tokens. began: when vLLM was given it, by the clock."""
     if state.is_prefilling:
-        return Tokens()
+        return Tokens(0 if state.request_index else _computed_about(state.prompt_len, began))
     generated = state.detokenizer.num_output_tokens() if state.detokenizer else 0
     if state.request_index:  # its prompt is the first one's
         return Tokens(generated=generated)
     return Tokens(state.prompt_len, state.num_cached_tokens, generated)
+
+
+def _computed_about(length: int, began: float) -> int:
+    """Tokens of a prompt that are computed before its first token is there. vLLM computes long ones
+    in chunks and tells of none, so this follows from the time, and from how fast prompts were.
+    """
+    before = prefilled()
+    if not before.seconds:
+        return 0
+    return min(length, int((time.monotonic() - began) * before.tokens / before.seconds))
 
 
 def _pace(state: Any) -> Pace | None:

@@ -274,16 +274,18 @@ class Pipeline:
 
     def _account(self, request: InferenceRequest, adapter: Adapter | None, usage: Usage) -> None:
         """Charge a call's tokens to whoever has sent it, whatever became of the answer. Those of a
-        prompt that is computed for another server are charged there.
+        prompt that is computed for another server are charged there, or by the router; but for what
+        was computed of one that nobody waited for.
         """
         client = request.client
-        if client.record.caller.phase == "prefill":
+        if client.record.caller.phase == "prefill" and client.record.status:
             return
         for pace in [source() for source in usage.paces]:
             if pace:
                 client.record.paced(*pace)
         tokens = usage.tokens
-        tenant = (self.tenant(client) or "").removeprefix("\0")
+        caller = client.record.caller
+        tenant = caller.shown_tenant if caller.tenant else self.tenant(client) or ""
         client.record.used(tenant, adapter.name if adapter else "", *tokens)
         self.limiter.charge(client.record.caller, tokens.prompt + tokens.generated)
 
@@ -414,6 +416,8 @@ class Pipeline:
             not request.parse and call.path == protocol.MESSAGES and not call_fields.model
         ):
             keys["model"] = self._model_name
+        else:
+            self._require_known(call_fields.model)
         if caller.phase == "prefill":
             keys |= _prompt_alone(call)
             if kv_tiers.transfers(settings):
@@ -428,6 +432,13 @@ class Pipeline:
         elif keys or body is not call.body:
             call = dataclasses.replace(call, body=with_keys(body, **keys))
         return call, sequences
+
+    def _require_known(self, model: str | None) -> None:
+        """Raise NotFound for a name that is none of the base model's. The engine may know others,
+        which no registry has checked, and which no key allows.
+        """
+        if model and model not in self._settings.model_names:
+            raise NotFound(f"The model `{model:.140}` does not exist.")
 
     async def _windows(self, form: Form) -> int:
         """How many sequences a form's sound is: the model hears so much of it at once. Raises
@@ -459,7 +470,7 @@ class Pipeline:
             if request.client.record.caller.sheddable:
                 self._require_room()
             within = request.cancellation.time_left(self._timeout(request))
-        tenant = request.client.record.caller.tenant
+        tenant = request.client.record.caller.shown_tenant
         lane = f"{tenant}\0{request.adapter or ''}" if tenant else request.adapter or ""
         with request.client.record.part("queue"):
             return await self._queue.turn(lane, sequences, within, request.background)

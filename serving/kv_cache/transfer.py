@@ -7,13 +7,58 @@ body is refused (see inference/limits.py).
 """
 
 import hashlib
+import logging
 import time
+from typing import Annotated
 
 import msgspec
 
 from serving.access.caller import HandOver
-from serving.engine.base import RECEIVED
+from serving.engine.base import COMPUTED_FOR, RECEIVED
 from serving.errors import BadRequest
+
+log = logging.getLogger(__name__)
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+class _Where(msgspec.Struct, omit_defaults=True):
+    """vLLM's (0.32) parameters for who fetches a prompt's KV: what its NixlConnector's
+    request_finished() returns (nixl/pull_scheduler.py). Others are left out. A value of another
+    type would end the engine that it is given to.
+    """
+
+    do_remote_prefill: bool = False
+    remote_block_ids: list[list[_Count]] = []
+    remote_engine_id: _Name | None = None
+    remote_request_id: _Name | None = None
+    remote_host: _Name | None = None
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    tp_size: _Size = 1
+    dcp_size: _Size = 1
+    pp_size: _Size = 1
+    remote_block_size: _Size | None = None
+    remote_num_tokens: _Count = 0
+    remote_blocks_expiry_time: float | None = None
+    transfer_mode: _Name | None = None
+    computed_for: _Name | None = msgspec.field(default=None, name=COMPUTED_FOR)
+
+
+_read = msgspec.json.Decoder(_Where).decode
+
+
+def where(said: bytes) -> bytes:
+    """What a server says of where it keeps a prompt's KV, as another may be given it; b"" where it
+    says nothing that leads there.
+    """
+    try:
+        found = _read(said)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return b""
+    leads = found.do_remote_prefill and any(found.remote_block_ids)
+    return msgspec.json.encode(found) if leads else b""
 
 
 def offered(sequences: int) -> dict[str, object]:
@@ -25,12 +70,16 @@ def offered(sequences: int) -> dict[str, object]:
     return {"do_remote_decode": True}
 
 
-def split(body: bytes, hand_over: HandOver) -> tuple[dict[str, object], bytes]:
-    """The parameters with which vLLM fetches a prompt's KV, and the client's body. Raises
-    BadRequest for others than the router has signed.
+def split(body: bytes, hand_over: HandOver) -> tuple[dict[str, object] | None, bytes]:
+    """The parameters with which vLLM fetches a prompt's KV, None where they lead nowhere, and the
+    client's body. Raises BadRequest for others than the router has signed.
     """
     front = body[: hand_over.size]
     if hashlib.sha256(front).hexdigest() != hand_over.digest:
         raise BadRequest("what the router has put in front of the body is not what it has signed")
-    params = msgspec.json.decode(front, type=dict[str, object])
-    return {**params, RECEIVED: time.monotonic()}, body[hand_over.size :]
+    rest = body[hand_over.size :]
+    if not (found := where(front)):
+        log.warning("a prompt is computed here: what leads to its KV cannot be read")
+        return None, rest
+    params = msgspec.json.decode(found, type=dict[str, object])
+    return {**params, RECEIVED: time.monotonic()}, rest

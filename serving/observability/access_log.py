@@ -192,7 +192,7 @@ class AccessRecord:
             status=status,
             ms=logs.milliseconds(seconds),
             key=self.caller.name,
-            tenant=self.caller.tenant or None,
+            tenant=self.caller.shown_tenant or None,
             phase=self.caller.phase,
             adapter=redacted(self.adapter) if self.adapter else None,
             error=type(self.error).__name__ if self.error else "",

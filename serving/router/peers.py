@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from serving.access.identity import new_name
 from serving.router.fleet.replicas import Replica
 from serving.router.policy.policies import Share
 from serving.router.policy.request import RoutingRequest
@@ -60,6 +61,8 @@ class Link(NamedTuple):
 
     inbox: socket.socket
     outboxes: list[socket.socket]
+    name: str
+    """Of the router that they all are, by which others sign for it."""
 
 
 def links(processes: int) -> list[Link]:
@@ -67,8 +70,9 @@ def links(processes: int) -> list[Link]:
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(processes)]
     for end in (end for pair in pairs for end in pair):
         end.setblocking(False)
+    name = new_name()
     return [
-        Link(inbox, [outbox for _, outbox in pairs[:number] + pairs[number + 1 :]])
+        Link(inbox, [outbox for _, outbox in pairs[:number] + pairs[number + 1 :]], name)
         for number, (inbox, _) in enumerate(pairs)
     ]
 
@@ -90,7 +94,7 @@ class Peers:
         self._learn = learn
         self._bind = bind
         self._inbox: socket.socket | None
-        self._inbox, self._outboxes = link or (None, [])
+        self._inbox, self._outboxes = link[:2] if link else (None, [])
         self._process = os.getpid()
         # what the others have under way, and when they said so
         self._loads: dict[int, tuple[float, dict[str, Share]]] = {}

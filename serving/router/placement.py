@@ -8,7 +8,7 @@ import hashlib
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from serving.observability.redaction import redacted
 from serving.observability.tracing import Span, Tracer
 from serving.protocol import REQUEST_ID
 from serving.router import metrics
+from serving.router.fleet.circuit_breaker import is_error
 from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.request import Headers, Request
@@ -78,14 +79,16 @@ class Routing:
     tls: ssl.SSLContext
     """Knows the authorities of encrypted replicas."""
     tally: Tally
+    placements: set["Placement"]
+    """Of requests that are with a replica."""
     access_log: bool
     """Whether each request leaves a line in the log."""
     tracer: Tracer | None
     read: Reader
     tokenise: Tokenise | None
     """Adds a request's tokens, where the strategy wants them."""
-    identity: Callable[[Caller, Phase], bytes | None]
-    """What tells a replica who sends a request, and which phase of it to do."""
+    identity: Callable[[Caller, Sequence[str], Phase], bytes | None]
+    """What tells replicas of these names who sends a request, and which phase of it to do."""
     prefill_tokens: int
     """Uncached tokens from which on prompts are computed apart; 0 for never."""
     continues: bool
@@ -101,12 +104,13 @@ class Routing:
 
 class Fetch(NamedTuple):
     """A prompt's KV that the replica which answers is to fetch. by: the one that has computed it.
-    front: what says where it is, which is put in front of the body. identity: signs for that.
+    front: what says where it is, which is put in front of the body. digest: its SHA-256, in hex
+    digits.
     """
 
     by: Replica
     front: bytes
-    identity: bytes
+    digest: str
 
     def is_for(self, replica: Replica | None) -> bool:
         return replica is not self.by and bool(replica and replica.transfer == self.by.transfer)
@@ -163,6 +167,11 @@ class Placement:
         self._prefilled: Fetch | None = None  # what the replica that is chosen next gets
         self.fetch: Fetch | None = None
         """What the replica that it is with gets."""
+        self._phase: Phase = ""  # of the request, that replicas are to do
+        self._uncharged = 0  # tokens of a prompt that one replica computed, until another answers
+        self._answers = False  # whether its replica answers with more than an error
+        self._trial = False  # whether it shows if an ejected replica works again
+        self._doubted: tuple[Replica, bool] | None = None  # has answered with an error; a trial?
         self.inference = inference
         self.features = _UNREAD
         self.once = False
@@ -170,6 +179,8 @@ class Placement:
         self.tried: list[Replica] = []
         self.replica: Replica | None = None
         """The one that it is with."""
+        self.waits_since: float | None = None
+        """When its replica last did something for it; None while it waits for its client."""
 
     def read(self, request: Request, body: bytes | bytearray) -> None:
         """Learn of the request what the strategy wants to know, but for its tokens."""
@@ -205,7 +216,7 @@ class Placement:
         if features.session and routing.affinity.replica(features.session):
             return None
         now = time.monotonic()
-        decoding = [it for it in self.candidates(now) if it.role == "decode"]
+        decoding = [it for it in self.candidates(now) if it.role == "decode" and it.called]
         if not decoding:
             return None
         answers = self._policy.choose(features, self.candidates(now), now)
@@ -231,26 +242,40 @@ class Placement:
         as its series has it. context: of its trace.
         """
         routing, replica = self._routing, self.replica
-        identity = routing.identity(request.caller, "prefill")
         assert replica
-        assert identity  # else nothing is computed apart
+        identity = routing.identity(request.caller, (replica.called,), "prefill")
+        assert identity is not None  # else nothing is computed apart
         within = min(PREFILL_S, routing.timeouts.first_byte)
         began = time.monotonic()
-        end, front = await prefill(replica, request, context, identity, routing.tls, within)
+        found = await prefill(replica, request, context, identity, routing.tls, within)
+        end, status, front, tokens = found
+        self._uncharged = tokens if status == 200 else 0
+        if end in ("connect", "lost"):
+            self.unreachable(time.monotonic())
+        elif status:
+            self.judge(status, time.monotonic())
         metrics.PREFILLS.labels(end).inc()
         if end == "handed_over":
             metrics.PREFILL.observe(time.monotonic() - began)
             self._prefilled_on = replica.name
             if front:
-                signed = HandOver(len(front), hashlib.sha256(front).hexdigest())
-                caller = msgspec.structs.replace(request.caller, hand_over=signed)
-                identity = routing.identity(caller, "decode")
-                assert identity
-                self._prefilled = Fetch(replica, front, identity)
+                self._prefilled = Fetch(replica, front, hashlib.sha256(front).hexdigest())
             else:
-                request.identity = routing.identity(request.caller, "decode")
+                self._phase = "decode"
         self.leave()
         return end
+
+    def identity(self, request: Request, *others: Replica) -> bytes | None:
+        """What tells its replica, or one of the others, who sends the request; b"" where that is
+        told nothing, None where it reads the client's credentials.
+        """
+        assert self.replica
+        caller, phase = request.caller, self._phase
+        if fetch := self.fetch:
+            signed = HandOver(len(fetch.front), fetch.digest)
+            caller, phase = msgspec.structs.replace(caller, hand_over=signed), "decode"
+        names = [it.called for it in (self.replica, *others)]
+        return self._routing.identity(caller, names, phase)
 
     def choose(self) -> Replica | None:
         """Have it go to the best replica that was not tried. None where there is none."""
@@ -307,6 +332,9 @@ class Placement:
         assert isinstance(replica, Replica)
         self.replica = replica
         self.tried.append(replica)
+        self._trial = replica.breaker.begin(now)
+        self.waits_since = now
+        routing.placements.add(self)
         self._work = replica.begin(features.tokens, choice.held, features.streamed, now)
         if self.inference:
             routing.policy.learn(features, replica.name, now)
@@ -349,8 +377,70 @@ class Placement:
         if session := self._routing.affinity.learn(headers, self.replica.name):
             self._routing.peers.announce_session(session, self.replica.name)
 
+    def moved(self, now: float) -> None:
+        """There was more of its answer at that time."""
+        self.waits_since = now
+        if self.replica:
+            self.replica.breaker.moved(now)
+
+    def first_byte(self, waited: float) -> None:
+        """Its answer's first byte is here, after so many seconds, so its prompt is computed."""
+        self._routing.pool.first_bytes.append(waited)
+        self.computed()
+        self.heard()
+
+    def heard(self) -> None:
+        """Its replica answers it, and charges its tokens."""
+        if self._answers:
+            self._uncharged = 0
+
+    def doubts(self, status: int) -> bool:
+        """Whether an error that its replica answers with may be the request's fault or the
+        replica's: the next replica's answer tells which.
+        """
+        assert self.replica
+        suspect = self._trial or self.replica.breaker.suspect
+        bound = self._reason[1]  # to a session, which no other has
+        return is_error(status) and suspect and not bound and not self._doubted
+
+    def doubt(self) -> None:
+        """Hold that error against the next replica's answer."""
+        assert self.replica
+        self._doubted, self._trial = (self.replica, self._trial), False
+
+    def judge(self, status: int, now: float) -> None:
+        """Its replica has begun an answer, which tells whether the replica works."""
+        assert self.replica
+        breaker, trial, self._trial = self.replica.breaker, self._trial, False
+        self._answers = status < 400
+        if self._doubted and is_error(status):
+            self._excuse(now)
+            breaker.excused(now, trial=trial)
+            return
+        if self._doubted and status < 500 and status != 429:
+            doubted, tried = self._doubted
+            self._doubted = None
+            doubted.breaker.answered(500, now, trial=tried)
+        breaker.answered(status, now, trial=trial)
+
+    def unreachable(self, now: float) -> None:
+        """Its replica took no connection, or broke it off before it had answered."""
+        assert self.replica
+        trial, self._trial = self._trial, False
+        self.replica.breaker.unreachable(now, trial=trial)
+
+    def _excuse(self, now: float) -> None:
+        if self._doubted:
+            doubted, trial = self._doubted
+            self._doubted = None
+            doubted.breaker.excused(now, trial=trial)
+
     def leave(self) -> None:
         """Its replica has no more to do with it."""
+        if self.replica and self._trial:
+            self._trial = False
+            self.replica.breaker.abandoned(time.monotonic())
+        self._routing.placements.discard(self)
         replica, self.replica = self.replica, None
         if replica and self._work:
             replica.end(self._work)
@@ -360,6 +450,8 @@ class Placement:
         """It has ended: count it, write its line, end its span, and leave its replica."""
         name = self.replica.name if self.replica else ""
         self.leave()
+        self._excuse(time.monotonic())
+        self._routing.limiter.charge(request.caller, self._uncharged)
         self._routing.tally.requests[name, outcome.status, outcome.end] += 1
         error, status = outcome.error, outcome.status or CLIENT_LEFT
         if error:
@@ -401,7 +493,7 @@ class Placement:
             prefilled_on=self._prefilled_on,
             first_byte_ms=None if first is None else logs.milliseconds(first - began),
             key=request.caller.name,
-            tenant=request.caller.tenant or None,
+            tenant=request.caller.shown_tenant or None,
             adapter=adapter if adapter in self._routing.pool.adapters else "",
             error=type(outcome.error).__name__ if outcome.error else "",
             trace_id=trace.trace_id if trace else "",

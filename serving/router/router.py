@@ -7,7 +7,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Mapping, Set
+from collections.abc import AsyncGenerator, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 from lmi_config.options.declared import Settings
@@ -91,7 +91,7 @@ class Router:
         self._origins = Origins(settings.cors_allowed_origin, settings.host)
         self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
         self._page = ui.FILES if settings.serves_ui else {}
-        self._access = Access(settings, routes=True)
+        self._access = Access(settings, routes=True, name=link.name if link else "")
         self._objectives = Objectives(settings)
         self._tenants = Tenants(settings.cache_salt_header)
         self._tls = ServerTls(settings)
@@ -110,7 +110,7 @@ class Router:
         # replicas
         self.pool = ReplicaPool(self._on_ready, self._on_gone)
         tls = _authorities(settings.router_ca_file)
-        asking = Asking(self._access.own_headers, tls)
+        asking = Asking(self._access, tls)
         self._health = HealthChecks(self.pool, asking)
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
@@ -128,6 +128,7 @@ class Router:
             timeouts=Timeouts(settings.router_first_byte_timeout, settings.router_idle_timeout),
             tls=tls,
             tally=Tally(),
+            placements=set(),
             access_log=settings.router_access_log,
             tracer=tracer(settings, "slipway-router"),
             read=RequestReader(
@@ -142,7 +143,8 @@ class Router:
             continues=settings.router_continue_streams,
         )
         self._broadcast = Broadcast(
-            self.pool, self._health, settings.router_first_byte_timeout, asking
+            *(self.pool, self._health, settings.router_first_byte_timeout, asking),
+            self._access.identity,
         )
         self._changes: set[asyncio.Task[None]] = set()
         self._picker = self._endpoint_picker()
@@ -256,9 +258,17 @@ class Router:
             self.routing.tally.flush()
             before, now = now, time.monotonic()
             for proxied in [*self.proxied]:
+                proxied.look()
                 proxied.check_timeouts(now)
+            self.pool.look(now, self._waiting())
             for client in [*self.clients]:
                 client.check_timeouts(now, now - before)
+
+    def _waiting(self) -> Iterator[tuple[Replica, float]]:
+        """For each request that waits for its replica, since when."""
+        for placement in self.routing.placements:
+            if placement.replica and placement.waits_since is not None:
+                yield placement.replica, placement.waits_since
 
     # replicas
 
@@ -342,7 +352,6 @@ class Router:
         caller = self._access.caller(request.headers)
         caller.require_path(request.path)
         caller = request.caller = self._objectives.applied(caller, request.named)
-        request.identity = self._access.identity(caller)
         request.tenant = self._tenants.tenant(caller, request.headers)
 
     def _on_ended(self, proxied: ProxiedRequest) -> None:
@@ -356,7 +365,9 @@ class Router:
         match request.path:
             case protocol.PING | protocol.HEALTH if reads:
                 code = 200 if self.pool.ready and not self.draining else 503
-                responder.respond(code, *status.ping(self.pool, self.draining))
+                proof = self._access.introduction(request.named.get(protocol.CHALLENGE, b""))
+                lines = [b"%b: %b" % header for header in proof]
+                responder.respond(code, *status.ping(self.pool, self.draining), *lines)
             case protocol.LIVE if reads:
                 responder.respond(200, b"text/plain", b"ok\n")
             case protocol.METRICS | protocol.SERVER_METRICS if reads:

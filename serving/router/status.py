@@ -2,7 +2,6 @@
 """What the router says of itself: /ping, /metrics and /replicas."""
 
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[
         "detail": replica.detail,
         "requests_under_way": replica.in_flight,
         "prompt_tokens_queued": replica.queued,
-        "kept_from_requests": replica.breaker.is_open(time.monotonic()),
+        "kept_from_requests": replica.breaker.ejected,
         "models": sorted(replica.models - replica.adapters),
         "adapters": len(replica.adapters),
         "adapter_slots": replica.adapter_slots,

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from lmi_config.options.declared import SCRIPTS, Settings
 from lmi_config.plan import kv_tiers, memory
 from lmi_config.plan.kv_tiers import DiskTier, NoTiers, Tiers
 from lmi_config.plan.plan import Plan
-from lmi_config.plan.vllm import arguments
+from lmi_config.plan.vllm import LORA_MODULES, LoraModule, arguments
 from serving import folders
 from serving.aio import in_thread
 from serving.engine import vllm
@@ -234,7 +234,9 @@ def _own_folders(settings: Settings, folder: Path) -> list[Path]:
 
 
 async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> AdapterRegistry | None:
-    """The registry, with what is in the folder of OPTION_ADAPTERS; None without adapters."""
+    """The registry, with what is in the folder of OPTION_ADAPTERS, and what OPTION_LORA_MODULES
+    names; None without adapters.
+    """
     settings = plan.settings
     if not settings.enable_lora:
         return None
@@ -249,6 +251,11 @@ async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> Adapte
                 await adapters.register(path.name, str(path), settings.lmi_preload, share=False)
             except ServingError as error:
                 raise EngineError(str(error)) from None
+    for module in plan.lora_modules:
+        try:
+            await adapters.register(module.name, module.src, settings.lmi_preload, share=False)
+        except ServingError as error:
+            raise EngineError(f"{settings.named(LORA_MODULES)}: {error}") from None
     await adapters.catch_up()
     return adapters
 
@@ -265,7 +272,7 @@ def _registry(
         )
     return AdapterRegistry(
         engine,
-        files=_adapter_files(settings, folder),
+        files=_adapter_files(settings, folder, plan.lora_modules),
         base=base,
         max_rank=plan.options["max_lora_rank"],
         batch_slots=plan.options["max_loras"],
@@ -296,14 +303,18 @@ def _shared_list(settings: Settings) -> SharedList | None:
     return shared
 
 
-def _adapter_files(settings: Settings, folder: Path) -> AdapterFiles:
+def _adapter_files(settings: Settings, folder: Path, modules: Iterable[LoraModule]) -> AdapterFiles:
     downloads = downloads_folder(settings.download_dir)
     with contextlib.suppress(OSError):  # which an adapter that needs it will report
         folders.make(downloads)
     return AdapterFiles(
         roots=tuple(
             root.resolve()
-            for root in (*map(Path, settings.adapter_roots), *_own_folders(settings, folder))
+            for root in (
+                *map(Path, settings.adapter_roots),
+                *_own_folders(settings, folder),
+                *(Path(module.src) for module in modules if "://" not in module.src),
+            )
         ),
         buckets=settings.adapter_buckets,
         store=downloads / f"adapters-{settings.port}",

@@ -42,10 +42,11 @@ def served(tiny_options, root, tmp_path_factory):
         "OPTION_ADAPTER_ROOTS": str(root),
         "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
         "OPTION_DTYPE": "float32",
+        "OPTION_LORA_MODULES": f"four={root / 'four'}",
     }
     with serving(folder / "log", **environ) as it:
         it.ready()
-        for name in ALL:
+        for name in ALL[:3]:
             register(it, name, root / name)
         yield it
 
@@ -141,6 +142,23 @@ def test_an_unknown_one_is_an_error_and_never_the_base(served):
     assert found.json()["error"] == "adapter 'nobody' is not registered"
     found = served.client.post("/v1/completions", json={**body, "model": "nobody"})
     assert found.status_code == 404
+
+
+def test_those_of_lora_modules_are_as_all_others(served, root, alone):
+    def models():
+        return {it["id"] for it in served.client.get("/v1/models").json()["data"]}
+
+    def asked():
+        body = {"model": "four", "prompt": QUESTION, "max_tokens": 12, "temperature": 0}
+        return served.client.post("/v1/completions", json=body)
+
+    assert {*ALL} <= models()
+    assert asked().json()["choices"][0]["text"] == alone["four"]
+    assert served.client.delete("/adapters/four").status_code == 200
+    assert "four" not in models()
+    assert asked().status_code == 404
+    register(served, "four", root / "four")
+    assert asked().json()["choices"][0]["text"] == alone["four"]
 
 
 def test_another_version_forgets_the_one_before(served, root, alone):

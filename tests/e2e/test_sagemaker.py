@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,7 @@ from scripts.harness.process import AS_ENTRYPOINT_SH
 from scripts.harness.wait import until
 from scripts.models import formatter, tiny_lora
 from scripts.sagemaker_local.server import running
+from scripts.sagemaker_local.wire import Key
 from tests import agents
 from tests.e2e.conftest import ROOT, START_S, serving, warm_python
 from tests.e2e.test_tools import TASK, TEMPLATE, strict
@@ -31,14 +33,17 @@ def s3(tmp_path):
 def test_the_example_in_the_documentation(tiny_options, s3, monkeypatch):
     monkeypatch.setenv("SLIPWAY_PYTHON", warm_python().executable(["-P", "-m", "serving"]))
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
-    with running(s3=s3, **limits) as url:
+    named = {"AWS_ACCESS_KEY_ID": KEY.id, "AWS_SECRET_ACCESS_KEY": KEY.secret}
+    program = ROOT / "entrypoint.sh"
+    with running(s3=s3, key=KEY, programs=[program], **limits) as url:
         ended = subprocess.run(
             [
                 *(sys.executable, ROOT / "examples" / "sagemaker" / "endpoint.py"),
-                *(url, f"process:{ROOT / 'entrypoint.sh'}"),
+                *(url, f"process:{program}"),
                 *(f"s3://bucket/{name}.tar.gz" for name in ("one", "two", "three")),
                 *(f"{name}={value}" for name, value in tiny_options.items()),
             ],
+            env={**os.environ, **named},
             capture_output=True,
             text=True,
             timeout=START_S + 120,
@@ -96,7 +101,8 @@ def test_an_adapter_component_brings_its_formatter(tiny_options, image, tmp_path
                 archive.add(file, file.name)
     environ = {**AS_ENTRYPOINT_SH, **tiny_options, "OPTION_ENABLE_LORA": "true"}
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
-    with running(s3=tmp_path / "s3", **limits) as url:
+    named = {"key": KEY, "programs": [image.removeprefix("process:")]}
+    with running(s3=tmp_path / "s3", **named, **limits) as url:
         control, runtime = clients(url)
         control.create_model(
             ModelName="base",
@@ -155,13 +161,14 @@ def status(control, name):
     return found["InferenceComponentStatus"]
 
 
+KEY = Key("id", "secret")
 ROLE = "arn:aws:iam::123456789012:role/serving"
 
 
 def clients(url):
     """Of the stand-in's control plane, and of its runtime."""
     options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
-    options |= {"aws_access_key_id": "id", "aws_secret_access_key": "secret"}
+    options |= {"aws_access_key_id": KEY.id, "aws_secret_access_key": KEY.secret}
     return boto3.client("sagemaker", **options), boto3.client("sagemaker-runtime", **options)
 
 
@@ -177,7 +184,7 @@ def runtime(tiny_options, image):
     """A client of an endpoint `chat` with two copies of the tiny model."""
     environ = {**AS_ENTRYPOINT_SH, **tiny_options, "OPTION_CHAT_TEMPLATE": TEMPLATE}
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
-    with running(**limits) as url:
+    with running(key=KEY, programs=[image.removeprefix("process:")], **limits) as url:
         control, runtime = clients(url)
         control.create_model(
             ModelName="chat",

@@ -469,18 +469,20 @@ def stand_in(tmp_path_factory):
         member = tarfile.TarInfo("adapter_config.json")
         member.size = len(b"french")
         archive.addfile(member, io.BytesIO(b"french"))
-    with server.running(s3=store, ping_every_s=0.2) as url:
-        yield url
-
-
-@pytest.fixture
-def image(stand_in, monkeypatch, tmp_path):
-    """The container's image; when the test is over, nothing may be left of its endpoint."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", stand_in)
-    program = tmp_path / "container"
+    program = tmp_path_factory.mktemp("image") / "container"
     script = Path(__file__).with_name("sagemaker_container.py")
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
     program.chmod(0o755)
+    key = wire.Key("id", "secret")
+    with server.running(s3=store, ping_every_s=0.2, key=key, programs=[program]) as url:
+        yield url, program
+
+
+@pytest.fixture
+def image(stand_in, monkeypatch):
+    """The container's image; when the test is over, nothing may be left of its endpoint."""
+    url, program = stand_in
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     yield f"process:{program}"
     deploy.main(["delete", "demo"])
     client = boto3.client("sagemaker")

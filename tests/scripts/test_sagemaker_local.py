@@ -3,6 +3,7 @@
 
 import base64
 import contextlib
+import functools
 import http.client
 import io
 import json
@@ -20,13 +21,14 @@ from typing import Any
 import boto3
 import psutil
 import pytest
-from botocore.auth import SigV4QueryAuth
+from botocore.auth import SigV4Auth, SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import ClientError, EventStreamError
 
-from scripts.sagemaker_local.server import running
+from scripts.sagemaker_local import server
+from scripts.sagemaker_local.wire import Key
 from tests import documented
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,15 +39,19 @@ QUICK = {"ping_every_s": 0.1, "accept_s": 5, "ping_s": 5}
 """Limits that a busy machine keeps."""
 
 
+KEY = Key("id", "secret")
+running = functools.partial(server.running, key=KEY)
+
+
 class Clients:
     """boto3's two clients, and what a user of them writes around them."""
 
-    def __init__(self, url: str, image: str) -> None:
+    def __init__(self, url: str, image: str, key: Key = KEY) -> None:
         options: dict[str, Any] = {
             "endpoint_url": url,
             "region_name": "us-east-1",
-            "aws_access_key_id": "id",
-            "aws_secret_access_key": "secret",
+            "aws_access_key_id": key.id,
+            "aws_secret_access_key": key.secret,
             "config": Config(retries={"total_max_attempts": 1}, parameter_validation=False),
         }
         self.url = url
@@ -147,6 +153,10 @@ def image(tmp_path_factory):
     return f"process:{program}"
 
 
+def program(image):
+    return image.removeprefix("process:")
+
+
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory):
     """A folder that stands for S3, with a model and two adapters."""
@@ -167,7 +177,7 @@ def s3(tmp_path_factory):
 def clients(image, s3):
     """A stand-in with an endpoint `one`, which has a base component `base`."""
     limits = {**QUICK, "answer_s": 2, "stream_s": 2, "stop_s": 5, "payload_bytes": 100_000}
-    with running(s3=s3, **limits) as url:
+    with running(s3=s3, programs=[program(image)], **limits) as url:
         clients = Clients(url, image)
         clients.model("model", "s3://bucket/one.tar.gz", TEST_WORD="a b", TEST_DIR="/opt/ml/model")
         clients.endpoint("one")
@@ -179,7 +189,7 @@ def clients(image, s3):
 def another(image, s3):
     """Another stand-in for tests that change what runs."""
     limits = {**QUICK, "startup_s": 20, "stop_s": 0.5}
-    with running(s3=s3, **limits) as url:
+    with running(s3=s3, programs=[program(image)], **limits) as url:
         yield Clients(url, image)
 
 
@@ -322,7 +332,7 @@ def test_a_client_that_leaves_ends_its_request(another):
 
 
 def test_streams_fail_on_demand(clients, image, s3):
-    with running(s3=s3, **QUICK, broken_streams=1) as url:
+    with running(s3=s3, **QUICK, broken_streams=1, programs=[program(image)]) as url:
         other = Clients(url, image)
         other.model("model")
         other.endpoint("one", "model")
@@ -486,11 +496,11 @@ def test_what_no_aws_client_sends_is_refused(clients):
         caught.value.close()
 
 
-def token(seconds=3600, began=None, prefix="sagemaker-api-key-"):
+def token(seconds=3600, began=None, prefix="sagemaker-api-key-", secret="secret"):
     """A bearer token as sagemaker.core.token_generator makes it."""
     params = {"Action": "CallWithBearerToken"}
     request = AWSRequest("POST", "https://sagemaker.amazonaws.com/", params=params)
-    signer = SigV4QueryAuth(Credentials("id", "secret"), "sagemaker", "us-east-1", expires=seconds)
+    signer = SigV4QueryAuth(Credentials("id", secret), "sagemaker", "us-east-1", expires=seconds)
     signer.add_auth(request)
     url = str(request.url).removeprefix("https://") + "&Version=1"
     if began:
@@ -533,6 +543,7 @@ def test_openais_path_takes_bearer_tokens(clients):
         ("Bearer sk-123", b"not one of SageMaker's"),
         (f"Bearer {token(prefix='bedrock-api-key-')}", b"not one of SageMaker's"),
         (token(), b"not one of SageMaker's"),
+        (f"Bearer {token(secret='another')}", b"not signed with the key"),
         ("Bearer sagemaker-api-key-%%", b"not one of SageMaker's"),
         (f"Bearer {token(began='20260101T000000Z')}", b"expired"),
         (f"Bearer {token(seconds=13 * 3600)}", b"expired"),
@@ -647,7 +658,7 @@ def test_a_container_that_does_not_get_healthy_is_told(tmp_path, environ, words)
     program = tmp_path / "sick"
     program.write_text(SICK.format(python=sys.executable))
     program.chmod(0o755)
-    with running(accept_s=5, ping_s=0.3, startup_s=3) as url:
+    with running(accept_s=5, ping_s=0.3, startup_s=3, programs=[program]) as url:
         clients = Clients(url, f"process:{program}")
         clients.model("model", **environ)
         found = clients.endpoint("one", "model")
@@ -674,7 +685,7 @@ def test_a_container_that_exits_is_told_with_its_last_words(another):
 
 def test_our_own_server_tells_why_it_does_not_start(monkeypatch):
     monkeypatch.setenv("SLIPWAY_PYTHON", sys.executable)
-    with running() as url:
+    with running(programs=[ROOT / "entrypoint.sh"]) as url:
         clients = Clients(url, f"process:{ROOT / 'entrypoint.sh'}")
         clients.model("model", OPTION_MAX_MODLE_LEN="5")
         reason = clients.endpoint("one", "model")["FailureReason"]
@@ -716,7 +727,7 @@ def test_a_new_copy_gets_its_adapters_anew(another):
 
 
 def test_adapters_that_cannot_be_registered_are_told(image, s3):
-    with running(s3=s3, **QUICK, duplicate_posts=True) as at:
+    with running(s3=s3, **QUICK, duplicate_posts=True, programs=[program(image)]) as at:
         clients = Clients(at, image)
         clients.model("model", FAULTS="adapter-again")
         clients.endpoint("one")
@@ -756,10 +767,9 @@ if sys.argv[1] == "run":
 
 
 def test_an_image_is_run_with_docker(another, image, tmp_path, monkeypatch):
-    program = image.removeprefix("process:")
     docker = tmp_path / "docker"
     log = tmp_path / "log"
-    docker.write_text(DOCKER.format(python=sys.executable, log=str(log), program=program))
+    docker.write_text(DOCKER.format(python=sys.executable, log=str(log), program=program(image)))
     docker.chmod(0o755)
     monkeypatch.setattr("scripts.sagemaker_local.container.DOCKER", [str(docker)])
     source = {"S3Uri": "s3://bucket/prefix/", "S3DataType": "S3Prefix", "CompressionType": "None"}
@@ -798,6 +808,7 @@ def test_an_image_is_run_with_docker(another, image, tmp_path, monkeypatch):
 
 def test_the_command_line(image, s3, tmp_path):
     command = [sys.executable, "-m", "scripts.sagemaker_local", "local", "--port=0", f"--s3={s3}"]
+    command.append(f"--program={program(image)}")
     process = subprocess.Popen(
         [*command, f"--work={tmp_path}", "--ping-s=5", "--accept-s=5"],
         cwd=ROOT,
@@ -808,7 +819,14 @@ def test_the_command_line(image, s3, tmp_path):
     )
     assert process.stdout
     with process.stdout as output:
-        clients = Clients(output.readline().split()[3].rstrip(";"), image)
+        url = output.readline().split()[3].rstrip(";")
+        exported = [output.readline().split("=", 1) for _ in range(2)]
+        assert [name for name, _ in exported] == [
+            "export AWS_ACCESS_KEY_ID",
+            "export AWS_SECRET_ACCESS_KEY",
+        ]
+        assert refusal(Clients(url, image).model, "model")["Error"]["Code"] == BAD_SIGNATURE
+        clients = Clients(url, image, Key(*(value.strip() for _, value in exported)))
         clients.model("model")
         clients.endpoint("one", "model")
         assert clients.invoke("one")["environ"] == {}
@@ -818,3 +836,123 @@ def test_the_command_line(image, s3, tmp_path):
     assert not container.is_running()
     assert [it.name.startswith("one-all-") for it in (tmp_path / "logs").iterdir()] == [True]
     assert [*(tmp_path / "copies").iterdir()] == []
+
+
+BAD_SIGNATURE = "InvalidSignatureException"
+
+
+def signed(clients, body=b'{"NameContains": "a"}', **context):
+    """The headers of a signed request of the control plane's."""
+    headers = {
+        "Host": clients.url.removeprefix("http://"),
+        "Content-Type": "application/x-amz-json-1.1",
+        "X-Amz-Target": "SageMaker.ListModels",
+    }
+    request = AWSRequest("POST", f"{clients.url}/", data=body, headers=headers)
+    SigV4Auth(Credentials(*context.get("key", KEY)), "sagemaker", "us-east-1").add_auth(request)
+    return dict(request.headers.items())
+
+
+def post(clients, headers, body=b'{"NameContains": "a"}', target="/"):
+    """An answer's status and content."""
+    connection = http.client.HTTPConnection(clients.url.removeprefix("http://"), timeout=10)
+    with contextlib.closing(connection):
+        connection.request("POST", target, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def test_what_is_signed_with_the_key_is_answered(clients):
+    assert post(clients, signed(clients))[0] == 200
+    body = {"prompt": "ü"}
+    assert clients.invoke("one", body, InferenceComponentName="base", CustomAttributes="a  b=c d")
+
+
+OLD = "20260101T000000Z"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda it: it.pop("Authorization"), b"Missing Authentication Token"),
+        (lambda it: it.update(Authorization="AWS4-HMAC-SHA256 anything"), b"does not match"),
+        (lambda it: it.update(Authorization="Bearer id"), b"Missing Authentication Token"),
+        (lambda it: it.update({"X-Amz-Target": "SageMaker.ListEndpoints"}), b"does not match"),
+        (lambda it: it.update({"X-Amz-Date": OLD}), b"does not match"),
+        (lambda it: it.pop("X-Amz-Date"), b"does not match"),
+        (lambda it: it.update({"X-Amz-Content-SHA256": "UNSIGNED-PAYLOAD"}), b"does not match"),
+        (
+            lambda it: it.update(Authorization=it["Authorization"].replace("host;", "")),
+            b"does not match",
+        ),
+        (
+            lambda it: it.update(Authorization=it["Authorization"].replace("=id/", "=root/")),
+            b"does not match",
+        ),
+        (
+            lambda it: it.update(Authorization=it["Authorization"].replace("sagemaker/", "s3/")),
+            b"does not match",
+        ),
+        (lambda it: it.update(Authorization=it["Authorization"][:-64]), b"does not match"),
+        (lambda it: it.update(Authorization=it["Authorization"] + "ü"), b"does not match"),
+    ],
+)
+def test_what_is_not_signed_with_the_key_is_refused(clients, change, words):
+    headers = signed(clients)
+    change(headers)
+    status, answer = post(clients, {k: v.encode() for k, v in headers.items()})
+    assert (status, words in answer) == (403, True), answer
+    assert post(clients, headers, target="/endpoints/one/invocations")[0] == 403
+
+
+def test_another_body_or_key_or_time_is_refused(clients, monkeypatch):
+    assert post(clients, signed(clients), b'{"NameContains": "b"}')[0] == 403
+    assert post(clients, signed(clients, key=Key("id", "guessed")))[0] == 403
+    assert post(clients, signed(clients), target="/?a=b")[0] == 403
+    headers = signed(clients)
+    later = time.time() + 16 * 60
+    monkeypatch.setattr("scripts.sagemaker_local.server.time.time", lambda: later)
+    status, answer = post(clients, headers)
+    assert (status, b"Signature expired" in answer) == (403, True)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example:9000"},
+        {"Host": "evil.example", "Origin": "http://evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_web_pages_reach_nothing(clients, headers):
+    for target in ("/", "/endpoints/one/invocations", "/endpoints/one/openai/v1/chat/completions"):
+        status, answer = post(clients, signed(clients) | headers, target=target)
+        assert status == 403
+        assert b"only programs of this machine may call" in answer
+    if "Host" in headers:
+        request = urllib.request.Request(clients.url, headers=headers)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request)
+
+
+def test_only_programs_that_were_named_are_run(clients, image):
+    for name in ("/bin/bash", "bash", "./serve", f"{program(image)}/../../bash", "", "/"):
+        container = {"Image": f"process:{name}", "Environment": {"BASH_ENV": "$(id)"}}
+        found = refusal(
+            clients.control.create_model,
+            ModelName="never",
+            PrimaryContainer=container,
+            ExecutionRoleArn=ROLE,
+        )
+        assert "--program" in found["Error"]["Message"]
+        found = refusal(
+            clients.control.create_inference_component,
+            InferenceComponentName="never",
+            EndpointName="one",
+            VariantName="all",
+            Specification={"Container": container, "ComputeResourceRequirements": COMPUTE},
+            RuntimeConfig={"CopyCount": 1},
+        )
+        assert "--program" in found["Error"]["Message"]

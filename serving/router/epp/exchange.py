@@ -24,6 +24,7 @@ from serving.router.epp import messages
 from serving.router.epp.messages import FULL_DUPLEX, Headers
 from serving.router.epp.streams import Stream
 from serving.router.epp.usage import UsageReader
+from serving.router.fleet.replicas import Replica
 from serving.router.http.buffers import Buffers
 from serving.router.http.ports import WholeResponder
 from serving.router.http.request import NO_HEADERS, Request, Rules
@@ -250,17 +251,22 @@ class Exchange:
         assert request
         request.take_turn()
         try:
-            endpoints = await self._endpoints(request)
+            replicas = await self._replicas(request)
         except ServingError as error:
             return self._refuse(error)
-        if not isinstance(endpoints, list):
+        if not isinstance(replicas, list):
             self._failed = True
-            return iter((endpoints,))
+            return iter((replicas,))
+        assert self._placement
+        identity = self._placement.identity(request, *replicas[1:])
         lines = [(REQUEST_ID, request.id)]
         removed = {IDENTITY}  # nobody but us says who a client is
-        if request.identity:
-            lines.append((IDENTITY, request.identity))
-            removed = {*CREDENTIALS} - {IDENTITY}
+        if identity is not None:
+            removed = {*CREDENTIALS}
+        if identity:
+            lines.append((IDENTITY, identity))
+            removed.discard(IDENTITY)
+        endpoints = [replica.endpoint for replica in replicas]
         found = [messages.routed(endpoints, lines, sorted(removed))]
         body = bytes(request.body)
         if body or not request.complete:
@@ -268,8 +274,8 @@ class Exchange:
         request.release()
         return iter(found)
 
-    async def _endpoints(self, request: Request) -> list[str] | pb.ProcessingResponse:
-        """Where the request goes: the endpoints in their order, or the answer instead.
+    async def _replicas(self, request: Request) -> list[Replica] | pb.ProcessingResponse:
+        """Where the request goes: the replicas in their order, or the answer instead.
 
         Raises ServingError.
         """
@@ -309,7 +315,7 @@ class Exchange:
                 failed = None if end == "handed_over" else end
                 call.note(slipway__replica=replica, error__type=failed)
 
-    async def _chosen(self, placement: Placement) -> list[str]:
+    async def _chosen(self, placement: Placement) -> list[Replica]:
         routing = self._routing
         if not placement.choose():
             await routing.look()
@@ -318,7 +324,9 @@ class Exchange:
         assert placement.replica
         # A replica that fails may have done it already, and so would the next one.
         others = [] if placement.once else placement.alternatives()
-        return [it.endpoint for it in (placement.replica, *others)]
+        # What is signed for one goes to all: none may be a server that has not proven its name.
+        known = bool(placement.replica.called)
+        return [placement.replica, *(it for it in others if bool(it.called) == known)]
 
     def _refuse(self, error: ServingError) -> Responses:
         assert self._request
@@ -343,7 +351,9 @@ class Exchange:
         if placement and placement.replica and request:
             self._status = int(status)
             self._follow(placement, messages.served(message))
-            placement.replica.breaker.answered(self._status, time.monotonic())
+            placement.judge(self._status, time.monotonic())
+            placement.heard()
+            placement.waits_since = None  # the gateway may keep the body to itself
             placement.answered(headers)
             lines.append((REQUEST_ID, request.id))
             lines += self._taken.headers if self._taken else []
@@ -367,6 +377,8 @@ class Exchange:
             if self._computing:
                 self._first_byte()
             self._usage.feed(message.body)
+            if self._placement:
+                self._placement.moved(time.monotonic())
         if message.end_of_stream:
             self._end_answer()
         return iter((messages.answer_body(message, full_duplex=self._answer_full_duplex),))
@@ -376,8 +388,9 @@ class Exchange:
         self._computing = False
         self._first_byte_at = time.monotonic()
         if self._placement:
-            metrics.FIRST_BYTE.observe(self._first_byte_at - self._began)
-            self._placement.computed()
+            waited = self._first_byte_at - self._began
+            metrics.FIRST_BYTE.observe(waited)
+            self._placement.first_byte(waited)
 
     def _end_answer(self) -> None:
         self._finished = True

@@ -2,14 +2,15 @@
 """Changes of adapters, which all replicas are to have."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import aiohttp
 
+from serving.access.caller import Caller
 from serving.errors import NotReady, ReplicaFailed
 from serving.protocol import ADAPTER_ALIAS, API_KEY, AUTHORIZATION, IDENTITY, REQUEST_ID
-from serving.router.fleet.health import Asking, HealthChecks, has_ended
+from serving.router.fleet.health import Asking, HealthChecks, has_ended, read
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.request import Request
 
@@ -31,9 +32,17 @@ class Broadcast:
     """Sends a request to all replicas that are ready."""
 
     def __init__(
-        self, pool: ReplicaPool, health: HealthChecks, timeout_s: float, asking: Asking
+        self,
+        pool: ReplicaPool,
+        health: HealthChecks,
+        timeout_s: float,
+        asking: Asking,
+        identity: Callable[[Caller, Sequence[str]], bytes | None],
     ) -> None:
-        """timeout_s: for the whole answer of one replica."""
+        """timeout_s: for the whole answer of one replica. identity: tells the replicas of these
+        names who asks for the change.
+        """
+        self._identity = identity
         self._pool = pool
         self._asking = asking
         self._health = health
@@ -78,23 +87,24 @@ class Broadcast:
     async def _answer(
         self, replica: Replica, request: Request, client: aiohttp.ClientSession
     ) -> Answer:
+        headers = _passed_on(request, self._identity(request.caller, (replica.called,)))
         async with client.request(
             request.method.decode(),
             replica.name + request.target.decode("latin-1"),
             data=bytes(request.body),
-            headers={name.decode(): value.decode("latin-1") for name, value in _passed_on(request)},
+            headers={name.decode(): value.decode("latin-1") for name, value in headers},
             allow_redirects=False,
             timeout=self._timeout,
         ) as answer:
             content_type = answer.headers.get("content-type", "application/json")
             retry_after = answer.headers.get("retry-after")
             lines = (f"retry-after: {retry_after}".encode(),) if retry_after else ()
-            return Answer(answer.status, content_type.encode(), await answer.read(), lines)
+            return Answer(answer.status, content_type.encode(), await read(answer), lines)
 
 
-def _passed_on(request: Request) -> Iterator[tuple[bytes, bytes]]:
-    """The headers that replicas get, with what tells them who sends the request."""
-    passed_on = _PASSED_ON if request.identity else _PASSED_ON + _CREDENTIALS
+def _passed_on(request: Request, identity: bytes | None) -> Iterator[tuple[bytes, bytes]]:
+    """The headers that a replica gets, with what tells it who sends the request."""
+    passed_on = _PASSED_ON + _CREDENTIALS if identity is None else _PASSED_ON
     yield from (header for header in request.headers if header[0] in passed_on)
-    if request.identity:
-        yield IDENTITY, request.identity
+    if identity:
+        yield IDENTITY, identity

@@ -1,56 +1,237 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps requests from a replica that does not do its work."""
+"""Outlier ejection: what keeps requests from a replica that does not do its work while others do.
+
+The figures are Envoy's (config.cluster.v3.OutlierDetection: consecutive_5xx,
+base_ejection_time, max_ejection_time), but for max_ejection_percent: a fleet of models is small.
+
+Nothing here does I/O or looks at a clock.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+IN_A_ROW = 5
+"""Server errors one after the other, after which a replica is ejected."""
+UNREACHABLE = 3
+"""Failures to reach it in a row, after which it is."""
+WINDOW_S = 10.0
+ANSWERS = 20
+"""Answers in a window, before their share of errors says anything."""
+ERRORS = 0.5
+"""The share of errors beyond which it is ejected."""
+SUSPECT = 2
+"""Errors in a row, after which the next one is held against the answer of another replica."""
+COMPARED = 20
+TIMES = 4
+"""The share of errors of so many of its latest answers has to be so many times the others', or what
+a client asks for may be the reason.
+"""
+FIRST_S, LONGEST_S = 30.0, 300.0
+"""A replica is ejected for so long at first, and at most: twice as long each time, unless it has
+served since for as long as it was ejected.
+"""
+STALLED = 4
+"""Requests under way, of which none moves, before a replica is ejected for that."""
+STALLED_S = 30.0
+SLOWER = 10
+"""For how long none has moved: so many seconds, or so many times the 90th percentile of the
+fleet's times to the first byte, if that is longer.
+"""
+
+
+def is_error(status: int) -> bool:
+    """Whether an answer is a fault of the replica's. A slow one is not (504), nor is that it is
+    busy (503): such requests go elsewhere one by one.
+    """
+    return status >= 500 and status not in (503, 504)
+
+
+def longest_still(first_bytes: Iterable[float]) -> float:
+    """Seconds for which requests may stand still. first_bytes: seconds that the fleet's latest
+    answers took to begin.
+    """
+    waits = sorted(first_bytes)
+    return max(STALLED_S, SLOWER * waits[len(waits) * 9 // 10]) if waits else STALLED_S
+
+
+Peers = Callable[[], Sequence["CircuitBreaker"]]
+
+
+def _alone() -> Sequence["CircuitBreaker"]:
+    return ()
+
+
+def _untold(reason: str) -> None:
+    pass
 
 
 class CircuitBreaker:
-    """What keeps requests from a replica that cannot be reached, or answers mostly with errors.
+    """What is known of one replica's answers, and whether it is ejected.
 
-    Slow answers (504 too) are no reason. A replica that says it is busy (503, 429) is none either:
-    such requests go elsewhere one by one.
+    At most half of a fleet is ejected at a time, and never the last. What fails on all replicas
+    alike ejects none: it may be about the requests, which a client chooses. An ejected replica gets
+    one request at a time as a trial, the first after its time; the trial's answer readmits it, or
+    ejects it for longer.
     """
 
-    UNREACHABLE = 3
-    """Failures to reach it in a row, after which it opens."""
-    WINDOW_S = 10.0
-    ANSWERS = 20
-    """Answers in a window, before their share of errors says anything."""
-    ERRORS = 0.5
-    """The share of errors beyond which it opens."""
-    FIRST_S, LONGEST_S = 1.0, 30.0
-    """It stays open for so long at first, and at most: twice as long each time in a row."""
-
-    def __init__(self) -> None:
-        self._open_until = 0.0
-        self._pause = self.FIRST_S
-        self._unreachable = 0
+    def __init__(self, peers: Peers = _alone, told: Callable[[str], None] = _untold) -> None:
+        """peers: the other replicas that could answer its requests, as they are now. told: is
+        called with the reason when it is ejected, and with "" when it is readmitted.
+        """
+        self._peers = peers
+        self._told = told
+        self._errors: deque[bool] = deque(maxlen=COMPARED)  # of the latest answers
+        self._row = 0  # errors
+        self._unreachable = 0  # in a row
         self._window_start = 0.0
-        self._answers = self._errors = 0
+        self._window_answers = self._window_errors = 0
+        # when one of its answers last moved
+        self._moved_at = 0.0
+        # ejection
+        self.reason = ""
+        """Why it is ejected; "" where it is not."""
+        self._until = 0.0  # when its next trial may begin
+        self._served_since = 0.0
+        self._pause = FIRST_S  # of the ejection that is, or was the last
+        self._trial = False  # whether one is under way
 
-    def is_open(self, now: float) -> bool:
-        """Whether no requests should go to the replica now."""
-        return now < self._open_until
+    def anew(self) -> "CircuitBreaker":
+        """That of the same replica, of which nothing is known any more."""
+        return CircuitBreaker(self._peers, self._told)
 
-    def unreachable(self, now: float) -> None:
-        """The replica took no connection, or broke one off before it had answered."""
-        self._unreachable += 1
-        if self._unreachable >= self.UNREACHABLE and not self.is_open(now):
-            self._open(now)
+    @property
+    def ejected(self) -> bool:
+        return bool(self.reason)
 
-    def answered(self, status: int, now: float) -> None:
+    @property
+    def suspect(self) -> bool:
+        """Whether its next error may well be its own fault, and not the request's."""
+        return self.ejected or self._row >= SUSPECT
+
+    def allows(self, now: float) -> bool:
+        """Whether a request may go to the replica now."""
+        return not self.reason or (now >= self._until and not self._trial)
+
+    # what becomes of its requests
+
+    def begin(self, now: float) -> bool:
+        """A request goes to the replica. Whether it is a trial, whose end is to be told."""
+        trial = self.ejected and self.allows(now)
+        self._trial = self._trial or trial
+        return trial
+
+    def abandoned(self, now: float) -> None:
+        """A trial has ended, and says nothing of the replica."""
+        self._trial = False
+        self._until = now + self._pause
+
+    def moved(self, now: float) -> None:
+        """There was more of an answer at that time."""
+        self._moved_at = max(self._moved_at, now)
+
+    def answered(self, status: int, now: float, *, trial: bool = False) -> None:
         """The replica has begun an answer."""
+        self.moved(now)
         self._unreachable = 0
-        if now - self._window_start > self.WINDOW_S:
-            self._window_start, self._answers, self._errors = now, 0, 0
-        self._answers += 1
-        if status >= 500 and status not in (503, 504):
-            self._errors += 1
-            enough = self._answers >= self.ANSWERS
-            if enough and self._errors > self.ERRORS * self._answers and not self.is_open(now):
-                self._open(now)
-        else:
-            self._pause = self.FIRST_S
+        error = is_error(status)
+        self._errors.append(error)
+        if self.ejected:
+            if trial:
+                self._tried(now, failed=error)
+            return
+        if now - self._window_start > WINDOW_S:
+            self._window_start, self._window_answers, self._window_errors = now, 0, 0
+        self._window_answers += 1
+        self._window_errors += error
+        self._row = self._row + 1 if error else 0
+        if error and (reason := self._failing()):
+            self._eject(reason, now)
 
-    def _open(self, now: float) -> None:
-        self._open_until = now + self._pause
-        self._pause = min(self._pause * 2, self.LONGEST_S)
+    def unreachable(self, now: float, *, trial: bool = False) -> None:
+        """The replica took no connection, or broke one off before it had answered."""
+        self._errors.append(True)
+        if self.ejected:
+            if trial:
+                self._tried(now, failed=True)
+            return
+        self._unreachable += 1
+        if self._unreachable >= UNREACHABLE:
+            self._eject(f"it could not be reached {self._unreachable} times in a row", now)
+
+    def excused(self, now: float, *, trial: bool = False) -> None:
+        """It has answered with an error, and so has another replica: it is the request's fault."""
+        self.moved(now)
+        self._errors.append(True)
+        if trial:
+            self.abandoned(now)
+
+    def look(self, now: float, standing: int, still: float) -> None:
+        """Eject it if it stands still while others answer, and readmit it when it moves again.
+
+        still: as longest_still() has it. standing: its requests that have waited for so long.
+        """
+        if self.reason == _STILL and self._moved_at > self._until - self._pause:
+            self._readmit(now)
+        elif (
+            not self.ejected
+            and standing >= STALLED
+            and now - self._moved_at > still
+            and any(now - peer._moved_at <= still for peer in self._peers() if not peer.ejected)
+        ):
+            self._eject(_STILL, now)
+
+    # decisions
+
+    def _failing(self) -> str:
+        """Why it looks as if it did not do its work; "" where it does not."""
+        if self._row >= IN_A_ROW:
+            return f"{self._row} server errors in a row"
+        answers, errors = self._window_answers, self._window_errors
+        if answers >= ANSWERS and errors > ERRORS * answers:
+            return f"{errors} of {answers} answers were server errors"
+        return ""
+
+    def _eject(self, reason: str, now: float) -> None:
+        peers = self._peers()
+        out = [peer for peer in peers if peer.ejected]
+        others = [peer for peer in peers if not peer.ejected]
+        if len(out) + 1 > (len(peers) + 1) // 2:
+            # What took the others out goes on without them.
+            if all(peer._failing() for peer in others):
+                for peer in out:
+                    peer._readmit(now)
+            return
+        if reason != _STILL and not self._stands_out(others):
+            return
+        grows = self._served_since and now - self._served_since < self._pause
+        self._pause = min(self._pause * 2, LONGEST_S) if grows else FIRST_S
+        self._out(reason, now)
+
+    def _stands_out(self, others: Iterable["CircuitBreaker"]) -> bool:
+        """Whether its share of errors is so many times that of the others."""
+        theirs = [error for other in others for error in other._errors]
+        share = sum(theirs) / len(theirs) if theirs else 0.0
+        return share < sum(self._errors) / len(self._errors) / TIMES
+
+    def _out(self, reason: str, now: float) -> None:
+        self.reason, self._until = reason, now + self._pause
+        self._row = self._unreachable = 0
         self._window_start = 0.0
+        self._told(reason)
+
+    def _tried(self, now: float, *, failed: bool) -> None:
+        self._trial = False
+        if failed:
+            self._pause = min(self._pause * 2, LONGEST_S)
+            self._out(self.reason, now)
+        else:
+            self._errors.clear()
+            self._readmit(now)
+
+    def _readmit(self, now: float) -> None:
+        self.reason, self._trial = "", False
+        self._served_since = now
+        self._told("")
+
+
+_STILL = "its requests stand still"

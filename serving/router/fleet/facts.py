@@ -32,14 +32,14 @@ class Facts:
     transfer: str
 
 
-_BORN = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+_BORN = re.compile(rb"^process_start_time_seconds (\S{1,64})", re.MULTILINE)
 _BLOCKS = re.compile(rb'^vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"', re.MULTILINE)
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*block_size="(\d+)"', re.MULTILINE)
 _TIER = re.compile(rb'^slipway_kv_tier_capacity_tokens\{tier="(\w+)"\} (\S+)', re.MULTILINE)
 _STORE = re.compile(rb'^slipway_kv_shared_store_info\{store="(\w+)"\} 1', re.MULTILINE)
 _LOAD = re.compile(rb'^slipway_kv_tier_load_seconds_per_token\{tier="(\w+)"\} (\S+)', re.MULTILINE)
 _CHUNK = re.compile(rb"^slipway_kv_chunk_tokens (\S+)", re.MULTILINE)
-_TENANTS = re.compile(rb'^slipway_tenants_info\{header="([^"]*)"\} 1', re.MULTILINE)
+_TENANTS = re.compile(rb'^slipway_tenants_info\{header="([^"]{0,256})"\} 1', re.MULTILINE)
 _ADAPTERS = re.compile(rb"^slipway_adapter_slots (\S+)", re.MULTILINE)
 _ROLE = re.compile(rb'^slipway_role_info\{role="(prefill|decode|both)"\} 1', re.MULTILINE)
 _TRANSFER = re.compile(rb'^slipway_kv_transfer_info\{kv="(\w+)"\} 1', re.MULTILINE)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
+from serving.access.access import Access
 from serving.follow import count, kept
 from serving.protocol import METRICS, MODELS, PING
 from serving.router.fleet import facts
@@ -37,32 +38,61 @@ LOOK_S = 0.2
 LOOKING_S = 3.0
 """Such a request waits so long at most for what they answer."""
 
+LARGEST = 2**20
+"""Bytes of an answer that are read, but of /metrics ..."""
+LARGEST_METRICS = 2**23
+"""... which has series for each adapter."""
+DETAIL = 500
+"""Characters of what a replica says of its state that are kept."""
+
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class Asking(NamedTuple):
     """How the router itself asks replicas."""
 
-    headers: Callable[[], Mapping[str, str]]
+    access: Access
     """By which it may."""
     tls: ssl.SSLContext
     """Knows the authorities of encrypted ones."""
+
+    def headers(self, replica: Replica, path: str) -> Mapping[str, str]:
+        """By which it may ask a replica for this path."""
+        return self.access.own_headers(replica.called, path)
 
     def session(self) -> aiohttp.ClientSession:
         """A client for as many replicas as there are."""
         timeout = aiohttp.ClientTimeout(total=PING_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0, ssl=self.tls)
-        return aiohttp.ClientSession(timeout=timeout, connector=connector)
+        # A compressed answer could be a thousand times as large as what comes.
+        return aiohttp.ClientSession(
+            timeout=timeout,
+            connector=connector,
+            auto_decompress=False,
+            headers={"accept-encoding": "identity"},
+        )
+
+
+async def read(answer: aiohttp.ClientResponse, most: int = LARGEST) -> bytes:
+    """An answer's body. Raises ClientPayloadError where that has more than so many bytes."""
+    body = bytearray()
+    async for data in answer.content.iter_any():
+        body += data
+        if len(body) > most:
+            answer.close()
+            raise aiohttp.ClientPayloadError(f"its answer has more than {most:,} bytes")
+    return bytes(body)
 
 
 async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
     """Ask a replica whether it serves no more, nor will before it has started anew."""
     try:
-        state, _ = _read_ping(*await _get(client, replica.name + PING))
+        status, answer, _ = await _get(client, replica.name + PING)
     except aiohttp.ClientConnectorError as error:
         return isinstance(error.os_error, ConnectionRefusedError)
     except _FAILURES:
         return False
+    state, _ = _read_ping(status, answer)
     return state in (State.DRAINING, State.FAILED)
 
 
@@ -199,13 +229,16 @@ class Probe:
 
     async def _ping(self) -> tuple[State, str]:
         try:
-            status, answer = await _get(self._client, self._replica.name + PING)
+            challenge = self._asking.access.challenge()
+            status, answer, headers = await _get(self._client, self._replica.name + PING, challenge)
         except _FAILURES as error:
             self._silent += 1
             lost = self._silent >= SILENT or not isinstance(error, TimeoutError)
             state = State.DOWN if lost else self._replica.state
             return state, str(error) or "it does not answer"
         self._silent = 0
+        # With each answer anew: another server may have its address by now.
+        self._replica.called = self._asking.access.name_of(challenge, headers)
         return _read_ping(status, answer)
 
     async def _meet(self) -> bool:
@@ -231,7 +264,9 @@ class Probe:
             self._pool.list_models(self._replica, names, adapters)
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        return await _get(self._client, self._replica.name + path, self._asking.headers())
+        headers = self._asking.headers(self._replica, path)
+        status, answer, _ = await _get(self._client, self._replica.name + path, headers)
+        return status, answer
 
 
 class _Model(msgspec.Struct):
@@ -248,9 +283,11 @@ _read_models = msgspec.json.Decoder(_Models).decode
 
 async def _get(
     client: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
-) -> tuple[int, bytes]:
+) -> tuple[int, bytes, Mapping[str, str]]:
+    """The status, body and headers of an answer."""
     async with client.get(url, allow_redirects=False, headers=headers) as answer:
-        return answer.status, await answer.read()
+        most = LARGEST_METRICS if url.endswith(METRICS) else LARGEST
+        return answer.status, await read(answer, most), answer.headers
 
 
 class _Ping(msgspec.Struct):
@@ -264,10 +301,11 @@ def _read_ping(status: int, answer: bytes) -> tuple[State, str]:
         ping = msgspec.json.decode(answer, type=_Ping)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         ping = _Ping()
+    detail = ping.detail[:DETAIL]
     if status == 200:
-        return State.READY, ping.detail
+        return State.READY, detail
     if ping.status in ("draining", "stopped"):
-        return State.DRAINING, ping.detail
+        return State.DRAINING, detail
     if ping.status == "starting":
-        return State.STARTING, ping.detail
-    return State.FAILED, ping.detail or f"{PING} answered {status}"
+        return State.STARTING, detail
+    return State.FAILED, detail or f"{PING} answered {status}"

@@ -4,40 +4,53 @@ fetches it from the one that has computed it.
 """
 
 import asyncio
+import contextlib
 import ssl
-import time
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
+from serving.kv_cache.transfer import where
 from serving.router.fleet.replicas import Replica
 from serving.router.http.request import Headers, Request
 
+MOST_TOKENS = 2**40
+"""Of what an answer says that it has used; more is no count."""
 LARGEST = 2**22
 """Bytes of an answer that says where a prompt's KV is: some 6 for each of the engine's blocks."""
 
 
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 class Prefilled(NamedTuple):
     """How a prefill ended: `handed_over`, or what went wrong: `connect`, `lost`, `down`, `refused`,
-    `timeout`. transfer: by which the prompt's KV is fetched, b"" where it is in a store.
+    `timeout`. status: of the answer, 0 without one. transfer: by which the prompt's KV is fetched,
+    b"" where it is in a store. tokens: of the prompt, as far as the answer says.
     """
 
     end: str
+    status: int = 0
     transfer: bytes = b""
+    tokens: int = 0
 
 
 class _Answered(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    usage: msgspec.Raw = msgspec.Raw()
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
 
 
 class _Answer:
-    """The answer to a request for a prompt: of it only the status matters, and where the prompt's
-    KV is, if that has to be known.
+    """The answer to a request for a prompt: of it the status matters, how many tokens it had, and
+    where its KV is, if that has to be known.
     """
 
-    def __init__(self, *, kept: bool) -> None:
-        """kept: whether its body is."""
-        self._kept = kept
+    def __init__(self) -> None:
+        self._kept = True
         self._body = bytearray()
         self.status = 0
         self.over = False
@@ -57,13 +70,18 @@ class _Answer:
                 self._kept = False
                 self._body.clear()
 
-    def transfer(self) -> bytes:
-        """What it says of where the prompt's KV is; b"" where it does not."""
+    def read(self) -> tuple[bytes, int]:
+        """What it says of where the prompt's KV is, b"" where it does not; and the prompt's tokens,
+        0 where it does not say.
+        """
+        tokens = 0
         try:
-            found = bytes(msgspec.json.decode(self._body, type=_Answered).kv_transfer_params)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return b""
-        return found if found.startswith(b"{") else b""
+            found = msgspec.json.decode(self._body, type=_Answered)
+        except _UNREADABLE:
+            return b"", tokens
+        with contextlib.suppress(*_UNREADABLE):
+            tokens = msgspec.json.decode(found.usage, type=_Usage).prompt_tokens
+        return where(bytes(found.kv_transfer_params)), tokens
 
     def on_end(self, *, keep_alive: bool) -> None:
         self._ended("handed_over" if self.status == 200 else "refused")
@@ -93,14 +111,11 @@ async def prefill(
     context: of its trace. identity: by which the replica knows what it is to do. within: seconds.
     Where this is cancelled, so is its work.
     """
-    breaker = replica.breaker
-    fetched = bool(replica.transfer)
     try:
-        upstream = await replica.connect(tls, once=True, decoding=fetched)
+        upstream = await replica.connect(tls, once=True, decoding=True)
     except OSError:
-        breaker.unreachable(time.monotonic())
         return Prefilled("connect")
-    answer = _Answer(kept=fetched)
+    answer = _Answer()
     head = request.head(replica.authority, context, identity)
     upstream.send(answer, head, request.framed(), head_only=False, complete=True)
     replica.prefills.add(answer.end)
@@ -113,11 +128,9 @@ async def prefill(
         replica.prefills.discard(answer.end)
         if not answer.over:
             upstream.drop()
-    if how == "lost":
-        breaker.unreachable(time.monotonic())
-    elif answer.status:
-        breaker.answered(answer.status, time.monotonic())
-    if how != "handed_over" or not fetched:
-        return Prefilled(how)
-    transfer = answer.transfer()
-    return Prefilled(how if transfer else "refused", transfer)
+    if how != "handed_over":
+        return Prefilled(how, answer.status)
+    transfer, tokens = answer.read()
+    if not replica.transfer:
+        return Prefilled(how, answer.status, tokens=tokens)
+    return Prefilled(how if transfer else "refused", answer.status, transfer, tokens)

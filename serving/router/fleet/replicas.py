@@ -3,13 +3,15 @@
 
 import asyncio
 import enum
+import functools
 import logging
 import ssl
 import time
-from collections.abc import Callable, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence, Set
 from urllib.parse import urlsplit
 
-from serving.router.fleet.circuit_breaker import CircuitBreaker
+from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
 from serving.router.fleet.facts import Facts
 from serving.router.http.upstream import IdleConnections, Upstream
 from serving.router.policy.policies import Load, Share
@@ -24,6 +26,9 @@ COUNTED_S = 600.0
 """Series of a replica that is gone are there for so long: its last requests are still to be read,
 and where it comes back, it is counted on.
 """
+
+FIRST_BYTES = 200
+"""Answers whose times to the first byte are kept."""
 
 
 class State(enum.StrEnum):
@@ -61,6 +66,10 @@ class Replica(Load):
         # what it says of itself
         self.state = State.UNKNOWN
         self.detail = ""
+        self.called = ""
+        """The name by which identities are signed for it, which it has proven to have the secret
+        for; "" where it has not.
+        """
         self.model = ""
         """What its answers call its model."""
         self.models: frozenset[str] = frozenset()
@@ -109,7 +118,7 @@ class Replica(Load):
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
         self.adapter_slots = facts.adapter_slots
         self.role, self.transfer = facts.role, facts.transfer
-        self.breaker = CircuitBreaker()
+        self.breaker = self.breaker.anew()
         return not before or before != facts.born
 
     def list_models(self, names: Sequence[str], adapters: frozenset[str]) -> None:
@@ -147,6 +156,15 @@ class Replica(Load):
                 end.set_result("down")
 
 
+def _tell(replica: Replica, reason: str) -> None:
+    """Log that a replica is ejected, or readmitted."""
+    facts = {"replica": replica.name}
+    if reason:
+        log.warning("a replica is ejected", extra={"facts": facts | {"detail": reason}})
+    else:
+        log.info("a replica is readmitted", extra={"facts": facts})
+
+
 class ReplicaPool:
     """All replicas."""
 
@@ -163,6 +181,8 @@ class ReplicaPool:
         """The names of adapters that any of them has."""
         self.apart: set[str] = set()
         """Names of models, not of adapters, that some of them serve and others do not."""
+        self.first_bytes: deque[float] = deque(maxlen=FIRST_BYTES)
+        """Seconds that the latest answers took to begin."""
         self.probed = asyncio.Event()
         """Set once each of the first ones has said whether it can serve."""
         self._on_ready = on_ready
@@ -201,8 +221,9 @@ class ReplicaPool:
             replica
             for replica in self._able(model, adapter, (), now)
             if replica.role == "prefill"
+            and replica.called
             and replica.hands_over_to(answers, fetching=fetching)
-            and not replica.breaker.is_open(now)
+            and replica.breaker.allows(now)
         ]
 
     def _able(
@@ -222,7 +243,7 @@ class ReplicaPool:
             ready = having  # the others would only say that they do not have it
         left = [replica for replica in ready if replica not in tried] if tried else ready
         # Where all are in doubt, trying is better than giving up.
-        return [replica for replica in left if not replica.breaker.is_open(now)] or left
+        return [replica for replica in left if replica.breaker.allows(now)] or left
 
     def trouble(self, model: str = "") -> str:
         """Why there is none for a request. model: as candidates() has it."""
@@ -256,7 +277,11 @@ class ReplicaPool:
             self._on_gone(replica)
             self._gone[replica.name] = time.monotonic()
         for url in sorted(urls - {replica.name for replica in self.replicas}):
-            self.replicas.append(Replica(url))
+            replica = Replica(url)
+            replica.breaker = CircuitBreaker(
+                functools.partial(self._peers, replica), functools.partial(_tell, replica)
+            )
+            self.replicas.append(replica)
             self._gone.pop(url, None)
         self._list_names()
         self._check_probed()
@@ -282,6 +307,29 @@ class ReplicaPool:
         """
         replica.list_models(names, adapters)
         self._list_names()
+
+    def look(self, now: float, waiting: Iterable[tuple[Replica, float]]) -> None:
+        """Eject replicas that stand still. waiting: for each request that waits for its replica,
+        since when.
+        """
+        still = longest_still(self.first_bytes)
+        standing = Counter(replica for replica, since in waiting if now - since > still)
+        for replica in self.ready:
+            replica.breaker.look(now, standing[replica], still)
+
+    def _peers(self, replica: Replica) -> list[CircuitBreaker]:
+        """Of the replicas that could answer a replica's requests, without itself. Any can in the
+        place of one that prefills.
+        """
+        served = replica.models - replica.adapters
+        return [
+            other.breaker
+            for other in self.replicas
+            if other is not replica
+            and other.state is _READY
+            and other.models - other.adapters == served
+            and (other.role != "prefill" or replica.role == "prefill")
+        ]
 
     def _check_probed(self) -> None:
         if not any(replica.state is State.UNKNOWN for replica in self.replicas):

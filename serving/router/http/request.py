@@ -66,7 +66,6 @@ class Request:
         "headers",
         "http10",
         "id",
-        "identity",
         "keep_alive",
         "length",
         "method",
@@ -117,8 +116,6 @@ class Request:
         """Whether the client keeps the body until it is asked for it."""
         self.caller = ANYBODY
         """Who sends it."""
-        self.identity: bytes | None = None
-        """What tells replicas who sends it; None where they read the client's credentials."""
         self.tenant: str | None = None
         """Whose it is, None where tenants are not distinguished."""
         self.refusal = refusal
@@ -234,20 +231,21 @@ class Request:
         front: int = 0,
     ) -> bytes:
         """Its head for a replica, whose host and port are the authority. context: of its trace, in
-        the place of the client's. identity: in the place of the request's own. front: bytes that
-        are put in front of a body that is not streamed.
+        the place of the client's. identity: what tells it who sends it, b"" for nothing; None where
+        it reads the client's credentials. front: bytes that are put in front of a body that is not
+        streamed.
         """
-        if identity:
-            lines = self._lines(identity, context, front)
+        if identity is None and not front:
+            lines = self._head = self._head or self._lines(None, context)
         else:
-            lines = self._head = self._head or self._lines(self.identity, context)
+            lines = self._lines(identity, context, front)
         head = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, self.target, authority)
         return head + b"".join([b"%b: %b\r\n" % header for header in context]) + lines
 
     def _lines(self, identity: bytes | None, context: Headers, front: int = 0) -> bytes:
         own = self.connections_own
         dropped = _DROPPED | own if own else _DROPPED
-        if identity:
+        if identity is not None:
             dropped |= CREDENTIALS
         if context:
             dropped |= frozenset(TRACE_CONTEXT)

@@ -20,10 +20,10 @@ from lmi_config.options.declared import Settings
 from serving.aio import in_thread
 from serving.follow import count, kept
 from serving.protocol import AUDIO_PATHS, KV_EVENT_SOURCES, NOT_GENERATED
-from serving.router.fleet.health import Asking
+from serving.router.fleet.health import Asking, read
 from serving.router.fleet.replicas import Replica
 from serving.router.http.request import Request
-from serving.router.kv.events import Follower, sources
+from serving.router.kv.events import Follower, SourcesRefused, sources
 from serving.router.kv.tokenizer import fetch
 from serving.router.kv.tokenizer_workers import TokenWorkers
 from serving.router.policy.kv_index import PLAIN, KvIndex, chain, request_seed
@@ -156,6 +156,9 @@ class KvAwareness:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 log.info("%s: it does not say where its KV events are: %s", replica.name, error)
                 count("kv_events")
+            except SourcesRefused as error:
+                log.error("%s: following its KV events failed: %s", replica.name, error)
+                count("kv_events")
             except Exception:
                 log.exception("%s: following its KV events failed", replica.name)
                 count("kv_events")
@@ -166,9 +169,12 @@ class KvAwareness:
         """Where the replica publishes, as it answers."""
         async with (
             self._asking.session() as session,
-            session.get(replica.name + KV_EVENT_SOURCES, headers=self._asking.headers()) as answer,
+            session.get(
+                replica.name + KV_EVENT_SOURCES,
+                headers=self._asking.headers(replica, KV_EVENT_SOURCES),
+            ) as answer,
         ):
-            return await answer.read()
+            return await read(answer)
 
     def _missing(self, reason: str, detail: str) -> None:
         """Warn once that something is missing. The series of the reason is there from then on."""

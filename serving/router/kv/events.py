@@ -10,13 +10,14 @@ what the log has.
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from serving.router.policy.kv_index import BlockStored, Event, KvIndex, Position
+from serving.router.policy.kv_index import AllBlocksCleared, Event, KvIndex, Position
 from serving.router.policy.tiers import Held, described
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,21 @@ IDLE_S = 5.0
 """Without events for so long, the log is asked whether there are none."""
 SLICE = 256
 """Blocks that are applied before other tasks may run."""
+
+RANKS = 64
+"""Data parallel ranks of one replica that are followed."""
+MESSAGE = 2**21
+"""Bytes of a part of a message. vLLM's have some 10 KB, and 1 MB for a prompt of 131,072 tokens."""
+BLOCKS = 2**16
+"""Blocks of one event."""
+QUEUED, QUEUED_LOG = 256, 1_000
+"""Messages of a socket that wait to be read. What does not fit is read from the log again."""
+MALFORMED = 100
+"""Messages without a number, after which a replica is followed anew, after a pause."""
+AGAIN_S = 0.05
+"""Before a log is read again from where it was found to miss a batch."""
+PARTS = 8
+"""Parts of a message, of which vLLM's have at most four."""
 
 _END = -1
 
@@ -43,24 +59,42 @@ class _Batch(msgspec.Struct, array_like=True):
     events: list[msgspec.Raw]
 
 
+_PORT = re.compile("[1-9][0-9]{0,4}")
 _read_sources = msgspec.json.Decoder(dict[int, Source]).decode
 _read_batch = msgspec.msgpack.Decoder(_Batch).decode
 _read_event = msgspec.msgpack.Decoder(Event).decode
+
+
+class SourcesRefused(Exception):
+    """A replica names places of KV events that are not followed."""
 
 
 def sources(answer: bytes, host: str) -> dict[int, Source]:
     """What a replica answers to /kv_event_sources, by rank, with its host for the wildcard.
 
     Empty where it publishes nothing, or without a log. host: IPv6 addresses are in brackets.
+    Raises SourcesRefused for more than RANKS, and for other places than TCP ports of the host.
     """
     try:
         by_rank = _read_sources(answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
+    if len(by_rank) > RANKS:
+        raise SourcesRefused(f"it names {len(by_rank)} ranks; at most {RANKS} are followed")
     return {
-        rank: Source(source.endpoint.replace("*", host), source.replay_endpoint.replace("*", host))
+        rank: Source(_place(source.endpoint, host), _place(source.replay_endpoint, host))
         for rank, source in by_rank.items()
     }
+
+
+def _place(url: str, host: str) -> str:
+    """The URL, with the host for the wildcard. Raises SourcesRefused."""
+    start, _, port = url.rpartition(":")
+    if start not in ("tcp://*", f"tcp://{host}") or not _PORT.fullmatch(port):
+        raise SourcesRefused(
+            f"{url!r:.200} is no TCP port of its own; events are followed at tcp://{host}:PORT"
+        )
+    return f"tcp://{host}:{port}"
 
 
 class Follower:
@@ -73,6 +107,7 @@ class Follower:
         self._live: set[int] = set()
         self._applied = 0
         self._warned = False
+        self._malformed = 0  # messages
 
     async def run(self) -> None:
         """Follow until cancelled. Then the index knows nothing of the replica."""
@@ -89,7 +124,7 @@ class Follower:
             while True:
                 try:
                     while not await self._caught_up(rank, source):
-                        pass
+                        await asyncio.sleep(AGAIN_S)
                 except TimeoutError:
                     self._set_live(rank, False)
                 else:
@@ -105,7 +140,7 @@ class Follower:
                     return
                 in_log = False
                 continue
-            number, content = self._parts(await live.recv_multipart())
+            number, content = await self._received(live)
             if number is None:
                 continue
             last = self._index.positions.get((self._replica, rank))
@@ -126,8 +161,7 @@ class Follower:
             known = last is None
             while True:
                 async with asyncio.timeout(ANSWER_S):
-                    frames = await replay.recv_multipart()
-                number, content = self._parts(frames)
+                    number, content = await self._received(replay)
                 if number is None:
                     continue
                 if not known:
@@ -149,25 +183,47 @@ class Follower:
         await self._pause(1)
         try:
             events = _read_batch(content).events
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             events = []
             self._warn()
         for raw in events:
+            applied = 1
             try:
                 event = _read_event(raw)
-                self._index.apply(self._replica, rank, event)
-            except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+                if not isinstance(event, AllBlocksCleared):
+                    applied = len(event.block_hashes)
+                if applied > BLOCKS:
+                    self._warn()
+                else:
+                    self._index.apply(self._replica, rank, event)
+            except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
                 self._warn()
-                continue
-            await self._pause(len(event.block_hashes) if isinstance(event, BlockStored) else 1)
+            await self._pause(applied)
         return position
 
     async def _pause(self, applied: int) -> None:
-        """Let other tasks run, now and then: receiving a message that is there does not."""
+        """Let other tasks run, now and then."""
         self._applied += applied
         if self._applied >= SLICE:
             self._applied = 0
             await asyncio.sleep(0)
+
+    async def _received(self, socket: zmq.asyncio.Socket) -> tuple[int | None, bytes]:
+        """The next message, as _parts() has it. Other tasks run before: receiving one that is there
+        does not let them.
+        """
+        await asyncio.sleep(0)
+        frames = [await socket.recv()]
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(frames) == PARTS:
+                raise SourcesRefused(f"a message has more than {PARTS} parts")
+            frames.append(await socket.recv())
+        found = self._parts(frames)
+        if found[0] is None:
+            self._malformed += 1
+            if self._malformed > MALFORMED:
+                raise SourcesRefused(f"more than {MALFORMED} messages cannot be read")
+        return found
 
     def _parts(self, frames: list[bytes]) -> tuple[int | None, bytes]:
         """The number and content of a message; no number where it is malformed."""
@@ -206,7 +262,8 @@ def _socket(kind: int, url: str) -> zmq.asyncio.Socket:
     socket.linger = 0
     socket.ipv6 = True
     # What is lost is read from the log: better than as much memory as a follower is behind.
-    socket.rcvhwm = 0 if kind == zmq.DEALER else 10_000
+    socket.rcvhwm = QUEUED_LOG if kind == zmq.DEALER else QUEUED
+    socket.maxmsgsize = MESSAGE
     try:
         socket.connect(url)
     except zmq.ZMQError:

@@ -15,7 +15,7 @@ import math
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -36,7 +36,7 @@ _GPU = (None, "GPU")  # vLLM on CPUs says GPU too
 _CPU = "CPU"
 _WHOLE = (None, "full_attention", "mla_attention", "sink_full_attention")
 
-Hash = int | bytes
+Hash = int | Annotated[bytes, msgspec.Meta(max_length=64)]
 Blocks = Mapping[int, Sequence[int]]
 """A prompt's keys, one for each full block, by the size of blocks in tokens."""
 
@@ -49,7 +49,7 @@ class BlockStored(msgspec.Struct, tag=True):
     token_ids: list[int]
     block_size: int
     medium: str | None = None
-    lora_name: str | None = None
+    lora_name: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     extra_keys: list[list[Any] | None] | None = None
     """For each block what keeps it apart besides its tokens."""
     group_idx: int | None = None

@@ -24,6 +24,9 @@ MOST = 1 << 18
 one is not continued.
 """
 
+LARGEST_EVENT = 1 << 20
+"""Bytes of an event that is read. A stream with a larger one is not continued."""
+
 COMPLETION_TOKENS = 16
 """Of a completion that does not say how many (OpenAI's default, and vLLM's)."""
 
@@ -123,7 +126,8 @@ class Continuation:
     ) -> None:
         """asked: the body's keys. resumable: whether its rest can be generated from tokens."""
         if resumable:
-            body = body.rstrip()[:-1] + b',"return_token_ids":true}'
+            keys = _decode(body, type=dict[str, msgspec.Raw])  # null may be there already
+            body = _encode(keys | {"return_token_ids": True})
         self._asked = asked
         self._first = path, body
         # what is asked now
@@ -134,7 +138,7 @@ class Continuation:
         # its answer
         self._chunked = False
         self._followed = False  # whether its events are read
-        self._incoming = b""  # the beginning of an event
+        self._incoming = bytearray()  # the beginning of an event
         self.complete = False
         """Whether all of it has come."""
         self.broken = False
@@ -165,20 +169,35 @@ class Continuation:
             and b"content-encoding" not in headers
         )
         self._resumable = self._resumable and FORMATTED not in headers
-        self._incoming = b""
+        self._incoming = bytearray()
         self.broken, self.failure = False, b""
         return self._followed
 
     def passed(self, data: bytes) -> bytes:
         """What the client gets of the next bytes, with the framing that its head says."""
         if self._followed:
-            *events, self._incoming = (self._incoming + data).split(b"\n\n")
-            data = b"".join([self._passed(event + b"\n\n") for event in events])
-            if b"\r\n\r\n" in self._incoming:  # another server's, which are not known here
-                data += self._incoming
-                self._give_up()
-                self._followed = False
+            looked = max(len(self._incoming) - 3, 0)  # at what came before
+            self._incoming += data
+            data = b""
+            if self._incoming.find(b"\n\n", looked) >= 0:
+                *events, rest = bytes(self._incoming).split(b"\n\n")
+                data = b"".join([self._passed(event + b"\n\n") for event in events])
+                self._incoming, looked = bytearray(rest), 0
+            # Another server's, which are not known here, or one without an end.
+            strange = self._incoming.find(b"\r\n\r\n", looked) >= 0
+            if strange or len(self._incoming) > LARGEST_EVENT:
+                data += self._strange(bytes(self._incoming))
         return b"%x\r\n%b\r\n" % (len(data), data) if data and self._chunked else data
+
+    def _strange(self, data: bytes) -> bytes:
+        """What the client gets of an event that is not read, and of all that follow it."""
+        self._incoming = bytearray()
+        if self._continues:  # of which it has a part
+            self._break()
+            return b""
+        self._give_up()
+        self._followed = False
+        return data
 
     def end(self) -> bytes:
         """What the client gets at its end."""

@@ -225,7 +225,7 @@ class ProxiedRequest:
         except (OSError, TimeoutError) as error:
             self._pending = None
             reason = str(error) or "it takes no connections"
-            replica.breaker.unreachable(time.monotonic())
+            self.placement.unreachable(time.monotonic())
             self._retry("connect", ReplicaFailed(f"the replica cannot be reached: {reason}"))
         else:
             self._pending = None
@@ -235,10 +235,12 @@ class ProxiedRequest:
         self._upstream = upstream
         self._sent = True
         request, fetch = self._request, self.placement.fetch
-        front, identity = (fetch.front, fetch.identity) if fetch else (b"", None)
+        front = fetch.front if fetch else b""
         upstream.send(
             self,
-            request.head(replica.authority, self._context(), identity, len(front)),
+            request.head(
+                replica.authority, self._context(), self.placement.identity(request), len(front)
+            ),
             front + request.framed() if fetch else request.framed(),
             head_only=request.method == b"HEAD",
             complete=request.complete,
@@ -322,13 +324,13 @@ class ProxiedRequest:
         replica, request = self.placement.replica, self._request
         assert replica
         now = time.monotonic()
-        replica.breaker.answered(status, now)
+        if not self.begun and self.placement.doubts(status) and self._take_retry():
+            self.placement.doubt()
+            self._try_elsewhere(status)
+            return False
+        self.placement.judge(status, now)
         if _helps(status, headers) and self._take_retry(refused=status in REFUSED):
-            self._upstream = None  # it looks after itself
-            self._leave_replica()
-            self._end_attempt(status)
-            metrics.RETRIES.labels(str(status)).inc()
-            self._choose_again()
+            self._try_elsewhere(status)
             return False
         stream = self._continuation
         if self.begun:  # this is to be its rest
@@ -365,6 +367,14 @@ class ProxiedRequest:
             return False
         return True
 
+    def _try_elsewhere(self, status: int) -> None:
+        """Another replica is to answer than the one that has, with this status."""
+        self._upstream = None  # it looks after itself
+        self._leave_replica()
+        self._end_attempt(status)
+        metrics.RETRIES.labels(str(status)).inc()
+        self._choose_again()
+
     def on_data(self, data: bytes) -> None:
         self._progress_at = time.monotonic()
         if self._computing:
@@ -385,7 +395,7 @@ class ProxiedRequest:
             metrics.FIRST_BYTE.observe(waited, self._trace.exemplar)
         else:
             metrics.FIRST_BYTE.add(waited)
-        self.placement.computed()
+        self.placement.first_byte(waited)
 
     def _pass_on(self, stream: Continuation, data: bytes) -> bool:
         """Pass a stream's next bytes on. Whether more of this answer is wanted."""
@@ -418,7 +428,7 @@ class ProxiedRequest:
             self._connect(replica, reuse=False)
             return
         if replica:
-            replica.breaker.unreachable(time.monotonic())
+            self.placement.unreachable(time.monotonic())
         self._retry("lost", ReplicaFailed(reason))
 
     def on_writable(self) -> None:
@@ -442,6 +452,15 @@ class ProxiedRequest:
                 self._cut()
             else:
                 self._break_off()
+
+    def look(self) -> None:
+        """Have it known how long it has waited for its replica."""
+        if self._paused or not self._request.complete:
+            self.placement.waits_since = None
+        elif self.begun:
+            self.placement.moved(self._progress_at)
+        elif not self._prefilling:
+            self.placement.waits_since = self._progress_at
 
     def replica_down(self) -> None:
         """Its replica is down. What that has not begun to answer goes to another, and so does the

@@ -5,7 +5,7 @@ import pytest
 
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import parallelism
-from lmi_config.plan.vllm import arguments, batch, environment, options
+from lmi_config.plan.vllm import arguments, batch, environment, lora_modules, options
 from tests.lmi_config.examples import PARTS, machine
 from tests.lmi_config.examples import model as model_facts
 
@@ -302,3 +302,26 @@ def test_an_empty_list_is_no_argument():
 )
 def test_a_step_has_room_for_a_sound(environ, here, heard, expected):
     assert batch(read(environ), here, dataclasses.replace(model_facts(), heard=heard)) == expected
+
+
+LORA = {"OPTION_ENABLE_LORA": "true"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "more", "fault"),
+    [
+        ("a", LORA, "write name=path"),
+        ("a=", LORA, "write name=path"),
+        ("=/a", LORA, "write name=path"),
+        ('{"name": "a"}', LORA, "write name=path"),
+        ('{"name": 5, "path": "/a"}', LORA, "write name=path"),
+        ('{"name": "a", "path": "/a", "is_3d_lora_weight": true}', LORA, "is_3d_lora_weight"),
+        ('{"name": "a", "path": "/a", "rank": 8}', LORA, "write name=path"),
+        ("a=owner/adapter", LORA, "hf download owner/adapter"),
+        ('[{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]', LORA, "names 'a' twice"),
+        ("a=/a", {}, "OPTION_ENABLE_LORA"),
+    ],
+)
+def test_lora_modules_that_cannot_be_registered_are_refused_by_the_plan(modules, more, fault):
+    with pytest.raises(SettingsError, match=fault):
+        lora_modules(read({"OPTION_LORA_MODULES": modules, **more}))

@@ -16,7 +16,7 @@ from serving import follow
 from serving.access import keys
 from serving.access.access import Access
 from serving.access.caller import Caller
-from serving.access.identity import Signer
+from serving.access.identity import Signer, new_name
 from serving.errors import Unauthorized
 from serving.protocol import ENGINE_PATHS
 from tests.serving.conftest import running
@@ -305,17 +305,25 @@ async def test_an_admin_key_alone_leaves_inference_open():
         assert (await it.client.get("/metrics", headers=bearer(ADMIN))).status_code == 200
 
 
+async def identity_for(it, caller, secret=SECRET):
+    """What a router with this secret signs for a server."""
+    challenge = new_name()
+    answer = await it.client.get("/ping", headers={"x-slipway-challenge": challenge})
+    name = Signer(SECRET).name_of(answer.headers["x-slipway-introduction"], challenge)
+    return Signer(secret).signed(caller, (name,)).decode()
+
+
 async def test_a_server_with_a_secret_answers_its_router():
     async with running(router_secret=SECRET) as it:
         assert (await it.invoke({"inputs": "a"})).status_code == 401
         caller = Caller(name="team-a", tenant="team-a")
-        identity = Signer(SECRET).signed(caller).decode()
+        identity = await identity_for(it, caller)
         answer = await it.invoke({"inputs": "a"}, headers={"x-slipway-identity": identity})
         assert answer.status_code == 200
         assert it.engine.bodies[-1]["cache_salt"]
         answer = await it.client.get("/metrics", headers={"x-slipway-identity": identity})
         assert answer.status_code == 403
-        other = Signer("t" * 32).signed(caller).decode()
+        other = await identity_for(it, caller, "t" * 32)
         assert (
             await it.invoke({"inputs": "a"}, headers={"x-slipway-identity": other})
         ).status_code == 401
@@ -323,7 +331,7 @@ async def test_a_server_with_a_secret_answers_its_router():
 
 async def test_without_a_secret_an_identity_means_nothing():
     async with running() as it:
-        identity = Signer(SECRET).signed(Caller(tenant="team-a")).decode()
+        identity = Signer(SECRET).signed(Caller(tenant="team-a"), ("anybody",)).decode()
         answer = await it.invoke({"inputs": "a"}, headers={"x-slipway-identity": identity})
         assert answer.status_code == 200
         assert "cache_salt" not in it.engine.bodies[-1]

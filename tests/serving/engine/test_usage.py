@@ -98,3 +98,23 @@ def test_adapters_have_their_public_names_in_vllms_series():
     it.update_scheduler_stats(stats)
     assert stats.running_lora_adapters == {"poet": 2, "a@b": 1}
     assert stats.waiting_lora_adapters == {"poet": 1, "a@b": 0}
+
+
+def test_what_is_computed_of_a_prompt_whose_client_leaves_is_about_known(monkeypatch):
+    """vLLM computes long prompts in chunks, and tells of none before the first token."""
+    clock = 100.0
+    monkeypatch.setattr(vllm.time, "monotonic", lambda: clock)
+    usage, it = Usage(), processor()
+    before = USAGE.set(usage)
+    it.add_request(request("long", tokens=1000), None)
+    USAGE.reset(before)
+    monkeypatch.setattr(vllm, "prefilled", lambda: vllm.Prefilled(0, 0, 0))
+    clock += 1
+    assert usage.tokens == Tokens()  # none has been computed yet
+    monkeypatch.setattr(vllm, "prefilled", lambda: vllm.Prefilled(10, 4000, 20))
+    assert usage.tokens == Tokens(200)
+    clock += 100
+    assert usage.tokens == Tokens(1000)
+    monkeypatch.undo()
+    generated(it, "long", 5, cached=900)
+    assert usage.tokens == Tokens(1000, 900, 1)

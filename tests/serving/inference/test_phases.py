@@ -10,9 +10,8 @@ from prometheus_client import REGISTRY
 
 from scripts.harness.wait import until_async
 from serving.access.caller import Caller, HandOver
-from serving.access.identity import Signer
 from serving.engine.base import HANDED_OVER, RECEIVED
-from tests.serving.access.test_access import SECRET
+from tests.serving.access.test_access import SECRET, identity_for
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +33,7 @@ async def server(anyio_backend):
 
 async def ask(it, path, body, phase, **headers):
     caller = Caller(name="team-a", tenant="team-a", counted=True, phase=phase)
-    headers["x-slipway-identity"] = Signer(SECRET).signed(caller).decode()
+    headers["x-slipway-identity"] = await identity_for(it, caller)
     return await it.client.post(path, content=json.dumps(body), headers=headers)
 
 
@@ -83,7 +82,7 @@ async def hand_over(it, path, body, front=None, signed=None, **more):
     front = json.dumps(WHERE).encode() if front is None else front
     digest = hashlib.sha256(front if signed is None else signed).hexdigest()
     more = {"phase": "decode", "hand_over": HandOver(len(front), digest), **more}
-    identity = Signer(SECRET).signed(Caller(tenant="team-a", counted=True, **more)).decode()
+    identity = await identity_for(it, Caller(tenant="team-a", counted=True, **more))
     headers = {"x-slipway-identity": identity}
     return await it.client.post(path, content=front + json.dumps(body).encode(), headers=headers)
 
@@ -123,7 +122,7 @@ async def test_each_line_of_a_body_is_computed_but_the_first(transferring):
         "/invocations",
         content=front + b'{"inputs": "a b"}\n{"inputs": "c d"}',
         headers={
-            "x-slipway-identity": Signer(SECRET).signed(caller).decode(),
+            "x-slipway-identity": await identity_for(transferring, caller),
             "content-type": "application/jsonlines",
         },
     )
@@ -191,3 +190,38 @@ async def test_a_client_cannot_say_so_itself(server):
             answer = await ask(server, "/v1/completions", body, phase)
             assert answer.status_code == 400
             assert "kv_transfer_params is not for clients" in answer.text
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        *(
+            b"",
+            b"[]",
+            b"{",
+            b'{"a":"\xff"}',
+            b'{"tp_size":1e999}',
+            b'{"tp_size":' + b"9" * 5000 + b"}",
+        ),
+        *(
+            b'{"a":' * 5000 + b"1" + b"}" * 5000,
+            b'{"do_remote_prefill":true,"remote_block_ids":"a"}',
+        ),
+        *(b'{"do_remote_prefill":true,"remote_block_ids":[[1]],"remote_port":"x"}', b"{}"),
+    ],
+)
+async def test_what_was_signed_and_leads_nowhere_is_computed_here(transferring, front):
+    """A router of another version, or one that has been told nonsense, costs no answer."""
+    answer = await hand_over(transferring, "/v1/completions", {"prompt": "a"}, front)
+    assert answer.status_code == 200, answer.text
+    assert transferring.engine.bodies[-1]["kv_transfer_params"] == {HANDED_OVER: True}
+
+
+async def test_what_was_computed_of_a_prompt_that_nobody_waits_for_is_charged(server):
+    server.engine.gate.clear()
+    before = used()
+    asked = asyncio.create_task(ask(server, "/v1/completions", {"prompt": "wait a b"}, "prefill"))
+    await until_async(lambda: server.engine.running == 1)
+    asked.cancel()
+    await until_async(lambda: used() > before)
+    server.engine.gate.set()

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from lmi_config.options import declared
 from scripts.harness.wait import until_async
 from serving.access.caller import Caller
-from serving.access.identity import Signer
 from serving.errors import Overloaded
 from serving.inference.pipeline import AHEAD
 from serving.inference.queue import FairQueue, Ticket
 from tests.fuzzing import examples
-from tests.serving.access.test_access import SECRET
+from tests.serving.access.test_access import SECRET, identity_for
 from tests.serving.api.test_app import JSONL, lines
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import register, registry, write
@@ -355,20 +354,17 @@ def test_tickets_at_random(steps, share):
 async def test_what_may_be_shed_is_refused_where_the_engine_has_no_room(policy):
     """Also where the engine is given all that waits."""
 
-    def sheddable(priority):
-        caller = Caller(priority=priority, sheddable=True, counted=True)
-        return Signer(SECRET).signed(caller).decode()
-
-    named = {"x_slipway_identity": sheddable(10)}
+    sheddable = Caller(priority=10, sheddable=True, counted=True)
     engine = {"scheduling_policy": policy}
     async with running(router_secret=SECRET, engine=engine) as served:
+        named = {"x_slipway_identity": await identity_for(served, sheddable)}
         inside = [ask(served, WAIT, **named) for _ in range(4)]
         await until_async(lambda: served.engine.running == 4)
         for path, body in (("/invocations", WAIT), ("/v1/completions", {"prompt": "wait a"})):
             answer = await ask(served, body, path, **named)
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             assert "requests of a negative priority do not wait" in answer.text
-        others = {"x_slipway_identity": Signer(SECRET).signed(Caller(counted=True)).decode()}
+        others = {"x_slipway_identity": await identity_for(served, Caller(counted=True))}
         inside.append(ask(served, WAIT, **others))
         await until_async(lambda: served.engine.running == 5)
         served.engine.gate.set()

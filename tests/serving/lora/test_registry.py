@@ -1154,3 +1154,21 @@ def test_a_server_that_died_holds_nothing(tmp_path):
         files.fetch(files.locate(two))
     process.communicate()
     files.fetch(files.locate(two)).release()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
+async def test_a_model_that_is_not_registered_does_not_reach_the_engine(served, root, path):
+    """Though the engine may have it: it may know adapters that nobody has registered here."""
+    await register(served, "one", write(root / "one"))
+    served.engine.loaded.append("outside")
+    given = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    for name in ("outside", "one@0123456789abcdef", "nobody"):
+        answer = await served.post(path, given | {"model": name})
+        assert answer.status_code == 404, answer.text
+        assert "does not exist" in answer.text
+    assert not served.engine.bodies
+    for name in (None, *served.engine.names):
+        assert (await served.post(path, given | {"model": name})).status_code == 200
+    if path != "/invocations":
+        answer = await served.post(path, given | {"model": "outside"})
+        assert answer.json()["error"]["code"] in (404, "model_not_found")

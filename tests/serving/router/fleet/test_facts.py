@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is read of a replica's /metrics."""
 
+import functools
+import json
+import resource
+import zlib
+
 import pytest
 
+from scripts.harness.wait import until_async
+from serving.router.fleet import health
 from serving.router.fleet.facts import read
 from serving.router.policy.policies import ADAPTERS
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity
+from tests.serving.router.conftest import FakeReplica, routing, whole
 
 ENGINE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
 TIERS = (
@@ -89,3 +97,62 @@ def test_when_it_started():
 )
 def test_room_for_adapters(metrics, slots):
     assert read(metrics.encode()).adapter_slots == slots
+
+
+ENDLESS = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+
+
+@functools.cache
+def bomb() -> bytes:
+    """300 MiB of blanks, compressed."""
+    packer = zlib.compressobj(wbits=31)
+    return b"".join(packer.compress(b" " * (1 << 20)) for _ in range(300)) + packer.flush()
+
+
+@pytest.mark.parametrize("kind", ["without end", "compressed"])
+@pytest.mark.parametrize("path", ["/ping", "/v1/models", "/metrics", "/adapters?name=a&src=b"])
+@pytest.mark.anyio
+async def test_answers_to_the_routers_own_questions_have_a_limit(path, kind):
+    """Of 400 MiB some are sent before the router lets go; what is compressed stays so."""
+    packed = bomb()
+    sent: list[int] = []  # MiB of each answer, when it is over
+
+    class Hostile(FakeReplica):
+        async def _answer(self, asked, reader, writer):
+            if asked.target != path:
+                await super()._answer(asked, reader, writer)
+            elif kind == "compressed":
+                writer.write(whole(200, packed, "content-encoding: gzip"))
+                await writer.drain()
+                sent.append(0)
+            else:
+                writer.write(ENDLESS)
+                done = 0
+                try:
+                    while done < 400:
+                        done += 1
+                        writer.write(b" " * (1 << 20))
+                        await writer.drain()
+                finally:
+                    sent.append(done)
+
+    hostile = Hostile()
+    await hostile.start()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        async with routing(1, wait=False, router_replicas=hostile.url) as it:
+            if path.startswith("/adapters"):
+                await it.ready(1)
+                answer = await it.client.post(path)
+                assert answer.status_code == (502 if kind == "without end" else 200)
+            await until_async(lambda: bool(sent))
+            assert (await it.client.get("/replicas")).status_code == 200
+    finally:
+        await hostile.stop()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 * 1024
+    assert sent[0] < 200
+
+
+def test_what_a_replica_says_of_its_state_is_kept_to_a_sentence():
+    long = json.dumps({"status": "starting", "detail": "a" * 100_000}).encode()
+    assert health._read_ping(503, long)[1] == "a" * health.DETAIL

@@ -144,7 +144,7 @@ async def test_a_follower_that_fails_follows_again(caplog, monkeypatch, loaded):
     ):
         it.fleet[0].answer = nonsense
         await it.ready()
-        await until_async(lambda: "Invalid argument" in caplog.text, LATE_S)
+        await until_async(lambda: "no TCP port of its own" in caplog.text, LATE_S)
         it.fleet[0].answer = publishes(publisher)
         await until_async(lambda: followed(it), LATE_S)
         assert not told(caplog)

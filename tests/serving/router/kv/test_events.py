@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from scripts.harness.wait import until_async
 from serving.router.kv import events
-from serving.router.kv.events import Follower, Source, sources
+from serving.router.kv.events import Follower, Source, SourcesRefused, sources
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex, chain, seed
 
 pytestmark = pytest.mark.anyio
@@ -305,5 +305,106 @@ def test_sources():
         0: Source("tcp://[::1]:5557", "tcp://[::1]:5559"),
         1: Source("tcp://[::1]:5558", "tcp://[::1]:5560"),
     }
-    for nothing in (b"", b"{}", b"[]", b"\xff", b'{"0": {"endpoint": "tcp://*:1"}}'):
+    for nothing in (
+        b"[" * 100_000,
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b'{"0": {"endpoint": "tcp://*:1"}}',
+    ):
         assert sources(nothing, "a") == {}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("tcp://10.0.0.1:5557", "tcp://a.evil.example:5557", "tcp://*:0", "tcp://*:x", "tcp://*:"),
+        *("ipc:///tmp/a", "inproc://a", "udp://*:5557", "tcp://*;10.0.0.1:5557", "tcp://*:123456"),
+        *("tcp://eth0;*:5557", "*:5557", "", "tcp://*:5557:5558", "tcp://b*:5557"),
+    ],
+)
+def test_events_come_from_the_replicas_own_host(place):
+    for pair in ((place, "tcp://*:1"), ("tcp://*:1", place)):
+        answer = dict(zip(("endpoint", "replay_endpoint"), pair, strict=True))
+        with pytest.raises(SourcesRefused):
+            sources(msgspec.json.encode({0: answer}), "a")
+
+
+def test_no_more_ranks_than_there_can_be():
+    place = {"endpoint": "tcp://*:1", "replay_endpoint": "tcp://*:2"}
+    assert len(sources(msgspec.json.encode(dict.fromkeys(range(64), place)), "a")) == 64
+    with pytest.raises(SourcesRefused, match="3000 ranks"):
+        sources(msgspec.json.encode(dict.fromkeys(range(3000), place)), "a")
+
+
+def hostile_batch(*events):
+    return msgspec.msgpack.encode([1.0, list(events), 0])
+
+
+NUMBER = (0).to_bytes(8, "big")
+HOSTILE = {
+    "a short number": [b"", b"1234", b"x"],
+    "no parts": [b""],
+    "many parts": [b""] * 500,
+    "many parts and a number": [b""] * 100 + [NUMBER, b"x"],
+    "a part of 3 MiB": [b"", NUMBER, bytes(3 << 20)],
+    "no batch": [b"", NUMBER, b"\xc1" * 1000],
+    "a million events": [b"", NUMBER, b"\x93\x00\xdd\x00\x0f\x42\x40" + b"\x01" * 10**6 + b"\x00"],
+    "deep": [b"", NUMBER, b"\x93\x00" + b"\x91" * 10**6],
+    "a deep event": [b"", NUMBER, b"\x93\x00\x91" + b"\x91" * 10**6],
+    "many blocks": [
+        *(b"", NUMBER),
+        hostile_batch(BlockStored([*range(10**5)], None, [1] * 10**5, 1)),
+    ],
+    "long hashes": [b"", NUMBER, hostile_batch(BlockStored([b"a" * 10**6], None, [1], 1))],
+    "a long name": [
+        *(b"", NUMBER),
+        hostile_batch(BlockStored([1], None, [1], 1, None, "a" * 10**6)),
+    ],
+    "blocks of nothing": [b"", NUMBER, hostile_batch(BlockStored([1] * 1000, None, [], 0))],
+    "the past": [b"", (-5).to_bytes(8, "big", signed=True), b"x"],
+}
+
+
+@pytest.mark.parametrize("frames", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("place", ["log", "events"])
+async def test_a_flood_of_hostile_messages_leaves_the_loop_to_others(frames, place):
+    """And nothing of it in the index."""
+    context = zmq.asyncio.Context.instance()
+    pub, log = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    pub.linger = log.linger = 0
+    sent = 0
+
+    async def floods():
+        nonlocal sent
+        while True:
+            client, empty, _ = await log.recv_multipart()
+            if place == "events":
+                await log.send_multipart([client, empty, b"", END, b""])
+            for n in range(200):
+                message = [client, *frames] if place == "log" else frames
+                sent += 1
+                await (log if place == "log" else pub).send_multipart(message)
+                if n % 20 == 0:
+                    await asyncio.sleep(0.001)
+
+    with pub, log:
+        pub.bind("tcp://127.0.0.1:*")
+        log.bind("tcp://127.0.0.1:*")
+        urls = (it.getsockopt_string(zmq.LAST_ENDPOINT) for it in (pub, log))
+        index = KvIndex()
+        hostile = asyncio.create_task(floods())
+        follower = asyncio.create_task(Follower(index, "a", {0: Source(*urls)}).run())
+        longest, began = 0.0, time.monotonic()
+        while time.monotonic() - began < 1:
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - before)
+        for task in (hostile, follower):
+            task.cancel()
+        await asyncio.gather(hostile, follower, return_exceptions=True)
+    assert sent
+    assert longest < 5  # without a pause there is no turn at all
+    assert sum(index.held("a")) == 0
+    assert not index._inner

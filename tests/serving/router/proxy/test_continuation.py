@@ -4,6 +4,7 @@
 import asyncio
 import gzip
 import json
+import time
 from typing import Any
 
 import httpx
@@ -390,3 +391,72 @@ async def test_what_is_no_token_is_not_kept():
     async with routing(1, router_continue_streams=True) as it:
         it.fleet[0].answer = answer
         assert text(events(await it.post(BODIES[COMPLETION], COMPLETION))) == "aa"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_no_key_is_sent_twice(path):
+    """Some readers take the first of two, and some refuse them."""
+    async with routing(1, router_continue_streams=True) as it:
+        it.fleet[0].answer = engine = Engine()
+        body = {**BODIES[path], "return_token_ids": None}
+        assert (await it.post(body, path)).status_code == 200
+        assert engine.asked[0][1]["return_token_ids"] is True
+        assert it.fleet[0].asked[0].body.count(b'"return_token_ids"') == 1
+        odd = json.dumps(body).replace("token_ids", "\\u0074oken_ids").encode()
+        assert (await it.post(odd, path)).status_code == 200
+        keys = json.loads(it.fleet[0].asked[1].body, object_pairs_hook=lambda pairs: pairs)
+        assert len({key for key, _ in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 65536])
+def test_an_event_without_an_end_is_neither_kept_nor_looked_at_again(monkeypatch, piece):
+    monkeypatch.setattr(continuation, "LARGEST_EVENT", 1 << 17)
+    stream = continuation.continuation(CHAT, json.dumps(BODIES[CHAT]).encode())
+    assert stream
+    stream.begin(200, {b"transfer-encoding": b"chunked", b"content-type": b"text/event-stream"})
+    out, longest, began = 0, 0, time.process_time()
+    for _ in range((1 << 18) // piece):
+        out += len(stream.passed(b"x" * piece))
+        longest = max(longest, len(stream._incoming))
+    assert longest <= (1 << 17) + piece
+    assert out > 1 << 17
+    assert time.process_time() - began < 5
+    assert not stream.resume()
+
+
+async def test_an_event_without_an_end_reaches_the_client_as_it_is():
+    sent = b"data: " + b"x" * (3 << 20)
+
+    async def answer(replica, asked, writer):
+        writer.write(STREAM)
+        for n in range(0, len(sent), 1 << 16):
+            writer.write(chunk(sent[n : n + (1 << 16)]))
+            await writer.drain()
+        writer.write(END)
+
+    async with routing(1, router_continue_streams=True) as it:
+        it.fleet[0].answer = answer
+        found = await it.post(BODIES[CHAT], CHAT)
+        assert found.content == sent
+
+
+async def test_a_rest_whose_event_has_no_end_is_no_rest(monkeypatch):
+    monkeypatch.setattr(continuation, "LARGEST_EVENT", 1 << 10)
+    first = Engine()
+    first.fails_after = [4]
+
+    async def endless(replica, asked, writer):
+        writer.write(STREAM + chunk(b"data: " + b"x" * 5000))
+        await asyncio.sleep(1)
+
+    async with routing(2, router_continue_streams=True, routing_strategy="roundrobin") as it:
+        answered = []
+
+        async def answer(replica, asked, writer):
+            answered.append(replica)
+            await (first if len(answered) == 1 else endless)(replica, asked, writer)
+
+        for replica in it.fleet:
+            replica.answer = answer
+        with pytest.raises(httpx.RemoteProtocolError):
+            await it.post(BODIES[CHAT], CHAT)
