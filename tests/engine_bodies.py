@@ -95,7 +95,7 @@ SAMPLED: dict[str, tuple[Any, ...]] = {
 }
 """Values of what all requests that generate may have, or most."""
 
-LOGPROBS = (
+LOGPROBS: tuple[dict[str, Any], ...] = (
     *({"logprobs": it} for it in (-2, -1, 0, 1, 20, 21, True, *LARGE)),
     {"echo": True},
     {"echo": True, "logprobs": 0},
@@ -112,7 +112,7 @@ LOGPROBS = (
     {"use_beam_search": True, "n": 2, "prompt_logprobs": 2},
     {"use_beam_search": True, "n": 2, "echo": True, "logprobs": 1},
 )
-PROMPTS = (
+PROMPTS: tuple[Any, ...] = (
     *("", " ", "\x00", "</s>", "<s>" * 50, "é" * 50, TEXT * 2000, [], [""], [[]], [TEXT, ""]),
     *(
         [0],
@@ -129,8 +129,15 @@ PROMPTS = (
     *([[1, 2], [-1]], [[1], []], [1] * (LONGEST - 1), [1] * LONGEST, [1] * (LONGEST + 1)),
     *(5, {}, True, {"prompt_token_ids": [1]}, [{"prompt": "a"}], [[["a"]]], [None]),
 )
-EMBEDS = ("", "a", "AAAA", "gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOU", ["AAAA", "AAAA"], 5)
-SPOKEN = (
+EMBEDS: tuple[Any, ...] = (
+    "",
+    "a",
+    "AAAA",
+    "gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOU",
+    ["AAAA", "AAAA"],
+    5,
+)
+SPOKEN: tuple[Any, ...] = (
     *(
         [],
         [{}],
@@ -163,7 +170,7 @@ SPOKEN = (
     [{"role": "user", "content": TEXT * 2000}],
 )
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
-CHATS = (
+CHATS: tuple[dict[str, Any], ...] = (
     *({"messages": it} for it in SPOKEN),
     *({"logprobs": True, "top_logprobs": it} for it in (-1, 0, 1, 20, 21, *LARGE)),
     *({"prompt_logprobs": it, "echo": True} for it in (0, 2)),
@@ -194,7 +201,7 @@ CHATS = (
     {"mm_processor_kwargs": {"a": 1}},
     {"functions": [{"name": "a"}]},
 )
-RESPONSES = (
+RESPONSES: tuple[dict[str, Any], ...] = (
     *({"input": it} for it in ("", [], [{}], {}, 5, [5], [{"role": "user", "content": []}])),
     {"input": [{"type": "reasoning"}]},
     {"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]},
@@ -216,7 +223,7 @@ RESPONSES = (
     {"tool_choice": {"type": "function", "name": "b"}},
     {"instructions": 5},
 )
-CLAUDE = (
+CLAUDE: tuple[dict[str, Any], ...] = (
     *({"max_tokens": it, "stop_sequences": [*"aeio"]} for it in (0, -1, *LARGE)),
     *({"messages": it} for it in SPOKEN),
     *({"system": it} for it in ("", [], 5, [{"type": "text", "text": ""}], [{}])),
@@ -229,7 +236,7 @@ CLAUDE = (
     {"stop_sequences": [""]},
     {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
 )
-LMI = (
+LMI: tuple[dict[str, Any], ...] = (
     *({"inputs": it} for it in ("", " ", "\x00", 5, [], [""], [TEXT, "a"], {}, TEXT * 2000)),
     *(
         {"inputs": TEXT, "parameters": it}
@@ -248,7 +255,7 @@ LMI = (
         )
     ),
 )
-TOKENS = (
+TOKENS: tuple[tuple[str, Any], ...] = (
     *(("/tokenize", {"prompt": it}) for it in ("", TEXT, 5)),
     ("/tokenize", {"messages": []}),
     *(
@@ -287,5 +294,4 @@ def bodies() -> Iterator[Asked]:
         yield Asked("/v1/messages", {**claude, **more})
     for body in LMI:
         yield Asked("/invocations", body)
-    for path, body in TOKENS:
-        yield Asked(path, body)
+    yield from (Asked(*it) for it in TOKENS)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ KEYS = (
     *("text_2", "data_1", "tools", "tokens", "chat_template_kwargs", "system", "parameters", "zzz"),
     *("adapters", "logit_bias", "stop", "model", "cache_salt", "structured_outputs"),
 )
-UNITS = (
+UNITS: tuple[Any, ...] = (
     *("", "a", 'a"b\\', "a b " * 500, 1, -1, 1.5, None, True, {}, [], [[]], [1] * 30, {"a": {}}),
     {"role": "user", "content": "a"},
     {"role": "user", "content": [{"type": "text", "text": "a"}] * 9},

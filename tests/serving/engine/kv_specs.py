@@ -102,7 +102,7 @@ def main() -> None:
     answers = []
     found(MIXTURE, whole=False)
     for config in json.load(sys.stdin):
-        answer = {}
+        answer: dict[str, Any] = {}
         for name, whole in (("as it is", False), ("whole", True)):
             try:
                 answer[name] = found(config, whole)

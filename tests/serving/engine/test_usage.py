@@ -12,7 +12,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
 
 from serving.engine import vllm
-from serving.engine.base import USAGE, Tokens, Usage
+from serving.engine.base import USAGE, Prefilled, Tokens, Usage
 
 
 def processor():
@@ -103,15 +103,15 @@ def test_adapters_have_their_public_names_in_vllms_series():
 def test_what_is_computed_of_a_prompt_whose_client_leaves_is_about_known(monkeypatch):
     """vLLM computes long prompts in chunks, and tells of none before the first token."""
     clock = 100.0
-    monkeypatch.setattr(vllm.time, "monotonic", lambda: clock)
+    monkeypatch.setattr("serving.engine.vllm.time.monotonic", lambda: clock)
     usage, it = Usage(), processor()
     before = USAGE.set(usage)
     it.add_request(request("long", tokens=1000), None)
     USAGE.reset(before)
-    monkeypatch.setattr(vllm, "prefilled", lambda: vllm.Prefilled(0, 0, 0))
+    monkeypatch.setattr(vllm, "prefilled", lambda: Prefilled(0, 0, 0))
     clock += 1
     assert usage.tokens == Tokens()  # none has been computed yet
-    monkeypatch.setattr(vllm, "prefilled", lambda: vllm.Prefilled(10, 4000, 20))
+    monkeypatch.setattr(vllm, "prefilled", lambda: Prefilled(10, 4000, 20))
     assert usage.tokens == Tokens(200)
     clock += 100
     assert usage.tokens == Tokens(1000)

@@ -11,8 +11,8 @@ from handlers.records import Step
 from scripts.harness.wait import until_async
 from serving.engine.base import STEPS
 from serving.http.bodies import WRITER
-from serving.inference.relay import AT_ONCE, WINDOW
-from serving.user_code import Limits, start_user_code
+from serving.inference.relay import WINDOW
+from serving.user_code import AT_ONCE, Limits, start_user_code
 from tests.serving.conftest import running
 from tests.serving.inference.test_requests import OUTPUT, coded
 

@@ -1148,6 +1148,7 @@ def test_a_server_that_died_holds_nothing(tmp_path):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    assert process.stdout
     assert process.stdout.readline() == b"fetched\n"
     files = AdapterFiles((tmp_path,), (), store, 1_000_000)
     with pytest.raises(NoSlot):

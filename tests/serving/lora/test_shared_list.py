@@ -9,6 +9,7 @@ import tarfile
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -304,8 +305,9 @@ async def test_odd_fields_of_a_store_end_no_following(root, valkey, caplog):
     async with server(root, url) as one, server(root, url) as other:
         await register(one, "a", write(root / "a"))
         await has(other, "a")
-        content = store.hget(ListStore.KEY, "a.json")
-        store.hset(ListStore.KEY, mapping=dict.fromkeys(ODD_NAMES, content) | {"version": b"odd"})
+        content: Any = store.hget(ListStore.KEY, "a.json")
+        odd: dict[Any, Any] = {**dict.fromkeys(ODD_NAMES, content), b"version": b"odd"}
+        store.hset(ListStore.KEY, mapping=odd)
         await until_async(lambda: "xff of the shared list" in caplog.text)
         await register(one, "b", write(root / "b"))
         await has(other, "a", "b")
