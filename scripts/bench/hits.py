@@ -16,10 +16,11 @@ not is a fault, and the exit code is 1. Printed are medians over all documents, 
 `load` is taking the KV over; `prefill` is computing the tokens that were not found, and the rest of
 TTFT is HTTP and tokenising. What of loads and stores is copying is told from the server's log.
 
-With several --chunk-sizes there is a server for each, asked in turn.
+With several --chunk-sizes or --transfers there is a server for each, asked in turn.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -42,6 +43,8 @@ from scripts.models import default
 from serving.server.prepare import prepare
 
 KINDS = ("miss", "prefix", "l1", "disk")
+TRANSFERS = ("auto", "engine_driven", "lmcache_driven")
+"""Who copies KV, the engine or the cache server: LMCache's modes."""
 ENGINE = 2
 """Documents that the engine's own memory holds."""
 SPARE = 1.5
@@ -73,10 +76,15 @@ class Asked:
 
 
 class Server:
-    """A server with tiers and what it answered. chunk: tokens; None for Slipway's own choice."""
+    """A server with tiers and what it answered. chunk: tokens; None for Slipway's own choice.
+    transfer: of TRANSFERS.
+    """
 
-    def __init__(self, program: Program, chunk: int | None, length: int) -> None:
+    def __init__(
+        self, program: Program, chunk: int | None, length: int, transfer: str = "auto"
+    ) -> None:
         self.chunk = chunk
+        self.transfer = transfer
         self.asked: list[Asked] = []
         self.faults: list[str] = []
         self._program = program
@@ -118,7 +126,9 @@ class Server:
 
     @property
     def name(self) -> str:
-        return f"chunks of {self.chunk}" if self.chunk else "as planned"
+        told = [f"chunks of {self.chunk}"] if self.chunk else []
+        told += [self.transfer] if self.transfer != "auto" else []
+        return ", ".join(told) or "as planned"
 
     def _sums(self) -> dict[str, float]:
         counted = self._client.get("/metrics").text
@@ -199,6 +209,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=5, help="of a round; at least 3")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunk-sizes", type=int, nargs="+", help="tokens; default: as planned")
+    parser.add_argument(
+        "--transfers", nargs="+", choices=TRANSFERS, default=["auto"], help="who copies KV"
+    )
     parser.add_argument("--disk", type=Path, default=tempfile.gettempdir(), help="a folder on it")
     parser.add_argument("--logs", type=Path, help="a folder to keep the servers' logs in")
     return parser.parse_args()
@@ -215,15 +228,16 @@ def main() -> None:
     plan = prepare({**os.environ, **environ}).plan
     with ExitStack() as stack:
         servers = []
-        for chunk in options.chunk_sizes or [None]:
+        for chunk, transfer in itertools.product(options.chunk_sizes or [None], options.transfers):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
             logs = options.logs or folder
             logs.mkdir(parents=True, exist_ok=True)
             asked = environ | environment(plan, options, chunk, folder)
-            log = logs / f"{chunk or 'planned'}.log"
+            asked["LMCACHE_MP_TRANSFER_MODE"] = transfer
+            log = logs / f"{chunk or 'planned'}-{transfer}.log"
             program = stack.enter_context(Program(*SERVE, environ=asked, log=log))
             program.ready()
-            servers.append(Server(program, chunk, options.length))
+            servers.append(Server(program, chunk, options.length, transfer))
         for told in rounds(servers, options):
             print(told, file=sys.stderr, flush=True)
         for server in servers:

@@ -30,6 +30,10 @@ latter that came from behind the cache server's memory (lmcache_mp_lookup_hit_l2
 
 TTFT is the time to the first chunk with content. Gains are the arm `none` ÷ this arm.
 
+--unique asks about every document once, which is the price of a miss: nothing can be found, and the
+arms with tiers store all of it. "CPU s" is what the server's processes have used meanwhile, the
+engine's and the cache server's too; on a machine that does much else it says more than times.
+
 --sweep looks for where tiers begin to pay instead: with vLLM's own prefix cache in both, an engine
 alone and one with the memory of the cache server behind it, the engine's cache has room for
 --documents, and so many times as many are asked about.
@@ -60,7 +64,7 @@ from lmi_config.plan.kv_tiers import CPU_BLOCK_SIZE, format_size
 from lmi_config.plan.memory import GIB, kv_per_token
 from lmi_config.plan.plan import Plan
 from scripts.harness import metrics
-from scripts.harness.process import SERVE, Program
+from scripts.harness.process import SERVE, Program, cpu_seconds
 from scripts.harness.slow_link import slow_link
 from scripts.models import default, tiny
 from serving.server.prepare import prepare
@@ -118,14 +122,18 @@ class Round(NamedTuple):
     faults: list[str]
 
 
+NOTHING = Round(0, [], 0.0, 0, [])
+
+
 @dataclass(frozen=True)
 class Measured:
-    """One arm. faults: of both rounds."""
+    """One arm. cpu: seconds of the query round. faults: of both rounds."""
 
     arm: str
     fill: Round
     query: Round
     hits: Hits
+    cpu: float
     faults: list[str]
 
 
@@ -252,6 +260,11 @@ def ask_again(url: str, options: argparse.Namespace, folder: Path) -> tuple[Roun
     return query, Hits(*(late - early for early, late in zip(before, hits(url), strict=True)))
 
 
+def used(server: Program) -> float:
+    """CPU seconds that a server and its children have used."""
+    return cpu_seconds([server.own, *server.children()])
+
+
 def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Namespace) -> Measured:
     def serve(log: Path) -> Program:
         server = servers.enter_context(Program(*SERVE, environ=asked, log=log))
@@ -267,20 +280,26 @@ def measure(arm: str, environ: dict[str, str], room: Room, options: argparse.Nam
             store = kept.enter_context(ValkeyServer(save=""))
             asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store.port}"
         server = serve(logs / f"{arm}.log")
-        fill = fill_up(server.url, options, folder)
+        fill = NOTHING if options.unique else fill_up(server.url, options, folder)
         if arm in TWO_SERVERS:
             servers.close()
             if arm == "slow":
                 link = kept.enter_context(slow_link(store.port, options.slow_link * 1e6))
                 asked["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{link}"
             server = serve(logs / f"{arm}-second.log")
+        before = used(server)
         query, found = ask_again(server.url, options, folder)
+        cpu = used(server) - before
     faults = [f"{arm}: {fault}" for done in (fill, query) for fault in done.faults]
+    if options.unique:
+        if found.tiers or found.engine:
+            faults.append(f"{arm}: {found.tiers + found.engine} tokens were found, and none should")
+        return Measured(arm, fill, query, found, cpu, faults)
     if arm in HIT and not found.tiers:
         faults.append(f"{arm}: not one token came from the tiers; --logs keeps the server's log")
     if arm in BEHIND_L1 and not found.l2:
         faults.append(f"{arm}: not one token came from behind the cache server's memory")
-    return Measured(arm, fill, query, found, faults)
+    return Measured(arm, fill, query, found, cpu, faults)
 
 
 SWEPT = ("prefix", "l1")
@@ -347,7 +366,7 @@ def swept(
 
 COLUMNS = (
     *("arm", "answered", "TTFT mean s", "P50 s", "P90 s", "total s", "TTFT gain", "total gain"),
-    *("prompt tokens", "engine's", "tiers'", "of L2", "fill TTFT s", "fill s"),
+    *("prompt tokens", "engine's", "tiers'", "of L2", "CPU s", "fill TTFT s", "fill s"),
 )
 
 
@@ -369,6 +388,7 @@ def cells(it: Measured, base: Measured | None) -> list[str]:
         ]
     row += [*gains, f"{it.query.tokens:,}"]
     row += [f"{count:,}" for count in it.hits]
+    row.append(f"{it.cpu:.1f}")
     fill = it.fill.ttfts
     return [
         *row,
@@ -406,12 +426,14 @@ def parsed() -> argparse.Namespace:
     )
     size = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in PUBLISHED.items())
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:-1])
+    parser.add_argument("--rounds", type=int, default=1, help="all arms so often, in turn")
     model = "a folder or hub id, or `tiny`, a random one of one layer; default: SmolLM2-135M"
     parser.add_argument("--model", help=model)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a document, about")
     parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--in-flight", type=int, default=2, help="requests at a time")
+    parser.add_argument("--unique", action="store_true", help="ask about each document once only")
     parser.add_argument("--repeat", type=int, default=1, help="queries for each document")
     parser.add_argument("--mode", choices=MODES, default="tile", help="the order of queries")
     parser.add_argument("--seed", type=int, default=0, help="of the order `random`")
@@ -426,6 +448,8 @@ def parsed() -> argparse.Namespace:
     if parser.parse_args().published:
         parser.set_defaults(**PUBLISHED)
     options = parser.parse_args()
+    if options.unique and (options.repeat > 1 or {*TWO_SERVERS} & {*options.arms}):
+        parser.error("--unique: not with --repeat, and not with the arms shared and slow")
     if options.sweep == []:
         options.sweep = SWEEP
     if options.sweep and (least := min(options.sweep)) * options.documents < 1:
@@ -477,12 +501,12 @@ def main() -> None:
     )
     print(line(COLUMNS), flush=True)
     measured: list[Measured] = []
-    for arm in arms:
+    for arm in arms * options.rounds:
         measured.append(measure(arm, environ, sizes, options))
-        base = measured[0] if measured[0].arm == "none" else None
+        base = next((it for it in reversed(measured) if it.arm == "none"), None)
         print(line(cells(measured[-1], base)), flush=True)
     if options.plot:
-        plot(measured, title, options.plot)
+        plot(measured[: len(arms)], title, options.plot)
     if faults := [fault for it in measured for fault in it.faults]:
         sys.exit("\n".join([f"{len(faults)} faults, among them:", *faults[:10]]))
 

@@ -58,3 +58,16 @@ def test_the_table_has_medians_and_what_they_are_made_of(server):
     found = {row[0]: row[1:] for row in rows(server)}
     assert [row[1] for row in found.values()] == ["8.00", "1.00", "1.20", "1.60"]
     assert found["l1"] == ["300", "1.20", "30.0", "10.0", "20.0", "200.0", "70.0", "100"]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "transfer", "name"),
+    [
+        (None, "auto", "as planned"),
+        (256, "auto", "chunks of 256"),
+        (None, "lmcache_driven", "lmcache_driven"),
+        (256, "lmcache_driven", "chunks of 256, lmcache_driven"),
+    ],
+)
+def test_servers_are_told_apart(chunk, transfer, name):
+    assert Server(Program("true"), chunk, 10, transfer).name == name

@@ -38,9 +38,11 @@ def test_it_asks_about_half_to_four_times_as_many_documents_as_fit(monkeypatch):
     [
         (["--sweep", "0.1"], "--sweep 0.1: of --documents 8 that is none"),
         (["--sweep", "0"], "invalid positive value: '0'"),
+        (["--unique", "--arms", "none", "slow"], "--unique: not with --repeat, and not with"),
+        (["--unique", "--arms", "l1", "--repeat", "2"], "--unique: not with --repeat, and not"),
     ],
 )
-def test_bad_sweeps(monkeypatch, capsys, words, told):
+def test_bad_arguments(monkeypatch, capsys, words, told):
     with pytest.raises(SystemExit):
         options(monkeypatch, *words)
     assert told in capsys.readouterr().err
