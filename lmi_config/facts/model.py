@@ -7,6 +7,7 @@ of each token) it is followed here, so that what is said before a start is what 
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -95,7 +96,8 @@ class ModelFacts:
     max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
     attention_heads: which tensor parallelism divides among the ranks. latent: whether vLLM runs it
     with latent attention (MLA). heard: tokens that its encoder makes of the sound that it hears at
-    once, of models like Whisper. kept: its layers, by what vLLM keeps of a request for them.
+    once, of models like Whisper. kept: its layers, by what vLLM keeps of a request for them. parts:
+    of the weights, where safetensors files tell.
     """
 
     architectures: tuple[str, ...]
@@ -113,6 +115,7 @@ class ModelFacts:
     latent: bool = False
     heard: int | None = None
     kept: KvLayers = UNTOLD
+    parts: "WeightParts | None" = None
 
 
 UNKNOWN = ModelFacts(
@@ -138,6 +141,35 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+class WeightParts(NamedTuple):
+    """Bytes of the weights' files that count apart.
+
+    experts: of mixtures of experts, which all copies of the model share. single: numbers of 32
+    bits. outer: the vocabulary's matrices, which vLLM does not quantise as it loads them.
+    """
+
+    experts: int
+    single: int
+    outer: int
+
+
+_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(in|out)put_linear")
+_OUTER = re.compile(r"(^|[._])(embed\w*|lm_head|wte|tok_embeddings|output)\.weight$")
+_BYTES = {"64": 8, "32": 4, "16": 2}  # of a number, by the digits of its dtype; else 1
+
+
+def weight_parts(found: Mapping[str, Tensor]) -> WeightParts | None:
+    """The parts of these tensors, None where there are none."""
+    sizes = {
+        name: math.prod(it.shape) * _BYTES.get(re.sub(r"\D", "", it.dtype), 1)
+        for name, it in found.items()
+    }
+    experts = sum(size for name, size in sizes.items() if _EXPERTS.search(name))
+    single = sum(size for name, size in sizes.items() if found[name].dtype == "F32")
+    outer = sum(size for name, size in sizes.items() if _OUTER.search(name))
+    return WeightParts(experts, single, outer) if found else None
+
+
 def look(
     checkpoint: Checkpoint, weights: bool = True, overrides: Mapping[str, Any] = NO_OVERRIDES
 ) -> ModelFacts:
@@ -149,14 +181,15 @@ def look(
     """
     config = configuration(checkpoint, overrides)
     files: Mapping[str, int] = {}
+    parts = None
     try:
         files = weight_files(checkpoint)
     except ModelError:
         if weights:
             raise
     else:
-        tensors(checkpoint)
-    found = facts(config, files)
+        parts = weight_parts(tensors(checkpoint))
+    found = dataclasses.replace(facts(config, files), parts=parts)
     kept = found.kept
     if SENTENCES in checkpoint.sizes:
         kept = dataclasses.replace(kept, pooled=True)

@@ -419,7 +419,7 @@ def _manually(
     shared: L2Store | None,
 ) -> Tiers:
     """The tiers as LMCache's own configuration names them, checked against the machine."""
-    ranks = parallelism.workers
+    ranks = parallelism.local_workers
     l1 = round(translation.l1_gib * GIB) * ranks
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     found = []

@@ -2,7 +2,8 @@
 """Who gets how much of the machine's memory: the engine first, what is left is for KV caches."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lmi_config.facts.kv import KvShape
 from lmi_config.facts.machine import Machine
@@ -97,10 +98,11 @@ def budget(
     draft: ModelFacts | None,
 ) -> Budget:
     """Divide the memory that is free now; LMCache's server takes no part yet."""
-    count = parallelism.local_workers
+    count, copies = parallelism.local_workers, parallelism.local_copies
     on_gpu = bool(machine.gpus)
+    cores = "server and engine core" if copies == 1 else f"server and {copies} engine cores"
     shares = [
-        Share("server and engine core", SERVER + ENGINE_CORE, "measured"),
+        Share(cores, SERVER + copies * ENGINE_CORE, "measured"),
         Share(
             f"{count} worker{'s' * (count > 1)}",
             count * (CUDA_WORKER if on_gpu else WORKER),
@@ -108,10 +110,10 @@ def budget(
         ),
         *_weights(settings, parallelism, model, draft, on_gpu),
     ]
-    if count > 1:
-        shares.append(
-            Share("shared memory", min(count * SHARED_MEMORY, machine.shm), "/dev/shm counts too")
-        )
+    if talk := talking(machine, parallelism, model) * SHARED_MEMORY:
+        shares.append(Share("shared memory", min(talk, machine.shm), "/dev/shm counts too"))
+    if offloaded := native_offload(settings) * copies:
+        shares.append(Share("vLLM's KV offload", offloaded, _offload_reason(settings, copies)))
     margin = round(MARGIN * machine.memory)
     shares.append(Share("margin", margin, f"{MARGIN:.0%} of the memory"))
     left = machine.memory_free - sum(share.size for share in shares)
@@ -128,6 +130,16 @@ def budget(
     return Budget(shares=tuple(shares), kv=kv, free=max(left, 0))
 
 
+def talking(machine: Machine, parallelism: Parallelism, model: ModelFacts) -> int:
+    """Ranks on this machine that exchange data through /dev/shm. Copies with one GPU each have
+    nothing to exchange, unless they share experts.
+    """
+    count = parallelism.local_workers
+    shared = bool(model.parts and model.parts.experts)
+    alone = bool(machine.gpus) and parallelism.workers == 1 and not shared
+    return 0 if alone or count == 1 else count
+
+
 def _weights(
     settings: Settings,
     parallelism: Parallelism,
@@ -135,8 +147,7 @@ def _weights(
     draft: ModelFacts | None,
     on_gpu: bool,
 ) -> list[Share]:
-    count = parallelism.local_workers
-    both = (model.weight_bytes + (draft.weight_bytes if draft else 0)) // parallelism.machines
+    count, copies = parallelism.local_workers, parallelism.local_copies
     if on_gpu:
         passing = min(model.largest_file * count, model.weight_bytes)
         found = [Share("weights being loaded", passing, "a file in each worker, at most all")]
@@ -144,12 +155,139 @@ def _weights(
             size = round(offloaded * GIB) * count
             found.append(Share("offloaded weights", size, "cpu_offload_gb_per_gpu"))
         return found
-    if model.dtype in ("float16", "bfloat16") and settings.dtype in ("float32", "float"):
-        both *= 2
+    dense, experts = loaded(settings, model)
+    both = dense * copies + experts * copies // parallelism.copies
+    both += sum(loaded(settings, draft)) * copies if draft else 0
+    each = f" for each of {copies} copies" if copies > 1 else ""
+    passing = min(model.largest_file * copies, model.weight_bytes)
     return [
-        Share("weights", both, "the model's files"),
-        Share("weights being loaded", model.largest_file, "the largest file once more"),
+        Share("weights", both // parallelism.machines, f"the model's files{each}"),
+        Share("weights being loaded", passing, f"the largest file once more{each}"),
     ]
+
+
+_AS_LOADED: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"), (0.5, 0.5)),
+    **dict.fromkeys(("experts_int8", "int8_per_channel_weight_only"), (1.0, 0.5)),
+    "mxfp8": (0.52, 0.52),
+    "mxfp4": (0.27, 0.27),
+    "nvfp4_per_token": (1.0, 0.29),
+}
+"""Methods by which vLLM quantises weights of 16 bits as it loads them → which part is left of linear
+layers and of experts, scales included (_ONLINE_SHORTHANDS in vllm/config/quantization.py)."""
+
+
+def loaded(settings: Settings, model: ModelFacts) -> tuple[int, int]:
+    """Bytes of the weights as one copy runs them: without what experts take, and the experts'.
+
+    vLLM runs files in float32 in 16 bits unless OPTION_DTYPE says otherwise, and quantises plain
+    ones where OPTION_QUANTIZE names such a method. An estimate where the files do not tell parts.
+    """
+    whole, parts = model.weight_bytes, model.parts
+    experts = min(parts.experts, whole) if parts else 0
+    if not parts and settings.engine.get("enable_expert_parallel"):
+        experts = whole
+    if model.quantization or not whole:
+        return whole - experts, experts
+    single = parts.single if parts else whole if model.dtype == "float32" else 0
+    singles = settings.dtype in ("float32", "float")
+    scale = 1 + (whole - single) / whole if singles else 1 - single / whole / 2
+    if method := _AS_LOADED.get(settings.quantize or ""):
+        table = 2 * (model.vocabulary or 0) * (model.hidden_size or 0)
+        outer = parts.outer if parts else min(2 * table, whole // 4)
+        plain = max(whole - experts - outer, 0)
+        return round(scale * (outer + plain * method[0])), round(scale * experts * method[1])
+    return round(scale * (whole - experts)), round(scale * experts)
+
+
+_OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""vLLM's own connectors that keep KV in this machine's memory."""
+
+
+def connectors(config: Any) -> Iterator[Mapping[str, Any]]:
+    """A kv_transfer_config, and those in it that a MultiConnector has."""
+    if not isinstance(config, Mapping):
+        return
+    yield config
+    extra = config.get("kv_connector_extra_config")
+    inner = extra.get("connectors") if isinstance(extra, Mapping) else None
+    for it in inner if isinstance(inner, list) else ():
+        yield from connectors(it)
+
+
+def native_offload(settings: Settings) -> int:
+    """Bytes in which vLLM itself keeps a copy's KV in CPU memory, of all its ranks together: by
+    kv_offloading_size, or by a connector of vLLM's own.
+    """
+    size: float = settings.engine.get("kv_offloading_size") or 0
+    if size and settings.engine.get("kv_offloading_backend", "native") == "native":
+        return round(size * GIB)
+    found = 0
+    for it in connectors(settings.kv_transfer_config):
+        extra = it.get("kv_connector_extra_config")
+        if it.get("kv_connector") in _OFFLOADING and isinstance(extra, Mapping):
+            asked = extra.get("cpu_bytes_to_use")
+            found += round(asked) if isinstance(asked, int | float) else 0
+    return found
+
+
+def _offloader(settings: Settings) -> str:
+    """By which option vLLM is to offload KV itself."""
+    sized = "kv_offloading_size" in settings.engine
+    return settings.named("kv_offloading_size" if sized else "kv_transfer_config")
+
+
+def _offload_reason(settings: Settings, copies: int) -> str:
+    return _offloader(settings) + (f" for each of {copies} copies" if copies > 1 else "")
+
+
+def offload_faults(
+    settings: Settings, machine: Machine, parallelism: Parallelism, tiers: bool
+) -> list[str]:
+    """Why vLLM's own KV offload cannot be had as asked: a sentence each. tiers: whether Slipway's
+    are wanted as well.
+    """
+    return [*_offload_faults(settings, machine, parallelism, tiers)]
+
+
+def _offload_faults(
+    settings: Settings, machine: Machine, parallelism: Parallelism, tiers: bool
+) -> Iterator[str]:
+    engine = settings.engine
+    if engine.get("kv_offloading_size") and engine.get("kv_offloading_backend") == "lmcache":
+        yield (
+            f"{settings.named('kv_offloading_backend')}=lmcache: Slipway starts LMCache's server; "
+            "set OPTION_LMCACHE_AUTO_CONFIG=true, with OPTION_KV_L1_SIZE for its size, and leave "
+            "OPTION_KV_OFFLOADING_* out"
+        )
+        return
+    size = native_offload(settings)
+    if not size:
+        return
+    name, whole = _offloader(settings), size * parallelism.local_copies
+    if tiers:
+        yield (
+            f"{name}: vLLM's own KV offload and Slipway's KV cache tiers would need two "
+            "connectors; leave one of them out"
+        )
+    elif "kv_offloading_size" in engine and (settings.kv_transfer_config or {}).get("kv_connector"):
+        yield (
+            f"{name}: vLLM would put its own connector in the place of "
+            f"{settings.named('kv_transfer_config')}'s; leave one of them out"
+        )
+    if not machine.gpus:
+        yield f"{name}: vLLM offloads KV from GPUs only, and there is none; leave it out"
+    elif whole > machine.shm:
+        yield (
+            f"{name}: vLLM keeps {whole / GIB:.1f} GiB in /dev/shm, which has "
+            f"{machine.shm / GIB:.1f} GiB; give the container more (docker run --shm-size="
+            f"{-(-whole // GIB) + 1}g, or an emptyDir with medium Memory)"
+        )
+    elif whole > machine.memory_free:
+        yield (
+            f"{name}: {whole / GIB:.1f} GiB, and {machine.memory_free / GIB:.1f} GiB of memory are "
+            "free; set a smaller size"
+        )
 
 
 def _kv_on_cpu(machine: Machine, left: int) -> int:
@@ -245,16 +383,19 @@ def gpu_budget(
 ) -> GpuBudget | None:
     """Estimate the memory of the smallest GPU in use, or None where there is none or it is unknown.
 
-    Weights are split evenly over the ranks; the draft's are in each tensor-parallel rank's share.
+    Weights are split evenly over a copy's ranks, experts over those of all copies
+    (flatten_tp_across_dp_and_pcp in vllm's fused_moe); the draft's are in each tensor-parallel
+    rank's share.
     """
     used = machine.gpus[: parallelism.local_workers]
     sizes = [found.memory for found in used if found.memory]
     if not used or len(sizes) < len(used):
         return None
-    weights = model.weight_bytes // parallelism.workers
+    dense, experts = loaded(settings, model)
+    weights = (dense + experts // parallelism.copies) // parallelism.workers
     weights -= min(round((settings.cpu_offload_gb_per_gpu or 0) * GIB), weights)
     if draft:
-        weights += draft.weight_bytes // parallelism.tensor
+        weights += sum(loaded(settings, draft)) // parallelism.tensor
     share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     return GpuBudget(
         total=min(sizes),

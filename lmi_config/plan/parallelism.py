@@ -24,7 +24,8 @@ _VOCABULARY = 64  # vLLM fills the vocabulary up to a multiple of it
 class Parallelism:
     """tensor: devices that each stage of a copy is spread over. pipeline: its stages.
 
-    copies: of the model, on all machines (data parallel). machines: that each copy is spread over.
+    copies: of the model, on all machines (data parallel). local_copies: those that this process
+    starts on this machine. machines: that each copy is spread over.
     workerless: whether the engine's core does the only worker's work: without a GPU vLLM has a
     process for it even with one rank, which costs more than it wins where CPUs are few, and would
     not start with the 64 MiB of shared memory that containers get.
@@ -33,6 +34,7 @@ class Parallelism:
     tensor: int
     pipeline: int = 1
     copies: int = 1
+    local_copies: int = 1
     machines: int = 1
     workerless: bool = False
 
@@ -43,8 +45,8 @@ class Parallelism:
 
     @property
     def local_workers(self) -> int:
-        """Those of them that run on this machine."""
-        return -(-self.workers // self.machines)
+        """Worker processes on this machine, of all copies here."""
+        return -(-self.workers // self.machines) * self.local_copies
 
 
 def decide(
@@ -61,6 +63,7 @@ def decide(
         tensor=tensor,
         pipeline=pipeline,
         copies=copies(settings),
+        local_copies=_local_copies(settings, tensor * pipeline),
         machines=_machines(settings, machine, tensor * pipeline),
         workerless=(
             not machine.gpus
@@ -74,6 +77,20 @@ def decide(
 def copies(settings: Settings) -> int:
     """Copies of the model on all machines."""
     count: int = settings.engine.get("data_parallel_size") or 1
+    return count
+
+
+def _local_copies(settings: Settings, workers: int) -> int:
+    """Copies that vLLM starts on this machine, as create_engine_config in vllm/engine/arg_utils.py
+    counts them. workers: of a copy.
+    """
+    engine, count = settings.engine, copies(settings)
+    if engine.get("data_parallel_external_lb") or "data_parallel_rank" in engine:
+        return 1  # each copy has a process of its own
+    if local := engine.get("data_parallel_size_local"):
+        return int(local)
+    if (nodes := engine.get("nnodes", 1)) > 1:
+        return max(count * workers // nodes // workers, 1)
     return count
 
 

@@ -125,6 +125,7 @@ def make(
     spread = parallelism.decide(settings, machine, model, draft)
     faults = (
         kv_tiers.faults(settings)
+        + memory.offload_faults(settings, machine, spread, kv_tiers.wanted(settings))
         + vllm.kv_events_faults(settings, spread.copies)
         + vllm.quantization_faults(settings, machine, model)
         + speculation.faults(settings, model, draft)

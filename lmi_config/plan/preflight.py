@@ -22,8 +22,10 @@ from lmi_config.plan.memory import (
     GpuBudget,
     kv_of_request,
     kv_per_token,
+    loaded,
+    talking,
 )
-from lmi_config.plan.parallelism import FEW_CPUS, Parallelism
+from lmi_config.plan.parallelism import FEW_CPUS, Parallelism, decide
 
 
 def findings(
@@ -39,13 +41,16 @@ def findings(
     yield from settings.notes
     if wrong := hindrance(machine):
         yield wrong
-    yield from _gpus(settings, machine, parallelism)
+    yield from _gpus(settings, machine, parallelism, model)
     yield from _memory(machine, budget)
+    quantised = model.quantization or settings.quantize
+    experts = loaded(settings, model)[1] if parallelism.copies > 1 else 0
     if gpu and gpu.left <= 0:
         yield (
             f"each GPU's share of the weights is {format_size(gpu.weights)} and vLLM may use "
-            f"{format_size(gpu.usable)} of its memory; use {_enough(gpu, parallelism)} or a "
-            "quantised model"
+            f"{format_size(gpu.usable)} of its memory; "
+            f"{_enough(gpu, machine, parallelism, experts)}"
+            f"{'' if quantised else ' or a quantised model'}"
         )
     cache = engine_cache(settings, machine, parallelism, model, budget, gpu)
     length = longest_request(settings, model)
@@ -54,9 +59,9 @@ def findings(
             f"the KV cache will hold about {fits:,} tokens, less than the longest request of "
             f"{length:,}; set OPTION_MAX_MODEL_LEN={fits // 1024 * 1024 or fits}"
         )
-    count = parallelism.local_workers
+    count = talking(machine, parallelism, model)
     talk = count * SHARED_MEMORY
-    if count > 1 and machine.shm < talk:
+    if machine.shm < talk:
         yield (
             f"/dev/shm has {format_size(machine.shm)} and {count} ranks talk through it, which "
             f"takes up to {format_size(talk)}; give the container more (docker run --shm-size="
@@ -109,15 +114,27 @@ def hindrance(machine: Machine) -> str | None:
     )
 
 
-def _enough(gpu: GpuBudget, parallelism: Parallelism) -> str:
-    """GPUs like these, so many that a share of the weights leaves room for a KV cache."""
+def _enough(gpu: GpuBudget, machine: Machine, parallelism: Parallelism, experts: int) -> str:
+    """What to do for a share of the weights to leave room for a KV cache on GPUs like these.
+
+    experts: bytes that all copies share, so that more of them need fewer each.
+    """
     room = gpu.usable - gpu.overhead
     if room <= 0:
-        return "larger GPUs"
+        return "use larger GPUs"
+    left = room - (gpu.weights - experts // parallelism.copies // parallelism.workers)
+    if experts and left > 0:
+        copies = -(-experts // (left * parallelism.workers))
+        count = copies * parallelism.workers
+        return f"use at least {count} such GPUs (OPTION_DATA_PARALLEL_SIZE={copies})"
     stage = gpu.weights * parallelism.tensor // room + 1
     degree = 1 << (stage - 1).bit_length()  # heads can mostly be divided by powers of two
     count = degree * parallelism.pipeline
-    return f"at least {count} such GPUs (OPTION_TENSOR_PARALLEL_DEGREE={degree})"
+    if count > len(machine.gpus):
+        return f"use at least {count} such GPUs (OPTION_TENSOR_PARALLEL_DEGREE={degree})"
+    copies = len(machine.gpus) // count
+    fewer = f" with OPTION_DATA_PARALLEL_SIZE={copies}" if parallelism.local_copies > 1 else ""
+    return f"use OPTION_TENSOR_PARALLEL_DEGREE={degree}{fewer}"
 
 
 def downloads(to_fetch: int, room: int) -> Iterator[str]:
@@ -129,17 +146,30 @@ def downloads(to_fetch: int, room: int) -> Iterator[str]:
         )
 
 
-def _gpus(settings: Settings, machine: Machine, parallelism: Parallelism) -> Iterator[str]:
+_OTHERS_USE = ("data_parallel_rank", "data_parallel_external_lb", "device_ids")
+"""vLLM's options by which other processes may use the other GPUs."""
+
+
+def _gpus(
+    settings: Settings, machine: Machine, parallelism: Parallelism, model: ModelFacts
+) -> Iterator[str]:
     if not machine.gpus:
         return
     idle = len(machine.gpus) - parallelism.local_workers
-    if idle > 0 and "data_parallel_size" not in settings.engine:
-        fix = (
-            "set OPTION_TENSOR_PARALLEL_DEGREE=max to use them"
-            if settings.tensor_parallel_degree != "max"
-            else f"{parallelism.workers} are the most that attention heads, KV heads and the "
-            "vocabulary can be divided among"
-        )
+    if idle > 0 and not settings.engine.keys() & _OTHERS_USE:
+        most = decide(dataclasses.replace(settings, tensor_parallel_degree="max"), machine, model)
+        copies = len(machine.gpus) // parallelism.workers
+        if most.tensor > parallelism.tensor:
+            fix = "set OPTION_TENSOR_PARALLEL_DEGREE=max to use them"
+        elif 1 < parallelism.local_copies < copies:
+            fix = f"OPTION_DATA_PARALLEL_SIZE={copies} uses {copies * parallelism.workers}"
+        elif parallelism.local_copies > 1:
+            fix = f"they are too few for another copy on {parallelism.workers}"
+        else:
+            fix = (
+                f"{parallelism.workers} are the most that attention heads, KV heads and the "
+                "vocabulary can be divided among"
+            )
         yield f"{idle} of {len(machine.gpus)} GPUs will do nothing; {fix}"
 
 

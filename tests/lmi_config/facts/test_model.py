@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from lmi_config.facts.kv import KvShape
 from lmi_config.facts.layers import KvLayers
-from lmi_config.facts.model import Folder, ModelError, ModelFacts, look, tensors
+from lmi_config.facts.model import (
+    Folder,
+    ModelError,
+    ModelFacts,
+    Tensor,
+    WeightParts,
+    look,
+    tensors,
+    weight_parts,
+)
 from tests.lmi_config.examples import GGUF
 
 LLAMA3 = {
@@ -206,6 +215,19 @@ def framed(header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
+def test_the_parts_of_the_weights():
+    mixed = {
+        "model.embed_tokens.weight": ("BF16", [8, 4]),
+        "lm_head.weight": ("F32", [8, 2]),
+        "model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", [4, 4]),
+        "model.layers.0.mlp.shared_experts.up_proj.weight": ("BF16", [4, 4]),
+        "model.layers.0.mlp.experts.down_proj_blocks": ("F8_E4M3", [4, 2]),
+    }
+    assert weight_parts({name: Tensor(*it) for name, it in mixed.items()}) == WeightParts(
+        experts=40, single=64, outer=128
+    )
+
+
 def test_all_facts_of_a_model():
     assert look(model(LLAMA_8B)) == ModelFacts(
         architectures=("LlamaForCausalLM",),
@@ -221,6 +243,7 @@ def test_all_facts_of_a_model():
         kv=KvShape(heads=8, full=32 * 2 * 8 * 128),
         attention_heads=32,
         kept=KvLayers(full=32, shapes=frozenset({(8, 128)})),
+        parts=WeightParts(experts=0, single=0, outer=0),
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmi_config.facts import draft
 from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.kv import KvShape
+from lmi_config.facts.model import WeightParts
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import explain, plan, speculation
 from tests.lmi_config.examples import GIB, H100, PARTS, machine, model
@@ -741,3 +742,178 @@ def test_the_plan_says_which_parsers_and_why():
     rows = {name: (value, why) for name, value, why in explain.rows(found)}
     assert rows["tool calls"] == ("hermes", "a mark; OPTION_TOOL_CALL_PARSER overrides")
     assert rows["reasoning"] == ("none", "OPTION_REASONING_PARSER")
+
+
+ONE_EACH = {"OPTION_TENSOR_PARALLEL_DEGREE": "1"}
+MANUAL = {
+    "OPTION_LMCACHE_CONFIG_FILE": "/x.yaml",
+    "OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}',
+}
+
+
+def shares(found):
+    return {share.name: share.size / GIB for share in found.memory.shares}
+
+
+@pytest.mark.parametrize("more", [{}, {"OPTION_LMCACHE_AUTO_CONFIG": "true"}])
+def test_copies_on_this_machine_count_in_its_memory(more):
+    def copies(count, local=None, **others):
+        environ = {**ONE_EACH, **more, **others, "OPTION_DATA_PARALLEL_SIZE": str(count)}
+        environ |= {"OPTION_DATA_PARALLEL_SIZE_LOCAL": str(local)} if local else {}
+        return planned(environ, machine(8), model(16))
+
+    one, eight = copies(1), copies(8)
+    assert shares(eight)["8 workers"] == 24
+    assert shares(eight)["weights being loaded"] == 16
+    assert shares(eight)["server and 8 engine cores"] == 0.75 * 9
+    assert "shared memory" not in shares(eight)
+    assert one.memory.free - eight.memory.free == round((21 + 12 + 7 * 0.75) * GIB)
+    if more:
+        assert eight.tiers.l1 <= eight.memory.free
+    assert copies(16, 8).memory == eight.memory
+    assert copies(8, OPTION_DATA_PARALLEL_RANK="3").memory == one.memory
+
+
+def test_copies_without_a_gpu_have_weights_of_their_own():
+    here = machine(cpus=tuple(range(16)))
+    found = planned({**ONE_EACH, "OPTION_DATA_PARALLEL_SIZE": "2"}, here, model(4))
+    assert shares(found)["weights"] == 8
+    assert shares(found)["weights being loaded"] == 2
+    assert shares(found)["2 workers"] == 2
+    assert found.environment["VLLM_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+@pytest.mark.parametrize(("tensor", "copies"), [(4, 1), (1, 4), (2, 2)])
+def test_lmcaches_sizes_are_for_each_rank_of_all_copies(tensor, copies):
+    environ = {
+        **MANUAL,
+        "OPTION_TENSOR_PARALLEL_DEGREE": str(tensor),
+        "OPTION_DATA_PARALLEL_SIZE": str(copies),
+    }
+    file = {"max_local_cpu_size": 20.0, "local_disk": "file:///tmp/d/", "max_local_disk_size": 5}
+    tiers = planned(environ, machine(4), model(16), lmcache_file=file).tiers
+    assert (tiers.l1, tiers.disk.size) == (80 * GIB, 20 * GIB)
+    assert tiers.reasons["l1"] == "max_local_cpu_size for each of 4 ranks"
+
+
+L4 = dataclasses.replace(SMALL, name="NVIDIA L4", capability=(8, 9))
+H200 = dataclasses.replace(H100, name="NVIDIA H200", memory=141 * GIB)
+EXPERTS = WeightParts(experts=608 * GIB, single=0, outer=4 * GIB)
+COPIES = {**ONE_EACH, "OPTION_DATA_PARALLEL_SIZE": "8", "OPTION_ENABLE_EXPERT_PARALLEL": "true"}
+MIXED = WeightParts(experts=0, single=4 * GIB, outer=4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "facts", "weights"),
+    [
+        (COPIES, (H200,) * 8, model(640, quantization="fp8", parts=EXPERTS), 32 + 608 / 8),
+        ({**COPIES, "OPTION_ENABLE_EXPERT_PARALLEL": "false"}, (H200,) * 8,
+         model(640, quantization="fp8", parts=EXPERTS), 32 + 608 / 8),
+        (COPIES, (H200,) * 8, model(640, quantization="fp8"), 80),
+        ({**ONE_EACH, "OPTION_DATA_PARALLEL_SIZE": "8"}, (H200,) * 8, model(64), 64),
+        ({}, (L4,), model(28, dtype="float32"), 14),
+        ({"OPTION_DTYPE": "float32"}, (L4,), model(28, dtype="float32"), 28),
+        ({"OPTION_DTYPE": "fp16"}, (L4,), model(28, dtype="float32"), 14),
+        ({"OPTION_DTYPE": "float32"}, (H100,), model(28), 56),
+        ({}, (L4,), model(28, parts=MIXED), 26),
+        ({}, (L4,), model(28, dtype="float32", quantization="awq"), 28),
+        ({"OPTION_QUANTIZE": "fp8"}, (L4,), model(28, parts=EXPERTS._replace(experts=0)), 16),
+        ({"OPTION_QUANTIZE": "fp8"}, (L4,), model(28, quantization="fp8"), 28),
+        ({"OPTION_QUANTIZE": "fp8"}, (L4,), model(28, dtype="float32"), 7.5),
+        ({"OPTION_QUANTIZE": "mxfp4"}, (L4,), model(28), 8),
+        ({"OPTION_QUANTIZE": "experts_int8"}, (H100,),
+         model(28, parts=WeightParts(24 * GIB, 0, GIB)), 16),
+    ],
+)  # fmt: skip
+def test_a_gpus_weights_are_those_that_it_will_hold(environ, gpus, facts, weights):
+    here = dataclasses.replace(machine(len(gpus), memory=1500 * GIB), gpus=gpus)
+    found = planned(environ, here, facts)
+    assert found.gpu.weights / GIB == pytest.approx(weights, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "facts", "fix"),
+    [
+        (COPIES, 8, model(2000, quantization="fp8"),
+         "use at least 29 such GPUs (OPTION_DATA_PARALLEL_SIZE=29)"),
+        ({**ONE_EACH, "OPTION_DATA_PARALLEL_SIZE": "8"}, 8, model(160),
+         "use OPTION_TENSOR_PARALLEL_DEGREE=4 with OPTION_DATA_PARALLEL_SIZE=2 or a quantised"),
+        (ONE_EACH, 4, model(160), "use OPTION_TENSOR_PARALLEL_DEGREE=4 or a quantised model"),
+        ({"OPTION_QUANTIZE": "fp8"}, 1, model(320), "(OPTION_TENSOR_PARALLEL_DEGREE=4)"),
+    ],
+)  # fmt: skip
+def test_advice_never_proposes_what_is_there(environ, gpus, facts, fix):
+    (found,) = [
+        it for it in planned(environ, machine(gpus), facts).findings if it.startswith("each GPU's")
+    ]
+    assert fix in found
+    assert ("quantised model" in found) == (
+        not facts.quantization and "QUANTIZE" not in str(environ)
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "note"),
+    [
+        ({"OPTION_DATA_PARALLEL_SIZE": "1", **ONE_EACH}, "7 of 8 GPUs will do nothing; set "
+         "OPTION_TENSOR_PARALLEL_DEGREE=max to use them"),
+        ({"OPTION_DATA_PARALLEL_SIZE": "3"}, "2 of 8 GPUs will do nothing; "
+         "OPTION_DATA_PARALLEL_SIZE=4 uses 8"),
+        ({"OPTION_DATA_PARALLEL_SIZE": "2", "OPTION_TENSOR_PARALLEL_DEGREE": "3"},
+         "2 of 8 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max"),
+        ({"OPTION_DATA_PARALLEL_SIZE": "8", **ONE_EACH}, ""),
+        ({"OPTION_DATA_PARALLEL_SIZE": "8", "OPTION_DATA_PARALLEL_RANK": "0", **ONE_EACH}, ""),
+    ],
+)  # fmt: skip
+def test_idle_gpus_are_told_beside_data_parallel(environ, note):
+    facts = model(2, attention_heads=48, kv=KvShape(heads=24, full=1), vocabulary=192 * 64)
+    found = [it for it in planned(environ, machine(8), facts).findings if "will do nothing" in it]
+    assert bool(found) == bool(note)
+    assert not note or found[0].startswith(note)
+
+
+NATIVE = {"OPTION_KV_OFFLOADING_SIZE": "6"}
+ROOMY = {"shm": 64 * GIB}
+OWN = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":%s}'
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        NATIVE,
+        {**NATIVE, "OPTION_KV_OFFLOADING_BACKEND": "native"},
+        {"OPTION_KV_TRANSFER_CONFIG": OWN % '{"cpu_bytes_to_use":6442450944}'},
+        {"OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"MultiConnector","kv_role":"kv_both",'
+         '"kv_connector_extra_config":{"connectors":[%s]}}'
+         % (OWN % '{"cpu_bytes_to_use":6442450944}')},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("copies", [1, 2])
+def test_vllms_own_kv_offload_counts(environ, copies):
+    environ = {**environ, **ONE_EACH, "OPTION_DATA_PARALLEL_SIZE": str(copies)}
+    found = planned(environ, machine(2, **ROOMY))
+    assert shares(found)["vLLM's KV offload"] == 6 * copies
+
+
+@pytest.mark.parametrize(
+    ("environ", "here", "fault"),
+    [
+        (NATIVE, machine(), "OPTION_KV_OFFLOADING_SIZE: vLLM offloads KV from GPUs only"),
+        ({"OPTION_KV_TRANSFER_CONFIG": OWN % '{"cpu_bytes_to_use":6}'}, machine(),
+         "OPTION_KV_TRANSFER_CONFIG: vLLM offloads KV from GPUs only"),
+        ({**NATIVE, "OPTION_LMCACHE_AUTO_CONFIG": "true"}, machine(1, **ROOMY), "two connectors"),
+        ({**NATIVE, "OPTION_KV_L2_URL": "redis://h"}, machine(1, **ROOMY), "two connectors"),
+        ({**NATIVE, **MANUAL}, machine(1, **ROOMY), "two connectors"),
+        ({**NATIVE, "OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"X","kv_role":"kv_both"}'},
+         machine(1, **ROOMY), "in the place of OPTION_KV_TRANSFER_CONFIG's"),
+        ({**NATIVE, "OPTION_KV_OFFLOADING_BACKEND": "lmcache"}, machine(1, **ROOMY),
+         "set OPTION_LMCACHE_AUTO_CONFIG=true, with OPTION_KV_L1_SIZE for its size"),
+        ({"OPTION_KV_OFFLOADING_SIZE": "40"}, machine(1), "in /dev/shm, which has 8.0 GiB"),
+        ({"OPTION_KV_OFFLOADING_SIZE": "40"}, machine(1, memory=24 * GIB, **ROOMY),
+         "40.0 GiB, and 24.0 GiB of memory are free"),
+    ],
+)  # fmt: skip
+def test_vllms_own_kv_offload_is_refused_where_it_cannot_be(environ, here, fault):
+    with pytest.raises(SettingsError) as refused:
+        planned(environ, here)
+    assert [it for it in refused.value.faults if fault in it], refused.value.faults
