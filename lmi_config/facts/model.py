@@ -155,15 +155,11 @@ class WeightParts(NamedTuple):
 
 _EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(in|out)put_linear")
 _OUTER = re.compile(r"(^|[._])(embed\w*|lm_head|wte|tok_embeddings|output)\.weight$")
-_BYTES = {"64": 8, "32": 4, "16": 2}  # of a number, by the digits of its dtype; else 1
 
 
 def weight_parts(found: Mapping[str, Tensor]) -> WeightParts | None:
     """The parts of these tensors, None where there are none."""
-    sizes = {
-        name: math.prod(it.shape) * _BYTES.get(re.sub(r"\D", "", it.dtype), 1)
-        for name, it in found.items()
-    }
+    sizes = {name: math.prod(it.shape) * _BITS.get(it.dtype, 8) // 8 for name, it in found.items()}
     experts = sum(size for name, size in sizes.items() if _EXPERTS.search(name))
     single = sum(size for name, size in sizes.items() if found[name].dtype == "F32")
     outer = sum(size for name, size in sizes.items() if _OUTER.search(name))

@@ -9,18 +9,22 @@ _ENGINES = "vLLM is the only engine"
 _WORKER = "there is no separate Python worker"
 _GONE = "vLLM has no such option any more"
 _FORMATS = "the body and `Accept` decide on the answer's format"
-_LATER = "Slipway does not act on it yet"
 
 UNUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
+            "DEFAULT_JVM_OPTS",
             "JAVA_OPTS",
             "SAGEMAKER_MODEL_SERVER_VMARGS",
             "SERVING_JVM_OPTIONS",
             "SERVING_NUMBER_OF_NETTY_THREADS",
+            "SERVING_APPLICATION",
+            "SERVING_BLOCK_FACTORY",
             "SERVING_NETTY_CLIENT_THREADS",
+            "SERVING_OPTS",
             "SERVING_PLUGIN_FOLDER",
             "SERVING_PREFER_DIRECT_BUFFER",
+            "SERVING_TRANSLATOR_FACTORY",
         ),
         _JAVA,
     ),
@@ -32,6 +36,8 @@ UNUSED: Mapping[str, str] = {
             "SAGEMAKER_MODEL_SERVER_WORKERS",
             "SAGEMAKER_NUM_MODEL_WORKERS",
             "SERVING_BATCH_SIZE",
+            "SERVING_CPU_MAX_WORKERS",
+            "SERVING_CPU_MIN_WORKERS",
             "SERVING_GPU_MAX_WORKERS",
             "SERVING_GPU_MIN_WORKERS",
             "SERVING_GPU_REQUIRED_MEMORY_MB",
@@ -39,6 +45,7 @@ UNUSED: Mapping[str, str] = {
             "SERVING_LOAD_ON_DEVICE",
             "SERVING_LOAD_ON_DEVICES",
             "SERVING_MAX_BATCH_DELAY",
+            "SERVING_MAX_DYNAMIC_BATCH_SIZE",
             "SERVING_MAX_IDLE_TIME",
             "SERVING_MAX_WORKERS",
             "SERVING_MIN_WORKERS",
@@ -65,7 +72,6 @@ UNUSED: Mapping[str, str] = {
         (
             "OPTION_DEVICE_MAP",
             "OPTION_ENABLE_VENV",
-            "OPTION_ENV",
             "OPTION_HANDLER",
             "OPTION_HANDLE",
             "OPTION_IS_PEFT_MODEL",
@@ -108,15 +114,22 @@ UNUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "OPTION_RECORD_ACCEPTANCE_RATE",
-            "OPTION_SESSIONS_S3URL",
-            "SAGEMAKER_HEALTH_CHECK_OVERRIDE",
-            "SERVING_ALLOW_MULTI_STATUS",
-            "SERVING_CHUNKED_READ_TIMEOUT",
             "SERVING_LOG_REQUEST_METRIC",
             "SERVING_METRIC_DIMENSION",
-            "SERVING_REQUEST_ID_HEADER_KEY",
+            "SERVING_METRICS_AGGREGATION",
         ),
-        _LATER,
+        "/metrics always has these series",
+    ),
+    "OPTION_ENV": "set what is in it as variables of the container",
+    "OPTION_SESSIONS_S3URL": "OPTION_SESSIONS_PATH may be a disk that servers share",
+    "SERVING_ALLOW_MULTI_STATUS": "/ping answers 200 or 503, for the one model",
+    "SERVING_CHUNKED_READ_TIMEOUT": "OPTION_PREDICT_TIMEOUT bounds an answer as a whole",
+    "SERVING_REQUEST_ID_HEADER_KEY": (
+        "X-Amzn-SageMaker-Inference-Id and X-Request-Id name a request in the log"
+    ),
+    **dict.fromkeys(
+        ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "SERVING_HEALTH_CHECK_OVERRIDE"),
+        "/ping always fails when the engine does",
     ),
     **dict.fromkeys(
         ("SERVING_CORS_ALLOWED_HEADERS", "SERVING_CORS_ALLOWED_METHODS"),
@@ -145,7 +158,6 @@ UNUSED: Mapping[str, str] = {
     "OPTION_DEFAULT_ACCEPT": "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT is the default of `Accept`",
     "OPTION_MODEL_DIR": "it is where the files of the model are found to be",
     "SAGEMAKER_MULTI_MODEL": "one server serves one model",
-    "SERVING_HEALTH_CHECK_OVERRIDE": "/ping always fails when the engine does",
     "SERVING_LOAD_MODELS": "one server serves one model",
     "SERVING_MODEL_URL_PATTERN": "one server serves one model",
     "SERVING_WAIT_MODEL_LOADING": "/ping answers 503 until the model is ready",
@@ -235,6 +247,7 @@ REMOVED: Mapping[str, str] = {
         ),
         _LENGTH,
     ),
+    "OPTION_MAX_NUM_SEQUENCES": "set OPTION_MAX_ROLLING_BATCH_SIZE",
     "OPTION_ENABLE_KV_CACHE_REUSE": "set OPTION_ENABLE_PREFIX_CACHING",
     "OPTION_KV_CACHE_FREE_GPU_MEM_FRACTION": "set OPTION_GPU_MEMORY_UTILIZATION",
     "OPTION_MAX_NUM_TOKENS": "set OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS",
@@ -285,6 +298,7 @@ REMOVED: Mapping[str, str] = {
             "OPTION_ON_DEVICE_EMBEDDING",
             "OPTION_OVERRIDE_NEURON_CONFIG",
             "OPTION_SPLIT_MODEL_PATH",
+            "OPTION_UNROLL",
         ),
         _NEURON,
     ),
@@ -292,6 +306,8 @@ REMOVED: Mapping[str, str] = {
         (
             "OPTION_CHECKPOINT",
             "OPTION_ENABLE_CUDA_GRAPH",
+            "OPTION_EXTRAFILES",
+            "OPTION_MAPLOCATION",
             "OPTION_MAX_SPARSITY",
             "OPTION_MAX_SPLITS",
             "OPTION_MODEL_FORMAT",
@@ -366,6 +382,17 @@ REFUSED: Mapping[str, str] = {
             "uds",
         ),
         _HTTP,
+    ),
+    "enable_server_load_tracking": (
+        "Slipway has no /load; slipway_requests_in_flight on /metrics has the number"
+    ),
+    "enable_tokenizer_info_endpoint": (
+        "Slipway has no /tokenizer_info; /tokenize and /detokenize answer"
+    ),
+    **dict.fromkeys(
+        ("enable_scale_out", "tokens_only"),
+        "Slipway has no paths for tokens in the place of text; OPTION_SERVER_ROLE splits prefill "
+        "from decoding",
     ),
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",
     "shutdown_timeout": "Slipway drains requests itself, within 23 seconds of SIGTERM",

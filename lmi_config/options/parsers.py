@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from lmi_config.options import spelling
+
 Reader = Callable[[str], Any]
 """Turns an option's text into its value, or raises ValueError saying what it should be."""
 
@@ -293,6 +295,8 @@ _TASKS = (
     "embed",
     "feature-extraction",
     "classify",
+    "score",
+    "reward",
 )
 _AS_TASKS = {
     **dict.fromkeys(
@@ -306,11 +310,16 @@ _AS_TASKS = {
         ),
         "text-generation",
     ),
+    "embedding": "embed",
     "sentence-similarity": "feature-extraction",
     "text-classification": "classify",
     "text-ranking": "classify",
+    "transcription": "text-generation",
 }
-"""The hub's names of tasks → ours."""
+"""The hub's and older vLLM's names of tasks → ours."""
+_IN_WORDS = ("question-answering", "summarization", "text2text-generation", "translation")
+"""Tasks that a model which generates does when it is asked in words."""
+UNKNOWN_TASK = "no task of vLLM's: the model does its own, as with auto"
 _ELSEWHERE = {
     **dict.fromkeys(
         (
@@ -324,7 +333,6 @@ _ELSEWHERE = {
             "image-to-text",
             "mask-generation",
             "object-detection",
-            "question-answering",
             "table-question-answering",
             "token-classification",
             "video-classification",
@@ -345,11 +353,6 @@ _ELSEWHERE = {
         "a server of diffusion models",
     ),
     **dict.fromkeys(
-        ("summarization", "text2text-generation", "translation"),
-        "a model that generates text, with task text-generation; encoder-decoder models are run by "
-        "SageMaker's Hugging Face inference container",
-    ),
-    **dict.fromkeys(
         ("automatic-speech-recognition", "text-to-audio", "text-to-speech"), "a server of speech"
     ),
 }
@@ -357,21 +360,29 @@ _ELSEWHERE = {
 
 
 def task(value: str) -> str:
+    """Read a task. What nobody knows is "auto", as in LMI: the caller tells (UNKNOWN_TASK)."""
     name = value.lower().replace("_", "-")
     if name in _TASKS:
         return name
     if name in _AS_TASKS:
         return _AS_TASKS[name]
+    if name in _IN_WORDS:
+        return "auto"
+    near = spelling.nearest(name, (*_TASKS, *_AS_TASKS))
+    if name not in _ELSEWHERE and not near:
+        return "auto"
     does = f"; {value} is done by {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    raise ValueError(f"one of {', '.join(_TASKS)}{does}")
+    meant = f"; did you mean {near}?" if near and not does else ""
+    raise ValueError(f"one of {', '.join(_TASKS)}{does}{meant}")
 
 
 def any_task(value: str) -> str:
     """Read a task where a model.py may do others than vLLM: those stay as they are."""
     try:
-        return task(value)
+        found = task(value)
     except ValueError:
         return value
+    return value if found == "auto" and value.lower() != "auto" else found
 
 
 def some_of(*choices: str) -> Reader:
@@ -429,7 +440,8 @@ def mebibytes(value: str) -> int:
 def entry_point(value: str) -> str:
     if value != "model.py" and not value.startswith("djl_python."):
         raise ValueError(
-            "model.py, as which to name a file of your own, or one of LMI's own handlers, like "
+            "model.py, as which to name a file of your own, beside serving.properties or the "
+            "model's files, or one of LMI's own handlers, like "
             "djl_python.lmi_vllm.vllm_async_service"
         )
     return value

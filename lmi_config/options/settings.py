@@ -8,6 +8,8 @@ and the other names.
 import contextlib
 import dataclasses
 import functools
+import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
@@ -26,15 +28,20 @@ from lmi_config.options.declared import (
 )
 from lmi_config.options.files import FileFault, Given
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
-from lmi_config.options.parsers import Reader, any_task, boolean
+from lmi_config.options.parsers import UNKNOWN_TASK, Reader, any_task, boolean
 from lmi_config.options.redaction import escaped, masked, no_text, secret
 
+_VLLMS = "VLLM_"
+_FAMILIES = (PREFIX, "SERVING_", "SAGEMAKER_", VLLM_PREFIX, _VLLMS)
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
 _LETTER = 0.85  # or two; Kubernetes' SERVING_SERVICE_HOST is not meant
 _PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"}
 _TRACES, _SIGNALS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _CONFIG = "SM_VLLM_CONFIG"
 _CONFIGS = ("OPTION_CONFIG_FILE", "OPTION_CONFIG", _CONFIG)
+_MODEL_PY = "model.py"
+_LENIENT = "SAGEMAKER_MAX_PAYLOAD_IN_MB"
+"""A wrong value of this is passed over, as LMI does."""
 _MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
 
 
@@ -72,7 +79,8 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     config = next((known[name] for name in _CONFIGS if name in known), Given("", ""))
     try:
         folder = files.model_folder(Path(store.text), named)
-        found = _placed(files.read(folder, config.text))
+        found = _entered(_placed(files.read(folder, config.text)), folder)
+        given = _entered(given, folder)
     except FileFault as fault:
         raise SettingsError([str(fault)]) from None
     except OSError as error:
@@ -97,6 +105,17 @@ def _require_text(given: Mapping[str, Given], ours: Set[str]) -> None:
     ]
     if faults:
         raise SettingsError(faults)
+
+
+def _entered(given: Mapping[str, Given], folder: Path | None) -> dict[str, Given]:
+    """The same, with the path of the deployment's own model.py as that name."""
+    found = dict(given)
+    for name in _ENTRY_POINT:
+        if folder and (it := given.get(name)):
+            named = os.path.normpath(folder / it.text.removeprefix("file://"))
+            if named == os.path.normpath(folder / _MODEL_PY):
+                found[name] = it._replace(text=_MODEL_PY)
+    return found
 
 
 def _own(given: Mapping[str, Given]) -> dict[str, str]:
@@ -124,7 +143,42 @@ def option(name: str) -> str:
 
 
 def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
-    return {name: Given(value.strip(), name) for name, value in environ.items() if value.strip()}
+    """What is set, by the names that LMI and AWS's vLLM container take those of variables for.
+
+    Raises SettingsError where two spellings of one name say different things.
+    """
+    found: dict[str, Given] = {}
+    faults = []
+    for name, value in environ.items():
+        if not (text := value.strip()):
+            continue
+        given = found.setdefault(_spelled(name), Given(text, name))
+        if given.text != text:
+            faults.append(f"{given.name} and {name} set one option to different values; keep one")
+    if faults:
+        raise SettingsError(faults)
+    return found
+
+
+_CAMEL = ("entryPoint", "pythonExecutable")
+"""The options that LMI spells like this; all others have small letters and "_"."""
+
+
+def _spelled(name: str) -> str:
+    """The variable that is meant. LMI reads what is no capital letter of OPTION_X as it is typed,
+    so its own spelling is known to it, and no other; AWS's container takes any case.
+    """
+    if name.startswith(PREFIX):
+        typed = name.removeprefix(PREFIX)
+        upper = PREFIX + typed.upper()
+        return upper if upper in _known() and (typed.islower() or typed in _CAMEL) else name
+    if name.startswith(VLLM_PREFIX):
+        upper = name.upper()
+        ours = upper.replace(VLLM_PREFIX, PREFIX, 1)
+        bare = ours.removeprefix(PREFIX).lower()
+        of_vllm = upper in _NAMES or bare in vllm_options() or bare in REFUSED
+        return ours if not of_vllm and ours in _NAMES | UNUSED.keys() else upper
+    return name
 
 
 def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
@@ -291,11 +345,18 @@ class _Resolver:
                 found = self._agreed(field, option, found)
             if found is not None:
                 values[field] = found
+            if field == "task" and found == "auto" and not self._own_handler():
+                self._task_is_the_models_own()
         return values
+
+    def _task_is_the_models_own(self) -> None:
+        given = self.given[self._names["task"]]
+        if given.text.lower() != "auto":
+            self._notes.append(f"{given.name}: {given.text!r:.80} is {UNKNOWN_TASK}")
 
     def _own_handler(self) -> bool:
         """Whether a model.py is named that answers requests, with an engine of its own or ours."""
-        return any(it in self.given and self.given[it].text == "model.py" for it in _ENTRY_POINT)
+        return any(it in self.given and self.given[it].text == _MODEL_PY for it in _ENTRY_POINT)
 
     def _strict(self, values: Mapping[str, Any]) -> bool | Literal["auto"]:
         """Which unknown names are refused: all, none, or by default what is surely mistyped."""
@@ -307,12 +368,15 @@ class _Resolver:
         engine: dict[str, Any] = {}
         for name in sorted(self.given.keys() - _NAMES - UNUSED.keys()):
             if not name.startswith((PREFIX, VLLM_PREFIX)) and name not in self._from_files:
-                self._look_twice(name)
+                self._look_twice(name, strict)
                 continue
             if name.startswith("LMCACHE_"):
                 continue
             option = name.removeprefix(VLLM_PREFIX).removeprefix(PREFIX).lower()
             written = self.given[name].name
+            if name.startswith(PREFIX) and name != name.upper():
+                self._unknown(name, strict)
+                continue
             if reader := vllm_options().get(option):
                 value = self._value(name, reader)
                 if value is None:
@@ -338,7 +402,10 @@ class _Resolver:
         ours = given.name.startswith("-") or (given.file and given.file.suffix != ".properties")
         known = _meanings()
         sought = _bare(name.replace(VLLM_PREFIX, PREFIX, 1).upper())
-        meant = spelling.mistyped(sought, {it: option(whole) for it, whole in known.items()})
+        exact = sought if name != name.upper() and name.upper() in _known() else None
+        meant = exact or spelling.mistyped(
+            sought, {it: option(whole) for it, whole in known.items()}
+        )
         near = meant or spelling.nearest(sought, known)
         shown = known[near] if near else ""
         hint = f"; did you mean {flag(shown) if given.name.startswith('-') else shown}?"
@@ -372,6 +439,9 @@ class _Resolver:
     def _first(self, field: str, names: list[str], readers: Mapping[str, Reader]) -> Any:
         """The value by the first of the names that is given."""
         given = [name for name in names if name in self.given]
+        if _LENIENT in given and (why := self._wrong(_LENIENT, readers[_LENIENT])):
+            self._notes.append(f"{why}; it is passed over")
+            given.remove(_LENIENT)
         if not given:
             return None
         first = self._names[field] = given[0]
@@ -397,14 +467,20 @@ class _Resolver:
         return found
 
     def _value(self, name: str, read: Reader) -> Any:
-        given = self.given[name]
+        if why := self._wrong(name, read):
+            self._faults.append(why)
+            return None
+        return read(self.given[name].text)
+
+    def _wrong(self, name: str, read: Reader) -> str | None:
+        """Why a value cannot be read: a sentence, or None where it can."""
         try:
-            return read(given.text)
+            read(self.given[name].text)
         except (ValueError, RecursionError, OverflowError) as error:
             too_much = {RecursionError: "less deeply nested", OverflowError: "less"}
             should = too_much.get(type(error), error)
-            self._faults.append(f"{self._shown(name)}: should be {should}")
-            return None
+            return f"{self._shown(name)}: should be {should}"
+        return None
 
     def _shown(self, name: str) -> str:
         """A name with the value that was given, as far as it may be read."""
@@ -418,8 +494,24 @@ class _Resolver:
             "keep one"
         )
 
-    def _look_twice(self, name: str) -> None:
+    def _look_twice(self, name: str, strict: bool | Literal["auto"]) -> None:
         """Note a variable that is none of ours, and nearly one: others have such prefixes too."""
+        if spelling.of_kubernetes(name, self.given[name].text):
+            return
+        if name.startswith(_VLLMS) and name not in vllm_environment():
+            self._notes.append(_unread(name))
+            return
+        if meant := spelling.other_prefix(name, _FAMILIES, _known() | vllm_environment()):
+            told = f"{name} is not known and does nothing; did you mean {meant}?"
+            if (
+                strict is False
+                or meant.startswith(_VLLMS)
+                or meant in UNUSED.keys() | REMOVED.keys()
+            ):
+                self._notes.append(told)
+            else:
+                self._faults.append(f"{told} (OPTION_STRICT=false ignores unknown options)")
+            return
         whole = _meanings().get(name, "")
         # Of one or two words it may be anybody's.
         if name.count("_") > 1 and whole and whole not in UNUSED.keys() | REMOVED.keys():
@@ -428,6 +520,15 @@ class _Resolver:
             return
         known = {_bare(it): it for it in sorted(_NAMES | UNUSED.keys())}
         self._notes += nearly(name, _bare(name), known)
+
+
+def _unread(name: str) -> str:
+    """What to say of a variable that this vLLM does not read."""
+    option = PREFIX + name.removeprefix(_VLLMS)
+    instead = f"set {option}" if option in _known() else ""
+    if not instead and (near := spelling.nearest(name, vllm_environment(), _LETTER)):
+        instead = f"did you mean {near}?"
+    return f"{name}: this vLLM reads no such variable" + (f"; {instead}" if instead else "")
 
 
 def _assigned(name: str) -> str:
@@ -476,8 +577,16 @@ def _meanings() -> Mapping[str, str]:
 @functools.cache
 def _known() -> frozenset[str]:
     """Every name that is known, those that are refused among them."""
-    of_vllm = (PREFIX + option.upper() for option in (*vllm_options(), *REFUSED))
-    return frozenset((*UNUSED, *REMOVED, *of_vllm, *_NAMES))
+    of_vllm = [option.upper() for option in (*vllm_options(), *REFUSED)]
+    named = (prefix + option for option in of_vllm for prefix in (PREFIX, VLLM_PREFIX))
+    return frozenset((*UNUSED, *REMOVED, *named, *_NAMES))
+
+
+@functools.cache
+def vllm_environment() -> frozenset[str]:
+    """The variables that vLLM itself reads, and those of its prefix that Slipway does."""
+    listed = json.loads(Path(__file__).with_name("vllm_environment.json").read_text())
+    return frozenset((*listed, *(name for name in _NAMES if name.startswith(_VLLMS))))
 
 
 def _placed(found: Mapping[str, Given]) -> dict[str, Given]:

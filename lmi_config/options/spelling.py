@@ -24,6 +24,38 @@ def mistyped(name: str, known: Mapping[str, str]) -> str | None:
     return next(iter(found.values())) if len(found) == 1 else None
 
 
+_OTHERS = frozenset(("CACHE", "LLM", "OPTIONAL", "SERVICE"))  # prefixes with meanings of their own
+_KUBERNETES = re.compile(r".*_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+
+
+def of_kubernetes(name: str, value: str) -> bool:
+    """Whether Kubernetes sets this variable for a service (its documentation, "Service")."""
+    return bool(_KUBERNETES.fullmatch(name)) or re.match(r"(tcp|udp|sctp)://", value) is not None
+
+
+def other_prefix(name: str, prefixes: Collection[str], known: Collection[str]) -> str | None:
+    """The known name that is meant by one whose prefix is nearly one of these, or None.
+
+    OPTIONS_SEED, SAGMAKER_BIND_TO_PORT, SM_VLM_SEED: the rest has to be right, or this would be a
+    guess.
+    """
+    if name.startswith(tuple(prefixes)):
+        return None
+    for end in (it.end() for it in re.finditer("_", name)):
+        head, rest = name[: end - 1], name[end:]
+        for prefix in prefixes:
+            meant = prefix[:-1]
+            if head not in _OTHERS and prefix + rest in known and _near(head, meant):
+                return prefix + rest
+    return None
+
+
+def _near(head: str, meant: str) -> bool:
+    """Whether a prefix is a slip of the fingers away from another."""
+    edits = _edits(head.replace("_", "").upper(), meant.replace("_", ""))
+    return edits < 2 or (edits == 2 and len(meant) > _LONG_WORD - 2 and head[:1] == meant[:1])
+
+
 def _slip(one: str, other: str) -> bool:
     """Whether two names differ by underscores, or by a letter or two that were mistyped."""
     if min(len(one), len(other)) < SHORTEST or re.sub(r"\D", "", one) != re.sub(r"\D", "", other):

@@ -173,8 +173,8 @@ _AS_LOADED: Mapping[str, tuple[float, float]] = {
     "mxfp4": (0.27, 0.27),
     "nvfp4_per_token": (1.0, 0.29),
 }
-"""Methods by which vLLM quantises weights of 16 bits as it loads them → which part is left of linear
-layers and of experts, scales included (_ONLINE_SHORTHANDS in vllm/config/quantization.py)."""
+"""Methods by which vLLM quantises weights of 16 bits as it loads them → the part that is left of
+linear layers and of experts, with scales (_ONLINE_SHORTHANDS in vllm/config/quantization.py)."""
 
 
 def loaded(settings: Settings, model: ModelFacts) -> tuple[int, int]:

@@ -31,6 +31,8 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
     "embed": {"runner": "pooling", "convert": "embed"},
     "feature-extraction": {"runner": "pooling", "convert": "embed"},
     "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling"},  # by the model: scores of its own, or of embeddings
+    "reward": {"runner": "pooling"},
 }
 
 _NEEDED: Mapping[str, str] = {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write vllm_options.json of lmi_config/options: what the pinned vLLM's options take.
+"""Write vllm_options.json of lmi_config/options: what the pinned vLLM's options take; and beside it
+vllm_environment.json: which variables it reads.
 
 Settings are checked without importing vLLM (that takes many seconds), so its option names and kinds
 are kept as data. Run with the environment's Python whenever the pin moves; a test fails when the
@@ -8,9 +9,12 @@ file is stale.
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 PATH = Path(__file__).parent.parent.parent / "lmi_config" / "options" / "vllm_options.json"
+ENVIRONMENT = PATH.with_name("vllm_environment.json")
+_READ = re.compile(r"""environ(?:\.get|\.setdefault|\.pop)?[(\[]\s*["'](VLLM_[A-Z0-9_]+)["']""")
 
 
 def kind(action: argparse.Action) -> str:
@@ -64,6 +68,17 @@ def options() -> dict[str, dict[str, object]]:
     return dict(sorted(found.items()))
 
 
+def variables() -> list[str]:
+    """The names of its variables: those that it declares, and those that it reads past that."""
+    import vllm
+    from vllm.envs import environment_variables
+
+    found = {name for name in environment_variables if name.startswith("VLLM_")}
+    for file in Path(vllm.__file__).parent.rglob("*.py"):
+        found |= {*_READ.findall(file.read_text(errors="ignore"))}
+    return sorted(found)
+
+
 def text() -> str:
     rows = (f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in options().items())
     return "{\n" + ",\n".join(rows) + "\n}\n"
@@ -71,3 +86,4 @@ def text() -> str:
 
 if __name__ == "__main__":
     PATH.write_text(text())
+    ENVIRONMENT.write_text(json.dumps(variables(), indent=1) + "\n")

@@ -280,6 +280,7 @@ def test_vllms_options_are_the_listed_ones():
     from scripts.generate import vllm_options
 
     assert vllm_options.PATH.read_text() == vllm_options.text()
+    assert json.loads(vllm_options.ENVIRONMENT.read_text()) == vllm_options.variables()
 
 
 def test_vllms_words_are_the_listed_ones():

@@ -275,7 +275,8 @@ UNKNOWN = "(OPTION_STRICT=false ignores unknown options)"
         (
             {"OPTION_ENTRYPOINT": "mine.py"},
             "OPTION_ENTRYPOINT='mine.py': should be model.py, as which to name a file of your own, "
-            "or one of LMI's own handlers, like djl_python.lmi_vllm.vllm_async_service",
+            "beside serving.properties or the model's files, or one of LMI's own handlers, like "
+            "djl_python.lmi_vllm.vllm_async_service",
         ),
         (
             {"OPTION_CPU_OFFLOAD_GB_PER_GPU": "-5"},
@@ -353,9 +354,9 @@ def test_what_is_surely_mistyped_stops_the_start(name, meant):
     [
         ("OPTION_OF_MY_HANDLER", "OPTION_OF_MY_HANDLER is not known: only a model.py can use it"),
         (
-            "OPTION_MAX_NUM_SEQUENCES",  # two options are near
-            "OPTION_MAX_NUM_SEQUENCES is not known: only a model.py can use it; did you mean "
-            "OPTION_MAX_NUM_SEQS?",
+            "OPTION_MAX_BATCHED_TOKENS",
+            "OPTION_MAX_BATCHED_TOKENS is not known: only a model.py can use it; did you mean "
+            "OPTION_MAX_NUM_BATCHED_TOKENS?",
         ),
         (
             "OPTION_MAX_INPUT_LEN",
