@@ -5,10 +5,12 @@ Tiers: L1 is memory of LMCache's server; L2 is a folder on this machine's disk, 
 instances share. A tier that would be too small to help is left out, and the reason is reported.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ STORES = {"native_plugin": "disk", "fs_native": "folder"}
 """LMCache's names of its kinds of stores that would say nothing to an operator, and ours."""
 IN_PROCESS = "LMCacheConnectorV1"
 """The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
+_IN_PROCESS = (IN_PROCESS, "LMCacheConnectorV1Dynamic", "LMCacheConnector")
+"""It, by the name of LMCache's own copy of it, and by that of older versions of vLLM."""
 TRANSFERRING = "NixlConnector"
 """vLLM's connector by which an engine fetches KV from the one that has computed it."""
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -138,8 +142,20 @@ def lmcaches_own(settings: Settings) -> bool:
 
 
 def _manual(settings: Settings) -> bool:
-    """Whether kv_transfer_config says no more than LMI's manual mode: use LMCache, both ways."""
-    return settings.kv_transfer_config == {"kv_connector": IN_PROCESS, "kv_role": "kv_both"}
+    """Whether kv_transfer_config is LMI's manual mode: LMCache within vLLM, which Slipway runs as a
+    server. What else it says is translated, told or refused by name (lmcache.of_connector).
+    """
+    config = settings.kv_transfer_config or {}
+    module = config.get("kv_connector_module_path") or "lmcache."
+    ours = isinstance(module, str) and module.startswith("lmcache.")
+    return ours and config.get("kv_connector") in _IN_PROCESS and bool(config.get("kv_role"))
+
+
+def _connector(settings: Settings) -> lmcache.Connector:
+    """What LMI's connector says beside its name."""
+    if not _manual(settings):
+        return lmcache.Connector({}, (), ())
+    return lmcache.of_connector(settings.kv_transfer_config or {}, settings.server_role)
 
 
 def faults(settings: Settings) -> list[str]:
@@ -165,7 +181,10 @@ def faults(settings: Settings) -> list[str]:
         found.append(
             'OPTION_KV_TRANSFER_CONFIG: has a kv_connector but no kv_role; add "kv_role":"kv_both"'
         )
-    elif config is not None and not _manual(settings) and wanted(settings):
+    elif config is not None and _manual(settings):
+        name = settings.named("kv_transfer_config")
+        found += [f"{name}: {fault}" for fault in _connector(settings).faults]
+    elif config is not None and wanted(settings):
         found.append(
             "OPTION_KV_TRANSFER_CONFIG names a connector of its own, and Slipway's KV cache tiers "
             "would need another; leave it out, or the options for tiers"
@@ -261,13 +280,19 @@ def plan(
     if translation is None:
         found = _automatic(settings, machine, model, budget, shared, to_fetch)
     else:
-        found = _manually(translation, settings, machine, model, budget, parallelism, shared)
+        with _located(settings):
+            found = _manually(translation, settings, machine, model, budget, parallelism, shared)
     if isinstance(found, NoTiers):
         return found
     connector = dict(found.connector)
     if verdict.kind == WINDOWS_ONLY and not machine.gpus:
         connector |= ENGINE_COPIES
-    return dataclasses.replace(found, connector=connector, notes=(*found.notes, *verdict.tell))
+    said = _connector(settings)
+    notes = [*found.notes, *said.notes, *verdict.tell]
+    if translation is None:
+        by = "OPTION_LMCACHE_AUTO_CONFIG" if settings.lmcache_auto_config else "automatic sizes"
+        notes += [f"lmcache.{it} in kv_transfer_config: overridden by {by}" for it in said.options]
+    return dataclasses.replace(found, connector=connector, notes=tuple(notes))
 
 
 def disk_path(
@@ -286,10 +311,35 @@ def disk_path(
 def _translated(
     settings: Settings, file: Mapping[str, object] | None, environ: Mapping[str, str]
 ) -> Translation | None:
-    """LMCache's own configuration; None where it has no say."""
+    """LMCache's own configuration; None where it has no say. What the connector says comes first,
+    then variables, then the file, as in LMCache.
+    """
     if file is None and not (_manual(settings) and not settings.lmcache_auto_config):
         return None
-    return lmcache.translate(lmcache.merged(file or {}, settings.lmcache), environ)
+    options = lmcache.merged(file or {}, settings.lmcache)
+    with _located(settings):
+        return lmcache.translate({**options, **_connector(settings).options}, environ)
+
+
+@contextlib.contextmanager
+def _located(settings: Settings) -> Iterator[None]:
+    """Faults of LMCache's options, each with where the option was given."""
+    try:
+        yield
+    except SettingsError as error:
+        raise SettingsError([_where(settings, it) + it for it in error.faults]) from None
+
+
+def _where(settings: Settings, fault: str) -> str:
+    key = re.split(r"[^\w]", fault, maxsplit=1)[0]
+    variable = f"LMCACHE_{key.upper()}"
+    if key in _connector(settings).options:
+        return f"{settings.named('kv_transfer_config')}: "
+    if variable in settings.lmcache:
+        return f"{variable}: "
+    file = settings.lmcache_config_file
+    of_file = file and not key.startswith("OPTION_")
+    return f"{settings.named('lmcache_config_file')}={file}: " if of_file else ""
 
 
 def _automatic(
@@ -420,9 +470,17 @@ def _manually(
 ) -> Tiers:
     """The tiers as LMCache's own configuration names them, checked against the machine."""
     ranks = parallelism.local_workers
-    l1 = round(translation.l1_gib * GIB) * ranks
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     found = []
+    l1, of_l1 = round(translation.l1_gib * GIB) * ranks, f"max_local_cpu_size{each}"
+    if not l1:
+        l1 = max(SMALLEST_L1, _document(settings, model))
+        of_l1 = "max_local_cpu_size=0: what is on its way to the disk or the shared store"
+        if not (translation.disk or translation.remote or shared):
+            found.append(
+                "max_local_cpu_size=0: KV would be kept nowhere; give it a size, or name a "
+                "local_disk or remote_url"
+            )
     if l1 > budget.free:
         found.append(
             f"max_local_cpu_size: {translation.l1_gib:g} GiB for each of {ranks} ranks need "
@@ -470,7 +528,7 @@ def _manually(
         eviction=translation.eviction,
         connector=translation.connector,
         reasons={
-            "l1": f"max_local_cpu_size{each}",
+            "l1": of_l1,
             "disk": reason,
             "chunk_size": of_chunk,
         },

@@ -10,10 +10,11 @@ import ast
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 from lmi_config.options import spelling
@@ -107,7 +108,7 @@ _TOP = _Vocabulary(
     readers={
         "chunk_size": _count,
         "local_cpu": boolean,
-        "max_local_cpu_size": positive,
+        "max_local_cpu_size": amount,
         "local_disk": _folder,
         "max_local_disk_size": amount,
         "remote_url": text,
@@ -160,13 +161,18 @@ _TOP = _Vocabulary(
         "audit_actual_remote_url": "remote stores are not audited; name the store as remote_url",
         "enable_blending": "KV is reused for equal beginnings only; switch it off",
         "enable_hidden_state_cache": "hidden states are not cached; switch it off",
+        **dict.fromkeys(
+            ("enable_nixl", "enable_pd", "nixl_role"),
+            "prefill and decoding are split by OPTION_SERVER_ROLE; switch it off",
+        ),
         "enable_p2p": _SHARING,
-        "enable_pd": "prefill and decoding are not split; switch it off",
         "external_backends": _PLUGINS,
         "external_lookup_client": "only the server is asked what is cached; remove it",
         "gds_path": "GPUDirect Storage is not used; give the folder as local_disk",
         "hit_miss_ratio": "hits are never turned into misses; remove it",
+        "local_device": "it is local_disk by now, with max_local_disk_size",
         "local_disk_path_sharding": "there is one folder for all GPUs; remove it",
+        "max_local_cache_size": "it is max_local_cpu_size or max_local_disk_size by now",
         "maru_path": "CXL memory is not used; give a folder as local_disk",
         "plugin_locations": _PLUGINS,
         "priority_limit": "requests of every priority are cached; remove it",
@@ -180,7 +186,7 @@ _TOP = _Vocabulary(
     },
 )
 # Values other than false and zero that leave a refused option off.
-_HARMLESS = {"local_disk_path_sharding": "by_gpu"}
+_HARMLESS = {"local_disk_path_sharding": ("by_gpu",), "local_device": ("cpu", "cuda")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +268,7 @@ class Translation:
     needs N times as much.
 
     chunk_size: tokens (--chunk-size); None where they do not say.
-    l1_gib: GiB of memory (--l1-size-gb).
+    l1_gib: GiB of memory (--l1-size-gb); 0: no more than staging takes.
     disk: a tier on disk, or None.
     remote: a store that other servers may share, or None.
     skip_l1: memory only stages what goes to the tiers below (--l2-store-policy skip_l1).
@@ -310,6 +316,85 @@ def misspelt(names: Iterable[str]) -> Iterator[str]:
             yield from nearly(name, name, {it: it for it in known})
 
 
+_SPLIT = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_UNUSED_HERE = "nothing uses it: LMCache is a server of its own"
+_OF_CONNECTOR = {
+    **dict.fromkeys(
+        ("engine_id", "kv_buffer_device", "kv_buffer_size", "kv_connector_module_path", "kv_ip"),
+        _UNUSED_HERE,
+    ),
+    **dict.fromkeys(("enable_permute_local_kv", "kv_parallel_size", "kv_port"), _UNUSED_HERE),
+    **dict.fromkeys(("kv_rank", "kv_parallel_rank"), _UNUSED_HERE),
+    "kv_load_failure_policy": "KV that cannot be loaded is computed",
+}
+_EXTRA_OF_CONNECTOR = {
+    "discard_partial_chunks": "complete chunks are stored, and what is left over is computed",
+    "lmcache_rpc_port": _UNUSED_HERE,
+    "lmcache.max_tokens_per_load": "the server loads without holding up the engine",
+    "skip_last_n_tokens": "complete chunks are stored, and what is left over is computed",
+}
+
+
+class Connector(NamedTuple):
+    """What LMCacheConnectorV1's configuration says: options of LMCache's, notes, and faults."""
+
+    options: Mapping[str, object]
+    notes: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+def of_connector(config: Mapping[str, Any], role: str) -> Connector:
+    """Read vLLM's kv_transfer_config for LMCache within vLLM, as LMCache 0.5.6 does: keys of
+    kv_connector_extra_config that begin with "lmcache." are options of its own. role: of the
+    server (OPTION_SERVER_ROLE).
+    """
+    notes, faults = [], []
+    options: dict[str, object] = {}
+    for key, value in config.items():
+        if key in ("kv_connector", "kv_connector_extra_config"):
+            continue
+        if key in _OF_CONNECTOR:
+            notes.append(f"{key} in kv_transfer_config: {_OF_CONNECTOR[key]}")
+        elif key != "kv_role":
+            faults.append(f"vLLM has no key {key!r:.80} there; remove it")
+        elif value not in ("kv_both", _SPLIT.get(role)):
+            faults.append(
+                f'kv_role is {value!r:.80}; make it "kv_both": prefill and decoding are split by '
+                "OPTION_SERVER_ROLE"
+            )
+    extra = config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, Mapping):
+        return Connector({}, (), (*faults, "kv_connector_extra_config should be a JSON object"))
+    for key, value in extra.items():
+        option = key.removeprefix("lmcache.")
+        if key in _EXTRA_OF_CONNECTOR:
+            notes.append(f"{key} in kv_transfer_config: {_EXTRA_OF_CONNECTOR[key]}")
+        elif key != option and option in _TOP:
+            options[option] = value
+        else:
+            near = spelling.nearest(
+                key, (*_EXTRA_OF_CONNECTOR, *(f"lmcache.{it}" for it in _TOP.names))
+            )
+            hint = f"; did you mean {near}?" if near else "; remove it"
+            faults.append(f"{key!r:.80} in kv_connector_extra_config cannot be honoured{hint}")
+    return Connector(options, tuple(notes), tuple(faults))
+
+
+def mistyped(names: Iterable[str], strict: object) -> tuple[list[str], list[str]]:
+    """Variables whose prefix is nearly LMCACHE_: faults and notes, a sentence each. strict: as
+    OPTION_STRICT.
+    """
+    known = {f"LMCACHE_{it.upper()}" for it in _TOP.names}
+    told = [
+        f"{name} is not known and does nothing; did you mean {meant}?"
+        for name in sorted(names)
+        if (meant := spelling.other_prefix(name, ("LMCACHE_",), known))
+    ]
+    if strict is False:
+        return [], told
+    return [f"{it} (OPTION_STRICT=false ignores unknown options)" for it in told], []
+
+
 def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Translation:
     """Translate LMCache's in-process options. Null counts as not set; defaults are LMCache's.
 
@@ -321,7 +406,13 @@ def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Trans
     faults: list[str] = []
     config = {str(key): value for key, value in config.items()}  # YAML's keys may be numbers
     config = _without_plugin(config)
+    if _written(config.get("enable_nixl")).lower() == "false":
+        config.pop("nixl_role", None)  # nothing uses it
     given = _sift(config, _TOP, "", ignored, faults)
+    if given.get("max_local_cpu_size") == 0 and given.get("local_cpu", True):
+        faults.append(
+            "max_local_cpu_size=0: should be a number above 0, or say local_cpu: false as well"
+        )
     policy = given.get("cache_policy", "LRU")
     if policy not in _POLICIES:
         ignored.append(f"cache_policy={policy}: the server has LRU and ARC, and LRU is used")
@@ -409,7 +500,7 @@ def _sift(
                     raise ValueError("text")
                 values[key] = read(written)
         elif key in known.refused:
-            if written.lower() in ("false", "0", "0.0", "[]", _HARMLESS.get(key)):
+            if written.lower() in ("false", "0", "0.0", "[]", *_HARMLESS.get(key, ())):
                 ignored.append(f"{name}: so it is here in any case")
             else:
                 faults.append(f"{name}: {known.refused[key]}")
@@ -417,6 +508,11 @@ def _sift(
             ignored.append(f"{name}: {reason}")
         elif meant := spelling.mistyped(str(key), {it: it for it in known.names}):
             faults.append(f"{name}: no such option; did you mean {meant}?")
+        elif not faults and re.match(r"/|\w+://|file:", written):
+            faults.append(
+                f"{name}: LMCache does not know it, and its value names a place; use local_disk or "
+                "remote_url, or remove it"
+            )
         else:
             near = spelling.nearest(str(key), known.names)
             hint = f"; did you mean {near}?" if near else ""

@@ -11,7 +11,7 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import kv_tiers, memory, parallelism, preflight, speculation, vllm
+from lmi_config.plan import kv_tiers, lmcache, memory, parallelism, preflight, speculation, vllm
 from lmi_config.plan.attention import verdict as attention
 from lmi_config.plan.attention.verdict import Verdict
 from lmi_config.plan.kv_tiers import NoTiers, Tiers
@@ -123,8 +123,10 @@ def make(
     """
     settings = memory.settled(settings, machine, environ)
     spread = parallelism.decide(settings, machine, model, draft)
+    mistyped, noted = lmcache.mistyped(environ, settings.strict)
     faults = (
-        kv_tiers.faults(settings)
+        mistyped
+        + kv_tiers.faults(settings)
         + memory.offload_faults(settings, machine, spread, kv_tiers.wanted(settings))
         + vllm.kv_events_faults(settings, spread.copies)
         + vllm.quantization_faults(settings, machine, model)
@@ -202,6 +204,7 @@ def make(
         lora_modules=vllm.lora_modules(settings),
         findings=(
             *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),
+            *noted,
             *preflight.downloads(to_fetch, room),
             *kv_tiers.transfer_findings(settings, environ),
         ),

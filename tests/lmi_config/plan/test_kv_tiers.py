@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 
 import pytest
 import yaml
@@ -218,6 +219,152 @@ def test_lmis_manual_connector_means_lmcaches_configuration():
     assert found.tiers.l1 == 3 * GIB
     config = found.engine("m", None)["kv_transfer_config"]
     assert config["kv_connector"] == "Connector"
+
+
+PLAIN = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+RPC = {"lmcache_rpc_port": "p1"}
+BESIDE = {
+    "kv_connector": "LMCacheConnectorV1Dynamic",
+    "kv_connector_module_path": "lmcache.integration.vllm.lmcache_connector_v1",
+    "engine_id": "a",
+    "kv_buffer_device": "cuda",
+    "kv_ip": "127.0.0.1",
+    "kv_load_failure_policy": "fail",
+    "kv_parallel_size": 1,
+    "kv_port": 14579,
+    "kv_rank": 0,
+}
+WAYS = (
+    ({}, None, 5),
+    ({"LMCACHE_MAX_LOCAL_CPU_SIZE": "1"}, None, 1),
+    ({"OPTION_LMCACHE_CONFIG_FILE": "lmcache.yaml"}, {"max_local_cpu_size": 2}, 2),
+    ({"OPTION_KV_L2_URL": "redis://cache"}, None, 5),
+    ({"OPTION_LMCACHE_AUTO_CONFIG": "true", "OPTION_KV_L1_SIZE": "3GiB"}, None, 3),
+)
+
+
+@pytest.mark.parametrize(("environ", "file", "gib"), WAYS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({key: value} for key, value in BESIDE.items()),
+        *({"kv_connector_extra_config": {key: value}} for key, value in [
+            *RPC.items(), ("discard_partial_chunks", False), ("skip_last_n_tokens", 1),
+            ("lmcache.max_tokens_per_load", 5)]),
+        {**BESIDE, "kv_connector_extra_config": {**RPC, "discard_partial_chunks": False}},
+    ],
+)  # fmt: skip
+def test_lmcaches_connector_with_other_keys_is_translated(more, environ, file, gib):
+    environ = {**environ, "OPTION_KV_TRANSFER_CONFIG": json.dumps({**PLAIN, **more})}
+    found = planned(environ, file=file)
+    assert found.tiers.l1 == gib * GIB
+    assert found.engine("m", None)["kv_transfer_config"]["kv_connector"] == "Connector"
+    for key in {**more, **more.get("kv_connector_extra_config", {})}.keys() - {
+        *("kv_connector", "kv_connector_extra_config"),
+    }:
+        assert any(it.startswith(f"{key} in kv_transfer_config: ") for it in found.findings), key
+
+
+def test_lmcaches_options_in_the_connector_come_first():
+    extra = {"lmcache.max_local_cpu_size": 3, "lmcache.chunk_size": 128}
+    config = {**PLAIN, "kv_connector_extra_config": extra}
+    environ = {"OPTION_KV_TRANSFER_CONFIG": json.dumps(config), "LMCACHE_MAX_LOCAL_CPU_SIZE": "1"}
+    assert planned(environ).tiers.l1 == 3 * GIB
+    assert "--chunk-size=128" in planned(environ).cache_server
+    automatic = planned({**environ, **AUTO}).findings
+    assert [
+        it for it in automatic if it.startswith("lmcache.chunk_size in kv_transfer_config: over")
+    ]
+    wrong = json.dumps({**config, "kv_connector_extra_config": {"lmcache.chunk_size": "x"}})
+    with pytest.raises(SettingsError, match="OPTION_KV_TRANSFER_CONFIG: chunk_size='x': should be"):
+        planned({"OPTION_KV_TRANSFER_CONFIG": wrong})
+
+
+@pytest.mark.parametrize(("environ", "file", "gib"), WAYS)
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role is 'kv_producer'; make it \"kv_both\""),
+        ({"kv_role": "kv_consumer", "kv_connector_extra_config": RPC}, "kv_role is 'kv_consumer'"),
+        ({"kv_rol": 1}, "vLLM has no key 'kv_rol' there"),
+        ({"kv_connector_extra_config": {"lmcache_rpc_prot": 1}}, "did you mean lmcache_rpc_port?"),
+        ({"kv_connector_extra_config": {"lmcache.chunk_sise": 1}}, "mean lmcache.chunk_size?"),
+        ({"kv_connector_extra_config": {"shared_storage_path": "/x"}}, "'shared_storage_path' in"),
+        ({"kv_connector_extra_config": [1]}, "should be a JSON object"),
+    ],
+)
+def test_what_the_connector_cannot_be_told_is_refused_by_name(more, fault, environ, file, gib):
+    config = json.dumps({**PLAIN, **more})
+    with pytest.raises(SettingsError) as refused:
+        planned({**environ, "OPTION_KV_TRANSFER_CONFIG": config}, file=file)
+    (told,) = refused.value.faults
+    assert told.startswith("OPTION_KV_TRANSFER_CONFIG: ")
+    assert fault in told
+
+
+def test_a_servers_role_may_be_the_connectors():
+    config = json.dumps({**PLAIN, "kv_role": "kv_producer"})
+    environ = {**ROLE, "OPTION_KV_L2_URL": "redis://a", "OPTION_KV_TRANSFER_CONFIG": config}
+    assert planned(environ).tiers.shared
+
+
+def test_a_module_of_ones_own_is_no_connector_of_lmcaches():
+    config = {**PLAIN, "kv_connector_module_path": "my.connector"}
+    found = planned({"OPTION_KV_TRANSFER_CONFIG": json.dumps(config)}, machine(gpus=1))
+    assert found.engine("m", None)["kv_transfer_config"] == config
+
+
+@pytest.mark.parametrize(
+    ("file", "l1"),
+    [
+        ({"local_disk": "/tmp/kv", "max_local_disk_size": 5}, 1.25),
+        ({"remote_url": "redis://h:6379"}, 1.25),
+        ({}, None),
+    ],
+)
+def test_no_memory_for_the_cache_is_what_staging_takes(file, l1):
+    file = {"local_cpu": False, "max_local_cpu_size": 0, **file}
+    if not l1:
+        with pytest.raises(SettingsError, match=r"OPTION_LMCACHE_CONFIG_FILE=.*kept nowhere"):
+            planned(MANUAL, file=file)
+        return
+    tiers = planned(MANUAL, file=file).tiers
+    assert tiers.skip_l1
+    assert tiers.l1 / GIB == pytest.approx(l1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"chunk_size": 0},
+        {"chunk_sise": 1},
+        {"enable_nixl": True},
+        {"max_local_cpu_size": 900},
+        {"chunk_size": 100},
+        {"remote_url": "gopher://x"},
+        {"extra_config": [1]},
+        {"local_cpu": False, "max_local_cpu_size": 0},
+    ],
+)
+def test_every_fault_of_lmcaches_file_names_it(file):
+    with pytest.raises(SettingsError) as refused:
+        planned(MANUAL, file=file)
+    name = f"OPTION_LMCACHE_CONFIG_FILE={MANUAL['OPTION_LMCACHE_CONFIG_FILE']}: "
+    assert [it for it in refused.value.faults if not it.startswith(name)] == []
+
+
+def test_a_variables_fault_names_the_variable():
+    with pytest.raises(SettingsError, match="LMCACHE_ENABLE_NIXL: enable_nixl: prefill"):
+        planned({**MANUAL, "LMCACHE_ENABLE_NIXL": "true"}, file={})
+
+
+@pytest.mark.parametrize("prefix", ["LMCAHCE", "LM_CACHE", "LMCACH", "LMCACHES", "lmcache"])
+def test_a_mistyped_prefix_of_lmcaches_variables_stops_the_start(prefix):
+    name = f"{prefix}_MAX_LOCAL_CPU_SIZE"
+    told = f"{name} is not known and does nothing; did you mean LMCACHE_MAX_LOCAL_CPU_SIZE?"
+    with pytest.raises(SettingsError, match=re.escape(told)):
+        planned({**AUTO, name: "100"})
+    assert told in planned({**AUTO, name: "100", "OPTION_STRICT": "false"}).findings
 
 
 def test_another_connector_is_passed_on():

@@ -513,7 +513,10 @@ def test_aws_keys_go_into_the_environment():
         ({"chunk_size": 0}, "chunk_size=0: should be a whole number, at least 1"),
         ({"chunk_size": True}, "chunk_size=True: should be a whole number, at least 1"),
         ({"local_cpu": "maybe"}, "local_cpu='maybe': should be true or false"),
-        ({"max_local_cpu_size": 0}, "max_local_cpu_size=0: should be a number above 0"),
+        (
+            {"max_local_cpu_size": 0},
+            "max_local_cpu_size=0: should be a number above 0, or say local_cpu: false as well",
+        ),
         ({"max_local_disk_size": -1}, "max_local_disk_size=-1: should be a number, at least 0"),
         (
             {"local_disk": "cache"},
@@ -536,7 +539,36 @@ def test_aws_keys_go_into_the_environment():
             {"enable_p2p": True},
             "enable_p2p: engines share KV through OPTION_KV_L2_URL, not with one another",
         ),
-        ({"enable_pd": "true"}, "enable_pd: prefill and decoding are not split; switch it off"),
+        (
+            {"enable_pd": "true"},
+            "enable_pd: prefill and decoding are split by OPTION_SERVER_ROLE; switch it off",
+        ),
+        (
+            {"enable_nixl": True},
+            "enable_nixl: prefill and decoding are split by OPTION_SERVER_ROLE; switch it off",
+        ),
+        (
+            {"nixl_role": "sender"},
+            "nixl_role: prefill and decoding are split by OPTION_SERVER_ROLE; switch it off",
+        ),
+        (
+            {"local_device": "file:///tmp/kv"},
+            "local_device: it is local_disk by now, with max_local_disk_size",
+        ),
+        (
+            {"max_local_cache_size": 100},
+            "max_local_cache_size: it is max_local_cpu_size or max_local_disk_size by now",
+        ),
+        (
+            {"cache_folder": "/mnt/kv"},
+            "cache_folder: LMCache does not know it, and its value names a place; use local_disk "
+            "or remote_url, or remove it",
+        ),
+        (
+            {"extra_config": {"spill_to": "file:///mnt/kv"}},
+            "extra_config.spill_to: LMCache does not know it, and its value names a place; use "
+            "local_disk or remote_url, or remove it",
+        ),
         ({"chunk_sise": 1}, "chunk_sise: no such option; did you mean chunk_size?"),
         ({"extra_config": "{hush"}, None),
         (
@@ -570,9 +602,9 @@ def test_an_option_that_cannot_be_translated_is_refused_by_name(config, fault):
 
 
 def test_what_lmcache_would_ignore_is_noted():
-    config = {"some": 1, "s3_endpoint_url": "http://s3", "extra_config": {"a": 1}}
+    config = {"some": 1, "s3_endpoint_name": "s3", "extra_config": {"a": 1}}
     found = " ".join(translate(config, {}).ignored)
-    for name in ("some", "s3_endpoint_url", "extra_config.a"):
+    for name in ("some", "s3_endpoint_name", "extra_config.a"):
         assert f"{name}: LMCache does not know it" in found
 
 

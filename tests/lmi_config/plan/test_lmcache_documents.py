@@ -111,7 +111,7 @@ DOCUMENTS = [
         "weka",
         "local_cpu: false\nweka_path: /mnt/weka\ncufile_buffer_size: 8192\n"
         "extra_config: {gds_io_threads: 32}",
-        RUNS,
+        "weka_path: LMCache does not know it, and its value names a place",
     ),
     (
         "external_backend",
@@ -151,7 +151,7 @@ DOCUMENTS = [
         "disaggregated_prefill",
         "local_cpu: False\nenable_pd: True\ntransfer_channel: nixl\npd_role: sender\n"
         "pd_proxy_host: localhost\npd_buffer_size: 1073741824\nnixl_buffer_device: cuda",
-        "enable_pd: prefill and decoding are not split; switch it off",
+        "enable_pd: prefill and decoding are split by OPTION_SERVER_ROLE; switch it off",
     ),
     (
         "blending",
