@@ -125,7 +125,10 @@ class FakeEngine:
 
     async def models(self, request: Request) -> Response:
         found = [
-            *({"id": it, "object": "model", "parent": None} for it in self.names),
+            *(
+                {"id": it, "object": "model", "parent": None, "root": "/cache/models--a--b"}
+                for it in self.names
+            ),
             *({"id": it, "object": "model", "parent": self.names[0]} for it in self.loaded),
         ]
         return JSONResponse({"object": "list", "data": found})

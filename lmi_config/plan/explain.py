@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -42,8 +43,22 @@ def _engine(plan: Plan) -> dict[str, Any]:
     return {name: _safe(name, value) for name, value in plan.options.items()}
 
 
+_CONFIGURATIONS = frozenset(
+    (
+        *("attention_config", "compilation_config", "default_chat_template_kwargs"),
+        *("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs"),
+        *("override_generation_config", "pooler_config", "quantization_config"),
+        *("reasoning_config", "speculative_config", "structured_outputs_config"),
+    )
+)
+"""vLLM's options whose keys are a model's fields, as pad_token_id, num_key_value_heads and
+classifier_from_token: what looks like a secret's name is none."""
+
+
 def _safe(name: str, value: Any) -> Any:
     """The value, with what is secret in it hidden."""
+    if name in _CONFIGURATIONS:
+        return _masked(value)
     if value and secret(name):
         return "(hidden)"
     if isinstance(value, Mapping):
@@ -54,6 +69,30 @@ def _safe(name: str, value: Any) -> Any:
                 return _safe(name, found)
         return masked(value)
     return tuple(map(masked, value)) if isinstance(value, tuple) else value
+
+
+def _masked(value: Any) -> Any:
+    """The value, with what has the shape of a secret hidden, and passwords by their names."""
+    if isinstance(value, Mapping):
+        return {
+            key: "(hidden)"
+            if isinstance(it, str) and _NO_FIELD.search(str(key))
+            else _masked(it)
+            for key, it in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(map(_masked, value))
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(value), dict):
+                return _masked(found)
+        return masked(value)
+    return value
+
+
+_NO_FIELD = re.compile(
+    r"passw|passphrase|secret|credential|(api|access|auth|bearer|hf)_?(key|token)", re.IGNORECASE
+)
 
 
 def _shown(name: str, value: Any) -> str:

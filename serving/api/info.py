@@ -102,7 +102,11 @@ async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
         raise from_engine(status, bytes(answer), b"")
     listed: dict[str, Any] = msgspec.json.decode(answer)
     caller = call.record.caller
-    base = [model for model in listed["data"] if not model.get("parent")]
+    base = [
+        {**model, "root": pipeline.model_id}  # vLLM's is the folder that it was given
+        for model in listed["data"]
+        if not model.get("parent")
+    ]
     listed["data"] = base + [
         {**base[0], "id": adapter.name, "root": adapter.src, "parent": base[0]["id"]}
         for adapter in (pipeline.adapters.listed() if pipeline.adapters else ())

@@ -83,6 +83,8 @@ class Pipeline:
         self._settings = settings
         self.limiter = limiter
         self._model_name = settings.model_names[0]
+        self.model_id = settings.model_id
+        """The model as the operator names it, wherever its files are."""
         self._queue = FairQueue(self._capacity)
         self.admission = Admission(
             self._queue, settings.job_queue_size, self._waiting_for_their_adapter

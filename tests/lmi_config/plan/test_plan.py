@@ -133,6 +133,28 @@ def test_what_is_secret_in_a_value_is_hidden():
     assert found.engine("m", None)["kv_transfer_config"] == config
 
 
+OVERRIDES = {
+    "classifier_from_token": ["no", "yes"],
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "text_config": {"bos_token_id": 1, "pad_token": "<pad>"},
+}
+
+
+@pytest.mark.parametrize("name", ["OPTION_HF_OVERRIDES", "OPTION_DEFAULT_CHAT_TEMPLATE_KWARGS"])
+def test_fields_of_a_models_configuration_are_no_secrets(name):
+    found = planned({name: json.dumps(OVERRIDES)})
+    shown = explain.as_text(found) + json.dumps(explain.as_json(found))
+    assert "(hidden)" not in shown
+    (words,) = (it for it in explain.as_json(found)["commands"].values())
+    flag = name.replace("OPTION_", "--").lower().replace("_", "-")
+    (given,) = (it.partition("=")[2] for it in words if it.startswith(f"{flag}="))
+    assert json.loads(given) == OVERRIDES
+    hush = {"api_key": "hush", "auth_token": "hush", "password": "hush", "a": "hf_" + "hush" * 5}
+    found = planned({name: json.dumps({**hush, "text_config": hush})})
+    assert "hush" not in explain.as_text(found) + json.dumps(explain.as_json(found))
+
+
 @pytest.mark.parametrize(
     "environ",
     [

@@ -77,6 +77,7 @@ async def test_openai_bodies_on_invocations(shared, body, text, piece):
 async def test_openai_paths_pass_through(shared):
     models = (await shared.client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in models] == [*shared.engine.names]
+    assert {model["root"] for model in models} == {shared.settings.model_id}
     for model in models:
         assert (await shared.client.get(f"/v1/models/{model['id']}")).json() == model
     answer = await shared.client.get("/v1/models/another/one")
