@@ -184,8 +184,9 @@ class Settings:
         section=Section.MODEL,
         untrusted=True,
         default="auto",
-        help="The model's task, also by the hub's names; `auto` reads it from the model. "
-        "`text-embedding` and `feature-extraction` make embeddings with a generative model.",
+        help="The model's task, also by the hub's and older vLLM's names; `auto` reads it from the "
+        "model, and so does a task that nobody knows. `text-embedding` and `feature-extraction` "
+        "make embeddings with a generative model, `score` and `reward` what the model itself does.",
     )
     served_model_name: tuple[str, ...] = _option(
         words,
@@ -783,8 +784,8 @@ class Settings:
         help="vLLM's own connector configuration, passed on unchanged; Slipway then manages no KV "
         "cache tiers. With OPTION_SERVER_ROLE, NixlConnector is Slipway's own kind of it, which "
         "fetches the KV that a `prefill` server has computed. LMI's manual mode, "
-        "`LMCacheConnectorV1` with `kv_both` and nothing else, means the tiers that LMCache's "
-        "configuration names.",
+        "`LMCacheConnectorV1` with `kv_both`, means the tiers that LMCache's configuration names "
+        "(docs/guides/kv_cache.md).",
     )
 
     speculative_config: Mapping[str, Any] | None = _option(

@@ -75,9 +75,7 @@ def _masked(value: Any) -> Any:
     """The value, with what has the shape of a secret hidden, and passwords by their names."""
     if isinstance(value, Mapping):
         return {
-            key: "(hidden)"
-            if isinstance(it, str) and _NO_FIELD.search(str(key))
-            else _masked(it)
+            key: "(hidden)" if isinstance(it, str) and _NO_FIELD.search(str(key)) else _masked(it)
             for key, it in value.items()
         }
     if isinstance(value, list | tuple):

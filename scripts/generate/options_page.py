@@ -33,6 +33,10 @@ variables, YAML, `serving.properties`, `HF_*`, `OPTION_*`, the other names in th
 right, the default. `OPTION_<NAME>` and `SM_VLLM_<NAME>`, with the name of the vLLM option that is
 shown, are further names; what they say must agree with the rest. Empty variables count as not set.
 
+`OPTION_` names are in capitals, or exactly as LMI spells them (`OPTION_max_model_len`,
+`OPTION_entryPoint`); `SM_VLLM_<NAME>` also stands for each `OPTION_<NAME>`, in any case.
+
+**What would silently serve something else than asked is refused; what only does nothing is noted.**
 Values that cannot be read, names that disagree and unknown names, as far as `OPTION_STRICT` refuses
 them, stop the start, all reported at once. `scripts/plan` shows every option that is set and where
 it was given.
