@@ -89,9 +89,8 @@ def _local_copies(settings: Settings, workers: int) -> int:
         return 1  # each copy has a process of its own
     if local := engine.get("data_parallel_size_local"):
         return int(local)
-    if (nodes := engine.get("nnodes", 1)) > 1:
-        return max(count * workers // nodes // workers, 1)
-    return count
+    nodes: int = engine.get("nnodes", 1)
+    return max(count * workers // nodes // workers, 1)
 
 
 def _undivided(degree: int, model: ModelFacts) -> str | None:
