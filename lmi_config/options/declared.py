@@ -1115,6 +1115,15 @@ class Settings:
         help="A secret of at least 32 characters that `route` and its servers share. The router "
         "then tells them who sends a request, and they answer nobody else without a key of theirs.",
     )
+    router_replica_key: str | None = _option(
+        key,
+        "OPTION_ROUTER_REPLICA_KEY",
+        section=Section.ACCESS,
+        secret=True,
+        default_text="OPTION_ADMIN_API_KEY or OPTION_API_KEY",
+        help="The key by which `route` itself asks servers without OPTION_ROUTER_SECRET, such as "
+        "vLLM's own, for their models and metrics. Requests have their clients' keys.",
+    )
     limits_url: str | None = _option(
         store,
         "OPTION_LIMITS_URL",
