@@ -44,6 +44,7 @@ from lmi_config.options.parsers import (
     one_of,
     rate,
     replicas,
+    routed_paths,
     size,
     some_of,
     store,
@@ -947,6 +948,15 @@ class Settings:
         section=Section.ROUTER,
         default=1,
         help="Number of `route` processes, which share the port and their state.",
+    )
+    router_paths: tuple[str, ...] = _option(
+        routed_paths,
+        "OPTION_ROUTER_PATHS",
+        section=Section.ROUTER,
+        default=(),
+        default_text="the paths of Slipway and of other public servers (docs/guides/routing.md)",
+        help="More paths that `route` passes on to one of its servers, for POST: whole ones, and "
+        "prefixes with `/*` at the end, comma-separated, like `/segment,/custom/*`.",
     )
     router_objectives: str | None = _option(
         text,
