@@ -137,6 +137,25 @@ UNFORMATTED_PATHS = (
 """Those whose shapes no formatter of a model.py knows."""
 ENGINE_PATHS = (CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS, *UNFORMATTED_PATHS)
 """The engine's own paths that are answered. No other path of the engine's is reachable."""
+OTHERS_PATHS = (
+    # OpenAI's
+    *("/v1/audio/speech", "/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+    "/v1/moderations",
+    # vLLM's
+    *("/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/generate"),
+    *("/v1/chat/completions/batch", "/v2/embed", "/generative_scoring"),
+    # SGLang's and Text Generation Inference's
+    *("/generate", "/generate_stream", "/encode", "/v1/tokenize", "/v1/detokenize"),
+    *("/v1/classify", "/chat_tokenize"),
+    # Text Embeddings Inference's
+    *("/embed", "/embed_all", "/embed_sparse", "/embeddings", "/predict", "/similarity", "/decode"),
+    # llama.cpp's
+    *("/completion", "/completions", "/chat/completions", "/infill", "/embedding"),
+    *("/apply-template", "/reranking", "/v1/reranking"),
+    # Ollama's
+    *("/api/generate", "/api/chat", "/api/embed", "/api/embeddings"),
+)
+"""Inference paths of other servers, which a router passes on and `serve` does not have."""
 MODELS = "/v1/models"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"

@@ -234,7 +234,16 @@ def test_other_sources_that_hyperpods_comments_propose_are_valid() -> None:
         mounted = other["spec"]["worker"]["modelVolumeMount"]["name"]
         for volume in other["spec"].get("kubernetes", {}).get("volumes", ()):
             assert volume["name"] == mounted
-    assert kinds == ["s3", "huggingface", "fsx", "kubernetesVolume"]
+    assert kinds == ["s3", "huggingface", "fsx", "kubernetesVolume", "kubernetesVolume"]
+
+
+def test_the_caches_that_hyperpods_comments_propose_are_valid() -> None:
+    text = (FOLDER / "hyperpod.yaml").read_text()
+    (proposed,) = re.findall(r"(?m)^  # modelCacheConfig:\n(?:  #   .*\n)+", text)
+    (document,) = copy.deepcopy(MANIFESTS["hyperpod.yaml"])
+    document["spec"] |= yaml.safe_load(re.sub(r"(?m)^  # ", "", proposed))
+    check(document)
+    assert any("spec.modelCacheConfig" in it for it in manifest.endpoint(document).notes)
 
 
 def test_kustomization_names_the_files() -> None:

@@ -44,6 +44,7 @@ from lmi_config.options.parsers import (
     one_of,
     rate,
     replicas,
+    routed_paths,
     size,
     some_of,
     store,
@@ -949,6 +950,15 @@ class Settings:
         default=1,
         help="Number of `route` processes, which share the port and their state.",
     )
+    router_paths: tuple[str, ...] = _option(
+        routed_paths,
+        "OPTION_ROUTER_PATHS",
+        section=Section.ROUTER,
+        default=(),
+        default_text="the paths of Slipway and of other public servers (docs/guides/routing.md)",
+        help="More paths that `route` passes on to one of its servers, for POST: whole ones, and "
+        "prefixes with `/*` at the end, comma-separated, like `/segment,/custom/*`.",
+    )
     router_objectives: str | None = _option(
         text,
         "OPTION_ROUTER_OBJECTIVES",
@@ -1115,6 +1125,15 @@ class Settings:
         secret=True,
         help="A secret of at least 32 characters that `route` and its servers share. The router "
         "then tells them who sends a request, and they answer nobody else without a key of theirs.",
+    )
+    router_replica_key: str | None = _option(
+        key,
+        "OPTION_ROUTER_REPLICA_KEY",
+        section=Section.ACCESS,
+        secret=True,
+        default_text="OPTION_ADMIN_API_KEY or OPTION_API_KEY",
+        help="The key by which `route` itself asks servers without OPTION_ROUTER_SECRET, such as "
+        "vLLM's own, for their models and metrics. Requests have their clients' keys.",
     )
     limits_url: str | None = _option(
         store,

@@ -533,6 +533,52 @@ def replica_source(value: str) -> frozenset[str] | Path | Endpoints | Pool:
     return frozenset(map(replica, addresses))
 
 
+MOST_PATHS, LONGEST_PATH = 64, 200
+_SEGMENT = r"/[\w:@~-][\w.:@~-]*"
+_PATH = re.compile(rf"(?:{_SEGMENT})+(?:/\*)?", re.ASCII)
+BELOW = re.compile(rf"(?:{_SEGMENT})+", re.ASCII)
+"""What may follow a prefix: nothing that a server could read as another path."""
+_ADMINISTERS = re.compile(
+    # Slipway's own, and LMI's
+    r"adapters|models|workflows|metrics|server|replicas|ui|ping|health|livez|files|batches|"
+    # vLLM's, SGLang's, Ollama's, llama.cpp's, Triton's, by their names or how those begin
+    r"(?:abort|attach|clear|collective|configure|continue|destroy|detach|dump|finish|flush|freeze|"
+    r"get|init|is|load|logging|lora|pause|profile|pull|push|release|reload|reset|resume|scale|set|"
+    r"shutdown|sleep|slow|start|stop|trace|unload|update|wake)(?:[_-].*)?|"
+    r".*(?:weights?|lora[_-]adapters?|shared[_-]?memory)(?:[_-].*)?|"
+    r"blobs|copy|create|delete|(?:open|close)_session|props|repository|settings?|slots|"
+    # and anybody's
+    r"admin|config|debug|exit|internal|kill|quit|reboot|restart|rpc",
+    re.IGNORECASE | re.ASCII,
+)
+_BROAD = ("/v1/*", "/v2/*", "/api/*")
+"""Below these servers have paths that administer them."""
+
+
+def administers(path: str) -> bool:
+    """Whether a path is, by its name, one that changes a server or tells of it."""
+    return any(_ADMINISTERS.fullmatch(segment) for segment in path.split("/"))
+
+
+def routed_paths(value: str) -> tuple[str, ...]:
+    """Read paths for `route` to pass on: whole ones, and prefixes that end with /*."""
+    found = tuple(dict.fromkeys(value.replace(",", " ").split()))
+    if not found or len(found) > MOST_PATHS:
+        raise ValueError(f"1 to {MOST_PATHS} paths like /generate or /custom/*")
+    for path in found:
+        if len(path) > LONGEST_PATH or not _PATH.fullmatch(path):
+            raise ValueError(
+                f"paths like /generate, and prefixes like /custom/*, of at most {LONGEST_PATH} "
+                f"letters, digits and ._~:@-; {path!r:.100} is none"
+            )
+        if administers(path) or path.lower() in _BROAD:
+            raise ValueError(
+                f"without paths by which servers are administered; {path} is one, or has some "
+                "below it"
+            )
+    return found
+
+
 def replicas(value: str) -> str:
     """Check where the replicas are listed; the router reads it itself."""
     replica_source(value)

@@ -4,8 +4,9 @@
 `apply` reads an InferenceEndpointConfig and runs its endpoint on this machine until Ctrl-C: a
 process of Slipway for each replica, with the container's arguments and variables and what the
 operator adds for kvCacheSpec; a stand-in for tiered storage, or Valkey; and the router, by
-intelligentRoutingSpec. `get` shows what runs. What follows `--` is added to the arguments of every
-container, like `-- --tensor-parallel-size 1`.
+intelligentRoutingSpec. With pdSpec some of the replicas prefill, and the others decode. `get` shows
+what runs. What follows `--` is added to the arguments of every container, like
+`-- --tensor-parallel-size 1`.
 """
 
 import argparse
@@ -35,6 +36,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _model(endpoint: manifest.Endpoint, named: str | None) -> tuple[str, list[str]]:
+    """The model that is served in the place of the manifest's, and what is to be said of it."""
+    folder = endpoint.folder
+    if named or endpoint.hub_id:
+        return str(named or endpoint.hub_id), []
+    if folder and folder.is_dir() and any(folder.iterdir()):
+        return str(folder), []
+    made = default.make()
+    return str(made), [f"{folder} is not on this machine; {made} stands for it"] if folder else []
+
+
 def _apply(options: argparse.Namespace, more: list[str]) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -44,7 +56,7 @@ def _apply(options: argparse.Namespace, more: list[str]) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         try:
             endpoint = manifest.read(options.file)
-            model = options.model or endpoint.hub_id or str(default.make())
+            model, notes = _model(endpoint, options.model)
             operator = Operator(
                 endpoint, model=model, port=options.port, folder=logs, more=more, l1_gib=options.l1
             )
@@ -53,6 +65,8 @@ def _apply(options: argparse.Namespace, more: list[str]) -> int:
             return 2
         kind = f"{manifest.KIND}.{manifest.API.partition('/')[0]}".lower()
         print(f"{kind}/{endpoint.name} created, logs in {logs}", flush=True)
+        for note in (*endpoint.notes, *notes):
+            print(f"note: {note}", flush=True)
         with operator:
             good = operator.keep(lambda text: print(text, flush=True), ending.wait)
         return 0 if good else 1

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An InferenceEndpointConfig, held against its published schema, and what follows from it here."""
+"""An InferenceEndpointConfig, held against its schema, and what follows from it here."""
 
-import copy
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,29 @@ import jsonschema
 from lmi_config.facts import strict_yaml
 from lmi_config.options import arguments, settings
 from lmi_config.options.settings import SettingsError
+from scripts.hyperpod_local import schema
 
 KIND = "InferenceEndpointConfig"
 API = "inference.sagemaker.aws.amazon.com/v1"
-SCHEMA = json.loads(Path(__file__).with_name("inferenceendpointconfig.json").read_text())
 NODE_IP = "127.0.0.1"
+COPY = "model-weights-copy"
+"""The operator's volume for `prefetchEnabled`."""
+SPLITTING = ("prefixaware", "kvaware")
+"""Strategies with which Slipway's router has prompts computed apart."""
+_USED = (
+    *("invocationEndpoint", "intelligentRoutingSpec", "kubernetes", "kvCacheSpec", "loadBalancer"),
+    *("maxDeployTimeInSeconds", "modelSourceConfig", "pdSpec", "replicas", "worker"),
+)
+"""Fields of `spec` that count here. So do these within them, where it is not all:"""
+_USED_WITHIN = {
+    "intelligentRoutingSpec": ("enabled", "routingStrategy"),
+    "kubernetes": ("volumes",),
+    "loadBalancer": ("healthCheckPath",),
+    "pdSpec": ("prefillSpec", "decodingSpec", "routingThreshold"),
+    "worker": ("args", "environmentVariables", "image", "modelInvocationPort", "modelVolumeMount"),
+}
 CONNECTOR = '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'
+_STRICT = schema.strict(schema.SCHEMA)
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 Document = dict[str, Any]
 
@@ -32,13 +48,25 @@ class ManifestError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Role:
+    """Pods that are alike. name: as in OPTION_SERVER_ROLE. args: replace those of the worker."""
+
+    name: str
+    replicas: int
+    args: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """What is asked for.
 
-    mount: where the container sees its model. port: the container's. health, invocation: paths.
+    folder: of the node, which has the model. mount: where the container sees its model. port: the
+    container's. health, invocation: paths.
     strategy: of intelligent routing, or None. l1: whether KV caches are kept in CPU memory. l2:
     "redis", "tieredstorage" or None. cache_file: a configuration of LMCache's, which then is all
-    that counts. seconds: that a deployment may take.
+    that counts. seconds: that a deployment may take. apart: the prefill and the decode pods of
+    `pdSpec`, or None. threshold: tokens of a prompt from which on it is computed by the former.
+    notes: what an operator should know of fields that do something else here, or nothing.
     """
 
     name: str
@@ -47,6 +75,7 @@ class Endpoint:
     environ: Mapping[str, str]
     mount: str
     hub_id: str | None
+    folder: Path | None
     port: int
     health: str
     invocation: str
@@ -56,32 +85,14 @@ class Endpoint:
     l2: str | None
     cache_file: str | None
     seconds: int
+    apart: tuple[Role, Role] | None
+    threshold: int
+    notes: Sequence[str]
 
-
-def strict(schema: Any) -> Any:
-    """A schema that refuses fields which Kubernetes drops, as kubectl does."""
-    if isinstance(schema, list):
-        return [strict(it) for it in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: strict(value) for key, value in schema.items()}
-    closed = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
-    if closed and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        found.setdefault("additionalProperties", False)
-    return found
-
-
-def _with_defaults(value: Any, schema: Document) -> Any:
-    """A value with the schema's defaults, in objects that are there."""
-    if isinstance(value, list):
-        return [_with_defaults(it, schema.get("items", {})) for it in value]
-    if not isinstance(value, dict):
-        return value
-    known = schema.get("properties", {})
-    defaults = {name: copy.deepcopy(it["default"]) for name, it in known.items() if "default" in it}
-    return {
-        name: _with_defaults(it, known.get(name, {})) for name, it in {**defaults, **value}.items()
-    }
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """All its pods."""
+        return self.apart or (Role(name="both", replicas=self.replicas),)
 
 
 def check(document: Any) -> None:
@@ -96,7 +107,7 @@ def check(document: Any) -> None:
     name = (document.get("metadata") or {}).get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         faults.append(f"metadata.name: is {name!r}, and should be lower case letters and digits")
-    for error in jsonschema.Draft202012Validator(strict(SCHEMA)).iter_errors(document):
+    for error in jsonschema.Draft202012Validator(_STRICT).iter_errors(document):
         path = ".".join(str(it) for it in error.absolute_path)
         faults.append(f"{path or 'the manifest'}: {error.message}")
     if faults:
@@ -115,24 +126,15 @@ def read(file: Path) -> Endpoint:
 
 def endpoint(document: Document) -> Endpoint:
     """What a checked manifest asks for. Raises ManifestError for what has no meaning here."""
-    spec = _with_defaults(document, SCHEMA)["spec"]
+    spec = schema.with_defaults(document, schema.SCHEMA)["spec"]
     worker, source = spec["worker"], spec["modelSourceConfig"]
-    kv = _with_defaults(
-        spec.get("kvCacheSpec", {}), SCHEMA["properties"]["spec"]["properties"]["kvCacheSpec"]
+    kv = schema.with_defaults(
+        spec.get("kvCacheSpec", {}),
+        schema.SCHEMA["properties"]["spec"]["properties"]["kvCacheSpec"],
     )
-    routing = spec.get("intelligentRoutingSpec", {})
-    backend = kv.get("l2CacheSpec", {}).get("l2CacheBackend", "").lower()
-    faults = []
-    if worker.get("command"):
-        faults.append("spec.worker.command: the image's own entry point runs here; leave it out")
-    if kv["enableL2Cache"] and backend not in ("redis", "tieredstorage"):
-        faults.append(
-            "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend: should be redis or tieredstorage"
-        )
-    if spec.get("pdSpec"):
-        faults.append("spec.pdSpec: prefill and decoding are not split; leave it out")
-    if faults:
+    if faults := [*_faults(spec, kv), *_volume_faults(spec)]:
         raise ManifestError(faults)
+    apart = _apart(spec)
     return Endpoint(
         name=document["metadata"]["name"],
         namespace=document["metadata"].get("namespace", "default"),
@@ -140,16 +142,113 @@ def endpoint(document: Document) -> Endpoint:
         environ=_environment(worker.get("environmentVariables", ())),
         mount=worker["modelVolumeMount"].get("mountPath", "/opt/ml/model"),
         hub_id=source.get("huggingFaceModel", {}).get("modelId"),
+        folder=_node_folder(spec),
         port=worker["modelInvocationPort"]["containerPort"],
         health=spec.get("loadBalancer", {}).get("healthCheckPath", "/ping"),
         invocation="/" + spec["invocationEndpoint"].lstrip("/"),
         replicas=spec["replicas"],
-        strategy=routing.get("routingStrategy", "prefixaware") if routing.get("enabled") else None,
+        strategy=_strategy(spec),
         l1=kv["enableL1Cache"],
-        l2=backend if kv["enableL2Cache"] else None,
+        l2=_l2(kv) if kv["enableL2Cache"] else None,
         cache_file=kv.get("cacheConfigFile"),
         seconds=spec["maxDeployTimeInSeconds"],
+        apart=apart,
+        threshold=spec["pdSpec"]["routingThreshold"] if apart else 0,
+        notes=tuple(_notes(document["spec"])),
     )
+
+
+def _l2(kv: Document) -> str:
+    return str(kv.get("l2CacheSpec", {}).get("l2CacheBackend", "")).lower()
+
+
+def _faults(spec: Document, kv: Document) -> Iterator[str]:
+    """What would have something else served here than a cluster serves."""
+    if spec["worker"].get("command"):
+        yield "spec.worker.command: the image's own entry point runs here; leave it out"
+    if kv["enableL2Cache"] and _l2(kv) not in ("redis", "tieredstorage"):
+        yield "spec.kvCacheSpec.l2CacheSpec.l2CacheBackend: should be redis or tieredstorage"
+    if "dynamoSpec" in spec:
+        yield (
+            "spec.dynamoSpec: NVIDIA Dynamo would serve the endpoint in Slipway's place; leave it "
+            "out, and for prefill and decode apart use pdSpec"
+        )
+    if "pdSpec" in spec and kv.get("cacheConfigFile"):
+        yield (
+            "spec.kvCacheSpec.cacheConfigFile: with pdSpec, LMCache is configured for the store "
+            "through which KV is handed over; leave it out"
+        )
+
+
+def _volume_faults(spec: Document) -> Iterator[str]:
+    """Volumes of one's own that the operator would not take."""
+    source = spec["modelSourceConfig"]
+    mount = spec["worker"]["modelVolumeMount"]["name"]
+    names = [it["name"] for it in spec.get("kubernetes", {}).get("volumes", ())]
+    if source["modelSourceType"] == "kubernetesVolume" and mount not in names:
+        yield (
+            f"spec.kubernetes.volumes: has none with the name {mount!r}, which "
+            "spec.worker.modelVolumeMount mounts as the model"
+        )
+    for name in names if source.get("prefetchEnabled") else ():
+        if name in (mount, COPY):
+            yield (
+                f"spec.kubernetes.volumes: {name!r} is a volume that the operator makes for "
+                "prefetchEnabled; give yours another name"
+            )
+
+
+def _node_folder(spec: Document) -> Path | None:
+    """The folder of a node that is mounted as the model, as with its NVMe disks."""
+    if spec["modelSourceConfig"]["modelSourceType"] != "kubernetesVolume":
+        return None
+    mount = spec["worker"]["modelVolumeMount"]["name"]
+    (volume,) = (it for it in spec["kubernetes"]["volumes"] if it["name"] == mount)
+    path = volume.get("hostPath", {}).get("path")
+    return Path(path) if path else None
+
+
+def _apart(spec: Document) -> tuple[Role, Role] | None:
+    """The roles of `pdSpec`, which it splits by being there."""
+    if "pdSpec" not in spec:
+        return None
+
+    def role(name: str, field: str) -> Role:
+        asked = spec["pdSpec"][field]
+        return Role(name=name, replicas=asked["replicas"], args=tuple(asked.get("args", ())))
+
+    return role("prefill", "prefillSpec"), role("decode", "decodingSpec")
+
+
+def _strategy(spec: Document) -> str | None:
+    """How the router routes; None where there is none."""
+    routing = spec.get("intelligentRoutingSpec", {})
+    asked = routing.get("routingStrategy", "prefixaware") if routing.get("enabled") else None
+    if "pdSpec" in spec and asked not in SPLITTING:
+        return "prefixaware"
+    return str(asked) if asked else None
+
+
+def _notes(spec: Document) -> Iterator[str]:
+    """What of a manifest does something else here than on a cluster, or nothing."""
+    mute = [f"spec.{it}" for it in spec if it not in _USED]
+    for name, used in _USED_WITHIN.items():
+        mute += [f"spec.{name}.{it}" for it in spec.get(name, {}) if it not in used]
+    parts = spec.get("pdSpec", {})
+    for name in ("prefillSpec", "decodingSpec"):
+        inner = parts.get(name, {})
+        mute += [f"spec.pdSpec.{name}.{it}" for it in inner if it not in ("args", "replicas")]
+    if "pdSpec" in spec:
+        mute += [f"spec.{it}" for it in ("replicas", "InitialReplicaCount") if it in spec]
+    if mute:
+        yield f"checked, and without effect here: {', '.join(dict.fromkeys(mute))}"
+    routing = spec.get("intelligentRoutingSpec", {})
+    asked = routing.get("routingStrategy", "prefixaware")
+    if "pdSpec" in spec and asked not in SPLITTING:
+        yield (
+            f"spec.intelligentRoutingSpec.routingStrategy: {asked} chooses among the prefill pods; "
+            "Slipway's router chooses the one that is free first, and routes by prefixaware"
+        )
 
 
 def _environment(variables: Iterable[Document]) -> dict[str, str]:
@@ -170,25 +269,34 @@ def _expanded(text: str, environ: Mapping[str, str]) -> str:
 
 
 def container(
-    endpoint: Endpoint, model: str, url: str | None, extra: Mapping[str, object], l1_gib: float
+    endpoint: Endpoint,
+    role: Role,
+    model: str,
+    url: str | None,
+    extra: Mapping[str, object],
+    l1_gib: float,
 ) -> tuple[list[str], dict[str, str]]:
-    """A container's arguments and variables, with what the operator adds for `kvCacheSpec`.
+    """A container's arguments and variables, with what the operator adds for `kvCacheSpec`, and
+    Slipway's own for `pdSpec`.
 
-    model: what the mounted folder is here. url: of L2. extra: LMCache's extra_config for it. The
-    operator is not public: what it adds is what AWS's documents and its users' logs show.
+    model: what the mounted folder is here. url: of L2, or of the store by which KV is handed over.
+    extra: LMCache's extra_config for it. The operator is not public: what it adds is what AWS's
+    documents and its users' logs show.
     """
-    args = [_expanded(word, endpoint.environ) for word in endpoint.args]
+    args = [_expanded(word, endpoint.environ) for word in (*endpoint.args, *role.args)]
     added: dict[str, str] = {"NODE_IP": NODE_IP}
-    if endpoint.l1 or endpoint.l2 or endpoint.cache_file:
+    if endpoint.l1 or url or endpoint.cache_file:
         args += ["--kv-transfer-config", CONNECTOR]
     if endpoint.cache_file:
         added["LMCACHE_CONFIG_FILE"] = endpoint.cache_file
-    elif endpoint.l1 or endpoint.l2:
+    elif endpoint.l1 or url:
         added["LMCACHE_LOCAL_CPU"] = str(endpoint.l1).lower()
         added["LMCACHE_MAX_LOCAL_CPU_SIZE"] = f"{l1_gib:g}"
         if url:
             added |= {"LMCACHE_REMOTE_URL": url, "LMCACHE_REMOTE_SERDE": "naive"}
             added |= {"LMCACHE_EXTRA_CONFIG": json.dumps(extra)} if extra else {}
+    if endpoint.apart:
+        added["OPTION_SERVER_ROLE"] = role.name
     environ = {**endpoint.environ, **{name: _expanded(it, added) for name, it in added.items()}}
 
     def here(text: str) -> str:

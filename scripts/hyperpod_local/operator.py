@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ CONFIGURING = ("OPTION_", "SERVING_", "SAGEMAKER_", "SM_VLLM_", "HF_MODEL_ID", "
 AGAIN_S = 1.0
 """Before a container that has ended is started again."""
 LOOK_S = 0.5
+_SECRET = "OPTION_ROUTER_SECRET"
 
 
 @dataclasses.dataclass
@@ -103,17 +105,6 @@ class Operator:
         self._began = time.monotonic()
         self._file = cache() / "hyperpod" / f"{endpoint.namespace}.{endpoint.name}.json"
         url, extra = self._shared_store()
-        args, environ = manifest.container(endpoint, model, url, extra, l1_gib)
-        args += more
-        if Path(model).is_dir():
-            environ.setdefault("SERVING_MODEL_STORE", model)
-        if (found := manifest.listens(args, environ)) != endpoint.port:
-            raise ManifestError(
-                [
-                    f"spec.worker.modelInvocationPort.containerPort: is {endpoint.port}, and the "
-                    f"container listens on {found}"
-                ]
-            )
         for_router = {}
         if endpoint.strategy:
             for_router["OPTION_ROUTING_STRATEGY"] = endpoint.strategy
@@ -121,14 +112,30 @@ class Operator:
             for_router["OPTION_ROUTING_STRATEGY"] = "roundrobin"  # a load balancer is in front
         if key := endpoint.environ.get("SESSION_KEY"):
             for_router["SESSION_KEY"] = key
-        self.pods = [
-            Pod(
-                f"{endpoint.name}-{n + 1}",
-                self._program(f"{endpoint.name}-{n + 1}", (*image, *args), self._own(environ)),
-                endpoint.health,
-            )
-            for n in range(endpoint.replicas)
-        ]
+        shared = {}
+        if endpoint.apart:
+            for_router["OPTION_ROUTER_PREFILL_TOKENS"] = str(max(endpoint.threshold, 1))
+            secret = endpoint.environ.get(_SECRET) or secrets.token_hex(32)
+            shared[_SECRET] = for_router[_SECRET] = secret
+        self.pods = []
+        for role in endpoint.roles:
+            args, environ = manifest.container(endpoint, role, model, url, extra, l1_gib)
+            args += more
+            environ |= shared
+            if Path(model).is_dir():
+                environ.setdefault("SERVING_MODEL_STORE", model)
+            if (found := manifest.listens(args, environ)) != endpoint.port:
+                raise ManifestError(
+                    [
+                        f"spec.worker.modelInvocationPort.containerPort: is {endpoint.port}, and "
+                        f"the container listens on {found}"
+                    ]
+                )
+            prefix = f"{role.name}-{endpoint.name}" if endpoint.apart else endpoint.name
+            for n in range(role.replicas):
+                name = f"{prefix}-{n + 1}"
+                program = self._program(name, (*image, *args), self._own(environ))
+                self.pods.append(Pod(name, program, endpoint.health))
         for_router["OPTION_ROUTER_REPLICAS"] = ",".join(it.program.url for it in self.pods)
         for_router["OPTION_MODEL_ID"] = model
         name = f"{endpoint.name}-{endpoint.namespace}-router"
@@ -154,8 +161,10 @@ class Operator:
         )
 
     def _shared_store(self) -> tuple[str | None, dict[str, object]]:
-        """The URL of L2, and LMCache's extra_config for it."""
-        match self.endpoint.l2:
+        """The URL of L2, and LMCache's extra_config for it. Without L2, roles that are apart have a
+        store all the same: through it KV is handed over.
+        """
+        match self.endpoint.l2 or ("redis" if self.endpoint.apart else None):
             case "tieredstorage":
                 segment = Path(f"/dev/shm/ai_toolkit_cache-{os.getpid()}")
                 daemon = (sys.executable, "-m", "scripts.harness.tiered_storage", "{port}")

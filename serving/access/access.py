@@ -82,6 +82,7 @@ class Access:
         self.closed = others or bool(self._file or self._issuer)
         """Whether nobody is answered without a key."""
         self._anybody = Caller(admin=not settings.admin_api_key and not self.closed)
+        self._replica_key = f"Bearer {it}" if (it := settings.router_replica_key) else None
         own = settings.admin_api_key or settings.api_key
         self._own = f"Bearer {own}" if own else None
 
@@ -151,8 +152,10 @@ class Access:
 
     def own_headers(self, name: str, path: str) -> dict[str, str]:
         """The headers by which a router may ask a server of this name for one path. "": its name is
-        not known.
+        not known, as it has not proven the secret.
         """
+        if self._replica_key and not (self._signer and name):
+            return {AUTHORIZATION.decode(): self._replica_key}
         if self._signer:
             asks = Caller(paths=(path,))
             return {IDENTITY.decode(): self._signer.signed(asks, (name,)).decode()} if name else {}

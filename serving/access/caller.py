@@ -78,12 +78,14 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
         """Its tenant as people call it, "" where it has none."""
         return "" if self.tenant is None or self.tenant == OPERATOR else self.tenant
 
-    def require_path(self, path: str) -> None:
-        """Raise NotPermitted for a path of the administration's, or another than it may ask for."""
+    def require_path(self, path: str, *, inference: bool = False) -> None:
+        """Raise NotPermitted for a path of the administration's, or another than it may ask for.
+        inference: whether the path is known to be none of the former.
+        """
         if self.paths is not None:
             if path not in self.paths:
                 raise NotPermitted(f"the router's own question is not for {path:.100}")
-        elif not self.admin and administers(path):
+        elif not self.admin and not inference and administers(path):
             raise NotPermitted(
                 f"{path:.100} needs an admin key: OPTION_ADMIN_API_KEY, or one with `admin: true` "
                 "in OPTION_API_KEYS_FILE"

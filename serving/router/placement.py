@@ -34,7 +34,7 @@ from serving.router.policy.policies import Choice, Policy, Work
 from serving.router.policy.request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
-from serving.router.routes import creates, generates, template
+from serving.router.routes import Routes, creates, generates
 from serving.router.session_affinity import SessionAffinity
 
 log = logging.getLogger(__name__)
@@ -93,12 +93,13 @@ class Routing:
     """Uncached tokens from which on prompts are computed apart; 0 for never."""
     continues: bool
     """Whether streams are completed by another replica where theirs fails."""
+    routes: Routes
 
     def trace(self, request: Request) -> Span | None:
         """The span of a request that has come, where traces are sent."""
         if not self.tracer:
             return None
-        name = f"{request.method.decode('latin-1')} {template(request.path)}"
+        name = f"{request.method.decode('latin-1')} {self.routes.template(request.path)}"
         return self.tracer.begin(name, request.headers)
 
 
@@ -461,7 +462,7 @@ class Placement:
         if trace:
             trace.note(
                 http__request__method=request.method.decode("latin-1"),
-                http__route=template(request.path),
+                http__route=self._routing.routes.template(request.path),
                 http__response__status_code=status,
                 slipway__attempts=len(self.tried),
             )
@@ -481,7 +482,7 @@ class Placement:
         return RoutedLine(
             request_id=known_as if own else redacted(known_as),
             method=request.method.decode("latin-1"),
-            path=template(request.path),
+            path=self._routing.routes.template(request.path),
             status=status,
             ms=logs.milliseconds(time.monotonic() - began),
             end=outcome.end,

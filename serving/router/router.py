@@ -54,7 +54,15 @@ from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.request import RequestReader, RoutingRequest
 from serving.router.proxy.proxied import ProxiedRequest
 from serving.router.retry import RetryBudget
-from serving.router.routes import BATCH, CHANGE, END_TO_END, INFERENCE, Route, methods, route_of
+from serving.router.routes import (
+    BATCH,
+    CHANGE,
+    END_TO_END,
+    INFERENCE,
+    Route,
+    Routes,
+    may_be_added,
+)
 from serving.router.session_affinity import SessionAffinity
 from serving.ui import page as ui
 
@@ -141,6 +149,7 @@ class Router:
             identity=self._access.identity,
             prefill_tokens=settings.router_prefill_tokens if self._divides(policy) else 0,
             continues=settings.router_continue_streams,
+            routes=Routes(settings.router_paths),
         )
         self._broadcast = Broadcast(
             *(self.pool, self._health, settings.router_first_byte_timeout, asking),
@@ -332,9 +341,9 @@ class Router:
         """The route of a request that a single replica answers. None: it is answered here.
         Raises ServingError where its sender may not send it.
         """
+        route = self.routing.routes.of(request.method, request.path)
         if request.path not in protocol.ROUTER_PROBES and request.path not in self._page:
-            self._identify(request)
-        route = route_of(request.method, request.path)
+            self._identify(request, inference=route is INFERENCE)
         if route is None:
             self._answer(responder, request)
         elif route is BATCH and not self._settings.batch_folder:
@@ -347,10 +356,10 @@ class Router:
             return None
         return route
 
-    def _identify(self, request: Request) -> None:
+    def _identify(self, request: Request, *, inference: bool) -> None:
         """Find out who sends a request. Raises ServingError where they may not."""
         caller = self._access.caller(request.headers)
-        caller.require_path(request.path)
+        caller.require_path(request.path, inference=inference)
         caller = request.caller = self._objectives.applied(caller, request.named)
         request.tenant = self._tenants.tenant(caller, request.headers)
 
@@ -392,10 +401,16 @@ class Router:
                 raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
             case path if path in self._page or (path == protocol.UI_STATUS and self._page):
                 raise MethodNotAllowed(path, request.method.decode(), ["GET", "HEAD"])
-            case path if allowed := methods(path):
+            case path if allowed := self.routing.routes.methods(path):
                 raise MethodNotAllowed(path, request.method.decode(), allowed)
             case path:
-                raise NotFound(f"there is nothing at {path}")
+                missing = f"there is nothing at {path}"
+                if request.method == b"POST" and may_be_added(path):
+                    missing += (
+                        f"; where the servers have it, OPTION_ROUTER_PATHS={path} has the router "
+                        "pass it on"
+                    )
+                raise NotFound(missing)
 
     def _replicas(self) -> tuple[bytes, bytes]:
         """The kind and body of an answer about replicas."""

@@ -3,7 +3,9 @@
 
 import enum
 import re
+from collections.abc import Sequence
 
+from lmi_config.options.parsers import BELOW, LONGEST_PATH, administers
 from serving.protocol import (
     ADAPTER_ID,
     ADAPTERS,
@@ -21,6 +23,7 @@ from serving.protocol import (
     MANAGEMENT_PATH,
     MESSAGES,
     MODELS,
+    OTHERS_PATHS,
     REQUEST_ID,
     SERVER_LOGGING,
     SESSION_ID,
@@ -44,7 +47,7 @@ class Route(enum.Enum):
     """Any replica: they share the folder of files and batches."""
 
 
-_INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS)))
+_INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS, *OTHERS_PATHS)))
 _GENERATES = re.compile("|".join((INVOCATIONS_PATH, CHAT_COMPLETIONS, COMPLETIONS, MESSAGES)))
 _READ = re.compile(
     "|".join((f"{MODELS}(/.+)?", EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?"))
@@ -60,8 +63,44 @@ _MANAGEMENT = re.compile(MANAGEMENT_PATH)
 """Replicas read these or refuse them, each as all others do."""
 
 
+class Routes:
+    """The routes of requests, with those that an operator adds."""
+
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        """more: paths for inference, and prefixes of such that end with /*."""
+        self._more = frozenset(more)
+        self._prefixes = tuple(it.removesuffix("/*") for it in more if it.endswith("/*"))
+
+    def of(self, method: bytes, path: str) -> Route | None:
+        """The route of a request, None where replicas have nothing to do with it."""
+        return INFERENCE if method == b"POST" and self._added(path) else route_of(method, path)
+
+    def methods(self, path: str) -> list[str]:
+        """The methods that a path answers. None where there is no such path."""
+        return [INFERENCE.value] if self._added(path) else methods(path)
+
+    def template(self, path: str) -> str:
+        """A path that has a route, as logs and spans have it: without the names in it."""
+        return self._added(path) or template(path)
+
+    def _added(self, path: str) -> str:
+        """The operator's path or prefix that has this path, or ""."""
+        if path in self._more and not path.endswith("/*"):
+            return path
+        for prefix in self._prefixes:
+            rest = path.removeprefix(prefix)
+            if rest != path and BELOW.fullmatch(rest) and not administers(rest):
+                return f"{prefix}/*"
+        return ""
+
+
+def may_be_added(path: str) -> bool:
+    """Whether an operator can have a path passed on."""
+    return len(path) <= LONGEST_PATH and bool(BELOW.fullmatch(path)) and not administers(path)
+
+
 def route_of(method: bytes, path: str) -> Route | None:
-    """The route of a request, None where replicas have nothing to do with it."""
+    """The route of a request by the paths that are known."""
     if method == b"POST" and _INFERENCE.fullmatch(path):
         return INFERENCE
     if method in (b"GET", b"HEAD") and _READ.fullmatch(path):
@@ -94,7 +133,7 @@ _TEMPLATES = [
         f"{MODELS}/{{id}}",
     )
 ]
-_PLAIN = frozenset((*ENGINE_PATHS, MODELS, EXECUTION_PARAMETERS))
+_PLAIN = frozenset((*ENGINE_PATHS, *OTHERS_PATHS, MODELS, EXECUTION_PARAMETERS))
 
 
 def template(path: str) -> str:

@@ -137,3 +137,39 @@ def test_a_replica_that_is_killed_comes_back_and_finds_its_caches_in_tiered_stor
     until(lambda: "the shared KV store is used" in pod.program.logged().rpartition("listening")[2])
     assert ask(pod.program.url, "two")[0] == text
     until(lambda: series(pod.program.url, "lmcache_mp_lookup_hit_l2_tokens_total") >= 1024)
+
+
+def test_a_long_prompt_is_computed_by_the_prefill_pod(tmp_path):
+    """HyperPod's `pdSpec`, with a threshold that the tiny model's prompts can be above."""
+    endpoint = manifest.read(ROOT / "examples/hyperpod/prefill_decode.yaml")
+    operator = Operator(
+        dataclasses.replace(endpoint, threshold=500),
+        model=str(tiny.make()),
+        port=0,
+        folder=tmp_path,
+        more=MORE,
+        l1_gib=0.25,
+        image=PYTHON,
+        start=Warm,
+    )
+
+    def handed_over() -> float:
+        ended = metrics.samples(
+            httpx.get(f"{operator.url}/metrics").text, "slipway_router_prefills_total"
+        )
+        return sum(it.value for it in ended if it.labels["end"] == "handed_over")
+
+    def ready() -> bool:
+        answer = httpx.post(f"{operator.url}/v1/chat/completions", json=short, timeout=60)
+        return answer.status_code == 200
+
+    short = {"model": "/opt/ml/model", "messages": [{"role": "user", "content": "Hi"}]}
+    with kept(operator, PATIENCE_S):
+        until(ready)
+        prefill, decode = (it.program.url for it in operator.pods)
+        assert series(prefill, "vllm:request_success_total") == 0
+        text, cached = ask(operator.url, "long")
+        assert cached >= 1024
+        assert handed_over() == 1
+        assert series(prefill, "vllm:request_success_total") == 1
+        assert ask(decode, "long")[0] == text

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from lmi_config.options import arguments
 from scripts.harness.wait import until
 from scripts.hyperpod_local import manifest
 from scripts.hyperpod_local.manifest import CONNECTOR, ManifestError
@@ -22,6 +23,8 @@ from tests.applied import kept
 ROOT = Path(__file__).parents[2]
 EXAMPLE = yaml.safe_load((ROOT / "examples/hyperpod/endpoint.yaml").read_text())
 OURS = yaml.safe_load((ROOT / "deploy/kubernetes/hyperpod.yaml").read_text())
+APART = yaml.safe_load((ROOT / "examples/hyperpod/prefill_decode.yaml").read_text())
+NVME = yaml.safe_load((ROOT / "examples/hyperpod/nvme.yaml").read_text())
 
 
 def changed(*path, value, document=EXAMPLE):
@@ -37,16 +40,16 @@ def changed(*path, value, document=EXAMPLE):
     return found
 
 
-def endpoint(*path, value):
-    document = changed(*path, value=value)
+def endpoint(*path, value, document=EXAMPLE):
+    document = changed(*path, value=value, document=document)
     manifest.check(document)
     return manifest.endpoint(document)
 
 
-@pytest.mark.parametrize("document", [EXAMPLE, OURS])
-def test_manifests_pass_the_published_schema(document):
+@pytest.mark.parametrize("document", [EXAMPLE, OURS, APART, NVME])
+def test_manifests_pass_the_schema(document):
     manifest.check(document)
-    assert manifest.endpoint(document).replicas == document["spec"]["replicas"]
+    assert manifest.endpoint(document).replicas == document["spec"].get("replicas", 1)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,23 @@ def test_manifests_pass_the_published_schema(document):
             "spec.intelligentRoutingSpec.routingStrategy: 'sticky' is not one of",
         ),
         (("spec", "worker", "enviroment"), [], "('enviroment' was unexpected)"),
+        (("spec", "modelCacheConfig", "weightCache"), {}, "('weightCache' was unexpected)"),
+        (
+            ("spec", "modelCacheConfig", "weightsCache", "hostPath"),
+            "nvme",
+            "spec.modelCacheConfig.weightsCache.hostPath: 'nvme' does not match",
+        ),
+        (
+            ("spec", "modelCacheConfig", "weightsCache", "hostPath"),
+            "/" + "n" * 255,
+            "spec.modelCacheConfig.weightsCache.hostPath: '/nnn",
+        ),
+        (
+            ("spec", "modelCacheConfig", "imageCache", "enabled"),
+            "yes",
+            "spec.modelCacheConfig.imageCache.enabled: 'yes' is not of type 'boolean'",
+        ),
+        (("spec", "loadBalancer", "idleTimeoutSeconds"), 0, "0 is less than the minimum of 1"),
         (("spec", "metrics", "modelMetrics", "port"), 80, "80 is less than the minimum of 1024"),
     ],
 )
@@ -90,11 +110,144 @@ def test_all_faults_are_told_at_once():
     [
         (("spec", "worker", "command"), ["vllm"], "spec.worker.command"),
         (("spec", "kvCacheSpec", "l2CacheSpec"), ..., "should be redis or tieredstorage"),
+        (("spec", "dynamoSpec"), {"services": {}}, "spec.dynamoSpec: NVIDIA Dynamo would serve"),
+        (
+            ("spec", "modelSourceConfig"),
+            {"modelSourceType": "kubernetesVolume"},
+            "spec.kubernetes.volumes: has none with the name 'model-weights'",
+        ),
     ],
 )
-def test_what_has_no_meaning_here_is_refused(path, value, fault):
+def test_what_would_serve_something_else_is_refused(path, value, fault):
     with pytest.raises(ManifestError, match=fault):
         endpoint(*path, value=value)
+
+
+@pytest.mark.parametrize("name", ["model-weights", "model-weights-copy"])
+def test_the_operators_volumes_for_prefetching_cannot_be_taken(name):
+    source = {**EXAMPLE["spec"]["modelSourceConfig"], "prefetchEnabled": True}
+    document = changed("spec", "modelSourceConfig", value=source)
+    volumes = [{"name": name, "hostPath": {"path": "/opt/dlami/nvme/m"}}]
+    with pytest.raises(ManifestError, match=f"{name}' is a volume that the operator makes"):
+        endpoint("spec", "kubernetes", "volumes", value=volumes, document=document)
+    volumes[0]["name"] = "nvme-cache"
+    endpoint("spec", "kubernetes", "volumes", value=volumes, document=document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (
+            ("spec", "modelCacheConfig"),
+            {"weightsCache": {"enabled": True}},
+            "spec.modelCacheConfig",
+        ),
+        (
+            ("spec", "loadBalancer", "idleTimeoutSeconds"),
+            600,
+            "spec.loadBalancer.idleTimeoutSeconds",
+        ),
+        (("spec", "metricsSidecarResources"), {"limits": {"cpu": "1"}}, "metricsSidecarResources"),
+        (("spec", "kubernetes", "schedulerName"), "mine", "spec.kubernetes.schedulerName"),
+        (("spec", "autoScalingSpec"), {"maxReplicaCount": 3}, "spec.autoScalingSpec"),
+    ],
+)
+def test_what_does_nothing_here_is_a_note(path, value, said):
+    (note,) = endpoint(*path, value=value).notes
+    assert note.startswith("checked, and without effect here: spec.")
+    assert said in note
+
+
+def test_a_nodes_folder_is_the_model():
+    found = manifest.endpoint(NVME)
+    assert str(found.folder) == "/opt/dlami/nvme/Qwen2.5-VL-7B-Instruct"
+    assert "spec.kubernetes.initContainers" in found.notes[0]
+    volumes = [{"name": "model-weights", "persistentVolumeClaim": {"claimName": "weights"}}]
+    found = endpoint("spec", "kubernetes", "volumes", value=volumes, document=NVME)
+    assert found.folder is None
+    assert manifest.endpoint(EXAMPLE).folder is None
+    args, _ = manifest.container(manifest.endpoint(NVME), found.roles[0], "/nvme", None, {}, 1)
+    assert args[0] == "/nvme"
+
+
+def pods(operator):
+    """Name of each pod → its arguments and variables."""
+    return {it.name: (it.program._command, it.program._environ) for it in operator.pods}
+
+
+def test_prefill_and_decode_are_servers_with_these_roles(tmp_path):
+    spec = changed("spec", "pdSpec", "decodingSpec", "replicas", value=2, document=APART)
+    operator = Operator(manifest.endpoint(spec), model=str(tmp_path), port=0, folder=tmp_path)
+    found = pods(operator)
+    assert list(found) == ["prefill-apart-1", "decode-apart-1", "decode-apart-2"]
+    router = operator.router.program._environ
+    assert operator.store
+    for name, (args, environ) in found.items():
+        assert environ["OPTION_SERVER_ROLE"] == name.partition("-")[0]
+        assert environ["OPTION_ROUTER_SECRET"] == router["OPTION_ROUTER_SECRET"]
+        assert environ["LMCACHE_REMOTE_URL"] == f"redis://127.0.0.1:{operator.store.port}"
+        lengths = [args[n + 1] for n, it in enumerate(args) if it == "--max-num-batched-tokens"]
+        assert lengths == (["8192"] if name.startswith("prefill") else [])
+    assert len(router["OPTION_ROUTER_SECRET"]) == 64
+    assert router["OPTION_ROUTER_PREFILL_TOKENS"] == "4096"
+    assert router["OPTION_ROUTING_STRATEGY"] == "prefixaware"
+    assert router["OPTION_ROUTER_REPLICAS"].count("http://") == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fault"),
+    [
+        (("decodingSpec",), ..., "spec.pdSpec: 'decodingSpec' is a required property"),
+        (("decodeSpec",), {}, "spec.pdSpec: Additional properties are not allowed ('decodeSpec'"),
+        (("prefillSpec", "replicas"), 0, "spec.pdSpec.prefillSpec.replicas: 0 is less than the"),
+        (("routingThreshold",), -1, "spec.pdSpec.routingThreshold: -1 is less than the minimum"),
+    ],
+)
+def test_faults_of_pdspec_are_named(path, value, fault):
+    with pytest.raises(ManifestError) as refused:
+        endpoint("spec", "pdSpec", *path, value=value, document=APART)
+    (line,) = str(refused.value).splitlines()
+    assert fault in line
+
+
+@pytest.mark.parametrize(("threshold", "tokens"), [(..., "4096"), (0, "1"), (100, "100")])
+def test_the_threshold_is_the_routers(threshold, tokens, tmp_path):
+    found = endpoint("spec", "pdSpec", "routingThreshold", value=threshold, document=APART)
+    operator = Operator(found, model=str(tmp_path), port=0, folder=tmp_path)
+    assert operator.router.program._environ["OPTION_ROUTER_PREFILL_TOKENS"] == tokens
+
+
+def test_a_roles_argument_replaces_the_workers(tmp_path):
+    args = ["--max-model-len", "9000"]
+    found = endpoint("spec", "pdSpec", "prefillSpec", "args", value=args, document=APART)
+    operator = Operator(found, model=str(tmp_path), port=0, folder=tmp_path)
+    for name, (command, environ) in pods(operator).items():
+        called = arguments.called(command[1:], environ)
+        assert called
+        verb, words, _ = called
+        lasting = arguments.read(verb, words)["OPTION_MAX_MODEL_LEN"].text
+        assert lasting == ("9000" if name.startswith("prefill") else "16384")
+
+
+@pytest.mark.parametrize("strategy", ["roundrobin", "session"])
+def test_a_strategy_that_chooses_the_prefill_pod_is_said_to_count_for_nothing(strategy, tmp_path):
+    routing = {"enabled": True, "routingStrategy": strategy}
+    found = endpoint("spec", "intelligentRoutingSpec", value=routing, document=APART)
+    assert found.strategy == "prefixaware"
+    assert f"{strategy} chooses among the prefill pods" in found.notes[-1]
+    assert endpoint("spec", "intelligentRoutingSpec", value=..., document=APART).strategy
+
+
+def test_the_secret_is_the_operators_own_where_there_is_one(tmp_path):
+    mine = [{"name": "OPTION_ROUTER_SECRET", "value": "0123456789abcdef" * 2}]
+    found = endpoint("spec", "worker", "environmentVariables", value=mine, document=APART)
+    operator = Operator(found, model=str(tmp_path), port=0, folder=tmp_path)
+    assert operator.router.program._environ["OPTION_ROUTER_SECRET"] == mine[0]["value"]
+
+
+def test_lmcaches_own_file_cannot_say_where_kv_is_handed_over():
+    with pytest.raises(ManifestError, match=r"cacheConfigFile: with pdSpec"):
+        endpoint("spec", "kvCacheSpec", "cacheConfigFile", value="/a.yaml", document=APART)
 
 
 def test_the_schemas_defaults_hold():
@@ -150,7 +303,8 @@ L1 = {"LMCACHE_LOCAL_CPU": "true", "LMCACHE_MAX_LOCAL_CPU_SIZE": "1"}
     ],
 )
 def test_what_the_operator_adds_for_kv_caches(path, value, url, extra, added):
-    args, environ = manifest.container(endpoint(*path, value=value), "/here", url, extra, 1)
+    found = endpoint(*path, value=value)
+    args, environ = manifest.container(found, found.roles[0], "/here", url, extra, 1)
     assert args[:2] == ["--model", "/here"]
     assert (args[-2:] == ["--kv-transfer-config", CONNECTOR]) == bool(added)
     assert {name: it for name, it in environ.items() if name.startswith("LMCACHE_")} == added

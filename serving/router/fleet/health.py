@@ -15,7 +15,7 @@ import msgspec
 
 from serving.access.access import Access
 from serving.follow import count, kept
-from serving.protocol import METRICS, MODELS, PING
+from serving.protocol import HEALTH, METRICS, MODELS, PING
 from serving.router.fleet import facts
 from serving.router.fleet.facts import Facts
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
@@ -44,6 +44,12 @@ LARGEST_METRICS = 2**23
 """... which has series for each adapter."""
 DETAIL = 500
 """Characters of what a replica says of its state that are kept."""
+
+READINESS = (PING, HEALTH, MODELS)
+"""Paths of which the first that a server has says whether it can serve: Slipway's and SageMaker's,
+that of vLLM's Rust front end and most others, and what every server of OpenAI's API has."""
+_ABSENT = frozenset((404, 405, 501))
+"""Answers of servers that do not have a path."""
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
@@ -85,7 +91,9 @@ async def read(answer: aiohttp.ClientResponse, most: int = LARGEST) -> bytes:
 
 
 async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
-    """Ask a replica whether it serves no more, nor will before it has started anew."""
+    """Ask a replica whether it serves no more, nor will before it has started anew. One without
+    /ping has not the words for it.
+    """
     try:
         status, answer, _ = await _get(client, replica.name + PING)
     except aiohttp.ClientConnectorError as error:
@@ -93,7 +101,7 @@ async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
     except _FAILURES:
         return False
     state, _ = _read_ping(status, answer)
-    return state in (State.DRAINING, State.FAILED)
+    return status not in _ABSENT and state in (State.DRAINING, State.FAILED)
 
 
 class HealthChecks:
@@ -185,6 +193,7 @@ class Probe:
         self._replica = replica
         self._client = client
         self._silent = 0  # pings in a row that had no answer
+        self._path: str | None = None  # the one of READINESS that it has, while it answers
         self._models_at = 0.0  # when its models were asked for
         self._speeds_at = 0.0
         self._checking = asyncio.Lock()
@@ -228,18 +237,38 @@ class Probe:
         self._pool.enter(replica, state, detail, anew=anew)
 
     async def _ping(self) -> tuple[State, str]:
+        """What it says of itself, by the first path that it has."""
         try:
-            challenge = self._asking.access.challenge()
-            status, answer, headers = await _get(self._client, self._replica.name + PING, challenge)
+            for path in (self._path,) if self._path else READINESS:
+                status, answer = await self._ask(path)
+                if status not in _ABSENT:
+                    break
         except _FAILURES as error:
+            self._path = None
             self._silent += 1
             lost = self._silent >= SILENT or not isinstance(error, TimeoutError)
             state = State.DOWN if lost else self._replica.state
             return state, str(error) or "it does not answer"
         self._silent = 0
-        # With each answer anew: another server may have its address by now.
-        self._replica.called = self._asking.access.name_of(challenge, headers)
-        return _read_ping(status, answer)
+        if status not in _ABSENT:
+            self._path = path
+            return _read_ping(status, answer, path)
+        if self._path:  # another server may have its address by now
+            self._path = None
+            return await self._ping()
+        return State.FAILED, f"it has neither {' nor '.join(READINESS)}"
+
+    async def _ask(self, path: str) -> tuple[int, bytes]:
+        """Ask whether it can serve."""
+        if path == PING:
+            headers = self._asking.access.challenge()
+        else:
+            self._replica.called = ""
+            headers = self._asking.headers(self._replica, path) if path == MODELS else {}
+        status, answer, lines = await _get(self._client, self._replica.name + path, headers)
+        if path == PING:  # with each answer anew: another server may have its address by now
+            self._replica.called = self._asking.access.name_of(headers, lines)
+        return status, answer
 
     async def _meet(self) -> bool:
         """Ask what is to be known of a replica that has become ready. Whether it started anew."""
@@ -295,17 +324,21 @@ class _Ping(msgspec.Struct):
     detail: str = ""
 
 
-def _read_ping(status: int, answer: bytes) -> tuple[State, str]:
-    """What an answer to /ping says; other servers than ours say it by the status alone."""
+def _read_ping(status: int, answer: bytes, path: str = PING) -> tuple[State, str]:
+    """What the answer of a path of READINESS says; other servers than ours say it by the status
+    alone.
+    """
     try:
         ping = msgspec.json.decode(answer, type=_Ping)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         ping = _Ping()
     detail = ping.detail[:DETAIL]
-    if status == 200:
+    if 200 <= status < 300:
         return State.READY, detail
     if ping.status in ("draining", "stopped"):
         return State.DRAINING, detail
     if ping.status == "starting":
         return State.STARTING, detail
-    return State.FAILED, detail or f"{PING} answered {status}"
+    if path == MODELS and status in (401, 403):
+        detail = f"{path} answered {status}; OPTION_ROUTER_REPLICA_KEY is for servers' keys"
+    return State.FAILED, detail or f"{path} answered {status}"

@@ -24,7 +24,7 @@ from serving.protocol import (
     BILLING,
     CHAT_COMPLETIONS,
     COMPLETIONS,
-    ENGINE_PATHS,
+    INVOCATIONS_PATH,
     MESSAGES,
     RESPONSES,
 )
@@ -33,6 +33,7 @@ from serving.sources.locate import locate
 
 LARGEST_FILE = 64 * 1024**2  # bytes of what can belong to a tokenizer
 
+_INVOCATIONS = re.compile(INVOCATIONS_PATH)
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _CHAT_KEYS = ("documents", "reasoning_effort")
 # Of what is apply_chat_template()'s own, this is also the template's and may come from clients.
@@ -101,7 +102,7 @@ class Tokenizer:
         """
         key = _BY_PATH.get(path)
         if key is None:
-            if path in ENGINE_PATHS:
+            if not _INVOCATIONS.fullmatch(path):
                 return None
             (body,) = payloads.requests(body, content_type)
         request: dict[str, Any] = msgspec.json.decode(body)

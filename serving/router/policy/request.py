@@ -2,8 +2,8 @@
 """What strategies know of a request, and how it is read from its headers and body.
 
 Of a JSON body only the keys that matter are looked at, and prompts stay the bytes that they are,
-where they are; forms go on unread. Bodies are judged by the replicas: what cannot be read here goes
-its way all the same.
+where they are; forms and files go on unread. Bodies are judged by the replicas: what cannot be read
+here goes its way all the same.
 """
 
 import re
@@ -34,14 +34,15 @@ _NONE = msgspec.Raw(b"")
 _MEDIA = re.compile(rb'"data(:[^"]*|"\s*:\s*"[A-Za-z0-9+/]{1000,}=*)"')
 """As a URI, or as Anthropic has them."""
 _MEDIA_TOKENS = 1_000
-"""What an image in a prompt, or a form, counts as; its size says nothing of its tokens."""
+"""What an image in a prompt, or a file, counts as; its size says nothing of its tokens."""
 _BILL = BILLING.encode()
 _BILLS = re.compile(_BILL + rb'[^"\\]*')
 _UNCOMPUTED = tuple(path.encode() for path in (COUNT_TOKENS, *TOKENIZER_PATHS))
 """Paths whose prompts are computed by no engine."""
 _UNCACHED = frozenset(path.encode() for path in NOT_GENERATED)
 """Those, and others whose prompts are in no KV cache afterwards."""
-_FORM = b"multipart/"  # with a file in it, most of all: sound, of which no prefix is cached
+_BYTES = (b"multipart/", b"image/", b"audio/", b"video/", b"application/octet-stream")
+"""Types of files, and of forms with a file, most of all sound: of none a prefix is cached."""
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -148,8 +149,8 @@ class RequestReader:
         """What is to be known of a request. tenant: whose it is, as serving/kv_cache/salt.py has
         it.
         """
-        form = headers.get(b"content-type", b"")[: len(_FORM)].lower() == _FORM
-        if form:
+        file = headers.get(b"content-type", b"").lower().startswith(_BYTES)
+        if file:
             body = b""
         try:
             keys = self._decode(body)
@@ -158,7 +159,7 @@ class RequestReader:
         given = keys.prompt or keys.inputs or keys.messages or keys.input
         prompt = memoryview(given or body)
         tokens = _tokens(prompt, body, chat=bool(given) and given is keys.messages)
-        tokens += _MEDIA_TOKENS if form else 0
+        tokens += _MEDIA_TOKENS if file else 0
         if system := bytes(keys.system or keys.instructions):
             if _BILL in system:
                 system = _BILLS.sub(b"", system)

@@ -91,6 +91,7 @@ class FakeReplica:
         self.called = ""  # what it proves to be called
         self.pings = 0
         self.probed: dict[str, Asked] = {}  # the router's last questions, by path
+        self.statuses: dict[str, int] = {}  # of other servers than ours, by path
         self.answer: Answer | None = None
         self.connections: set[asyncio.StreamWriter] = set()
         self.gone = 0  # clients that left before they were answered
@@ -132,8 +133,12 @@ class FakeReplica:
         self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         asked = asked._replace(called=self.called or self.url)
-        if asked.target in ("/metrics", "/v1/models"):
+        if asked.target in ("/ping", "/health", "/metrics", "/v1/models"):
             self.probed[asked.target] = asked
+        if (status := self.statuses.get(asked.target, 200)) != 200:
+            writer.write(whole(status, b'{"error":"no"}'))
+            await writer.drain()
+            return
         match asked.target:
             case "/ping":
                 self.pings += 1
