@@ -99,7 +99,7 @@ class Access:
                 identities.add(value)
         if self._signer and identities:
             if len(identities) > 1:
-                raise Unauthorized("the request has several identities of a router")
+                raise Unauthorized("the request has several identities of a router; send one")
             return self._signer.caller(identities.pop())
         if len(given) == 1 and (found := self._named(given.pop())):
             return found

@@ -78,7 +78,9 @@ class Issuer:
         are keys.
         """
         if not self._verifier.ready:
-            raise NotReady("tokens cannot be verified yet: the issuer's keys are not here")
+            raise NotReady(
+                "tokens cannot be verified yet: the issuer's keys are not here; try again"
+            )
         try:
             return self._verifier.tenant(token, now)
         except Refused as error:

@@ -62,7 +62,7 @@ def key_set(content: bytes) -> tuple[TokenKey, ...]:
     try:
         listed = json.loads(content)["keys"]
     except (ValueError, RecursionError, LookupError, TypeError):
-        raise ValueError("it is no JWKS") from None
+        raise ValueError("it should be a JWKS") from None
     if not isinstance(listed, list):
         listed = []
     if len(listed) > MOST_KEYS:

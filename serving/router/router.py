@@ -406,8 +406,12 @@ class Router:
         """Have all replicas answer. Their bodies are sent to each, so they have to be here."""
         if request.overflowed:
             if request.size > buffers.MAX_BODY:
-                raise BadRequest("the body is too large for a change of adapters")
-            raise Overloaded("there are more bytes of requests than the router has memory for")
+                raise BadRequest(
+                    f"the body of a change of adapters may have at most {buffers.MAX_BODY} bytes"
+                )
+            raise Overloaded(
+                "there are more bytes of requests than the router has memory for; try again"
+            )
         task = asyncio.create_task(self._to_all(responder, request))
         self._changes.add(task)
         task.add_done_callback(self._on_changed)

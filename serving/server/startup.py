@@ -174,7 +174,8 @@ async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
     required = settings.entry_point == FILE
     if place is None:
         if required:
-            raise EngineError(f"there is no {FILE} in {' or '.join(map(str, folders))}")
+            where = " or ".join(map(str, folders))
+            raise EngineError(f"there is no {FILE} in {where}; put it there")
         return None
     if settings.secure_mode and SCRIPTS in settings.security_controls:
         raise EngineError(f"{place / FILE}: {SCRIPTS} forbids it")

@@ -376,7 +376,12 @@ async def test_a_failure_of_the_engines_is_500(shared, order):
 @pytest.mark.parametrize(
     ("method", "path", "status", "body"),
     [
-        ("GET", "/invocations", 405, {"code": 405, "error": "/invocations does not answer GET"}),
+        (
+            "GET",
+            "/invocations",
+            405,
+            {"code": 405, "error": "/invocations does not answer GET; it answers POST"},
+        ),
         ("POST", "/v1/load_lora_adapter", 404, None),
         ("POST", "/reset_prefix_cache", 404, None),
         ("GET", "/docs", 404, None),
