@@ -134,7 +134,8 @@ class Shed(ServingError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the server works on as much as it can, and requests of a negative priority do not wait"
+            "the server works on as much as it can, and requests of a negative priority do not "
+            "wait; try again"
         )
 
 

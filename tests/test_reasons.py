@@ -3,8 +3,7 @@
 
 All places that make one are found in the source: an exception of serving/errors.py, one of those
 that become such or end a start, and a fault of lmi_config's. What the patterns below do not
-recognise has an entry in reasons.txt that says why it is clear: where it is raised and its text,
-and indented the reason.
+recognise has a line in reasons.txt, below the reason why it is clear: its place and its text.
 """
 
 import ast
@@ -33,8 +32,9 @@ WITHIN: Mapping[str, str] = {
     "lmi_config/options/arguments.py::_model": "-m {models}: ",
     "lmi_config/options/parsers.py": "{option}={value}: should be ",
     "lmi_config/plan/lmcache.py::_folder": "{option}={value}: should be ",
+    "lmi_config/plan/lmcache.py::_sift": "{option}={value}: should be ",
     "lmi_config/plan/lmcache.py::_policy": "{option}={value}: should be ",
-    "lmi_config/plan/lmcache.py::_remote": "remote_url: ",
+    "lmi_config/plan/lmcache.py::_remote": "{remote_url}: ",
     "lmi_config/plan/shared_store.py": "OPTION_KV_L2_URL: ",
     "lmi_config/plan/shared_store.py::_query": "OPTION_KV_L2_URL: {key}={value} should be ",
     "serving/access/keys.py": "{option}={file}: ",
@@ -44,13 +44,44 @@ WITHIN: Mapping[str, str] = {
     "serving/tune/workload.py": "{name}={value}: should be ",
 }
 """What is put before the messages of a file or of one of its functions where they are caught."""
-HOLDERS = {"faults", "_faults", "found", "refused"}
-"""Lists of lmi_config's that have faults in them."""
-
+FAULTS = re.compile(r"(?:lmi_config|__main__).*(?<!de)fault")
+"""Where a list gets a fault: in this function, or under this name."""
+NOUNS = (
+    *(
+        "adapter",
+        "body",
+        "bytes",
+        "chat",
+        "CSV",
+        "custom_id",
+        "engine",
+        "file",
+        "folder",
+        "form",
+        "header",
+        "HTTP/1.0",
+        "input",
+    ),
+    *(
+        "key",
+        "line",
+        "list",
+        "log",
+        "media",
+        "method",
+        "model's",
+        "name",
+        "number",
+        "page",
+        "part",
+        "picture",
+    ),
+    *("prompt", "query", "replicas", "requests?", "router", "server", "texts?", "tokens?", "value"),
+    *("Transfer-Encoding", "URL"),
+)
 AT_FAULT = re.compile(
-    r"\{|`|\b(?:AWS|HF|NODE|OPTION|SAGEMAKER|SERVING)_[A-Z]|^(?:the|a|one|every) (?:body|chat|CSV"
-    r"|first line|form|header|key|line|list|log|media|name|page|picture|query|request|router"
-    r"|server|texts?|token|URL)\b|^\w+\.(?:\w|\.)+\b"
+    r"\{|`|\b(?:AWS|HF|NODE|OPTION|SAGEMAKER|SERVING)_[A-Z]|^(?:an? |each |every |one |the |this "
+    rf"|there are more |too many )?(?:first )?(?:{'|'.join(NOUNS)})\b|^\w+\.[\w.]+\b"
 )
 """A value, a name of an option or key, or the part of the request, which stands first."""
 FIX = re.compile(
@@ -58,8 +89,8 @@ FIX = re.compile(
     r"|(?:larger|less|longer|more) than|after \{|within \{|lists? (?:those|the)|sets (?:the|how)"
     r"|(?:it|that) answers|does not name|expected|forbids|goes into|ignores|lets?|like|must|names"
     r"|only|takes|try again|turns)\b|\?"
-    r"|(?:^|[;,:.(] |and |or |first )(?:add|ask|build|call|cancel|check|choose|close|convert|correct"
-    r"|delete|drop|fetch|free|give|have|install|keep|leave|list|load|lower|make|mount|name|pack"
+    r"|(?:^|[;,:.(] |and |else |or |first )(?:add|ask|build|call|cancel|check|choose|close|convert"
+    r"|correct|delete|drop|fetch|free|give|have|install|keep|leave|list|load|lower|make|mount|name|pack"
     r"|pass|put|raise|remove|rename|renew|restart|run|save|send|set|shorten|simplify|start|stop"
     r"|take|train|unpack|upgrade|use|wait|write)\b",
     re.IGNORECASE,
@@ -187,34 +218,38 @@ def messages(file: Path, name: str, node: ast.AST) -> Iterator[tuple[list[ast.ex
                 yield given[1:], True
             elif called == "fault" and len(given) > 1:  # ModelConfig.fault
                 yield given[2:], True
+            elif called == "Fault" and len(given) > 1:  # a line of a batch: its code comes first
+                yield given[1:2], False
             elif called in ("ValueError", *OTHERS) or classes().get(called) is False:
                 yield given[:1], len(given) > 1 or bool(keywords)
-            elif called == "append" and "lmi_config" in file.parts:
-                if ast.unparse(func).split(".")[-2] in HOLDERS:
-                    yield given, False
+            elif called == "append" and FAULTS.search(f"{file}::{name} {ast.unparse(func)}"):
+                yield given, False
         case ast.Yield(value=ast.Constant() | ast.JoinedStr() | ast.BinOp() | ast.IfExp() as value):
             if "lmi_config" in file.parts:
                 yield [value], False
 
 
+@cache
 def found() -> dict[str, Reason]:
     every = (it for file in sorted(FILES) for it in in_file(file))
     return {it.key: it for it in every if it.text != "{message}"}
 
 
+@cache
 def table() -> dict[str, str]:
-    """The entries of reasons.txt: place and text → why it is clear."""
-    entries = TABLE.read_text().partition("\n\n")[2].split("\n\n")
-    return dict(map(str.strip, it.strip().rsplit("\n", 1)) for it in entries)
+    """What reasons.txt has: place and text → why it is clear."""
+    found: dict[str, str] = {}
+    for paragraph in TABLE.read_text().split("\n\n")[1:]:
+        why, *keys = paragraph.strip().split("\n    ")
+        found |= dict.fromkeys(keys, why)
+    return found
 
 
 def test_every_reason_names_what_is_at_fault_and_the_fix():
     unclear = {key: it for key, it in found().items() if not it.clear}
-    missing = [
-        f"{key}\n    (line {it.line})\n" for key, it in unclear.items() if key not in table()
-    ]
-    assert not missing, "\n".join(["reword these, or add them to reasons.txt:", *missing])
-    assert sorted(table().keys() - unclear.keys()) == [], "these need no entry any more"
+    missing = [f"    {key}" for key in unclear if key not in table()]
+    assert not missing, "\n".join(["reword these, or add their lines to reasons.txt:", *missing])
+    assert sorted(table().keys() - unclear.keys()) == [], "these need no line any more"
 
 
 def test_all_were_found():

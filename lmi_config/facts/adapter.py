@@ -86,17 +86,18 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(config.get("lora_alpha"), int | float):
         yield f"lora_alpha should be a number, not {config.get('lora_alpha')!r:.100}"
     if not isinstance(config.get("target_modules"), list | str):
-        yield f"target_modules should name the modules, not be {config.get('target_modules')!r:.100}"
+        yield f"target_modules should name modules, not be {config.get('target_modules')!r:.100}"
     if config.get("bias", "none") != "none":
         yield f"bias is {config['bias']!r:.100}; vLLM supports none: train with bias='none'"
     if config.get("modules_to_save"):
-        yield f"modules_to_save is {config['modules_to_save']!r:.100}; vLLM supports none: train without"
+        saved = config["modules_to_save"]
+        yield f"modules_to_save is {saved!r:.100}; vLLM supports none: train without"
     for name in _UNSUPPORTED:
         if config.get(name):
             yield f"{name} is {config[name]!r:.100}; vLLM does not support it: train without"
     init = config.get("init_lora_weights")
     if (init.lower() if isinstance(init, str) else init) not in _INITS:
-        yield f"init_lora_weights is {init!r:.100}, which changes the base model; convert the adapter"
+        yield f"init_lora_weights is {init!r:.100}, which changes the base model: convert it"
 
 
 def _part(name: str, tensor: Tensor) -> tuple[str, str]:

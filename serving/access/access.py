@@ -210,13 +210,13 @@ class Access:
         for caller in found.callers:
             if self._alone and self._routes and caller.limits.tokens:
                 raise ValueError(
-                    f"{caller.name} has tokens_per_minute, which a router counts with "
-                    "OPTION_LIMITS_URL alone, here and on the servers: they know the tokens"
+                    f"{caller.name} has tokens_per_minute, which a router counts only "
+                    "with OPTION_LIMITS_URL, here and on the servers: they know the tokens"
                 )
             if self._alone and self._processes > 1 and caller.limited:
                 raise ValueError(
-                    f"{caller.name} has limits, which {self._processes} processes count with "
-                    "OPTION_LIMITS_URL alone"
+                    f"{caller.name} has limits, which {self._processes} processes count only "
+                    "with OPTION_LIMITS_URL"
                 )
         return found
 

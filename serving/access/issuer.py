@@ -168,7 +168,7 @@ class Issuer:
         except (LookupError, TypeError, RecursionError, ValueError):
             issuer = found = None
         if not isinstance(issuer, str) or not isinstance(found, str):
-            raise ValueError(f"{url} has no issuer and jwks_uri")
+            raise ValueError(f"{url} should have issuer and jwks_uri")
         if issuer != self._name:
             raise ValueError(f"{url} is of the issuer {issuer!r:.100}, and not {self._name!r}")
         return parsers.https_url(found)

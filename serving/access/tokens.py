@@ -70,7 +70,7 @@ def key_set(content: bytes) -> tuple[TokenKey, ...]:
     found = [it for it in map(_token_key, listed) if it]
     if not found:
         raise ValueError(
-            f"it has no key for signatures by RSA with {RSA_BITS} bits, ECDSA or Ed25519"
+            f"it has no key for signatures by RSA with {RSA_BITS} bits, ECDSA or Ed25519; add one"
         )
     return tuple(found)
 

@@ -104,7 +104,7 @@ class Invocations:
         if (second := next(requests, None)) is not None:
             if route:
                 raise BadRequest(
-                    f"{CUSTOM_ROUTE}{route} is for one request; several lines came: send each by itself"
+                    f"{CUSTOM_ROUTE}{route} is for one request; several lines came: send one"
                 )
             lines = itertools.chain([body, second], requests)
             await answer_lines(client, lines, send, pipeline)

@@ -439,7 +439,10 @@ async def _get(
 def _require_content(response: httpx.Response, host: str) -> None:
     status = response.status_code
     if 300 <= status < 400:
-        reason = f"answers with a redirect ({status}), and redirects are not followed"
+        reason = (
+            f"answers with a redirect ({status}), and redirects are not followed; send the URL "
+            "that it leads to"
+        )
     elif status != 200:
         reason = f"answers {status}"
     elif response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -470,7 +473,9 @@ async def _public_addresses(host: str) -> list[str]:
     try:
         addresses = await _resolve(host)
     except (OSError, UnicodeError):
-        raise BadRequest(f"media cannot be fetched: {host} is not known", "messages") from None
+        raise BadRequest(
+            f"media cannot be fetched: {host} is not known; check its name", "messages"
+        ) from None
     if not addresses or not all(map(is_public, addresses)):
         raise BadRequest(f"media may not come from {host}: its address is not public", "messages")
     return addresses

@@ -106,7 +106,7 @@ class AdapterFiles:
             for name in Folder(source).sizes:
                 if not self._allowed((source / name).resolve()):
                     raise BadRequest(
-                        f"src={src!r:.500}: {name} is a link to elsewhere; put the file there itself"
+                        f"src={src!r:.500}: {name} is a link to elsewhere; put the file there"
                     )
         return Located(src, self._digest(source))
 

@@ -435,7 +435,7 @@ def _authorities(file: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=file)
     except OSError as error:
-        reason = error.strerror if error.filename or not error.args else "it is not PEM"
+        reason = error.strerror if error.filename or not error.args else "it should be PEM"
         raise SettingsError([f"OPTION_ROUTER_CA_FILE={file!r}: {reason}"]) from None
 
 

@@ -190,7 +190,8 @@ async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
     if required and not code:
         raise EngineError(
             f"{settings.origins['entry_point']}={FILE}, but {place / FILE} has no function "
-            "that is called: `handle(inputs)`, or one under @input_formatter or @output_formatter"
+            "that is called: `handle(inputs)`, or one under @input_formatter or @output_formatter; "
+            "write one of them"
         )
     if code and code.handles:
         code.alone = code.alone or required

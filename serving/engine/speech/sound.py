@@ -102,8 +102,8 @@ def _opened(data: bytes) -> Iterator[Any]:
         rate, channels = sound.samplerate, sound.channels
         if not MINIMUM_HZ <= rate <= MAXIMUM_HZ or channels > CHANNELS:
             raise SoundError(
-                f"file: it has {rate} Hz and {channels} channels; {MINIMUM_HZ} to {MAXIMUM_HZ} Hz "
-                f"and {CHANNELS} channels are heard"
+                f"file: it has {rate} Hz and {channels} channels; it should have "
+                f"{MINIMUM_HZ} to {MAXIMUM_HZ} Hz, and at most {CHANNELS} channels"
             )
         yield sound
 
