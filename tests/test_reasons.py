@@ -37,6 +37,7 @@ WITHIN: Mapping[str, str] = {
     "lmi_config/plan/lmcache.py::_remote": "{remote_url}: ",
     "lmi_config/plan/shared_store.py": "OPTION_KV_L2_URL: ",
     "lmi_config/plan/shared_store.py::_query": "OPTION_KV_L2_URL: {key}={value} should be ",
+    "lmi_config/plan/vllm.py::_lora_module": "{option}={word}: ",
     "serving/access/keys.py": "{option}={file}: ",
     "serving/access/objectives.py": "{option}={file}: ",
     "serving/access/tokens.py": "{url}: ",

@@ -326,7 +326,10 @@ async def test_keys_are_rotated(issuer, caplog):
         ({module.DISCOVERY: b"[]"}, "should have issuer and jwks_uri"),
         *(({module.DISCOVERY: said}, "should have issuer and jwks_uri") for said in NO_DISCOVERY),
         *(({"/keys": said}, reason) for said, reason in NO_KEYS),
-        ({"headers": {"content-encoding": "gzip"}, "/keys": BOMB}, "should be a JWKS|UnicodeDecode|utf-8"),
+        (
+            {"headers": {"content-encoding": "gzip"}, "/keys": BOMB},
+            "should be a JWKS|UnicodeDecode|utf-8",
+        ),
         ({"headers": {"location": "https://127.0.0.1/"}, "status": 302}, "answered 302"),
         ({"headers": {"content-length": "9" * 5000}}, ""),
         ({"headers": {"x-long": "x" * 200_000}}, ""),

@@ -245,7 +245,10 @@ HALVES = (rb"\ud83d", rb"\ude00", rb"\uD83D\u0041", rb"\\\ud83d", b"\xed\xa0\xbd
         (b"", "the body is not JSON: Input data was truncated"),
         (b"[1]", "Expected `object`, got `array`"),
         (b"{}", "the body should have one of the keys prompt, inputs, messages or input"),
-        (b'{"a":' * 4000 + b"1" + b"}" * 4000, "the body is nested too deeply; send fewer lists and objects within others"),
+        (
+            b'{"a":' * 4000 + b"1" + b"}" * 4000,
+            "the body is nested too deeply; send fewer lists and objects within others",
+        ),
         (
             b'{"inputs": "\xff"}',
             "the body is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid "
