@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serving import errors
 
@@ -48,41 +48,13 @@ WITHIN: Mapping[str, str] = {
 FAULTS = re.compile(r"(?:lmi_config|__main__).*(?<!de)fault")
 """Where a list gets a fault: in this function, or under this name."""
 NOUNS = (
-    *(
-        "adapter",
-        "body",
-        "bytes",
-        "chat",
-        "CSV",
-        "custom_id",
-        "engine",
-        "file",
-        "folder",
-        "form",
-        "header",
-        "HTTP/1.0",
-        "input",
-    ),
-    *(
-        "key",
-        "line",
-        "list",
-        "log",
-        "media",
-        "method",
-        "model's",
-        "name",
-        "number",
-        "page",
-        "part",
-        "picture",
-    ),
-    *("prompt", "query", "replicas", "requests?", "router", "server", "texts?", "tokens?", "value"),
-    *("Transfer-Encoding", "URL"),
+    r"adapter|body|bytes|chat|CSV|custom_id|engine|file|folder|form|header|HTTP/1\.0|input|key|line"
+    r"|list|log|media|method|model's|name|number|page|part|picture|prompt|query|replicas|requests?"
+    r"|router|server|texts?|tokens?|Transfer-Encoding|URL|value"
 )
 AT_FAULT = re.compile(
     r"\{|`|\b(?:AWS|HF|NODE|OPTION|SAGEMAKER|SERVING)_[A-Z]|^(?:an? |each |every |one |the |this "
-    rf"|there are more |too many )?(?:first )?(?:{'|'.join(NOUNS)})\b|^\w+\.[\w.]+\b"
+    rf"|there are more |too many )?(?:first )?(?:{NOUNS})\b|^\w+\.[\w.]+\b"
 )
 """A value, a name of an option or key, or the part of the request, which stands first."""
 FIX = re.compile(
@@ -91,8 +63,8 @@ FIX = re.compile(
     r"|(?:it|that) answers|does not name|expected|forbids|goes into|ignores|lets?|like|must|names"
     r"|only|takes|try again|turns)\b|\?"
     r"|(?:^|[;,:.(] |and |else |or |first )(?:add|ask|build|call|cancel|check|choose|close|convert"
-    r"|correct|delete|drop|fetch|free|give|have|install|keep|leave|list|load|lower|make|mount|name|pack"
-    r"|pass|put|raise|remove|rename|renew|restart|run|save|send|set|shorten|simplify|start|stop"
+    r"|correct|delete|drop|fetch|free|give|have|install|keep|leave|list|load|lower|make|mount|name"
+    r"|pack|pass|put|raise|remove|rename|renew|restart|run|save|send|set|shorten|simplify|start|stop"
     r"|take|train|unpack|upgrade|use|wait|write)\b",
     re.IGNORECASE,
 )
@@ -103,7 +75,6 @@ class Reason(NamedTuple):
     place: str  # file::function
     text: str  # with {expression} for each value
     field: bool  # whether the exception names the request's field beside its text
-    line: int
 
     @property
     def key(self) -> str:
@@ -159,6 +130,8 @@ def texts(node: ast.expr, known: Mapping[str, list[ast.expr]], deep: int = 0) ->
             return texts(body, known, deep) + texts(other, known, deep)
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             return [it for part in parts for it in texts(part, known, deep)]
+        case ast.ListComp(elt=part):
+            return texts(part, known, deep)
     return [f"{{{ast.unparse(node)}}}"]
 
 
@@ -184,15 +157,12 @@ def own(function: ast.AST) -> Iterator[ast.AST]:
 @cache
 def classes() -> Mapping[str, bool]:
     """Exceptions → whether their text is in their class, and not where they are raised."""
-    kinds = {name: it for name, it in vars(errors).items() if isinstance(it, type)}
-    found = {
-        name: it.__dict__.get("__init__")
-        for name, it in kinds.items()
-        if issubclass(it, errors.ServingError)
-    }
-    return {
-        name: bool(it) and "message" not in it.__code__.co_varnames for name, it in found.items()
-    }
+    found = {}
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.ServingError):
+            init: Any = vars(kind).get("__init__")
+            found[name] = bool(init) and "message" not in init.__code__.co_varnames
+    return found
 
 
 def in_file(file: Path) -> Iterator[Reason]:
@@ -205,7 +175,7 @@ def in_file(file: Path) -> Iterator[Reason]:
             for parts, field in messages(file, name, node):
                 said = [texts(it, known) for it in parts]
                 for text in {"; ".join(it) for it in zip(*said, strict=False)} if said else ():
-                    yield Reason(f"{file.relative_to(ROOT)}::{name}", text, field, node.lineno)
+                    yield Reason(f"{file.relative_to(ROOT)}::{name}", text, field)
 
 
 def messages(file: Path, name: str, node: ast.AST) -> Iterator[tuple[list[ast.expr], bool]]:
@@ -222,7 +192,7 @@ def messages(file: Path, name: str, node: ast.AST) -> Iterator[tuple[list[ast.ex
             elif called == "Fault" and len(given) > 1:  # a line of a batch: its code comes first
                 yield given[1:2], False
             elif called in ("ValueError", *OTHERS) or classes().get(called) is False:
-                yield given[:1], len(given) > 1 or bool(keywords)
+                yield given[:1], len(given) > 1 or any(it.arg == "parameter" for it in keywords)
             elif called == "append" and FAULTS.search(f"{file}::{name} {ast.unparse(func)}"):
                 yield given, False
         case ast.Yield(value=ast.Constant() | ast.JoinedStr() | ast.BinOp() | ast.IfExp() as value):
