@@ -48,7 +48,7 @@ def _lines(body: bytes) -> Iterator[bytes]:
     lines = (line for line in io.BytesIO(body) if line.strip())
     first = next(lines, None)
     if first is None:
-        raise FormatError("the body has no lines")
+        raise FormatError("the body has no lines; send at least one")
     return itertools.chain([first], lines)
 
 

@@ -29,6 +29,7 @@ _HALF = re.compile(
 )
 """Half of a pair of surrogates (RFC 8259, section 7)."""
 _TRIES = 1000
+TOO_DEEP = "the body is nested too deeply; send fewer lists and objects within others"
 
 
 def read(decode: Callable[[bytes], T], body: bytes) -> T:
@@ -45,7 +46,7 @@ def read(decode: Callable[[bytes], T], body: bytes) -> T:
         half = _half(body) if isinstance(error, msgspec.DecodeError) else _undecoded_half(error)
         raise FormatError(half or f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise FormatError("the body is nested too deeply") from None
+        raise FormatError(TOO_DEEP) from None
 
 
 _SEVERAL = re.compile(rb"\s*\{[^\n]*\}[ \t\r]*\n\s*\{")

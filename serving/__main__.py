@@ -147,7 +147,9 @@ def _epp_faults(options: Settings) -> list[str]:
     faults = []
     certificate, key = options.epp_certificate, options.epp_private_key
     if certificate == SELF_SIGNED and key:
-        faults.append(f"OPTION_EPP_PRIVATE_KEY: OPTION_EPP_CERTIFICATE={SELF_SIGNED} has none")
+        faults.append(
+            f"OPTION_EPP_PRIVATE_KEY: OPTION_EPP_CERTIFICATE={SELF_SIGNED} has none; leave it out"
+        )
     elif bool(certificate) != bool(key) and certificate != SELF_SIGNED:
         faults.append("OPTION_EPP_CERTIFICATE and OPTION_EPP_PRIVATE_KEY: TLS needs both")
     elif certificate and key:

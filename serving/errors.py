@@ -72,7 +72,7 @@ class MethodNotAllowed(ServingError):
     """The path is here but answers other methods: those that are allowed."""
 
     def __init__(self, path: str, method: str, allowed: Sequence[str]) -> None:
-        super().__init__(f"{path} does not answer {method}")
+        super().__init__(f"{path} does not answer {method}; it answers {', '.join(allowed)}")
         self.allowed = allowed
 
 
@@ -134,7 +134,8 @@ class Shed(ServingError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the server works on as much as it can, and requests of a negative priority do not wait"
+            "the server works on as much as it can, and requests of a negative priority do not "
+            "wait; try again"
         )
 
 

@@ -72,7 +72,7 @@ def _numbers(text: str) -> Any:
 
     numbers = np.genfromtxt(io.StringIO(text), delimiter=",")
     if np.isnan(numbers).any():
-        raise ValueError("the CSV has what is no number")
+        raise ValueError("every value of the CSV should be a number")
     return numbers
 
 

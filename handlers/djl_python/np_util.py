@@ -40,14 +40,16 @@ def _array(stream: io.BytesIO) -> Any:
     import numpy as np
 
     if _text(stream) != _MAGIC or _number(stream) != _VERSION:
-        raise ValueError(f"not an NDList of version {_VERSION}")
+        raise ValueError(f"the body should be an NDList of version {_VERSION}")
     if stream.read(1) == b"\1":
         _text(stream)  # its name
     _text(stream)  # its storage
     kind = _text(stream).lower().replace("boolean", "bool")
     dimensions = _number(stream)
     if dimensions > _MOST_DIMENSIONS:
-        raise ValueError(f"an array of {dimensions} dimensions")
+        raise ValueError(
+            f"an array has {dimensions} dimensions; it may have at most {_MOST_DIMENSIONS}"
+        )
     shape = [_number(stream, 8) for _ in range(dimensions)]
     stream.read(2 * _number(stream))  # its layout
     order: Any = stream.read(1).decode()

@@ -23,7 +23,9 @@ class PairList:
         self.values: list[Any] = []
         if keys and values:
             if len(keys) != len(values):
-                raise ValueError(f"{len(keys)} keys and {len(values)} values")
+                raise ValueError(
+                    f"{len(keys)} keys and {len(values)} values; there should be as many of each"
+                )
             self.keys, self.values = keys, values
         elif pair_list or pair_map:
             for key, value in pair_list or (pair_map or {}).items():

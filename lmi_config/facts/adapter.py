@@ -54,10 +54,10 @@ def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Ad
         raise ModelError(
             f"{pickled[0]}: a pickle can run code; save the adapter as safetensors"
             if pickled
-            else f"{checkpoint.where} has no {WEIGHTS}"
+            else f"{checkpoint.where} has no {WEIGHTS}; save the adapter with PEFT"
         )
     if CONFIG not in checkpoint.sizes:
-        raise ModelError(f"{checkpoint.where} has no {CONFIG}")
+        raise ModelError(f"{checkpoint.where} has no {CONFIG}; save the adapter with PEFT")
     config = json_object(checkpoint, CONFIG, LONGEST_CONFIG, NESTED_CONFIG)
     for fault in _config_faults(config):
         raise ModelError(f"{CONFIG}: {fault}")
@@ -79,24 +79,25 @@ def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Ad
 def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        yield f"peft_type is {kind!r}; only LORA is supported"
+        yield f"peft_type is {kind!r:.100}; only LORA is supported"
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        yield f"r should be a whole number, at least 1, not {rank!r}"
+        yield f"r should be a whole number, at least 1, not {rank!r:.100}"
     if not isinstance(config.get("lora_alpha"), int | float):
-        yield f"lora_alpha should be a number, not {config.get('lora_alpha')!r}"
+        yield f"lora_alpha should be a number, not {config.get('lora_alpha')!r:.100}"
     if not isinstance(config.get("target_modules"), list | str):
-        yield "target_modules should name the modules"
+        yield f"target_modules should name modules, not be {config.get('target_modules')!r:.100}"
     if config.get("bias", "none") != "none":
-        yield f"bias is {config['bias']!r}; vLLM supports none"
+        yield f"bias is {config['bias']!r:.100}; vLLM supports none: train with bias='none'"
     if config.get("modules_to_save"):
-        yield f"modules_to_save is {config['modules_to_save']!r}; vLLM supports none"
+        saved = config["modules_to_save"]
+        yield f"modules_to_save is {saved!r:.100}; vLLM supports none: train without"
     for name in _UNSUPPORTED:
         if config.get(name):
-            yield f"{name} is not supported by vLLM"
+            yield f"{name} is {config[name]!r:.100}; vLLM does not support it: train without"
     init = config.get("init_lora_weights")
     if (init.lower() if isinstance(init, str) else init) not in _INITS:
-        yield f"init_lora_weights is {init!r}, which changes the base model; convert the adapter"
+        yield f"init_lora_weights is {init!r:.100}, which changes the base model: convert it"
 
 
 def _part(name: str, tensor: Tensor) -> tuple[str, str]:

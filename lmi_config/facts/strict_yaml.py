@@ -69,7 +69,7 @@ def read(content: bytes) -> Any:
     """What it holds; None where it is empty. Raises NotYAML, also for more than one document."""
     documents = read_all(content)
     if len(documents) > 1:
-        raise NotYAML("not YAML of one document")
+        raise NotYAML("not YAML of one document; remove the lines from the second `---` on")
     return documents[0] if documents else None
 
 

@@ -188,7 +188,7 @@ def _model(models: str) -> dict[str, Given]:
     if re.match(r"[a-z][a-z0-9+.-]*:", folder):
         raise fault("should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX; download others first")
     if not Path(folder).is_dir():
-        raise fault("there is no such folder")
+        raise fault("there is no such folder; check its path")
     return {**names, "SERVING_MODEL_STORE": Given(folder, "-m")}
 
 

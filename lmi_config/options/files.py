@@ -128,7 +128,9 @@ def _yaml(path: Path) -> dict[str, Given]:
     try:
         pairs = [(name, _text(value)) for name, value in found.items()]
     except (TypeError, ValueError, RecursionError):
-        raise FileFault(f"{path}: has a value that JSON cannot hold, like a date") from None
+        raise FileFault(
+            f"{path}: has a value that JSON cannot hold, like a date; put it in quotes"
+        ) from None
     return _unique(path, pairs)
 
 

@@ -116,12 +116,12 @@ def faults(
     found = []
     if not controls:
         found.append(
-            "SAGEMAKER_SECURE_MODE=true: SAGEMAKER_SECURITY_CONTROLS is not set; it has the "
-            "controls, comma-separated"
+            "SAGEMAKER_SECURE_MODE=true: SAGEMAKER_SECURITY_CONTROLS is not set; list the "
+            "controls in it, comma-separated"
         )
     for channel, files in channels.items():
         if files is None:
-            found.append(f"SAGEMAKER_UNTRUSTED_CHANNELS: {channel!r} is no folder")
+            found.append(f"SAGEMAKER_UNTRUSTED_CHANNELS: {channel!r} is no folder; check its path")
         else:
             found += file_faults(controls, channel, files)
     for folder, files in own.items():

@@ -127,7 +127,7 @@ def _addresses(parts: SplitResult, hosts: str, port: int) -> list[tuple[str, int
 
 def _without_login(parts: SplitResult) -> None:
     if "@" in parts.netloc:
-        raise ValueError(f"{parts.scheme}:// takes no user or password")
+        raise ValueError(f"{parts.scheme}:// takes no user or password; leave them out")
 
 
 _COUNTED = (

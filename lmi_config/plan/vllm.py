@@ -239,7 +239,7 @@ def _unknown(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
         word = options.get(name)
         if word and not options.get(plugin) and word not in (known := vllm_knows(name)):
             option = settings.named(name)
-            yield f"{option}={word!r:.80}: vLLM has no such parser, but {', '.join(known)}"
+            yield f"{option}={word!r:.80}: vLLM has no such parser; use one of {', '.join(known)}"
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:

@@ -100,7 +100,7 @@ class Access:
                 identities.add(value)
         if self._signer and identities:
             if len(identities) > 1:
-                raise Unauthorized("the request has several identities of a router")
+                raise Unauthorized("the request has several identities of a router; send one")
             return self._signer.caller(identities.pop())
         if len(given) == 1 and (found := self._named(given.pop())):
             return found
@@ -213,13 +213,13 @@ class Access:
         for caller in found.callers:
             if self._alone and self._routes and caller.limits.tokens:
                 raise ValueError(
-                    f"{caller.name} has tokens_per_minute, which a router counts with "
-                    "OPTION_LIMITS_URL alone, here and on the servers: they know the tokens"
+                    f"{caller.name} has tokens_per_minute, which a router counts only "
+                    "with OPTION_LIMITS_URL, here and on the servers: they know the tokens"
                 )
             if self._alone and self._processes > 1 and caller.limited:
                 raise ValueError(
-                    f"{caller.name} has limits, which {self._processes} processes count with "
-                    "OPTION_LIMITS_URL alone"
+                    f"{caller.name} has limits, which {self._processes} processes count only "
+                    "with OPTION_LIMITS_URL"
                 )
         return found
 

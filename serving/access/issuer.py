@@ -78,7 +78,9 @@ class Issuer:
         are keys.
         """
         if not self._verifier.ready:
-            raise NotReady("tokens cannot be verified yet: the issuer's keys are not here")
+            raise NotReady(
+                "tokens cannot be verified yet: the issuer's keys are not here; try again"
+            )
         try:
             return self._verifier.tenant(token, now)
         except Refused as error:
@@ -166,7 +168,7 @@ class Issuer:
         except (LookupError, TypeError, RecursionError, ValueError):
             issuer = found = None
         if not isinstance(issuer, str) or not isinstance(found, str):
-            raise ValueError(f"{url} has no issuer and jwks_uri")
+            raise ValueError(f"{url} should have issuer and jwks_uri")
         if issuer != self._name:
             raise ValueError(f"{url} is of the issuer {issuer!r:.100}, and not {self._name!r}")
         return parsers.https_url(found)

@@ -131,11 +131,12 @@ def parsed(content: bytes) -> Keys:
     names: set[str] = set()
     for row in file.keys or ():
         if row.name in names:
-            raise ValueError(f"two keys are called {row.name}")
+            raise ValueError(f"two keys are called {row.name}; rename one")
         if row.sha256 in found:
-            raise ValueError(f"{row.name} has the sha256 of {found[row.sha256].caller.name}")
+            other = found[row.sha256].caller.name
+            raise ValueError(f"{row.name} has the sha256 of {other}; give each a key of its own")
         if row.sha256 == _OF_NOTHING:  # whoever sends no key would have it
-            raise ValueError(f"{row.name} has the sha256 of nothing, not of a key")
+            raise ValueError(f"{row.name} has the sha256 of nothing; write that of a key")
         names.add(row.name)
         found[row.sha256] = _key(row)
     return Keys(found, None if file.jwt is None else _of_tokens(file.jwt))
@@ -161,9 +162,9 @@ def _of_tokens(rows: list[_TokenRow]) -> Mapping[str, Caller]:
         tenant = row.tenant or ""
         if tenant in found:
             raise ValueError(
-                f"two entries below `jwt` have the tenant {tenant!r}"
+                f"two entries below `jwt` have the tenant {tenant!r}; keep one"
                 if tenant
-                else "two entries below `jwt` have no tenant"
+                else "two entries below `jwt` have no tenant; keep one"
             )
         if row.admin and not tenant:
             raise ValueError("`admin: true` below `jwt` needs a tenant")

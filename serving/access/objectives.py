@@ -106,9 +106,9 @@ def parsed(text: bytes) -> Mapping[str, int]:
                 raise ValueError(f"it should have objects of the kind {KIND}: {error}") from None
             name = objective.metadata.name
             if objective.kind != KIND:
-                raise ValueError(f"{name} is of the kind {objective.kind}, not {KIND}")
+                raise ValueError(f"{name} is of the kind {objective.kind}; it should be {KIND}")
             if name in found:
-                raise ValueError(f"two objectives are called {name}")
+                raise ValueError(f"two objectives are called {name}; rename one")
             found[name] = objective.spec.priority
     return found
 

@@ -62,7 +62,7 @@ def key_set(content: bytes) -> tuple[TokenKey, ...]:
     try:
         listed = json.loads(content)["keys"]
     except (ValueError, RecursionError, LookupError, TypeError):
-        raise ValueError("it is no JWKS") from None
+        raise ValueError("it should be a JWKS") from None
     if not isinstance(listed, list):
         listed = []
     if len(listed) > MOST_KEYS:
@@ -70,7 +70,7 @@ def key_set(content: bytes) -> tuple[TokenKey, ...]:
     found = [it for it in map(_token_key, listed) if it]
     if not found:
         raise ValueError(
-            f"it has no key for signatures by RSA with {RSA_BITS} bits, ECDSA or Ed25519"
+            f"it has no key for signatures by RSA with {RSA_BITS} bits, ECDSA or Ed25519; add one"
         )
     return tuple(found)
 

@@ -86,7 +86,10 @@ class _Parameters(dict[str, Any]):
         """`preload` and `pin`. Raises BadRequest where they contradict each other."""
         preload, pin = self.choice("preload"), self.choice("pin")
         if pin and preload is False:
-            raise BadRequest("pin=true keeps the adapter loaded, and preload=false does not", "pin")
+            raise BadRequest(
+                "pin=true keeps the adapter loaded, and preload=false does not; leave one out",
+                "pin",
+            )
         return preload, pin
 
 

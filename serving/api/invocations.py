@@ -103,7 +103,9 @@ class Invocations:
         body = next(requests)
         if (second := next(requests, None)) is not None:
             if route:
-                raise BadRequest(f"{CUSTOM_ROUTE}{route} is for one request; several lines came")
+                raise BadRequest(
+                    f"{CUSTOM_ROUTE}{route} is for one request; several lines came: send one"
+                )
             lines = itertools.chain([body, second], requests)
             await answer_lines(client, lines, send, pipeline)
             return

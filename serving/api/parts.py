@@ -72,7 +72,9 @@ async def _line(
             found = fields(line)
             adapter = adapter_named(client, found, pipeline.adapters)
             if found.streamed:
-                raise BadRequest("one of several lines cannot be streamed", "stream")
+                raise BadRequest(
+                    "one of several lines cannot be streamed; leave stream out", "stream"
+                )
             request = InferenceRequest(
                 client=client,
                 send=answer.send,

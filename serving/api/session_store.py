@@ -123,7 +123,7 @@ class SessionStore:
             return None
         except OSError as error:
             if remembered is None and isinstance(error, TimeoutError):
-                raise NotReady("the folder with the sessions does not answer") from None
+                raise NotReady("the folder with the sessions does not answer; try again") from None
             log.warning("a session's file cannot be used: %s", error or "the disk is slow")
             return remembered
 

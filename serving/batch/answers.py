@@ -279,7 +279,10 @@ def _page(call: HttpCall, found: Sequence[T], default: int, most: int) -> dict[s
     if after := query.get("after"):
         places = [place for place, it in enumerate(found) if it.id == after]
         if not places:
-            raise BadRequest(f"after={after!r:.100} is nothing in this list", "after")
+            raise BadRequest(
+                f"after={after!r:.100} is nothing in this list; it should be an id of it",
+                "after",
+            )
         found = found[places[0] + 1 :]
     page = found[:limit]
     return {

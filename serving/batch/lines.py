@@ -77,7 +77,9 @@ def validate(file: BinaryIO, endpoint: str, longest: int) -> tuple[int, list[Fau
         if len(seen) > LINES or number > 2 * LINES:
             return len(seen), [Fault("too_many_tasks", f"a batch may have {LINES} lines", number)]
     if not seen and not faults:
-        faults.append(Fault("empty_file", "the input file has no lines"))
+        faults.append(
+            Fault("empty_file", "the input file has no lines; write one for each request")
+        )
     return len(seen), faults
 
 
@@ -98,13 +100,13 @@ def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[byte
     except msgspec.ValidationError as error:
         return Fault("invalid_request", str(error), number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Fault("invalid_json_line", "the line is not a JSON object", number)
+        return Fault("invalid_json_line", "the line should be a JSON object", number)
     if not 0 < len(found.custom_id) <= CUSTOM_ID:
         message = f"custom_id should have 1 to {CUSTOM_ID} characters"
         return Fault("invalid_request", message, number, "custom_id")
     custom_id = digest(found.custom_id)
     if custom_id in seen:
-        message = "custom_id is that of a line before"
+        message = "custom_id is that of a line before; give each its own"
         return Fault("duplicate_custom_id", message, number, "custom_id")
     seen.add(custom_id)
     if found.method != "POST":

@@ -290,7 +290,7 @@ class Run:
         client = ClientRequest(scope, answer.send, self._end, record, self._shape, line.body)
         found = client.fields()
         if found.streamed:
-            raise BadRequest("a line of a batch cannot be streamed", "stream")
+            raise BadRequest("a line of a batch cannot be streamed; leave stream out", "stream")
         return InferenceRequest(
             client=client,
             send=answer.send,

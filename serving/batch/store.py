@@ -120,7 +120,10 @@ class Store:
             oldest = self._gives_way(owned.owner)
             file = self.file(owned.batch.input_file_id, owned.owner)
             if file.purpose != INPUT:
-                raise BadRequest(f"{file.id} is no input, but {file.purpose}", "input_file_id")
+                raise BadRequest(
+                    f"{file.id} has the purpose {file.purpose!r}; it should be {INPUT!r}",
+                    "input_file_id",
+                )
             self.save(owned)
             if oldest:
                 self._forget(oldest)

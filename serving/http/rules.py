@@ -23,5 +23,5 @@ LINGER_S = 2.0
 unread, its connection would be reset, and the answer lost.
 """
 NOT_HTTP = "the request is not HTTP/1.1"
-TOO_MANY_AHEAD = "too many requests were sent ahead of their answers"
+TOO_MANY_AHEAD = "too many requests were sent ahead of their answers; wait for some of them"
 NO_CODING = "HTTP/1.0 has no Transfer-Encoding; send the body with a Content-Length"

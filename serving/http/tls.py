@@ -158,7 +158,7 @@ class ServerTls:
         chain = x509.load_pem_x509_certificates(content[0])
         expires = min(certificate.not_valid_after_utc for certificate in chain)
         if expires <= self._now():
-            raise ValueError(f"{cert} expired on {expires:%Y-%m-%d}")
+            raise ValueError(f"{cert} expired on {expires:%Y-%m-%d}; renew it")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -167,7 +167,7 @@ class ServerTls:
             try:
                 context.load_verify_locations(self._ca)
             except ssl.SSLError:
-                raise ValueError(f"{self._ca} (OPTION_TLS_CLIENT_CA_FILE) is not PEM") from None
+                raise ValueError(f"{self._ca} (OPTION_TLS_CLIENT_CA_FILE) should be PEM") from None
             context.verify_mode = ssl.CERT_REQUIRED
         return _Shown(context, expires, Authorities(content[2] if self._ca else b""))
 

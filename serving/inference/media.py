@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 from PIL import Image, UnidentifiedImageError
 
+from handlers.records import TOO_DEEP
 from serving.aio import in_thread
 from serving.errors import BadRequest
 from serving.inference.fields import PAIRS
@@ -108,7 +109,7 @@ def _nesting() -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise BadRequest("the body is nested too deeply", "messages") from None
+        raise BadRequest(TOO_DEEP, "messages") from None
 
 
 def _has_place(value: Any) -> bool:
@@ -279,7 +280,9 @@ def _pixels(data: str) -> int:
     try:
         content = base64.b64decode(data, validate=True)
     except ValueError:
-        raise BadRequest("the data of a picture is not base64", "messages") from None
+        raise BadRequest(
+            "the data of a picture is not base64; send the file's bytes in it", "messages"
+        ) from None
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             return image.width * image.height if image.format in _SIZED else _LARGEST
@@ -288,7 +291,7 @@ def _pixels(data: str) -> int:
     except Image.DecompressionBombError:
         message = f"a picture has more than {_LARGEST} pixels"
     except Exception:  # of any of Pillow's readers
-        message = "a picture cannot be read"
+        message = "a picture cannot be read; save it again, as PNG or JPEG"
     raise BadRequest(message, "messages")
 
 
@@ -338,7 +341,9 @@ def _checked(text: str, allowed: Collection[str]) -> httpx.URL:
         if not 0 <= (url.port or 0) < 65536:  # httpx takes any number
             raise ValueError
     except (httpx.InvalidURL, ValueError):
-        raise BadRequest("a URL of media is not valid", "messages") from None
+        raise BadRequest(
+            "a URL of media is not valid; it should be like https://host/path", "messages"
+        ) from None
     if url.scheme not in ("http", "https"):
         raise BadRequest("media come from data:, https: and http: URLs only", "messages")
     host = url.raw_host.decode("ascii")
@@ -349,7 +354,9 @@ def _checked(text: str, allowed: Collection[str]) -> httpx.URL:
             "messages",
         )
     if url.userinfo:
-        raise BadRequest(f"the URL of media on {host} has a user or a password in it", "messages")
+        raise BadRequest(
+            f"the URL of media on {host} has a user or a password in it; leave them out", "messages"
+        )
     return url
 
 
@@ -432,7 +439,10 @@ async def _get(
 def _require_content(response: httpx.Response, host: str) -> None:
     status = response.status_code
     if 300 <= status < 400:
-        reason = f"answers with a redirect ({status}), and redirects are not followed"
+        reason = (
+            f"answers with a redirect ({status}), and redirects are not followed; send the URL "
+            "that it leads to"
+        )
     elif status != 200:
         reason = f"answers {status}"
     elif response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -463,7 +473,9 @@ async def _public_addresses(host: str) -> list[str]:
     try:
         addresses = await _resolve(host)
     except (OSError, UnicodeError):
-        raise BadRequest(f"media cannot be fetched: {host} is not known", "messages") from None
+        raise BadRequest(
+            f"media cannot be fetched: {host} is not known; check its name", "messages"
+        ) from None
     if not addresses or not all(map(is_public, addresses)):
         raise BadRequest(f"media may not come from {host}: its address is not public", "messages")
     return addresses

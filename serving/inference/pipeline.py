@@ -13,7 +13,7 @@ from starlette.types import Receive, Send
 from handlers import lmi, multipart
 from handlers.multipart import Form
 from handlers.openai import PROMPT_ALONE
-from handlers.records import EngineCall, FormatError
+from handlers.records import TOO_DEEP, EngineCall, FormatError
 from lmi_config.options.declared import Settings
 from lmi_config.plan import kv_tiers
 from serving import protocol
@@ -226,7 +226,7 @@ class Pipeline:
                 try:
                     call, sequences = await self._engine_call(request, adapter)
                 except RecursionError:  # its parts are read anew, with less of the stack left
-                    raise BadRequest("the body is nested too deeply") from None
+                    raise BadRequest(TOO_DEEP) from None
                 if call.path in protocol.AGENTS_PATHS:
                     request = dataclasses.replace(request, framing=NAMED_EVENTS)
                 ticket = await self._turn(request, sequences)

@@ -105,7 +105,9 @@ class AdapterFiles:
             self._require_secure(src, lambda: secure.look(source))
             for name in Folder(source).sizes:
                 if not self._allowed((source / name).resolve()):
-                    raise BadRequest(f"src={src!r:.500}: {name} is a link to elsewhere")
+                    raise BadRequest(
+                        f"src={src!r:.500}: {name} is a link to elsewhere; put the file there"
+                    )
         return Located(src, self._digest(source))
 
     @contextlib.contextmanager
@@ -262,7 +264,7 @@ class AdapterFiles:
         try:
             path = Path(src.removeprefix("file://")).resolve()
         except (ValueError, OSError, RuntimeError):  # a zero byte, a ring of links
-            raise BadRequest(f"src={src!r:.500} is no path") from None
+            raise BadRequest(f"src={src!r:.500} should be a path") from None
         if not self._allowed(path):
             allowed = ", ".join(map(str, self._roots))
             raise BadRequest(f"src={src!r:.500}: adapters may be under {allowed}")

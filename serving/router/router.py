@@ -421,8 +421,12 @@ class Router:
         """Have all replicas answer. Their bodies are sent to each, so they have to be here."""
         if request.overflowed:
             if request.size > buffers.MAX_BODY:
-                raise BadRequest("the body is too large for a change of adapters")
-            raise Overloaded("there are more bytes of requests than the router has memory for")
+                raise BadRequest(
+                    f"the body of a change of adapters may have at most {buffers.MAX_BODY} bytes"
+                )
+            raise Overloaded(
+                "there are more bytes of requests than the router has memory for; try again"
+            )
         task = asyncio.create_task(self._to_all(responder, request))
         self._changes.add(task)
         task.add_done_callback(self._on_changed)
@@ -446,7 +450,7 @@ def _authorities(file: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=file)
     except OSError as error:
-        reason = error.strerror if error.filename or not error.args else "it is not PEM"
+        reason = error.strerror if error.filename or not error.args else "it should be PEM"
         raise SettingsError([f"OPTION_ROUTER_CA_FILE={file!r}: {reason}"]) from None
 
 

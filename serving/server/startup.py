@@ -174,7 +174,8 @@ async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
     required = settings.entry_point == FILE
     if place is None:
         if required:
-            raise EngineError(f"there is no {FILE} in {' or '.join(map(str, folders))}")
+            where = " or ".join(map(str, folders))
+            raise EngineError(f"there is no {FILE} in {where}; put it there")
         return None
     if settings.secure_mode and SCRIPTS in settings.security_controls:
         raise EngineError(f"{place / FILE}: {SCRIPTS} forbids it")
@@ -189,7 +190,8 @@ async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
     if required and not code:
         raise EngineError(
             f"{settings.origins['entry_point']}={FILE}, but {place / FILE} has no function "
-            "that is called: `handle(inputs)`, or one under @input_formatter or @output_formatter"
+            "that is called: `handle(inputs)`, or one under @input_formatter or @output_formatter; "
+            "write one of them"
         )
     if code and code.handles:
         code.alone = code.alone or required

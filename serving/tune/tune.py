@@ -44,7 +44,9 @@ def tune(words: Sequence[str], environ: Mapping[str, str]) -> int:
     own, _ = arguments.apart("tune", words)
     argued = arguments.read("tune", words)
     if arguments.WORKLOAD not in own:
-        raise SettingsError([f"{arguments.WORKLOAD} FILE: is missing; it says what to tune for"])
+        raise SettingsError(
+            [f"{arguments.WORKLOAD} FILE: is missing; write in it what to tune for"]
+        )
     try:
         deployment = prepare(environ, argued)
         asked = workload.read(Path(own[arguments.WORKLOAD]))

@@ -831,7 +831,7 @@ def test_rolling_batchs_attributes_are_explained():
 def test_csv_without_headers():
     numbers = encode_decode.decode(Input({}, b"1,2\n3,4\n"), "text/csv", require_csv_headers=False)
     assert numbers.tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="should be a number"):
         encode_decode.decode(Input({}, b"1,a\n"), "text/csv", require_csv_headers=False)
 
 

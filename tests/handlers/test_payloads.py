@@ -42,7 +42,7 @@ def test_bodies_of_every_type_become_requests(content_type, body, found):
         ("text/csv", b'inputs\n"a\n', "the body is not CSV"),
         ("text/csv", b"inputs\n\xff\n", "the body is not UTF-8"),
         ("text/plain", b"\xff", "the body is not UTF-8"),
-        ("application/jsonlines", b"\n\n", "the body has no lines"),
+        ("application/jsonlines", b"\n\n", "the body has no lines; send at least one"),
     ],
 )
 def test_bodies_that_are_not_of_their_type(content_type, body, told):

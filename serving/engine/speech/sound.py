@@ -70,7 +70,9 @@ def load(file: io.BytesIO, *, sr: int, max_duration_s: int, **_: object) -> tupl
             try:
                 block = sound.read(_BLOCK, dtype="float32", always_2d=True)
             except soundfile.LibsndfileError:
-                raise SoundError(f"file: the sound is broken after {frames / rate:.1f} s") from None
+                raise SoundError(
+                    f"file: the sound is broken after {frames / rate:.1f} s: is it whole?"
+                ) from None
             frames += len(block)
             if frames > max_duration_s * rate:
                 raise too_long(frames / rate, max_duration_s)
@@ -80,7 +82,7 @@ def load(file: io.BytesIO, *, sr: int, max_duration_s: int, **_: object) -> tupl
             if ended:
                 break
     if not frames:
-        raise SoundError("file: there is no sound in it")
+        raise SoundError("file: there is no sound in it; send a recording")
     return np.concatenate(parts), sr
 
 
@@ -95,13 +97,13 @@ def _opened(data: bytes) -> Iterator[Any]:
     try:
         sound = soundfile.SoundFile(io.BytesIO(data))
     except soundfile.LibsndfileError:
-        raise SoundError(f"file: it begins like {kind}, and cannot be read") from None
+        raise SoundError(f"file: it begins like {kind}, and cannot be read: is it whole?") from None
     with sound:
         rate, channels = sound.samplerate, sound.channels
         if not MINIMUM_HZ <= rate <= MAXIMUM_HZ or channels > CHANNELS:
             raise SoundError(
-                f"file: it has {rate} Hz and {channels} channels; {MINIMUM_HZ} to {MAXIMUM_HZ} Hz "
-                f"and {CHANNELS} channels are heard"
+                f"file: it has {rate} Hz and {channels} channels; it should have "
+                f"{MINIMUM_HZ} to {MAXIMUM_HZ} Hz, and at most {CHANNELS} channels"
             )
         yield sound
 
@@ -141,7 +143,7 @@ def _seconds_of_container(data: bytes) -> float:
         with av.open(io.BytesIO(data)) as container:
             duration = container.duration
     except av.error.FFmpegError:
-        raise SoundError(f"file: it begins like {MP4}, and cannot be read") from None
+        raise SoundError(f"file: it begins like {MP4}, and cannot be read: is it whole?") from None
     return duration / 1_000_000 if duration else len(data) / BYTES_PER_S
 
 

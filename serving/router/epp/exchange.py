@@ -199,7 +199,9 @@ class Exchange:
             if too_large:
                 raise HeadTooLarge(MAX_HEAD)
             if buffers.heads_full and not stream.make_room():
-                raise Overloaded("there are more requests than the router has memory for")
+                raise Overloaded(
+                    "there are more requests than the router has memory for; try again"
+                )
             request.check(self._picking.rules)
         except ServingError as error:
             return self._refuse(error)

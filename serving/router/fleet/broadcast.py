@@ -65,7 +65,7 @@ class Broadcast:
             if answer:
                 counted.append(answer)
         if not counted:
-            raise NotReady("the replicas ended before they took the change")
+            raise NotReady("the replicas ended before they took the change; try again")
         return max(counted, key=lambda answer: answer.status)
 
     async def _send_to(

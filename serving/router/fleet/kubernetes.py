@@ -202,7 +202,10 @@ def urls(slices: Collection[Any], port: str | int | None) -> frozenset[str]:
             )
     if used and not by_pod:
         names = sorted({str(one.name or one.port) for _, ports in used for one in ports})
-        raise ValueError(f"the endpoints have the ports {names}, not {port or 'one to use'}")
+        raise ValueError(
+            f"the endpoints have the ports {names}, not {port or 'one to use'}; `port` in the URL "
+            "should name one"
+        )
     return frozenset(by_pod.values())
 
 

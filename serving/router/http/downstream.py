@@ -239,13 +239,15 @@ class Downstream(FlowControl):
             if refusal := self._place.refusal:
                 raise Overloaded(refusal)
             if self._buffers.heads_full:
-                raise Overloaded("there are more requests than the router has memory for")
+                raise Overloaded(
+                    "there are more requests than the router has memory for; try again"
+                )
         if version not in ("1.0", "1.1") or parser.should_upgrade():
             raise Malformed(NOT_HTTP)
         if request.http10 and b"transfer-encoding" in request.named:
             raise Malformed(NO_CODING)
         if request.named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-            raise Malformed("the only transfer-encoding that is known here is chunked")
+            raise Malformed("Transfer-Encoding should be chunked, or left out")
         request.check(self._rules)
 
     def on_body(self, body: bytes) -> None:

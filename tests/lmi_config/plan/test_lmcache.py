@@ -226,7 +226,7 @@ ENDPOINT = (
         ),
         ("s3://my.bucket?region=a", BUCKET),
         ("s3://AKIA:hush", BUCKET),
-        ("s3://AKIA:hush@kv1", "s3:// takes no user or password"),
+        ("s3://AKIA:hush@kv1", "s3:// takes no user or password; leave them out"),
         ("s3://kv1?region=a&endpoint=10.0.0.1:9000", ENDPOINT),
         ("s3://kv1?region=a&endpoint=http://minio/kv1", ENDPOINT),
         ("s3://kv1?region=", "region='' should be text, not nothing"),
@@ -246,7 +246,7 @@ ENDPOINT = (
             "tieredstorage://a,b",
             "tieredstorage:// takes one host and port, and nothing behind it",
         ),
-        ("tieredstorage://u:hush@a", "tieredstorage:// takes no user or password"),
+        ("tieredstorage://u:hush@a", "tieredstorage:// takes no user or password; leave them out"),
         (
             "tieredstorage://a?capacity_gb=1",
             "tieredstorage:// has no query key 'capacity_gb', only bucket, shared_memory_name",

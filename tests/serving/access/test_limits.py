@@ -346,5 +346,5 @@ async def test_what_needs_a_store_stops_the_start(tmp_path):
         Access(Settings(**options), routes=True)
     Access(Settings(**options, limits_url="valkey://a:1"), routes=True)
     path = written(tmp_path / "keys.json", {"team-a": {"requests_per_minute": 8}})
-    with pytest.raises(SettingsError, match="2 processes count with OPTION_LIMITS_URL"):
+    with pytest.raises(SettingsError, match="2 processes count only with OPTION_LIMITS_URL"):
         Access(Settings(**options, router_processes=2), routes=True)

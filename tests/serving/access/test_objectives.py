@@ -49,7 +49,10 @@ def test_a_manifest_is_read_as_people_write_it_and_as_kubectl_does():
         ("chat", "it should have objects of the kind InferenceObjective"),
         ("kind: InferenceObjective\nspec: {priority: 1}", "missing required field `metadata`"),
         (manifest(chat="high"), "Expected `int`, got `str`"),
-        ("kind: InferencePool\nmetadata: {name: a}", "a is of the kind InferencePool"),
+        (
+            "kind: InferencePool\nmetadata: {name: a}",
+            "a is of the kind InferencePool; it should be InferenceObjective",
+        ),
         (objective("a", 1) + "---" + objective("a", 2), "two objectives are called a"),
     ],
 )

@@ -246,7 +246,10 @@ HALVES = (rb"\ud83d", rb"\ude00", rb"\uD83D\u0041", rb"\\\ud83d", b"\xed\xa0\xbd
         (b"", "the body is not JSON: Input data was truncated"),
         (b"[1]", "Expected `object`, got `array`"),
         (b"{}", "the body should have one of the keys prompt, inputs, messages or input"),
-        (b'{"a":' * 4000 + b"1" + b"}" * 4000, "the body is nested too deeply"),
+        (
+            b'{"a":' * 4000 + b"1" + b"}" * 4000,
+            "the body is nested too deeply; send fewer lists and objects within others",
+        ),
         (
             b'{"inputs": "\xff"}',
             "the body is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid "
@@ -377,7 +380,12 @@ async def test_a_failure_of_the_engines_is_500(shared, order):
 @pytest.mark.parametrize(
     ("method", "path", "status", "body"),
     [
-        ("GET", "/invocations", 405, {"code": 405, "error": "/invocations does not answer GET"}),
+        (
+            "GET",
+            "/invocations",
+            405,
+            {"code": 405, "error": "/invocations does not answer GET; it answers POST"},
+        ),
         ("POST", "/v1/load_lora_adapter", 404, None),
         ("POST", "/reset_prefix_cache", 404, None),
         ("GET", "/docs", 404, None),

@@ -719,7 +719,7 @@ async def test_several_processes_share_the_port(tmp_path):
         ),
         (
             {"OPTION_EPP_CERTIFICATE": "self-signed", "OPTION_EPP_PRIVATE_KEY": "/none"},
-            "OPTION_EPP_PRIVATE_KEY: OPTION_EPP_CERTIFICATE=self-signed has none",
+            "OPTION_EPP_PRIVATE_KEY: OPTION_EPP_CERTIFICATE=self-signed has none; leave it out",
         ),
     ],
 )
