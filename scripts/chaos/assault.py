@@ -15,13 +15,15 @@ from scripts.chaos.ledger import Ledger
 from scripts.chaos.parts import hostile_code
 from scripts.chaos.users import Users
 from scripts.chaos.watch import Target, pings, watch
-from scripts.chaos.world import World, until
+from scripts.chaos.world import ADMIN, World, until
 from scripts.harness.process import Program
 from scripts.harness.wait import until_async
 
 ATTACKERS = 4
 """Hostile clients at the same time, each with up to thousands of connections."""
 GATE_USERS = 3
+UNKNOWN = frozenset((401,))
+"""Of a server that answers its router, and an operator: not all that is sent has a key."""
 
 
 class Assault:
@@ -36,7 +38,13 @@ class Assault:
         self._archives = [*bombs(sources / "archives"), *folders(sources / "folders")]
         self._code = hostile_code(sources / "code")
         self._targets = [
-            Target(it.name, it.port, it.own.rlimit(psutil.RLIMIT_NOFILE)[0])
+            Target(
+                it.name,
+                it.port,
+                it.own.rlimit(psutil.RLIMIT_NOFILE)[0],
+                key=ADMIN if it in world.servers else "",
+                answers=UNKNOWN if it in world.servers else frozenset(),
+            )
             for it in (*world.servers, world.router)
         ]
         assert world.gate

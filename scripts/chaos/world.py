@@ -69,7 +69,7 @@ class World:
             "OPTION_MODEL_ID": str(path),
             "OPTION_ROUTER_CONTINUE_STREAMS": "true",
             "OPTION_ROUTER_PREFILL_TOKENS": PREFILL_TOKENS,
-            **(self._secret if prefill else {}),
+            **self._secret,
         }
         if hostile:
             environ["OPTION_ROUTING_STRATEGY"] = "kvaware"
@@ -93,7 +93,7 @@ class World:
     def _role(self, n: int) -> dict[str, str]:
         """The first one computes long prompts for the others, at the router's word alone."""
         role = "decode" if n else "prefill"
-        return {"OPTION_SERVER_ROLE": role, "OPTION_ADMIN_API_KEY": ADMIN, **self._secret}
+        return {"OPTION_SERVER_ROLE": role}
 
     def _server(self, n: int, path: Path) -> Server:
         disk = Disk(self.folder / f"disk-{n + 1}")
@@ -113,7 +113,8 @@ class World:
             "OPTION_LMCACHE_CONFIG_FILE": str(tiers),
             "OPTION_KV_L2_URL": self.store.url,
             "OPTION_SESSIONS_PATH": str(self.folder / "sessions"),
-            **(self._role(n) if self._prefill else self._secret),
+            **(self._role(n) if self._prefill else {}),
+            **({"OPTION_ADMIN_API_KEY": ADMIN, **self._secret} if self._secret else {}),
             # Each its own CPU: on shared ones the engines' threads wait for each other.
             "VLLM_CPU_OMP_THREADS_BIND": str(n % (os.cpu_count() or 1)),
         }
