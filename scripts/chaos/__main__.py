@@ -17,8 +17,9 @@ without its fault, and neither memory nor file descriptors grew.
 
 --prefill has the first server compute long prompts of the others, so that faults come in between.
 --soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
---hostile has clients attack the servers and the router beside it (hostile.py), and a second router
-whose replicas, stores and files are hostile (gate.py). With --soak it says what has grown.
+--hostile has clients attack the servers and the router beside it (hostile/clients.py), and a second
+router whose replicas, store and files are hostile (hostile/gate.py). With --soak it says what has
+grown.
 """
 
 import argparse
@@ -32,8 +33,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.chaos.assault import Assault
 from scripts.chaos.faults import FAULTS, Faults
+from scripts.chaos.hostile.assault import Assault
 from scripts.chaos.ledger import GROWS_SHARE, Ledger, Sample, grown, shares, slopes, table
 from scripts.chaos.users import Users
 from scripts.chaos.world import World, say, until

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from scripts.chaos.gate import Gate
+from scripts.chaos.hostile.gate import Gate
 from scripts.chaos.ledger import Ledger, Sample
 from scripts.chaos.parts import Disk, Kept, Server, Store, model
 from scripts.chaos.traffic import Client

@@ -199,6 +199,10 @@ class ListStore:
     if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
     """
 
+    _READ = """
+    local found = redis.call('HGET', KEYS[1], ARGV[1])
+    return found and string.sub(found, 1, ARGV[2])
+    """
     _ALL = """
     local found = redis.call('HGETALL', KEYS[1])
     for n, text in ipairs(found) do found[n] = string.sub(text, 1, ARGV[1]) end
@@ -228,7 +232,7 @@ class ListStore:
 
     def read(self) -> Mapping[str, bytes]:
         with self._lock, self._faults():
-            version = self._client.hget(self.KEY, self._VERSION.decode())
+            version = self._client.eval(self._READ, 1, self.KEY, self._VERSION, LARGEST + 1)
             if version is None or version != self._version:
                 self._look()
             return {

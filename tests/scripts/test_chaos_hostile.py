@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile clients of scripts/dev chaos, against a real server over the tests' engine."""
 
+import ast
 import asyncio
 import random
 
 import pytest
 
-from scripts.chaos import hostile
-from scripts.chaos.bombs import png
-from scripts.chaos.hostile import ATTACKS, Hostile
+from scripts.chaos.hostile import clients
+from scripts.chaos.hostile.bombs import png
+from scripts.chaos.hostile.clients import ATTACKS, Hostile
+from scripts.chaos.hostile.code import hostile_code
 from scripts.chaos.ledger import End, Ledger
 from scripts.chaos.watch import Target, pings, watch
 from tests.serving.conftest import running
@@ -24,8 +26,8 @@ async def served(anyio_backend):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(hostile, "PATIENCE_S", 5)
-    monkeypatch.setattr(hostile, "HELD_S", 0.05)
+    monkeypatch.setattr(clients, "PATIENCE_S", 5)
+    monkeypatch.setattr(clients, "HELD_S", 0.05)
 
 
 def target_of(served):
@@ -72,6 +74,13 @@ async def test_a_ping_that_fails_is_told(served):
     text, problems = pings([target], Target("bystander", 0, 0, [0.001]))
     assert text.splitlines()[1].startswith("server ")
     assert problems[-1].startswith("/ping of server was not answered with 200")
+
+
+def test_hostile_code_is_code(tmp_path):
+    found = hostile_code(tmp_path)
+    assert len(found) > 5
+    for folder in found:
+        ast.parse((folder / "model.py").read_text())
 
 
 def test_a_picture_is_small_to_send_and_large_to_decode():

@@ -376,7 +376,8 @@ def test_of_a_large_field_in_a_store_so_much_is_read(valkey):
     it = ListStore(f"valkey://127.0.0.1:{valkey.port}")
     it.put("a.json", b"1")
     with Redis(port=valkey.port) as client:
-        client.hset(ListStore.KEY, mapping={"b.json": b"x" * 64 * 2**20, "version": b"2"})
+        large = b"x" * 64 * 2**20
+        client.hset(ListStore.KEY, mapping={"b.json": large, "version": large})
     tracemalloc.start()
     try:
         found = it.read()

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
-from scripts.chaos.bombs import bombs, folders
-from scripts.chaos.hostile import ATTACKS, Hostile
+from scripts.chaos.hostile.bombs import bombs, folders
+from scripts.chaos.hostile.clients import ATTACKS, Hostile
+from scripts.chaos.hostile.code import hostile_code
 from scripts.chaos.ledger import Ledger
-from scripts.chaos.parts import hostile_code
 from scripts.chaos.users import Users
 from scripts.chaos.watch import Target, pings, watch
 from scripts.chaos.world import ADMIN, World, until

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos.bombs import png
+from scripts.chaos.hostile.bombs import png
 from scripts.chaos.ledger import End, Ledger, Verdict
 from scripts.chaos.traffic import (
     ADAPTER,

