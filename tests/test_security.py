@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in PAGE.partition("## Threats")[2].splitlines()
+    for line in PAGE.partition("## Threats")[2].partition("\n## ")[0].splitlines()
     if line.startswith("| ")
 ][1:]
 

@@ -130,7 +130,7 @@ OF_SCRIPTS = {
 
 def test_rooms_of_scripts_stand_on_the_harness_and_not_on_each_other():
     for file in (ROOT / "scripts").rglob("*.py"):
-        here = file.parent.name
+        here = file.relative_to(ROOT / "scripts").parts[0]
         used = {tuple(it.split(".")[:2]) for it in imported(file)}
         assert not [it for it in used if it[0] == "tests"], file
         others = {it[1] for it in used if it[0] == "scripts"} - {here}

@@ -195,6 +195,9 @@ def _templates(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Itera
                         yield each["template"]
 
 
+_LIMITS = {"tokenizer.json": (64 * 2**20, 1_000_000)}  # a list for each merge, of 500,000
+
+
 def _added(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Iterable[str]:
     """The tokens that were added to the vocabulary by hand, special ones among them."""
     yield from _object(checkpoint, "added_tokens.json")
@@ -213,5 +216,5 @@ def _object(checkpoint: Checkpoint, name: str) -> dict[str, object]:
     """What a JSON file holds; nothing where it cannot be read, of which vLLM complains itself."""
     with contextlib.suppress(ModelError):
         if name in checkpoint.sizes:
-            return json_object(checkpoint, name)
+            return json_object(checkpoint, name, *_LIMITS.get(name, ()))
     return {}

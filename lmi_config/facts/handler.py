@@ -8,6 +8,10 @@ from pathlib import Path
 FILE = "model.py"
 
 
+LARGEST = 2**20
+"""Bytes of a model.py, of which a tree of it has many times as much."""
+
+
 class Service(StrEnum):
     """Who answers, by what a model.py has. Values are what a plan says."""
 
@@ -21,14 +25,19 @@ class Service(StrEnum):
 
 
 def look(folder: Path, entry_point: str | None) -> Service | None:
-    """Who answers; None where the folder has no model.py, or one that cannot be read.
+    """Who answers; None where the folder has no model.py, or one that cannot be read or is longer
+    than LARGEST.
 
     entry_point: OPTION_ENTRYPOINT, which names this file or one of LMI's handlers. What a file
     imports, or makes of names while it runs, is not seen here. The rules are those of
     docs/guides/formatters.md.
     """
     try:
-        tree = ast.parse((folder / FILE).read_bytes())
+        with (folder / FILE).open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            return None
+        tree = ast.parse(content)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     found = [

@@ -38,6 +38,8 @@ _TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt
 
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
+LONGEST_JSON = 32 * 2**20  # several times what the index of the largest models has
+MOST_NESTED = 100_000
 _FIRST_READ = 128 * 1024  # holds nearly every header; what is longer takes a second request
 _LARGEST = 2**48  # of all numbers a model could mean; JSON knows no limit
 
@@ -645,7 +647,7 @@ def _product(bits: int, shape: Iterable[int]) -> int | None:
 
 
 def json_object(
-    checkpoint: Checkpoint, name: str, longest: int = LONGEST_HEADER, nested: int | None = None
+    checkpoint: Checkpoint, name: str, longest: int = LONGEST_JSON, nested: int = MOST_NESTED
 ) -> dict[str, Any]:
     """The object in a JSON file of at most so many bytes. nested: lists and objects that it may
     have: an empty one is two bytes in the file and 56 here. Raises ModelError where it holds none.
@@ -654,7 +656,7 @@ def json_object(
     if size > longest:
         raise ModelError(f"{file} has {size} bytes, more than {longest}; {_FETCH_AGAIN}")
     content = checkpoint.head(name, size) if size else b""
-    if nested is not None and content.count(b"[") + content.count(b"{") > nested:
+    if content.count(b"[") + content.count(b"{") > nested:
         raise ModelError(f"{file} has more than {nested} lists and objects; {_FETCH_AGAIN}")
     return _object(file, content)
 

@@ -35,6 +35,8 @@ _WITH_TEMPLATES = (
     "preprocessor_config.json",
     "chat_template.json",
 )
+LARGEST = 16 * 2**20
+"""Bytes of one of these; of a longer one nobody can say whether it has a template."""
 _TOLD = 3  # files of one kind that a fault names
 
 _MODELS = ("model_id", "speculative_draft_model")
@@ -76,25 +78,30 @@ def look(folder: Path) -> list[File]:
             if path.is_symlink() and not target.is_relative_to(root):
                 found.append(File(name, outside=True))
             else:
-                found.append(
-                    File(name, template=path.is_file() and _templated(name, path.read_bytes))
-                )
+                read = functools.partial(_content, path)
+                found.append(File(name, template=path.is_file() and _templated(name, read)))
     return found
+
+
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(LARGEST + 1)
 
 
 def listed(checkpoint: Checkpoint) -> list[File]:
     """The same for files that may be elsewhere. Raises ModelError."""
     return [
-        File(name, template=_templated(name, functools.partial(checkpoint.head, name, size)))
-        for name, size in checkpoint.sizes.items()
+        File(name, template=_templated(name, functools.partial(checkpoint.head, name, LARGEST + 1)))
+        for name in checkpoint.sizes
     ]
 
 
 def _templated(name: str, read: Callable[[], bytes]) -> bool:
     if PurePosixPath(name).name not in _WITH_TEMPLATES:
         return False
+    content = read()
     try:
-        found = json.loads(read())
+        found = json.loads(content) if len(content) <= LARGEST else None
     except (ValueError, RecursionError):
         return True  # nobody can say
     return not isinstance(found, dict) or found.get("chat_template") is not None

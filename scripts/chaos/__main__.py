@@ -17,7 +17,9 @@ without its fault, and neither memory nor file descriptors grew.
 
 --prefill has the first server compute long prompts of the others, so that faults come in between.
 --soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
---hostile has clients attack the servers and the router beside it (hostile.py).
+--hostile has clients attack the servers and the router beside it (hostile/clients.py), and a second
+router whose replicas, store and files are hostile (hostile/gate.py). With --soak it says what has
+grown.
 """
 
 import argparse
@@ -32,8 +34,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.chaos.faults import FAULTS, Faults
-from scripts.chaos.hostile import assault
-from scripts.chaos.ledger import GROWS_SHARE, Ledger, Sample, grown, slopes, table
+from scripts.chaos.hostile.assault import Assault
+from scripts.chaos.ledger import GROWS_SHARE, Ledger, Sample, grown, shares, slopes, table
 from scripts.chaos.users import Users
 from scripts.chaos.world import World, say, until
 
@@ -41,6 +43,10 @@ WARM_S = 15.0
 """Of traffic before the first quiet moment, and after the last fault."""
 IDLE_S = 80.0
 """Longer than connections are kept on which nothing is sent, which attacks leave behind."""
+ROUND_S = 180.0
+"""Of attacks, between two quiet moments of --soak."""
+SOAK_WARM_S = 600.0
+"""Of --soak with attacks, in which what has grown does not count."""
 
 
 class Chaos:
@@ -81,10 +87,10 @@ class Chaos:
             await asyncio.sleep(WARM_S)
             before = await self.quiet()
             users.going.set()
-            if options.soak:
-                await self._soak()
-            elif options.hostile:
+            if options.hostile:
                 await self._hostile()
+            elif options.soak:
+                await self._soak()
             else:
                 faults = Faults(self.world, self.ledger, options.seed)
                 await faults.run(options.faults, options.minutes)
@@ -111,7 +117,8 @@ class Chaos:
         await asyncio.sleep(1)
         self.users.client.stopped_at = time.monotonic()
         await self.world.router.stop_at_last()
-        await asyncio.gather(*(it.stop_at_last() for it in rest))
+        gate = [self.world.gate] if self.world.gate else []
+        await asyncio.gather(*(it.stop_at_last() for it in (*rest, *gate)))
         await self.users.pause()
 
     async def quiet(self) -> dict[str, Sample]:
@@ -124,12 +131,32 @@ class Chaos:
         return self.world.samples()
 
     async def _hostile(self) -> None:
-        """Have clients attack for as long as asked."""
-        options, archives = self.options, self.world.folder / "sources" / "archives"
-        text = await assault(
-            self.world.programs, archives, options.seed, options.minutes, self.ledger
-        )
-        print(f"\n{text}", flush=True)
+        """Have clients attack for as long as asked. --soak: in turns with quiet moments, in which
+        memory, files and tasks are measured.
+        """
+        options, ledger = self.options, self.ledger
+        ended = time.monotonic() + 60 * options.minutes
+        warm = time.monotonic() + min(SOAK_WARM_S, 30 * options.minutes)
+        times: list[float] = []
+        series: dict[str, list[Sample]] = {}
+        async with Assault(self.world, self.users, options.seed, ledger) as assault:
+            while (left := ended - time.monotonic()) > 0:
+                await assault.run(min(ROUND_S, left) if options.soak else left)
+                if not options.soak:
+                    break
+                await asyncio.sleep(IDLE_S)
+                samples = await self.quiet()
+                self.users.going.set()
+                say("; ".join(_told(name, it) for name, it in sorted(samples.items())))
+                if time.monotonic() > warm:
+                    times.append(time.monotonic())
+                    for name, sample in samples.items():
+                        series.setdefault(name, []).append(sample)
+        print(f"\n{assault.text()}", flush=True)
+        if options.soak and len(times) > 3:
+            text, problems = shares(times, series)
+            print(f"\n{text}", flush=True)
+            ledger.problems += problems
         await asyncio.sleep(IDLE_S)
 
     async def _soak(self) -> None:
@@ -147,6 +174,10 @@ class Chaos:
     async def close(self) -> None:
         await self.users.client.close()
         await self.world.aside.close()
+
+
+def _told(name: str, it: Sample) -> str:
+    return f"{name}: {it.memory:.1f} MiB, {it.files} files, {it.tasks} tasks"
 
 
 def handed_over(prefills: Mapping[str, int]) -> int:

@@ -17,9 +17,11 @@ SHOWN = 20
 GROWS_MIB = 64.0
 GROWS_SHARE = 0.15
 GROWS_FILES = 24
+GROWS_HOURLY = 0.01
 """What a process may have more at the end than at the start: MiB of its own memory (or this share
 of it, where that is more), and file descriptors. Both are far less than a leak in each request or
-connection would leave behind, and more than idle connections and a warm allocator differ by.
+connection would leave behind, and more than idle connections and a warm allocator differ by. And
+the share of memory, files and tasks by which it may grow in an hour.
 """
 
 
@@ -65,10 +67,13 @@ class Fault:
 
 
 class Sample(NamedTuple):
-    """A process's memory of its own in MiB (without what it shares and maps), and its files."""
+    """A process's memory of its own in MiB (without what it shares and maps), its files, and tasks
+    of asyncio, which are not counted in the engines' processes.
+    """
 
     memory: float
     files: int
+    tasks: int = 0
 
 
 @dataclass
@@ -168,16 +173,37 @@ def slopes(times: Sequence[float], series: dict[str, list[Sample]]) -> str:
 
     What has only warmed up in the first half has stopped growing in the second. times: seconds.
     """
-    heads = ("MiB/hour", "in 2nd half", "files/hour", "in 2nd half")
+    heads = [it for what in ("MiB", "files", "tasks") for it in (f"{what}/hour", "in 2nd half")]
     lines = [f"{'slopes':26}" + "".join(f"{it:>20}" for it in heads)]
     begins = (0, len(times) // 2)
     for name, found in sorted(series.items()):
         if len(found) == len(times) > 5:
-            both = ([it.memory for it in found], [it.files for it in found])
-            told = [slope(times[it:], values[it:]) for values in both for it in begins]
+            told = [
+                slope(times[it:], values[it:])
+                for values in zip(*found, strict=True)
+                for it in begins
+            ]
             cells = "".join(f"{f'{rise:.1f} ± {error:.1f}':>20}" for rise, error in told)
             lines.append(f"{name:26}{cells}")
     return "\n".join(lines)
+
+
+def shares(times: Sequence[float], series: dict[str, list[Sample]]) -> tuple[str, list[str]]:
+    """By which share of it each process's memory, files and tasks grow in an hour, as a table; and
+    which of them grow by more than GROWS_HOURLY, beyond the error of the slope.
+    """
+    lines = [f"{'growth in an hour':26}" + "".join(f"{it:>20}" for it in Sample._fields)]
+    problems = []
+    for name, found in sorted(series.items()):
+        cells = ""
+        for what, values in zip(Sample._fields, zip(*found, strict=True), strict=True):
+            mean = sum(values) / len(values)
+            rise, error = (it / max(mean, 1) for it in slope(times, values))
+            cells += f"{f'{rise:.1%} ± {error:.1%}':>20}"
+            if rise - error > GROWS_HOURLY and not name.startswith("engine"):
+                problems.append(f"{what} of {name} grow by {rise:.1%} ± {error:.1%} an hour")
+        lines.append(f"{name:26}{cells}")
+    return "\n".join(lines), problems
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:

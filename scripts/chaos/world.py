@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from scripts.chaos.hostile.gate import Gate
 from scripts.chaos.ledger import Ledger, Sample
 from scripts.chaos.parts import Disk, Kept, Server, Store, model
 from scripts.chaos.traffic import Client
@@ -58,7 +59,8 @@ class World:
         self._ledger = ledger
         self._closing = closing
         self._hostile = hostile
-        self._secret = {"OPTION_ROUTER_SECRET": secrets.token_hex()} if prefill else {}
+        self._prefill = prefill
+        self._secret = {"OPTION_ROUTER_SECRET": secrets.token_hex()} if prefill or hostile else {}
         self.store = Store(folder, store)
         path = model(folder)
         self.servers = [self._server(n, path) for n in range(servers)]
@@ -72,16 +74,26 @@ class World:
         if hostile:
             environ["OPTION_ROUTING_STRATEGY"] = "kvaware"
         self.router = Kept("router", ["./entrypoint.sh", "route"], environ, folder, ledger)
+        self.listed = folder / "listed"
+        self.listed.mkdir()
+        urls = [it.url for it in self.servers]
+        self.gate = Gate(folder, urls, path, self._secret, ledger) if hostile else None
         self.aside = Client(self.router.url, Ledger())  # what is not part of the traffic
 
-    def _events(self) -> dict[str, str]:
-        """KV events, so that the router reads prompts, which clients may have made to harm it."""
-        return {"OPTION_KV_EVENTS": "true", "OPTION_KV_EVENTS_PORT": str(ports.free(2))}
+    def _attacked(self) -> dict[str, str]:
+        """KV events, so that the router reads prompts, which clients may have made to harm it, and
+        a list of adapters.
+        """
+        return {
+            "OPTION_KV_EVENTS": "true",
+            "OPTION_KV_EVENTS_PORT": str(ports.free(2)),
+            "OPTION_ADAPTER_LIST": str(self.folder / "listed"),
+        }
 
     def _role(self, n: int) -> dict[str, str]:
         """The first one computes long prompts for the others, at the router's word alone."""
         role = "decode" if n else "prefill"
-        return {"OPTION_SERVER_ROLE": role, "OPTION_ADMIN_API_KEY": ADMIN, **self._secret}
+        return {"OPTION_SERVER_ROLE": role}
 
     def _server(self, n: int, path: Path) -> Server:
         disk = Disk(self.folder / f"disk-{n + 1}")
@@ -93,7 +105,7 @@ class World:
             "OPTION_DTYPE": "float32",
             "OPTION_MAX_MODEL_LEN": "4096",
             "OPTION_KV_CACHE_MEMORY_BYTES": "256M",
-            **(self._events() if self._hostile else NO_PREFIX_CACHE),
+            **(self._attacked() if self._hostile else NO_PREFIX_CACHE),
             "OPTION_ENABLE_LORA": "true",
             "OPTION_MAX_LORAS": "4",
             "OPTION_ADAPTER_ROOTS": str(self.folder / "sources"),
@@ -101,7 +113,8 @@ class World:
             "OPTION_LMCACHE_CONFIG_FILE": str(tiers),
             "OPTION_KV_L2_URL": self.store.url,
             "OPTION_SESSIONS_PATH": str(self.folder / "sessions"),
-            **(self._role(n) if self._secret else {}),
+            **(self._role(n) if self._prefill else {}),
+            **({"OPTION_ADMIN_API_KEY": ADMIN, **self._secret} if self._secret else {}),
             # Each its own CPU: on shared ones the engines' threads wait for each other.
             "VLLM_CPU_OMP_THREADS_BIND": str(n % (os.cpu_count() or 1)),
         }
@@ -109,7 +122,7 @@ class World:
 
     @property
     def programs(self) -> list[Kept]:
-        return [*self.servers, self.router]
+        return [*self.servers, self.router, *([self.gate] if self.gate else [])]
 
     # its life
 
@@ -173,6 +186,7 @@ class World:
     def samples(self) -> dict[str, Sample]:
         """Each process's, but for helpers'."""
         found = {}
+        tasks = {it.name: it.tasks() for it in self.programs}
         for it in self.programs:
             processes = {it.name: it.own}
             for kind, command in PROCESSES.items():
@@ -182,7 +196,7 @@ class World:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     memory = process.memory_info()
                     own = (memory.rss - memory.shared) / (1 << 20)
-                    found[name] = Sample(own, process.num_fds())
+                    found[name] = Sample(own, process.num_fds(), tasks.get(name, 0))
         return found
 
 

@@ -199,7 +199,7 @@ def warning_due(expires: datetime, now: datetime) -> int | None:
 def pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
     """A certificate and its key, in PEM. Raises ValueError where they cannot be used."""
     try:
-        found = certificate.read_bytes(), key.read_bytes()
+        found = content(certificate), content(key)
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:
         raise ValueError(_reason(error)) from None

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lmi_config.facts.machine import Machine
-from lmi_config.facts.model import Folder, ModelError, weight_files
+from lmi_config.facts.model import LONGEST_JSON, Folder, ModelError, weight_files
 from lmi_config.options.parsers import AUTO
 from serving import folders
 from serving.kv_cache.harmless import ELSEWHERE, HARMLESS
@@ -118,8 +118,9 @@ def _length(folder: Path, options: Mapping[str, Any]) -> object:
     """
     length = options.get("max_model_len")
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        with (folder / "config.json").open("rb") as file:
+            config = json.loads(file.read(LONGEST_JSON))  # what is longer is cut, and no JSON
+    except (OSError, ValueError, RecursionError):
         config = None
     known = isinstance(config, dict) and not any(options.get(name) for name in _OTHER_CONFIG)
     if known and not any(_entries(config, "auto_map")):

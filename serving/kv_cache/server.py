@@ -200,10 +200,10 @@ class CacheServer(Collector):
 
     async def _answers(self) -> bool:
         try:
-            answer = await self._client.get(f"{self._url}/healthcheck")
+            async with self._client.stream("GET", f"{self._url}/healthcheck") as answer:
+                return answer.status_code == 200
         except httpx.HTTPError:
             return False
-        return answer.status_code == 200
 
     async def _read_series(self) -> None:
         """Keep the series of the server's metrics. Without them, nothing else changes."""

@@ -80,8 +80,8 @@ class ListFolder:
 
     def put(self, name: str, content: bytes) -> None:
         path = self._folder / name
-        with contextlib.suppress(FileNotFoundError):
-            if path.read_bytes() == content:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            if file.read(len(content) + 1) == content:
                 return
         with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as part:
             part.write(content)
@@ -199,6 +199,16 @@ class ListStore:
     if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
     """
 
+    _READ = """
+    local found = redis.call('HGET', KEYS[1], ARGV[1])
+    return found and string.sub(found, 1, ARGV[2])
+    """
+    _ALL = """
+    local found = redis.call('HGETALL', KEYS[1])
+    for n, text in ipairs(found) do found[n] = string.sub(text, 1, ARGV[1]) end
+    return found
+    """
+
     def __init__(self, url: str) -> None:
         """url: as OPTION_ADAPTER_LIST has it."""
         parts = urlsplit(url)
@@ -222,7 +232,7 @@ class ListStore:
 
     def read(self) -> Mapping[str, bytes]:
         with self._lock, self._faults():
-            version = self._client.hget(self.KEY, self._VERSION.decode())
+            version = self._client.eval(self._READ, 1, self.KEY, self._VERSION, LARGEST + 1)
             if version is None or version != self._version:
                 self._look()
             return {
@@ -238,7 +248,8 @@ class ListStore:
     def _look(self) -> None:
         """Read all, and write again what the store has lost."""
         _require_few(self._client.hlen(self.KEY))
-        found = cast("dict[bytes, bytes]", self._client.hgetall(self.KEY))
+        told = cast("list[bytes]", self._client.eval(self._ALL, 1, self.KEY, LARGEST + 1))
+        found = dict(zip(told[::2], told[1::2], strict=True))
         self._version = found.pop(self._VERSION, None)
         for name, content in found.items():
             if _age(content) > self.KEPT_S:

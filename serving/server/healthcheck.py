@@ -19,6 +19,9 @@ from serving.protocol import PING
 PING_S = 4
 """Below the 5 s after which the container's engine ends the check."""
 
+LARGEST = 64 * 1024
+"""Bytes of an answer that are told."""
+
 
 def url(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """Where a container answers /ping.
@@ -47,7 +50,7 @@ def fault(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
         with opener.open(url(command, environ), timeout=PING_S):
             return None
     except urllib.error.HTTPError as error:
-        return error.read().decode(errors="replace")
+        return error.read(LARGEST).decode(errors="replace")
     except (OSError, settings.SettingsError) as error:
         return redaction.redacted(str(error))
 

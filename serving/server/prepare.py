@@ -28,6 +28,8 @@ PARTS = EngineParts(
     cpu_lora="serving.engine.cpu_lora.Extension",
 )
 """Not imported here: a plan is made without vLLM and LMCache."""
+LARGEST = 4 * 2**20
+"""Bytes of a template."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +157,11 @@ def _chat_template(options: Settings) -> str | None:
     if not isinstance(given, str):
         return None
     try:
-        return Path(given).read_text("utf-8")
+        with Path(given).open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"the file has more than {LARGEST} bytes")
+        return content.decode()
     except (OSError, ValueError) as error:
         if {*given} & {*"{}\n"} or given in vllm_knows("chat_template"):
             return given

@@ -148,8 +148,10 @@ class Hub:
             return
         name = copy.parent.parent / "refs" / revision
         with contextlib.suppress(OSError):  # a cache that is mounted read-only
-            if name.is_file() and name.read_text() == copy.name:
-                return
+            if name.is_file():
+                with name.open("rb") as file:
+                    if file.read(len(copy.name) + 1) == copy.name.encode():
+                        return
             name.parent.mkdir(parents=True, exist_ok=True)
             new = name.with_name(f"{name.name}.{os.getpid()}.new")
             new.write_text(copy.name)

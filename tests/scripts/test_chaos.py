@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.chaos.ledger import End, Ledger, Sample, Verdict, grown, slope, slopes, table
+from scripts.chaos.ledger import End, Ledger, Sample, Verdict, grown, shares, slope, slopes, table
 from scripts.chaos.parts import Kept
 from scripts.chaos.traffic import (
     ERRORS,
@@ -365,8 +365,18 @@ def test_slopes_of_what_only_warms_up():
     warms_up = [Sample(100 + min(it, 1800) / 180, 40) for it in times]
     text = slopes(times, {"server": warms_up, "one that ended": warms_up[:9]})
     heads, row = text.splitlines()
-    assert heads.count("in 2nd half") == 2
+    assert heads.count("in 2nd half") == 3
     assert row.startswith("server ")
     whole, *others = [float(it) for it in row.replace("±", "").split()[1::2]]
     assert 5 < whole < 20
-    assert others == [0, 0, 0]
+    assert others == [0] * 5
+
+
+def test_what_grows_by_more_than_it_may_in_an_hour_is_told():
+    times = [float(it) for it in range(0, 3600, 300)]
+    steady = [Sample(100, 40, 20) for _ in times]
+    leaks = [Sample(100 + it / 360, 40, 20) for it in times]
+    text, problems = shares(times, {"server": leaks, "router": steady, "engine core": leaks})
+    assert len(text.splitlines()) == 4
+    assert len(problems) == 1
+    assert problems[0].startswith("memory of server grow")

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile clients of scripts/dev chaos, against a real server over the tests' engine."""
 
+import ast
 import asyncio
 import random
 
 import pytest
 
-from scripts.chaos import hostile
-from scripts.chaos.bombs import png
-from scripts.chaos.hostile import ATTACKS, Hostile
+from scripts.chaos.hostile import clients
+from scripts.chaos.hostile.bombs import png
+from scripts.chaos.hostile.clients import ATTACKS, Hostile
+from scripts.chaos.hostile.code import hostile_code
 from scripts.chaos.ledger import End, Ledger
 from scripts.chaos.watch import Target, pings, watch
 from tests.serving.conftest import running
@@ -24,8 +26,8 @@ async def served(anyio_backend):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(hostile, "PATIENCE_S", 5)
-    monkeypatch.setattr(hostile, "HELD_S", 0.05)
+    monkeypatch.setattr(clients, "PATIENCE_S", 5)
+    monkeypatch.setattr(clients, "HELD_S", 0.05)
 
 
 def target_of(served):
@@ -38,7 +40,9 @@ async def test_an_attack_ends_and_harms_nobody(served, tmp_path, attack):
     served.engine.gate.set()
     archive = tmp_path / "broken.tar.gz"
     archive.write_bytes(b"no archive")
-    it = Hostile(target_of(served), random.Random(attack.__name__), ledger, [archive])
+    it = Hostile(
+        target_of(served), random.Random(attack.__name__), ledger, [archive], [tmp_path / "code"]
+    )
     await attack(it)
     assert ledger.good, ledger.text()
     assert ledger.total(End.EXPLAINED, End.DROPPED)
@@ -47,7 +51,7 @@ async def test_an_attack_ends_and_harms_nobody(served, tmp_path, attack):
 
 async def test_what_is_no_documented_answer_is_told(served):
     ledger = Ledger()
-    it = Hostile(target_of(served), random.Random(0), ledger, [])
+    it = Hostile(target_of(served), random.Random(0), ledger, [], [])
     it.judge("made up", 500, b"Internal Server Error", frozenset())
     it.judge("made up", 200, b"{}", frozenset())
     it.judge("made up", 400, b'{"code":400,"error":"no"}', frozenset())
@@ -70,6 +74,13 @@ async def test_a_ping_that_fails_is_told(served):
     text, problems = pings([target], Target("bystander", 0, 0, [0.001]))
     assert text.splitlines()[1].startswith("server ")
     assert problems[-1].startswith("/ping of server was not answered with 200")
+
+
+def test_hostile_code_is_code(tmp_path):
+    found = hostile_code(tmp_path)
+    assert len(found) > 5
+    for folder in found:
+        ast.parse((folder / "model.py").read_text())
 
 
 def test_a_picture_is_small_to_send_and_large_to_decode():

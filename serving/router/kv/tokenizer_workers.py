@@ -65,6 +65,8 @@ _OVER_ITS_REQUEST = (
 _FIRST = msgspec.msgpack.encode(
     (CHAT_COMPLETIONS, "", b'{"messages": [{"role": "user", "content": "a"}]}')
 )
+LONGEST_ANSWER = 16 * 2**20
+"""Bytes of one: four for each token, of a body of at most LARGEST."""
 _LENGTH = struct.Struct("<I")
 _Worker = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -164,7 +166,7 @@ async def _ask(worker: _Worker, request: bytes, free: asyncio.Queue[_Worker]) ->
         writer.write(request)
         await writer.drain()
         answer = await _frame(reader)
-    except (OSError, EOFError):  # the processes have ended
+    except (OSError, EOFError):  # the processes have ended, or it is of no use
         return b""
     free.put_nowait(worker)
     return answer
@@ -175,7 +177,10 @@ def _framed(content: bytes) -> bytes:
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
+    """Raises OSError where a worker says that it will send more than an answer can have."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > LONGEST_ANSWER:
+        raise OSError(f"a tokenizer's answer has {length} bytes")
     return await reader.readexactly(length)
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import tarfile
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from serving.engine.base import EngineError
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
 from serving.lora.shared_list import (
+    LARGEST,
     Entry,
     ListBucket,
     ListFolder,
@@ -368,6 +370,24 @@ def test_old_deletions_are_forgotten(valkey):
             assert it.read() == {"a.json": b"1"}
             client.hset(ListStore.KEY, "version", f"{it}")
         assert sorted(client.hkeys(ListStore.KEY)) == [b"a.json", b"version"]
+
+
+def test_of_a_large_field_in_a_store_so_much_is_read(valkey):
+    it = ListStore(f"valkey://127.0.0.1:{valkey.port}")
+    it.put("a.json", b"1")
+    with Redis(port=valkey.port) as client:
+        large = b"x" * 64 * 2**20
+        client.hset(ListStore.KEY, mapping={"b.json": large, "version": large})
+    tracemalloc.start()
+    try:
+        found = it.read()
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert {name: len(content) for name, content in found.items()} == {
+        "a.json": 1,
+        "b.json": LARGEST + 1,
+    }
 
 
 async def test_one_that_was_pinned_may_be_registered_again_without(root, shared):

@@ -3,6 +3,7 @@
 
 import functools
 import gzip
+import json
 import struct
 import tarfile
 import zlib
@@ -34,6 +35,28 @@ def bombs(folder: Path) -> list[Path]:
             for piece in data:
                 file.write(piece)
         found.append(path)
+    return found
+
+
+def folders(folder: Path) -> list[Path]:
+    """Adapters whose files are hostile in themselves."""
+    header = b"{" + b",".join(b'"%06x":[]' % n for n in range(2_000_000)) + b"}"
+    weights = {
+        "many-tensors": struct.pack("<Q", len(header)) + header,
+        "no-length": struct.pack("<Q", 2**63) + b"{}",
+        "deep": struct.pack("<Q", 2**20) + b"[" * 2**20,
+    }
+    found = []
+    for name, content in weights.items():
+        found.append(folder / name)
+        found[-1].mkdir(parents=True)
+        told = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        (found[-1] / "adapter_config.json").write_text(json.dumps(told))
+        (found[-1] / "adapter_model.safetensors").write_bytes(content)
+    found.append(folder / "lists")
+    found[-1].mkdir()
+    (found[-1] / "adapter_config.json").write_bytes(b'{"a":[' + b"[]," * 10**6 + b"1]}")
+    (found[-1] / "adapter_model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return found
 
 
@@ -73,6 +96,18 @@ def _archives() -> Iterator[tuple[str, Iterator[bytes]]]:
         yield header("../../../../tmp/hostile-was-here", 512)
         yield bytes(512)
 
+    def names() -> Iterator[bytes]:
+        for _ in range(300):
+            yield header("name", 256 << 10, tarfile.GNUTYPE_LONGNAME)
+            yield b"x" * (256 << 10)
+
+    def records() -> Iterator[bytes]:
+        data = b"".join(b"%d k%07d=v\n" % (len(b"NN k0000000=v\n"), n) for n in range(60_000))
+        yield header("pax", len(data), tarfile.XHDTYPE)
+        yield data.ljust(-(-len(data) // 512) * 512, b"\0")
+
+    yield "names", names()
+    yield "records", records()
     yield "pax", large_pax()
     yield "large", large_file()
     yield "negative", negative()

@@ -12,27 +12,27 @@ import base64
 import contextlib
 import json
 import random
-import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from scripts.chaos.bombs import bombs, png
+from scripts.chaos.hostile.bombs import png
 from scripts.chaos.ledger import End, Ledger, Verdict
-from scripts.chaos.parts import Kept
-from scripts.chaos.traffic import SESSION, completion, connected, error_of, lmi, posted, words
-from scripts.chaos.watch import Target, pings, watch
-from scripts.harness.process import Program
-from scripts.harness.wait import until_async
+from scripts.chaos.traffic import (
+    ADAPTER,
+    SESSION,
+    Connected,
+    completion,
+    error_of,
+    lmi,
+    posted,
+    words,
+)
+from scripts.chaos.watch import Target
 
 PATIENCE_S = 20.0
 """How long an attack goes on, and waits for an answer."""
-ATTACKERS = 4
-"""Hostile clients at the same time, each with up to thousands of connections."""
 HELD_S = 5.0
 """How long connections are held on which nothing is sent or read."""
 REFUSALS = frozenset(
@@ -43,12 +43,21 @@ REFUSALS = frozenset(
 
 @dataclass
 class Hostile:
-    """One attack's means. archives: files that the servers may be told to load adapters from."""
+    """One attack's means. archives: files and folders that the servers may be told to load adapters
+    from. code: folders of adapters whose code is hostile.
+    """
 
     target: Target
     drawn: random.Random
     ledger: Ledger
     archives: list[Path]
+    code: Sequence[Path]
+
+    async def connected(self) -> Connected:
+        """A connection, with TLS where the target has it."""
+        return Connected(
+            *await asyncio.open_connection("127.0.0.1", self.target.port, ssl=self.target.tls)
+        )
 
     def count(self, kind: str, end: End, told: str = "") -> None:
         self.ledger.count(f"hostile: {kind}", Verdict(end, told))
@@ -60,7 +69,7 @@ class Hostile:
         """
         try:
             async with asyncio.timeout(PATIENCE_S):
-                reader, writer = await connected(self.target.port)
+                reader, writer = await self.connected()
                 try:
                     with contextlib.suppress(ConnectionError):
                         writer.write(data)
@@ -78,7 +87,7 @@ class Hostile:
 
     def judge(self, kind: str, status: int, body: bytes, also: frozenset[int]) -> None:
         error = error_of(body)
-        if status in also:
+        if status in also | self.target.answers:
             self.count(kind, End.EXPLAINED, f"{kind}: answered {status}")
         elif status in REFUSALS and error and error[0] == status:
             self.count(kind, End.EXPLAINED, f"{kind}: refused with {status}")
@@ -95,7 +104,8 @@ class Hostile:
         also: frozenset[int] = frozenset(),
     ) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        await self.send(kind, posted(data, path, *headers), also)
+        key = [b"authorization: Bearer " + self.target.key.encode()] if self.target.key else []
+        await self.send(kind, posted(data, path, *key, *headers), also)
 
     @contextlib.asynccontextmanager
     async def many(self, count: int) -> Any:
@@ -105,7 +115,7 @@ class Hostile:
             for _ in range(count):
                 try:
                     async with asyncio.timeout(2):
-                        opened.append(await connected(self.target.port))
+                        opened.append(await self.connected())
                 except (OSError, TimeoutError):
                     break
             yield opened
@@ -131,7 +141,7 @@ async def heads_that_never_end(it: Hostile) -> None:
     """Header after header, or one URL, until somebody has enough."""
     kind = "head without an end"
     try:
-        reader, writer = await connected(it.target.port)
+        reader, writer = await it.connected()
     except OSError:
         return
     begin, piece = it.drawn.choice(
@@ -181,7 +191,7 @@ async def slow_bytes(it: Hostile) -> None:
     data = posted(json.dumps(lmi("slow")).encode())
     with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(PATIENCE_S):
-            _, writer = await connected(it.target.port)
+            _, writer = await it.connected()
             try:
                 for byte in data:
                     writer.write(bytes((byte,)))
@@ -223,7 +233,7 @@ async def lines_for_nobody(it: Hostile) -> None:
     body = b"\n".join([line] * it.drawn.choice([500, 2000]))
     kind = b"content-type: application/jsonlines"
     with contextlib.suppress(OSError):
-        _, writer = await connected(it.target.port)
+        _, writer = await it.connected()
         writer.write(posted(body, b"/invocations", kind))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(writer.drain(), 2)
@@ -289,7 +299,7 @@ async def leaving(it: Hostile) -> None:
     head = data.index(b"\r\n\r\n") + 4
     for sent in (3, head - 5, head, head + len(body) // 2, len(data) - 1, len(data)):
         with contextlib.suppress(OSError):
-            reader, writer = await connected(it.target.port)
+            reader, writer = await it.connected()
             writer.write(data[:sent])
             await writer.drain()
             if sent == len(data) and it.drawn.random() < 0.7:
@@ -343,6 +353,105 @@ async def strangers(it: Hostile) -> None:
     await it.send("websocket", head + key, also=frozenset((200,)))
 
 
+async def handshakes(it: Hostile) -> None:
+    """TLS handshakes that begin and do not end; on a port without TLS they are no HTTP."""
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(505)
+    opened: list[asyncio.StreamWriter] = []
+    try:
+        for _ in range(min(it.target.limit, 1000)):
+            async with asyncio.timeout(2):
+                _, writer = await asyncio.open_connection("127.0.0.1", it.target.port)
+            opened.append(writer)
+            writer.write(hello[: it.drawn.choice((0, 3, 200, len(hello) - 1, len(hello)))])
+    except (OSError, TimeoutError):
+        pass
+    await asyncio.sleep(HELD_S)
+    for writer in opened:
+        writer.transport.abort()
+    it.count("handshakes without an end", End.DROPPED)
+
+
+async def old_clients(it: Hostile) -> None:
+    """HTTP/1.0, with what HTTP/1.0 does not have."""
+    body = json.dumps(completion("old", max_tokens=2)).encode()
+    heads = (
+        b"",
+        b"connection: keep-alive\r\n",
+        b"expect: 100-continue\r\n",
+        b"transfer-encoding: chunked\r\n",
+        b"upgrade: h2c\r\n",
+    )
+    for more in heads:
+        length = b"" if b"transfer" in more else b"content-length: %d\r\n" % len(body)
+        head = b"POST /v1/completions HTTP/1.0\r\n" + more + length
+        await it.send("HTTP/1.0", head + b"\r\n" + body, frozenset((200, 401, 411)))
+    await it.send("HTTP/1.0", b"GET /ping HTTP/1.0\r\n\r\n", frozenset((200,)))
+
+
+async def items(it: Hostile) -> None:
+    """Items of the Responses API that fit none of its forms, or all of them."""
+    n = it.drawn.choice((500, 5_000))
+    item: Any = it.drawn.choice(
+        [
+            {"type": "reasoning", "x": [{}] * 60},
+            {"type": "message", "role": "user", "content": [{}] * 30},
+            {"type": "function_call_output", "output": [[]] * 50},
+            {"x": "y"},
+            [],
+            "a",
+        ]
+    )
+    await it.post("items", {"input": [item] * n}, b"/v1/responses")
+
+
+async def template_keywords(it: Hostile) -> None:
+    """Keyword arguments of the model's own template, deep, wide or with names of its own."""
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    keywords: dict[str, Any] = it.drawn.choice(
+        [
+            {"tools": [{"x": "y" * 1000}] * 2000},
+            {"a": deep},
+            {f"k{n}": n for n in range(50_000)},
+            {"messages": [{"role": "user", "content": "z"}] * 20_000},
+            {"add_generation_prompt": ["x"] * 100_000, "tokenize": {"a": 1}},
+        ]
+    )
+    message = [{"role": "user", "content": "hello"}]
+    body = {"messages": message, "max_tokens": 1, "chat_template_kwargs": keywords}
+    path = b"/v1/chat/completions"
+    await it.post("template keywords", body, path, also=frozenset((200,)))
+
+
+async def scoring(it: Hostile) -> None:
+    """Log probabilities of the prompt, as evaluation harnesses ask for them, with adapters."""
+    more: Mapping[str, Any] = it.drawn.choice(
+        [
+            {"prompt_logprobs": 5},
+            {"prompt_logprobs": 0},
+            {"echo": True, "logprobs": 5},
+            {"echo": True, "logprobs": 0, "max_tokens": 0},
+        ]
+    )
+    body = completion(words(it.drawn.random(), 60), **{"max_tokens": 1, **more})
+    adapter = it.drawn.choice([[], [f"{ADAPTER}: one".encode()]])
+    await it.post("scoring", body, b"/v1/completions", *adapter, also=frozenset((200,)))
+
+
+async def hostile_code(it: Hostile) -> None:
+    """Adapters whose code harms its server when it is asked."""
+    folder = it.drawn.choice(it.code)
+    name = f"{folder.name}-{it.drawn.randrange(10**6)}"
+    kind = f"code that {folder.name}"
+    ready = frozenset((200,))
+    await it.post(kind, b"", f"/adapters?name={name}&src={folder}".encode(), also=ready)
+    header = f"{ADAPTER}: {name}".encode()
+    for _ in range(2):
+        await it.post(kind, lmi("evil"), b"/invocations", header, also=ready)
+    await it.send(kind, b"DELETE /adapters/%b HTTP/1.1\r\nhost: a\r\n\r\n" % name.encode(), ready)
+
+
 ATTACKS: tuple[Callable[[Hostile], Awaitable[None]], ...] = (
     heads_that_never_end,
     silent_connections,
@@ -358,42 +467,10 @@ ATTACKS: tuple[Callable[[Hostile], Awaitable[None]], ...] = (
     costly,
     reading_nothing,
     strangers,
+    handshakes,
+    old_clients,
+    items,
+    template_keywords,
+    scoring,
+    hostile_code,
 )
-
-
-async def attack(
-    targets: list[Target], seed: str, ledger: Ledger, archives: list[Path], until: float
-) -> None:
-    """One attack after the other, in an order of its own, until that time (monotonic)."""
-    drawn = random.Random(seed)
-    order: list[Callable[[Hostile], Awaitable[None]]] = []
-    while time.monotonic() < until:
-        order = order or drawn.sample(ATTACKS, len(ATTACKS))
-        await order.pop()(Hostile(drawn.choice(targets), drawn, ledger, archives))
-        await asyncio.sleep(drawn.random() / 2)
-
-
-async def assault(
-    programs: Sequence[Kept], folder: Path, seed: int, minutes: float, ledger: Ledger
-) -> str:
-    """Attack these for so long, and look whether /ping is answered. How it was, as a table."""
-    archives = bombs(folder)
-    targets = [Target(it.name, it.port, it.own.rlimit(psutil.RLIMIT_NOFILE)[0]) for it in programs]
-    answering = Program(sys.executable, "-m", watch.__module__, "answer", "{port}")
-    bystander = Target("bystander", answering.port, 0)
-    until = time.monotonic() + 60 * minutes
-    with answering:
-        await until_async(answering.listens)
-        async with asyncio.TaskGroup() as tasks:
-            watching = [tasks.create_task(watch(it)) for it in (*targets, bystander)]
-            attackers = [
-                attack(targets, f"{seed} {n}", ledger, archives, until) for n in range(ATTACKERS)
-            ]
-            try:
-                await asyncio.gather(*attackers)
-            finally:
-                for task in watching:
-                    task.cancel()
-    text, problems = pings(targets, bystander)
-    ledger.problems += problems
-    return text

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m scripts.chaos.counted ARGUMENTS`: run a module as `python ARGUMENTS` would, and write
+how many tasks of asyncio there are to the file that TASKS_FILE names, every second.
+
+Tasks that are done count until they are collected.
+"""
+
+import asyncio
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+TASKS_FILE = "CHAOS_TASKS_FILE"
+
+
+def count(file: Path) -> None:
+    while True:
+        told = file.with_suffix(".new")
+        told.write_text(f"{len(asyncio.tasks._all_tasks)}")  # type: ignore[attr-defined]
+        told.rename(file)
+        time.sleep(1)
+
+
+def main() -> None:
+    _, _, module, *arguments = sys.argv[1:]  # -P -m MODULE …, as entrypoint.sh has it
+    if file := os.environ.pop(TASKS_FILE, ""):
+        threading.Thread(target=count, args=(Path(file),), daemon=True).start()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
