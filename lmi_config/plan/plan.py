@@ -173,6 +173,7 @@ def make(
         settings = attention.whole(settings)
     derived: dict[str, Any] = vllm.parsers(settings, chat)
     derived |= vllm.batch(settings, machine, model)
+    derived |= vllm.reuse(settings, machine, model)
     cache_environment: dict[str, str] = {}
     if budget.kv is not None:
         derived["kv_cache_memory_bytes"] = budget.kv

@@ -418,3 +418,20 @@ def test_chunks_that_blocks_do_not_divide_are_refused(chunk, gpus, block, fix, e
     with pytest.raises(SettingsError, match=f"chunks of {chunk:,} tokens") as found:
         planned(config, gpus, options)
     assert fix in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "environ", "expected"),
+    [
+        (JAMBA, 0, {}, False),
+        (JAMBA, 1, {}, None),
+        (JAMBA, 0, {"OPTION_ENABLE_PREFIX_CACHING": "true"}, True),
+        (MAMBA, 0, {}, False),
+        (LLAMA, 0, {}, None),
+    ],
+)
+def test_prefix_caching_is_off_where_it_ends_the_engine(config, gpus, environ, expected):
+    """Without a GPU, in models that keep a state."""
+    found = planned(config, gpus, environ)
+    assert found.options.get("enable_prefix_caching") is expected
+    assert any("prefix caching is off" in it for it in found.findings) == (expected is False)
