@@ -131,6 +131,9 @@ def make(
         + vllm.kv_events_faults(settings, spread.copies)
         + vllm.quantization_faults(settings, machine, model)
         + speculation.faults(settings, model, draft)
+        + attention.chunk_faults(
+            settings, model.kept, kv_tiers.block_size(settings, machine), bool(machine.gpus)
+        )
     )
     if faults:
         raise SettingsError(faults)
@@ -173,6 +176,7 @@ def make(
         settings = attention.whole(settings)
     derived: dict[str, Any] = vllm.parsers(settings, chat)
     derived |= vllm.batch(settings, machine, model)
+    derived |= vllm.reuse(settings, machine, model)
     cache_environment: dict[str, str] = {}
     if budget.kv is not None:
         derived["kv_cache_memory_bytes"] = budget.kv

@@ -12,7 +12,7 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
-from lmi_config.plan import lmcache
+from lmi_config.plan import lmcache, vllm
 from lmi_config.plan.attention.verdict import HYBRID, Verdict, whole
 from lmi_config.plan.kv_tiers import NoTiers, Tiers, block_size, format_size, wanted
 from lmi_config.plan.memory import (
@@ -82,6 +82,11 @@ def findings(
     if settings.lmcache and not wanted(settings):
         names = ", ".join(sorted(settings.lmcache)[:3])
         yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"
+    if vllm.reuse(settings, machine, model):
+        yield (
+            "prefix caching is off: without a GPU, vLLM ends at a prompt with it where layers "
+            "keep a state"
+        )
     if settings.kv_events and settings.engine.get("enable_prefix_caching") is False:
         yield (
             "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave "

@@ -93,6 +93,7 @@ PARSERS = {"tool_call_parser": "tools", "reasoning_parser": "reasoning"}
 _PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
 """... → the option whose file may bring more of them."""
 NO_PARSER = "none"
+_REUSE = "enable_prefix_caching"
 _HEARING = 4096  # tokens of a step without a GPU: two sounds of Whisper's, or more
 
 LORA_MODULES = "lora_modules"
@@ -202,6 +203,16 @@ def batch(settings: Settings, machine: Machine, model: ModelFacts) -> dict[str, 
     if machine.gpus or not model.heard or settings.max_rolling_batch_prefill_tokens:
         return {}
     return {"max_num_batched_tokens": max(model.heard, _HEARING)}
+
+
+def reuse(settings: Settings, machine: Machine, model: ModelFacts) -> dict[str, Any]:
+    """vLLM's option for its prefix cache, where nobody has set it and it would end the engine: for
+    models that keep a state, vLLM (0.32) wants the states within a prompt, and its code for CPUs
+    has the last one only (mamba_mixer2.py; seen with Falcon-H1).
+    """
+    if machine.gpus or not model.kept.state or _REUSE in settings.engine:
+        return {}
+    return {_REUSE: False}
 
 
 def _flags(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:

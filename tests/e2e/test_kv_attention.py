@@ -53,6 +53,8 @@ AS_ON_GPUS = {
 """The cache server copies, and a block is a part of a chunk."""
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
 QUICK_RESTARTS = (sys.executable, "tests/e2e/quick_restarts.py", "serve")
+NOISY = (sys.executable, "tests/e2e/noisy_tiers.py", "serve")
+DIFFERS = "gives another first token than computed KV"
 HITS = 4 * CHUNK
 """Tokens that have to come from tiers at least, or nothing was compared."""
 _numbers = itertools.count()
@@ -238,7 +240,13 @@ def restarts(tiered: Tiered) -> int:
 
 
 @contextlib.contextmanager
-def tiered(kind: str, folder: Path, behind: str = "memory", **more: str) -> Iterator[Tiered]:
+def tiered(
+    kind: str,
+    folder: Path,
+    behind: str = "memory",
+    command: tuple[str, ...] = QUICK_RESTARTS,
+    **more: str,
+) -> Iterator[Tiered]:
     """behind: memory alone, with the sizes that are found; or little memory before a disk or a
     shared store.
     """
@@ -260,10 +268,10 @@ def tiered(kind: str, folder: Path, behind: str = "memory", **more: str) -> Iter
                 options["OPTION_KV_L2_URL"] = f"redis://127.0.0.1:{store.port}"
             (folder / "lmcache.yaml").write_text(config)
             options["OPTION_LMCACHE_CONFIG_FILE"] = str(folder / "lmcache.yaml")
-        served = stack.enter_context(serving(folder / "log", *QUICK_RESTARTS, **options))
+        served = stack.enter_context(serving(folder / "log", *command, **options))
         served.ready()
         yield Tiered(served, disk, store)
-        assert "gives another first token than computed KV" not in served.log.read_text()
+        assert command == NOISY or DIFFERS not in served.log.read_text()
 
 
 QUICK = ("full", "windows", "windows_and_full")
@@ -346,6 +354,36 @@ def test_copying_as_on_gpus(kind, tmp_path):
         assert lengths(it) >= HITS
         tenants(it)
         more_in_the_engine(it)
+
+
+@pytest.mark.nightly
+def test_tiers_whose_kv_is_wrong_are_used_no_more(tmp_path):
+    """OPTION_KV_TIERS_VERIFY: the first hits are answered wrongly, and later requests are not,
+    those too whose wrong KV the engine itself has by then.
+    """
+    with tiered("full", tmp_path, command=NOISY, OPTION_KV_TIERS_VERIFY="1") as it:
+        prompts = [tokens(300, 13 * number) for number in range(8)]
+        right = [it.cold(prompt) for prompt in prompts]
+        for prompt in prompts:
+            it.ask(prompt, 1)
+        it.evict()
+        wrong, seen = 0, iter([*zip(prompts, right, strict=True)] * 3)
+        while it.served.metric("slipway_kv_tiers_off") < 1:
+            prompt, answer = next(seen)
+            wrong += it.ask(prompt).tokens != answer.tokens
+            with contextlib.suppress(TimeoutError):
+                until(lambda: it.served.metric("slipway_kv_tiers_off"), 2)
+        assert wrong
+        assert DIFFERS in it.served.log.read_text()
+        for _ in range(2):
+            for prompt, answer in zip(prompts, right, strict=True):
+                again = it.ask(prompt)
+                assert again.tokens == answer.tokens
+                assert again.logprobs == pytest.approx(answer.logprobs, abs=NEAR)
+        came = it.from_tiers()
+        it.evict()
+        assert it.ask(prompts[0]).cached == 0
+        assert it.from_tiers() == came
 
 
 @pytest.mark.nightly

@@ -25,6 +25,11 @@ WINDOWS_ONLY = "windows_only"
 CHUNKED = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
 """vLLM's variable; where it is 0, layers that attend in chunks keep all tokens."""
 
+SMALLEST_BLOCK = {False: 32, True: 16}
+"""Tokens, by whether there are GPUs: what blocks are multiples of (get_supported_kernel_block_sizes
+in vllm/v1/attention/backends/cpu_attn.py and flash_attn.py).
+"""
+
 _FORMATS = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 """Formats of the cache with nothing but numbers in a page, or whole tokens (fp8_ds_mla)."""
 _WITHOUT_KV = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix")
@@ -150,6 +155,24 @@ def vllms_own(
     if not off or HYBRID in settings.engine:
         return settings
     return whole(settings)
+
+
+def chunk_faults(settings: Settings, kept: KvLayers, block: int, gpus: bool) -> list[str]:
+    """That a block of the KV cache does not divide the chunks that layers attend in, with which the
+    engine ends at its first request (make_local_attention_virtual_batches in
+    vllm/v1/attention/backends/utils.py). block: tokens.
+    """
+    chunk = max(kept.windows, default=0)
+    if not kept.chunked or not chunk % block:
+        return []
+    least = SMALLEST_BLOCK[gpus]
+    fits = next((it for it in range(block - block % least, 0, -least) if not chunk % it), None)
+    name = settings.named("block_size")
+    fix = f"set {name}={fits}" if fits else f"no block divides them (of {least} tokens or more)"
+    return [
+        f"{name}: the model's layers attend in chunks of {chunk:,} tokens, of which a block of "
+        f"{block} has to be a whole part; {fix}"
+    ]
 
 
 def whole(settings: Settings) -> Settings:

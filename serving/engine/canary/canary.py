@@ -4,7 +4,8 @@
 The engine computes its first token twice more: with the KV that it has now, which was loaded, and
 with a salt of its own, so that all of it is computed. Where their log probabilities differ too
 often, the tiers are used no more: each later request carries a mark, by which the connector in the
-engine's process neither looks it up nor stores it.
+engine's process neither looks it up nor stores it. It gets another salt, too, so that it does not
+find in the engine's own cache what was loaded before.
 """
 
 import asyncio
@@ -40,6 +41,8 @@ class Canary:
         """client: vLLM's AsyncLLM."""
         self._client, self._how = client, verification
         self.tally = Tally()
+        self._afresh = secrets.token_hex(16)
+        """What the salts of requests begin with once the tiers are off."""
         self._hits = 0
         self._task: asyncio.Task[None] | None = None
         config = client.vllm_config
@@ -58,9 +61,13 @@ class Canary:
 
     def begin(self, request: Any) -> None:
         """A request is about to go to the engine: mark it where the tiers are off."""
-        parameters = request.sampling_params
-        if self.tally.off and parameters is not None:
+        if not self.tally.off:
+            return
+        if (parameters := request.sampling_params) is not None:
             parameters.extra_args = _marked(parameters.extra_args)
+        salt = request.cache_salt or ""
+        if not salt.startswith(self._afresh):
+            request.cache_salt = self._afresh + salt
 
     def hit(self, request: Any, busy: int) -> None:
         """A request was answered with KV of the tiers. busy: requests that the engine has now."""

@@ -30,11 +30,12 @@ from serving.kv_cache.lmcache.kv_events import report_what_all_share
 from serving.kv_cache.lmcache.lookups import Lookups
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
 from serving.kv_cache.lmcache.shared_store import SharedStore
-from serving.kv_cache.patches import null_chunks
+from serving.kv_cache.patches import forgotten_workers, null_chunks
 
 
 def run() -> None:
-    null_chunks.apply()
+    for patch in (forgotten_workers, null_chunks):
+        patch.apply()
     sum_tenants()
     report_what_all_share()
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # we ask every 2 s

@@ -391,3 +391,47 @@ def test_the_engine_copies_where_all_layers_have_a_window(gpus):
         found = planned(config, gpus)
         connector = found.options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
         assert ("engine_driven" in connector.values()) is pinned
+
+
+@pytest.mark.parametrize("environ", [AUTO, {}])
+@pytest.mark.parametrize(
+    ("chunk", "gpus", "block", "fix"),
+    [
+        (8192, 0, None, None),
+        (8192, 1, None, None),
+        (192, 0, None, "set OPTION_BLOCK_SIZE=96"),
+        (160, 0, None, "set OPTION_BLOCK_SIZE=32"),
+        (64, 0, None, "set OPTION_BLOCK_SIZE=64"),
+        (192, 0, 64, None),
+        (200, 0, None, "no block divides them (of 32 tokens or more)"),
+        (200, 1, None, "no block divides them (of 16 tokens or more)"),
+        (8192, 1, 48, "set OPTION_BLOCK_SIZE=32"),
+    ],
+)
+def test_chunks_that_blocks_do_not_divide_are_refused(chunk, gpus, block, fix, environ):
+    """vLLM ends at the first request."""
+    config = LLAMA4 | {"attention_chunk_size": chunk}
+    options = environ | ({"OPTION_BLOCK_SIZE": str(block)} if block else {})
+    if not fix:
+        planned(config, gpus, options)
+        return
+    with pytest.raises(SettingsError, match=f"chunks of {chunk:,} tokens") as found:
+        planned(config, gpus, options)
+    assert fix in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "environ", "expected"),
+    [
+        (JAMBA, 0, {}, False),
+        (JAMBA, 1, {}, None),
+        (JAMBA, 0, {"OPTION_ENABLE_PREFIX_CACHING": "true"}, True),
+        (MAMBA, 0, {}, False),
+        (LLAMA, 0, {}, None),
+    ],
+)
+def test_prefix_caching_is_off_where_it_ends_the_engine(config, gpus, environ, expected):
+    """Without a GPU, in models that keep a state."""
+    found = planned(config, gpus, environ)
+    assert found.options.get("enable_prefix_caching") is expected
+    assert any("prefix caching is off" in it for it in found.findings) == (expected is False)

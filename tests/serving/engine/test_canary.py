@@ -170,6 +170,13 @@ async def test_after_three_that_differ_requests_are_marked_and_no_prompt_is_logg
     await hits(watch)
     watch.begin(marked)
     assert marked.sampling_params.extra_args == {"kv_transfer_params": {WITHOUT_TIERS: True}}
+    assert marked.cache_salt.endswith("own")  # what was loaded before is found no more
+    assert len(marked.cache_salt) > 16
+    kept, other, plain = marked.cache_salt, asked(), asked(cache_salt=None)
+    for request in (marked, other, plain):
+        watch.begin(request)
+    assert marked.cache_salt == other.cache_salt == kept  # of tenants each one's own, and the same
+    assert plain.cache_salt == kept.removesuffix("own")
     assert canary._OFF._value.get() == 1
     text = caplog.text
     assert all(it in text for it in ("l1+disk", "Tiny", "used no more"))

@@ -504,16 +504,60 @@ def test_a_preempted_request_is_computed_when_its_load_fails(engine, in_flight):
     engine.answer(name)
 
 
-def test_a_server_that_was_restarted_unnoticed_is_used_again(engine):
+def forget_worker(engine: Engine) -> None:
+    """What a server does that ends and is started again between two pings."""
     adapter = engine.worker.worker_adapter
-    forgotten = adapter.req_client.unregister_kv_cache_engine_driven_context(adapter.instance_id)
-    forgotten.result(timeout=5)
-    engine.answer(engine.ask(14))  # in vain stored
-    engine.until(lambda: adapter.is_healthy)
-    engine.known(15)
-    name = engine.loading(15)
-    assert name in engine.step().finished_recving
-    engine.answer(name)
+    client, instance = adapter.req_client, adapter.instance_id
+    client.unregister_kv_cache_engine_driven_context(instance).result(timeout=5)
+    client.unregister_kv_cache(instance).result(timeout=5)
+
+
+def is_used(engine: Engine, first: int) -> None:
+    """Whether prompts are stored and loaded again, before long."""
+
+    def loads() -> bool:
+        engine.answer(engine.ask(first))
+        engine.idle()
+        assert engine.scheduler.reset_prefix_cache()
+        name = engine.ask(first)
+        engine.answer(name)
+        engine.idle()
+        assert engine.scheduler.reset_prefix_cache()
+        return name in engine.loaded
+
+    engine.until(loads, 30)
+
+
+@pytest.fixture(params=["engine_driven", "lmcache_driven"])
+def copying(request, server):
+    """Engines with each way of copying: that without GPUs, and that with GPUs."""
+    found = Engine(server.port, connector=QUICK | {"lmcache.mp.mp_transfer_mode": request.param})
+    yield found
+    found.idle()
+    found.worker.shutdown()
+    found.scheduler.shutdown()
+
+
+def test_a_server_that_was_restarted_unnoticed_is_used_again(copying):
+    copying.known(14)
+    forget_worker(copying)
+    is_used(copying, 15)
+
+
+def test_a_load_that_a_restarted_server_knows_nothing_of_ends(copying, monkeypatch):
+    """Its answer never comes, since the server that was asked has ended."""
+    copying.known(24)
+    lost = MessagingFuture()
+    monkeypatch.setattr(
+        copying.worker.worker_adapter.transfer_ctx, "submit_retrieve", lambda *_, **__: lost
+    )
+    name = copying.loading(24)
+    copying.step()
+    forget_worker(copying)
+    copying.answer(name)
+    assert name not in copying.loaded
+    monkeypatch.undo()
+    is_used(copying, 25)
 
 
 def test_an_engine_ends_though_the_server_hangs(server):

@@ -1,103 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing but a request's own KV is stored, whatever vLLM does with its blocks.
-
-Each block that is computed is filled with a number of its own, by prompt, salt, place and layer, so
-that what is stored, and what is loaded, can be compared with what it should be.
-"""
+"""Nothing but a request's own KV is stored, whatever vLLM does with its blocks."""
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
 from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
 
 from serving.engine.patches import real_blocks
-from tests.serving.engine.test_kv_connector import CHUNK, QUICK, Engine, Server
-
-SHAPE = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
-GPU_WAY = QUICK | {"lmcache.mp.mp_transfer_mode": "lmcache_driven"}
-
-
-def full(block: int) -> KVCacheSpec:
-    return FullAttentionSpec(block_size=block, **SHAPE)
-
-
-def window(block: int, tokens: int) -> KVCacheSpec:
-    return SlidingWindowSpec(block_size=block, sliding_window=tokens, **SHAPE)
-
-
-def local(block: int, tokens: int) -> KVCacheSpec:
-    return ChunkedLocalAttentionSpec(block_size=block, attention_chunk_size=tokens, **SHAPE)
-
-
-class Painted(Engine):
-    """Fills what it computes, and notes each block that is stored or was loaded and is wrong."""
-
-    def __init__(
-        self,
-        port: int,
-        layers: Mapping[str, KVCacheSpec],
-        gpu_way: bool = False,
-        blocks: int = 300,
-        budget: int = 4096,
-    ) -> None:
-        super().__init__(port, layers, GPU_WAY if gpu_way else QUICK, blocks, budget)
-        self._numbers: dict[object, int] = {}
-        self._loading: dict[str, int] = {}
-        self.specs = list(layers.values())
-        self.wrong: list[str] = []
-        self.stored: list[tuple[int, int]] = []
-
-    def number(self, name: str, group: int, at: int) -> int:
-        """What the block at this place of a request should hold."""
-        request = self.scheduler.requests[name]
-        prompt = request.prompt_token_ids[0], request.cache_salt
-        return self._numbers.setdefault((prompt, group, at), 1 + len(self._numbers))
-
-    def holds(self, group: int, block: int) -> int:
-        return int([*self.layers.values()][group][block].flatten()[0])
-
-    def compute(self, scheduled: SchedulerOutput) -> None:
-        manager = self.scheduler.kv_cache_manager
-        for name, loaded in [*self._loading.items()]:
-            if name in scheduled.num_scheduled_tokens:
-                del self._loading[name]
-                self.compare(name, manager.get_block_ids(name), 0, loaded, "loaded")
-        for name, count in scheduled.num_scheduled_tokens.items():
-            end = self.scheduler.requests[name].num_computed_tokens
-            for group, blocks in enumerate(manager.get_block_ids(name)):
-                span = self.specs[group].block_size
-                for at in range((end - count) // span, min(-(-end // span), len(blocks))):
-                    if blocks[at]:
-                        layer = [*self.layers.values()][group]
-                        layer[blocks[at]] = self.number(name, group, at)
-        for it in scheduled.kv_connector_metadata.requests:
-            if it.direction == "STORE":
-                self.stored.append((it.op.start, it.op.end))
-                self.compare(it.request_id, it.op.block_ids, it.op.start, it.op.end, "stored")
-            elif it.request_id in self.scheduler.requests:
-                self._loading[it.request_id] = it.op.end
-
-    def compare(self, name: str, blocks, start: int, end: int, done: str) -> None:
-        for group, ids in enumerate(blocks):
-            span = self.specs[group].block_size
-            for at, block in zip(range(start // span, end // span), ids, strict=False):
-                if block == 0 and done == "loaded":
-                    continue  # outside of the window
-                found, right = self.holds(group, block), self.number(name, group, at)
-                if found != right or block == 0:
-                    self.wrong.append(f"{done}: group {group}, block {at} of {name[:4]}: {block}")
-
+from tests.serving.engine import window_hits
+from tests.serving.engine.painted import Painted, full, local, window
+from tests.serving.engine.test_kv_connector import CHUNK, Server
 
 NULL = 0
 
@@ -209,3 +124,12 @@ def test_a_block_that_another_request_has_by_now_is_not_stored(server, gpu_way):
         server.forget()
         engine.worker.shutdown()
         engine.scheduler.shutdown()
+
+
+def test_what_a_restart_costs_where_layers_keep_only_a_window(server):
+    """docs/guides/kv_cache.md: the reason for layers with a window to keep all."""
+    length = 4 * window_hits.WINDOW
+    off = [*window_hits.measured(server, window_hits.OFF, length)]
+    on = [*window_hits.measured(server, window_hits.ON, length)]
+    assert all(off)
+    assert [bool(hits) for hits in on] == [True, False, True]
