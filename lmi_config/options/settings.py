@@ -22,11 +22,12 @@ from lmi_config.options.declared import (
     Option,
     Settings,
     flag,
+    flags,
     vllm_options,
 )
 from lmi_config.options.files import FileFault, Given
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
-from lmi_config.options.parsers import Reader, any_task, boolean
+from lmi_config.options.parsers import Reader, any_task, boolean, switch
 from lmi_config.options.redaction import escaped, masked, no_text, secret
 
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
@@ -59,12 +60,12 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
 
     argued: what the command line says (`arguments.read`). It comes before all else.
 
-    Empty variables count as not set. Raises SettingsError with all faults at once: values that
-    cannot be read, names of one option that disagree, files that cannot be read, and names that are
-    not known, as far as OPTION_STRICT refuses them. Raises ModuleNotFoundError where a file's
-    parser is not installed yet.
+    Empty variables count as not set, but for vLLM's switches by their SM_VLLM_ names. Raises
+    SettingsError with all faults at once: values that cannot be read, names of one option that
+    disagree, files that cannot be read, and names that are not known, as far as OPTION_STRICT
+    refuses them. Raises ModuleNotFoundError where a file's parser is not installed yet.
     """
-    given = _traced(_affirmed(from_environ(environ)))
+    given = _traced(_affirmed(from_environ(_switched_on(environ))))
     known = {**_without(given, argued), **argued}
     _require_text(known, set(argued))
     named = next((Path(known[name].text) for name in _MODELS if name in known), None)
@@ -125,6 +126,20 @@ def option(name: str) -> str:
 
 def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     return {name: Given(value.strip(), name) for name, value in environ.items() if value.strip()}
+
+
+def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """SM_VLLM_X without a value, which AWS's vLLM container makes the bare flag --x of, as true
+    where X is on or off.
+    """
+    on = {}
+    for name, value in environ.items():
+        if name.startswith(VLLM_PREFIX) and not value.strip():
+            option = re.sub("^NO_", "", name.removeprefix(VLLM_PREFIX))
+            _, reader = flags().get(flag(PREFIX + option), ("", None))
+            if reader in (boolean, switch):
+                on[name] = "true"
+    return {**environ, **on}
 
 
 def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
