@@ -14,7 +14,7 @@ from tests.fake_engine import FakeEngine
 
 async def main():
     listener = socket.create_server(("127.0.0.1", int(os.environ["SAGEMAKER_BIND_TO_PORT"])))
-    settings = Settings()
+    settings = Settings(endpoint_name=os.environ.get("OPTION_ENDPOINT_NAME"))
     engine = FakeEngine(settings.model_names)
 
     async def start(note):
