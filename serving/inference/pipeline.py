@@ -441,7 +441,7 @@ class Pipeline:
             names = ", ".join(self._settings.model_names)
             raise NotFound(
                 f"The model `{model:.140}` does not exist. The model here is called {names:.300}: "
-                "send that name or none. OPTION_ENDPOINT_NAME adds the name of an endpoint"
+                "send one of these or none. OPTION_ENDPOINT_NAME adds the name of an endpoint"
             )
 
     async def _windows(self, form: Form) -> int:

@@ -118,8 +118,8 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
 
 def told(made: Plan) -> dict[str, str]:
     """What a plan says, in the words of public.txt: vLLM's options by their names, and besides
-    `gpus` of a copy, whether `keys` are asked for, the tiers' `l1` and `disk` in GiB, their `chunk` in tokens and `shared`
-    store, `no_tiers` with the reason, and `notes`.
+    `gpus` of a copy, whether `keys` are asked for, the tiers' `l1` and `disk` in GiB, their `chunk`
+    in tokens and `shared` store, `no_tiers` with the reason, and `notes`.
     """
     found = {name: str(value) for name, value in made.options.items()}
     found["keys"] = "asked for" if made.settings.api_key else "none"

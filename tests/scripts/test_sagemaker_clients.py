@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of SageMaker endpoints send, byte for byte where it matters, from the stand-in to our
-own server over the fake engine. docs/reference/support_matrix.md says which clients were tried
-themselves, and with which versions; these are their requests as they were recorded there, written
-anew.
+"""What clients of SageMaker endpoints send, through the stand-in to our own server over the fake
+engine: their requests as they were recorded, written anew. docs/reference/support_matrix.md says
+which clients were tried themselves, and with which versions.
 """
 
 import json
@@ -219,7 +218,7 @@ def test_what_a_client_streams_is_answered(url, form):
         (
             chat(model="other"),
             "The model `other` does not exist. The model here is called model, lmi, /opt/ml/model, "
-            "chat: send that name or none. OPTION_ENDPOINT_NAME adds the name of an endpoint",
+            "chat: send one of these or none. OPTION_ENDPOINT_NAME adds the name of an endpoint",
         ),
         # By handlers of LangChain's first examples for chats.
         ({"inputs": chat()["messages"]}, "a conversation goes under messages"),
