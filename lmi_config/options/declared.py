@@ -1388,6 +1388,12 @@ def flags() -> Mapping[str, tuple[str, Reader | None]]:
     return {**found, "-O": found["--optimization-level"]}
 
 
+@functools.cache
+def vllm_flags() -> frozenset[str]:
+    """vLLM's own flags, in their long form."""
+    return frozenset(map(flag, _listed()))
+
+
 def flag(name: str) -> str:
     """The flag that means the same as a variable: its name without the prefix of whose it is."""
     bare = re.sub(r"^(OPTION|SERVING|SAGEMAKER)_", "", name)
