@@ -128,20 +128,6 @@ def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     return {name: Given(value.strip(), name) for name, value in environ.items() if value.strip()}
 
 
-def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """SM_VLLM_X without a value, which AWS's vLLM container makes the bare flag --x of, as true
-    where X is on or off.
-    """
-    on = {}
-    for name, value in environ.items():
-        if name.startswith(VLLM_PREFIX) and not value.strip():
-            option = re.sub("^NO_", "", name.removeprefix(VLLM_PREFIX))
-            _, reader = flags().get(flag(PREFIX + option), ("", None))
-            if reader in (boolean, switch):
-                on[name] = "true"
-    return {**environ, **on}
-
-
 def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
     """SM_VLLM_NO_X, which AWS's vLLM container makes the flag --no-x of, as SM_VLLM_X."""
     found = dict(given)
@@ -154,6 +140,20 @@ def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
                 found[meant] = it._replace(text=text)
                 del found[name]
     return found
+
+
+def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """SM_VLLM_X without a value, which AWS's vLLM container makes the bare flag --x of, as true
+    where X is on or off.
+    """
+    on = {}
+    for name, value in environ.items():
+        if name.startswith(VLLM_PREFIX) and not value.strip():
+            option = re.sub("^NO_", "", name.removeprefix(VLLM_PREFIX))
+            _, reader = flags().get(flag(PREFIX + option), ("", None))
+            if reader in (boolean, switch):
+                on[name] = "true"
+    return {**environ, **on}
 
 
 def _traced(given: dict[str, Given]) -> dict[str, Given]:
