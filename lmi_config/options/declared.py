@@ -48,6 +48,7 @@ from lmi_config.options.parsers import (
     some_of,
     store,
     strictness,
+    switch,
     task,
     text,
     words,
@@ -1386,6 +1387,12 @@ def flags() -> Mapping[str, tuple[str, Reader | None]]:
         if short := row.get("short"):
             found[short] = found[flag(name)]
     return {**found, "-O": found["--optimization-level"]}
+
+
+def is_switch(name: str) -> bool:
+    """Whether a variable, by its OPTION_ name, is on or off."""
+    _, read = flags().get(flag(name), ("", None))
+    return read in (boolean, switch)
 
 
 @functools.cache

@@ -22,12 +22,12 @@ from lmi_config.options.declared import (
     Option,
     Settings,
     flag,
-    flags,
+    is_switch,
     vllm_options,
 )
 from lmi_config.options.files import FileFault, Given
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
-from lmi_config.options.parsers import Reader, any_task, boolean, switch
+from lmi_config.options.parsers import Reader, any_task, boolean
 from lmi_config.options.redaction import escaped, masked, no_text, secret
 
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
@@ -150,8 +150,7 @@ def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
     for name, value in environ.items():
         if name.startswith(VLLM_PREFIX) and not value.strip():
             option = re.sub("^NO_", "", name.removeprefix(VLLM_PREFIX))
-            _, reader = flags().get(flag(PREFIX + option), ("", None))
-            if reader in (boolean, switch):
+            if is_switch(PREFIX + option):
                 on[name] = "true"
     return {**environ, **on}
 
