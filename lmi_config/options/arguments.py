@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_config.options import settings
-from lmi_config.options.declared import PREFIX, Option, flag, flags, sections
+from lmi_config.options.declared import PREFIX, Option, flag, flags, sections, vllm_flags
 from lmi_config.options.files import Given
 from lmi_config.options.parsers import Reader, boolean, switch, text, words
 from lmi_config.options.settings import SettingsError
@@ -196,7 +196,11 @@ def _option(typed: str) -> tuple[str, Reader | None]:
     """The variable that means the same, and its reader; of a flag that is not known None."""
     bare = typed.lstrip("-").replace("_", "-")
     unknown = (PREFIX + bare.replace("-", "_").upper(), None)
-    return flags().get(typed) or flags().get(f"--{bare}", unknown)
+    if found := flags().get(typed) or flags().get(f"--{bare}"):
+        return found
+    # As argparse does it for vLLM: the beginning of one flag of vLLM's means that flag.
+    longer = [it for it in vllm_flags() if typed.startswith("--") and it.startswith(f"--{bare}")]
+    return flags()[longer[0]] if len(longer) == 1 else unknown
 
 
 def _with_key(before: Given | None, typed: str, text: str) -> str:

@@ -49,6 +49,7 @@ from lmi_config.options.parsers import (
     some_of,
     store,
     strictness,
+    switch,
     task,
     text,
     words,
@@ -1406,6 +1407,18 @@ def flags() -> Mapping[str, tuple[str, Reader | None]]:
         if short := row.get("short"):
             found[short] = found[flag(name)]
     return {**found, "-O": found["--optimization-level"]}
+
+
+def is_switch(name: str) -> bool:
+    """Whether a variable, by its OPTION_ name, is on or off."""
+    _, read = flags().get(flag(name), ("", None))
+    return read in (boolean, switch)
+
+
+@functools.cache
+def vllm_flags() -> frozenset[str]:
+    """vLLM's own flags, in their long form."""
+    return frozenset(map(flag, _listed()))
 
 
 def flag(name: str) -> str:

@@ -24,6 +24,7 @@ from lmi_config.options.declared import (
     Option,
     Settings,
     flag,
+    is_switch,
     vllm_options,
 )
 from lmi_config.options.files import FileFault, Given
@@ -66,12 +67,12 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
 
     argued: what the command line says (`arguments.read`). It comes before all else.
 
-    Empty variables count as not set. Raises SettingsError with all faults at once: values that
-    cannot be read, names of one option that disagree, files that cannot be read, and names that are
-    not known, as far as OPTION_STRICT refuses them. Raises ModuleNotFoundError where a file's
-    parser is not installed yet.
+    Empty variables count as not set, but for vLLM's switches by their SM_VLLM_ names. Raises
+    SettingsError with all faults at once: values that cannot be read, names of one option that
+    disagree, files that cannot be read, and names that are not known, as far as OPTION_STRICT
+    refuses them. Raises ModuleNotFoundError where a file's parser is not installed yet.
     """
-    given = _traced(_affirmed(from_environ(environ)))
+    given = _traced(_affirmed(from_environ(_switched_on(environ))))
     known = {**_without(given, argued), **argued}
     _require_text(known, set(argued))
     named = next((Path(known[name].text) for name in _MODELS if name in known), None)
@@ -193,6 +194,19 @@ def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
                 found[meant] = it._replace(text=text)
                 del found[name]
     return found
+
+
+def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """SM_VLLM_X without a value, which AWS's vLLM container makes the bare flag --x of, as true
+    where X is on or off.
+    """
+    on = {}
+    for name, value in environ.items():
+        if name.startswith(VLLM_PREFIX) and not value.strip():
+            option = re.sub("^NO_", "", name.removeprefix(VLLM_PREFIX))
+            if is_switch(PREFIX + option):
+                on[name] = "true"
+    return {**environ, **on}
 
 
 def _traced(given: dict[str, Given]) -> dict[str, Given]:

@@ -440,7 +440,11 @@ class Pipeline:
         which no registry has checked, and which no key allows.
         """
         if model and model not in self._settings.model_names:
-            raise NotFound(f"The model `{model:.140}` does not exist.")
+            names = ", ".join(self._settings.model_names)
+            raise NotFound(
+                f"The model `{model:.140}` does not exist. The model here is called {names:.300}: "
+                "send one of these or none. OPTION_ENDPOINT_NAME adds the name of an endpoint"
+            )
 
     async def _windows(self, form: Form) -> int:
         """How many sequences a form's sound is: the model hears so much of it at once. Raises

@@ -4,7 +4,7 @@
 import pytest
 
 from lmi_config.options.settings import SettingsError
-from tests.lmi_config.corpus import corpus, planned
+from tests.lmi_config.corpus import corpus, planned, published, told
 
 EIGHT_ONLY = "runs on 8 GPUs"
 
@@ -33,3 +33,24 @@ def test_what_people_come_with(tmp_path, gpus):
 def test_no_line_is_there_twice():
     lines = [line for line, _ in corpus()]
     assert len({*lines}) == len(lines)
+
+
+@pytest.mark.parametrize("it", [*published()], ids=lambda it: it.address.partition("/blob/")[2])
+def test_what_people_have_published(tmp_path, it):
+    try:
+        found = told(it.plan(tmp_path))
+    except SettingsError as error:
+        found = {"refused": "\n".join(error.faults)}
+    missing = {name: text for name, text in it.expected.items() if text not in found.get(name, "")}
+    assert not missing, {name: found.get(name, found.get("refused")) for name in missing}
+
+
+def test_what_is_published_is_of_every_kind():
+    """At least 100, and of them 30 with LMCache, a disk or prefill apart, and 20 manifests."""
+    found = [*published()]
+    assert len({it.address for it in found}) == len(found) >= 100
+    assert all(it.expected for it in found)
+    cached = ("LMCACHE", "kv_transfer_config", "kv-transfer-config", "KV_TRANSFER")
+    assert sum(any(word in str(it) for word in cached) for it in found) >= 30
+    manifests = ("kubernetes", "llm-d/llm-d", "production-stack", "HyperPod", "hyperpod")
+    assert sum(any(word in it.address for word in manifests) for it in found) >= 20

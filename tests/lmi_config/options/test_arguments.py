@@ -39,6 +39,9 @@ def settings(*words, verb="serve", **environ):
         (("--rolling-batch", "auto", "org/m"), "model_id", "org/m"),
         (("--speculative-config", '{"method":"ngram"}'), "speculative_config", {"method": "ngram"}),
         (("--log-format", "text"), "log_format", "text"),
+        (("--max-num-seq", "9", "org/m"), "max_rolling_batch_size", 9),  # as argparse has it
+        (("--max_num_seq=9",), "max_rolling_batch_size", 9),
+        (("--enforce", "org/m"), "enforce_eager", True),
         (("-O3",), "engine", {"optimization_level": "3"}),
         (("-O=2", "org/m"), "engine", {"optimization_level": "2"}),
         (("-O", "1", "org/m"), "model_id", "org/m"),

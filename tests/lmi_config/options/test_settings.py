@@ -120,6 +120,11 @@ TRACES, PROTOCOL = "otlp_traces_endpoint", "OTEL_EXPORTER_OTLP_PROTOCOL"
         # AWS's own vLLM container
         ({"SM_VLLM_MODEL": "a/b", "SM_VLLM_SEED": "7"}, "model_id", "a/b"),
         ({"SM_VLLM_SEED": "7"}, "engine", {"seed": 7}),
+        # AWS's vLLM container makes bare flags of these.
+        ({"SM_VLLM_ENFORCE_EAGER": ""}, "enforce_eager", True),
+        ({"SM_VLLM_NO_ENABLE_PREFIX_CACHING": " "}, "engine", {"enable_prefix_caching": False}),
+        ({"SM_VLLM_ENABLE_LORA": ""}, "enable_lora", True),
+        ({"SM_VLLM_SEED": "", "OPTION_ENFORCE_EAGER": ""}, "engine", {}),
         ({"SM_VLLM_PORT": "81"}, "port", 81),
         ({"SM_VLLM_MAX_MODEL_LEN": "5"}, "max_model_len", 5),
         # text generation inference
