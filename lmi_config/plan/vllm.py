@@ -45,13 +45,12 @@ def options(
     machine: Machine,
     parallelism: Parallelism,
     derived: Mapping[str, Any],
-    cpu_lora: str,
+    lora: str,
 ) -> dict[str, Any]:
     """vLLM's options for these settings on this machine, by vLLM's names.
 
     derived: options that follow from what else is known, by vLLM's names; they come before the
-    operator's. cpu_lora: the path of the class that a worker is extended with where adapters run
-    without a GPU.
+    operator's. lora: the path of the class that a worker is extended with where there are adapters.
 
     Raises SettingsError for a word of a list that vLLM would take for another option, and for an
     option without the one that it needs.
@@ -66,11 +65,9 @@ def options(
         if option.vllm and option.vllm not in found.keys() | _DERIVED and value != option.default:
             found[option.vllm] = value
     if settings.enable_lora:
-        found = {**LORA_DEFAULTS, **found}
+        found = {**LORA_DEFAULTS, "worker_extension_cls": lora, **found}
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
     if not machine.gpus:
-        if settings.enable_lora:
-            found.setdefault("worker_extension_cls", cpu_lora)
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)
     if parallelism.workerless:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scripts.generate.vllm_adapters [--check]`: write lmi_config/facts/vllm_adapters.json, or
+"""`python -m scripts.generate.vllm_adapters [--check]`: write vllm_adapters.json, or
 check that it is fresh: by which names the pinned vLLM knows the modules of each architecture.
 
 The names are attributes of vLLM's classes, which are imported. Packages that only single models

@@ -18,7 +18,7 @@ MANY_CPUS = machine(cpus=tuple(range(8)))
 def command(environ, here, model="m", derived=()):
     settings = read(environ)
     spread = parallelism.decide(settings, here, model_facts())
-    found = options(settings, here, spread, dict(derived), PARTS.cpu_lora)
+    found = options(settings, here, spread, dict(derived), PARTS.lora)
     return arguments({**found, "model": model})
 
 
@@ -74,6 +74,7 @@ def test_the_whole_command_line_on_gpus():
         ),
         ({"OPTION_ENFORCE_EAGER": "false"}, CPU, ["--no-enforce-eager"]),
         ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--enable-lora", "--max-loras=4"]),
+        ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--worker-extension-cls=our.Lora"]),
         ({"OPTION_ENABLE_LORA": "true", "OPTION_MAX_LORAS": "9"}, GPU, ["--max-loras=9"]),
         ({"OPTION_TASK": "text-embedding"}, GPU, ["--runner=pooling", "--convert=embed"]),
         ({"OPTION_KV_TRANSFER_CONFIG": '{"a": [1]}'}, GPU, ['--kv-transfer-config={"a":[1]}']),
