@@ -33,12 +33,12 @@ def load_adapter(self: Any, lora_request: "LoRARequest") -> "LoRAModel":
     """As vLLM's; raises ValueError for an adapter of which it would leave out a part."""
     adapter = _load_adapter(self, lora_request)
     manager = self._adapter_manager
-    if self.lora_config.target_modules is None and get_pp_group().world_size == 1:
-        if unused := _unused(manager, adapter):
-            raise ValueError(
-                f"it changes {unused[0]}{f' and {len(unused) - 1} more' if unused[1:] else ''}, "
-                f"which vLLM does not apply to this model{_fix(manager)}"
-            )
+    whole = self.lora_config.target_modules is None and get_pp_group().world_size == 1
+    if whole and (unused := _unused(manager, adapter)):
+        raise ValueError(
+            f"it changes {unused[0]}{f' and {len(unused) - 1} more' if unused[1:] else ''}, "
+            f"which vLLM does not apply to this model{_fix(manager)}"
+        )
     return adapter
 
 
