@@ -11,6 +11,7 @@ from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings, vllm_knows
+from lmi_config.options.hub_ids import SCHEME, allowed, hub_id
 from lmi_config.options.settings import SettingsError, traces_protocol
 from lmi_config.plan.parallelism import Parallelism
 
@@ -96,7 +97,8 @@ outside of what checks adapters, lists them, and says which key may use them.
 """
 _LORA_FORMS = 'write name=path, or {"name": NAME, "path": PATH}'
 _LORA_KEYS = {"name", "path", "base_model_name", "is_3d_lora_weight"}
-"""Of vLLM's LoRAModulePath; it shows the third, and does no more with it."""
+"""Of vLLM's LoRAModulePath; it shows the third, and does no more with it. The fourth is said by the
+adapter's files."""
 
 
 class LoraModule(NamedTuple):
@@ -122,6 +124,11 @@ def lora_modules(settings: Settings) -> tuple[LoraModule, ...]:
             faults.append(f"{option}={word!r:.200}: {fault}")
         else:
             found.append(module)
+            if (on_hub := hub_id(module.src)) and not allowed(on_hub.repo, settings.adapter_repos):
+                faults.append(
+                    f"{option}={word!r:.200}: there is no such folder, and adapters of the hub "
+                    f"need their names in OPTION_ADAPTER_REPOS={on_hub.repo}"
+                )
     counted = Counter(module.name for module in found)
     faults += [f"{option} names {name!r} twice" for name, count in counted.items() if count > 1]
     if found and not settings.enable_lora:
@@ -142,8 +149,6 @@ def _lora_module(word: str) -> LoraModule:
             raise ValueError(_LORA_FORMS) from None
         if not isinstance(written, dict) or written.keys() - _LORA_KEYS:
             raise ValueError(_LORA_FORMS)
-        if written.get("is_3d_lora_weight"):
-            raise ValueError("adapters with is_3d_lora_weight are not served; leave it out")
         name, path = (written.get(key) or "" for key in ("name", "path"))
     if not (isinstance(name, str) and isinstance(path, str) and name and path):
         raise ValueError(_LORA_FORMS)
@@ -151,11 +156,8 @@ def _lora_module(word: str) -> LoraModule:
         return LoraModule(name, path)
     if path.startswith("~"):
         path = str(Path(path).expanduser())
-    if path.count("/") == 1 and not path.startswith(("/", ".")) and not Path(path).exists():
-        raise ValueError(
-            f"there is no such folder, and adapters are not fetched from the hub; `hf download "
-            f"{path} --local-dir FOLDER`, and name the folder"
-        )
+    if hub_id(path) and not Path(path).exists():
+        return LoraModule(name, f"{SCHEME}{path}")
     return LoraModule(name, str(Path(path).absolute()))
 
 
