@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lmi_config.facts.adapter_names import LITERAL, Experts, Names
 from lmi_config.facts.model import Checkpoint, ModelError, Tensor, header, json_object
 
 CONFIG = "adapter_config.json"
@@ -30,17 +31,43 @@ _UNSUPPORTED = (
 )
 # What only sets the first values of the weights; others change the model's own at PEFT's loading.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of modules, and some programs for training leave out."""
+_LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+_EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<part>[AB])")
+_COPY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.base_layer\.weight")
+"""The model's own weights, which PEFT saves beside the adapter's; vLLM does not read them."""
+_HEADS = ("classifier", "score")
+"""Modules that an adapter may bring whole: the last layer of a model that classifies."""
+_HEAD = re.compile(rf"(.+\.)?(?P<module>{'|'.join(_HEADS)})\.(?P<part>weight|bias)")
+_FUSED = ".experts.base_layer"
+"""How the names of PEFT's adapters of gate_up_proj end that are one tensor for all experts of a
+layer; those of down_proj end with `.experts`."""
+
+_FLOATS = ("F32", "F16", "BF16")
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """rank: the largest of its modules. modules: by their names in the base model, shapes of A,
-    (rank, in), and B, (out, rank).
+    """rank: the largest of its modules. modules: by their names in PEFT's model, shapes of A,
+    (rank, in), and B, (out, rank); where they are of all experts of a layer, rank is a rank for
+    each of them. copies: of weights of the model, by names of tensors. heads: modules that it
+    brings whole, with the shape of the weight, (labels, in).
     """
 
     rank: int
-    modules: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    modules: Mapping[str, Shapes]
+    copies: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    heads: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fused(self) -> frozenset[str]:
+        """Modules whose tensors are of all experts of a layer."""
+        down = {it.removesuffix(".base_layer") for it in self.modules if it.endswith(_FUSED)}
+        down |= {it for it in self.modules if it.endswith(".experts")}
+        return frozenset(self.modules.keys() & (down | {f"{it}.base_layer" for it in down}))
 
 
 def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Adapter:
@@ -64,16 +91,55 @@ def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Ad
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     longest, most = LONGEST_HEADER, None
     if base:
-        needed = _BESIDE + 2 * sum(_LONGEST_ENTRY + len(name) for name in base)
-        longest, most = min(LONGEST_HEADER, needed), 2 * len(base)
+        many = {name: _tensors_of(name, tensor) for name, tensor in base.items()}
+        needed = _BESIDE + sum(it * (_LONGEST_ENTRY + len(name)) for name, it in many.items())
+        longest, most = min(LONGEST_HEADER, needed), sum(many.values())
     tensors = header(checkpoint, WEIGHTS, checkpoint.sizes[WEIGHTS], longest, most)
-    for name, tensor in tensors.items():
-        module, part = _part(name, tensor)
-        parts.setdefault(module, {})[part] = tensor.shape
+    copies: dict[str, tuple[int, ...]] = {}
+    heads: dict[str, dict[str, tuple[int, ...]]] = {}
+    saved = config.get("modules_to_save") or ()
+    for full, tensor in tensors.items():
+        name = full.removeprefix(_PREFIX)
+        head = _HEAD.fullmatch(name)
+        if _COPY.fullmatch(name):
+            copies[name.replace(".base_layer", "")] = tensor.shape
+        elif head and head["module"] in saved:
+            heads.setdefault(head["module"], {})[head["part"]] = tensor.shape
+        else:
+            module, part = _part(name, full, tensor)
+            parts.setdefault(module, {})[part] = tensor.shape
     if not parts:
-        raise ModelError(f"{WEIGHTS} has no tensors")
+        raise ModelError(f"{WEIGHTS} has no tensors of LoRA")
     modules = {module: _pair(module, shapes) for module, shapes in parts.items()}
-    return Adapter(max(a[0] for a, _ in modules.values()), modules)
+    found = Adapter(0, modules, copies, _whole(heads, saved))
+    told = (config["r"], *(config.get("rank_pattern") or {}).values())
+    ranks = (a[0] for module, (a, _) in modules.items() if module not in found.fused)
+    return dataclasses.replace(found, rank=max([*told, *ranks]))
+
+
+def _tensors_of(name: str, tensor: Tensor) -> int:
+    """How many tensors an adapter can have for one of the model's: more where that is of all
+    experts.
+    """
+    return 6 * tensor.shape[0] if ".experts." in name and len(tensor.shape) > 2 else 2
+
+
+def _whole(
+    heads: Mapping[str, Mapping[str, tuple[int, ...]]], saved: Any
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the heads' weights. Raises ModelError for what vLLM would not take."""
+    if saved and not heads:
+        raise ModelError(f"{WEIGHTS} has no weight of modules_to_save={saved!r}")
+    if len(heads) > 1:
+        raise ModelError(f"{WEIGHTS} has {' and '.join(sorted(heads))}; vLLM takes one of them")
+    for name, parts in heads.items():
+        weight, bias = parts.get("weight", ()), parts.get("bias")
+        if len(weight) != 2 or 0 in weight or bias not in (None, weight[:1]):
+            raise ModelError(
+                f"{WEIGHTS}: {name} should have a weight of two sides, and a bias as long as its "
+                f"first one or none, not shapes {weight} and {bias}"
+            )
+    return {name: parts["weight"] for name, parts in heads.items()}
 
 
 def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
@@ -89,9 +155,20 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"target_modules should name modules, not be {config.get('target_modules')!r:.100}"
     if config.get("bias", "none") != "none":
         yield f"bias is {config['bias']!r:.100}; vLLM supports none: train with bias='none'"
-    if config.get("modules_to_save"):
-        saved = config["modules_to_save"]
-        yield f"modules_to_save is {saved!r:.100}; vLLM supports none: train without"
+    saved = config.get("modules_to_save")
+    if saved is not None and (not isinstance(saved, list) or any(it not in _HEADS for it in saved)):
+        yield (
+            f"modules_to_save is {saved!r:.100}; vLLM supports {' and '.join(_HEADS)}, of models "
+            "that classify; merge the adapter into the model instead"
+        )
+    ranks = config.get("rank_pattern")
+    if ranks is not None and not (
+        isinstance(ranks, dict) and all(type(it) is int and it > 0 for it in ranks.values())
+    ):
+        yield (
+            f"rank_pattern is {ranks!r:.100}, and should have a whole number, at least 1, for each "
+            "name"
+        )
     for name in _UNSUPPORTED:
         if config.get(name):
             yield f"{name} is {config[name]!r:.100}; vLLM does not support it: train without"
@@ -100,11 +177,11 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"init_lora_weights is {init!r:.100}, which changes the base model: convert it"
 
 
-def _part(name: str, tensor: Tensor) -> tuple[str, str]:
-    match = _NAME.fullmatch(name)
+def _part(module: str, name: str, tensor: Tensor) -> tuple[str, str]:
+    match = _LORA.fullmatch(module) or _EMBEDDING.fullmatch(module)
     if not match:
         raise ModelError(f"{WEIGHTS}: {name} is not a LoRA weight")
-    if tensor.dtype not in ("F32", "F16", "BF16"):
+    if tensor.dtype not in _FLOATS:
         raise ModelError(
             f"{WEIGHTS}: {name} is of type {tensor.dtype}; save it as F32, F16 or BF16"
         )
@@ -127,30 +204,130 @@ def _pair(
     return a, b
 
 
-def faults(adapter: Adapter, base: Mapping[str, Tensor], max_rank: int) -> list[str]:
+def faults(
+    adapter: Adapter, base: Mapping[str, Tensor], max_rank: int, names: Names = LITERAL
+) -> list[str]:
     """Why the adapter cannot work with this model.
 
-    base: the model's tensors by name; a module whose weight is not among them under its usual name
-    (in a quantised model) is not checked.
+    base: the model's tensors, by vLLM's names as `names` makes them; a module whose weight is not
+    among them under its usual name (in a quantised model) has no check of its shape.
     """
     found = []
     if adapter.rank > max_rank:
         found.append(
             f"its rank is {adapter.rank} and OPTION_MAX_LORA_RANK={max_rank}; raise the option"
         )
-    usual = all(f"{module}.weight" in base for module in adapter.modules)
-    prefixes = adapter.modules.keys() if usual else {name.rpartition(".")[0] for name in base}
-    for module, (a, b) in sorted(adapter.modules.items()):
-        if base and module not in prefixes:
-            found.append(f"it changes {module}, which the model does not have: of another model?")
-            break
-        weight = base.get(f"{module}.weight")
-        if not weight or len(weight.shape) != 2:
-            continue
-        if (b[0], a[1]) not in (weight.shape, weight.shape[::-1]):
+    modules = {_module(it, names): it for it in adapter.modules}
+    if len(modules) < len(adapter.modules):
+        twice = min(adapter.modules.keys() - {*modules.values()})
+        return [*found, f"it has {twice} under another name, too"]
+    usual = all(f"{module}.weight" in base for module in modules)
+    prefixes = modules.keys() if usual or not base else _prefixes(base)
+    for module, name in sorted(modules.items()):
+        fault = _experts_fault(adapter, name, names)
+        here = module.removesuffix(".base_layer") in prefixes or _tied(module, base)
+        if not fault and names.told and not here:
+            fault = f"it changes {name}, which the model does not have: of another model?"
+        check = _fused_fault if name in adapter.fused else _shape_fault
+        fault = fault or check(module, name, adapter.modules[name], base, max_rank)
+        if fault:
+            return [*found, fault]
+    whole = adapter.copies | {f"{name}.weight": shape for name, shape in adapter.heads.items()}
+    for name, shape in sorted(whole.items()):
+        weight = base.get(names.of(name))
+        same = slice(1, None) if name in whole.keys() - adapter.copies.keys() else slice(None)
+        if weight and weight.shape[same] != shape[same]:
             found.append(
-                f"its {module} is made for {b[0]} x {a[1]} and the model's is "
-                f"{' x '.join(map(str, weight.shape))}: of another model?"
+                f"its {name} has the shape {_sides(shape)} and the model's has "
+                f"{_sides(weight.shape)}: of another model?"
             )
-            break
     return found
+
+
+def _module(name: str, names: Names) -> str:
+    """vLLM's name of a module; it renames the tensors."""
+    end = ".lora_A.weight"
+    return names.of(f"{name}{end}").removesuffix(end)
+
+
+def _prefixes(base: Mapping[str, Tensor]) -> set[str]:
+    """The modules of a model, by the names of its tensors."""
+    found = {name.rpartition(".")[0] for name in base}
+    experts = {name.partition(".experts.")[0] for name in base if ".experts." in name}
+    return found | {f"{name}.experts" for name in experts}
+
+
+def _tied(module: str, base: Mapping[str, Tensor]) -> Tensor | None:
+    """The embeddings, where they are the model's lm_head, too."""
+    if module.rpartition(".")[2] != "lm_head" or f"{module}.weight" in base:
+        return None
+    found = [it for name, it in base.items() if name.endswith("embed_tokens.weight")]
+    return found[0] if len(found) == 1 else None
+
+
+def _experts_fault(adapter: Adapter, name: str, names: Names) -> str | None:
+    """Why vLLM does not take an adapter of experts in its form."""
+    if name in adapter.fused:
+        other = name.removesuffix(".base_layer") if name.endswith(_FUSED) else f"{name}.base_layer"
+        if other not in adapter.modules:
+            return (
+                f"it changes {name} and not {other}; vLLM needs both gate_up_proj and down_proj "
+                "of experts among the target_parameters"
+            )
+        form, unlike = "one tensor for all experts", Experts.SEPARATE
+    elif ".experts." in name:
+        form, unlike = "a tensor for each expert", Experts.FUSED
+    else:
+        return None
+    if names.experts is not unlike:
+        return None
+    return (
+        f"its {name} is of {form}, which vLLM takes for this model with "
+        "OPTION_ENABLE_MIXED_MOE_LORA_FORMAT=true"
+    )
+
+
+def _shape_fault(
+    module: str, name: str, shapes: Shapes, base: Mapping[str, Tensor], _max_rank: int
+) -> str | None:
+    a, b = shapes
+    weight = base.get(f"{module}.weight") or _tied(module, base)
+    if not weight or len(weight.shape) != 2:
+        return None
+    if (b[0], a[1]) in (weight.shape, weight.shape[::-1]):
+        return None
+    return (
+        f"its {name} is made for {b[0]} x {a[1]} and the model's is {_sides(weight.shape)}: "
+        "of another model?"
+    )
+
+
+def _fused_fault(
+    module: str, name: str, shapes: Shapes, base: Mapping[str, Tensor], max_rank: int
+) -> str | None:
+    start = f"{module.removesuffix('.base_layer')}."
+    of_experts = [(it[len(start) :], tensor) for it, tensor in base.items() if it.startswith(start)]
+    stacked = [tensor for _, tensor in of_experts if len(tensor.shape) > 2]
+    single = {it.partition(".")[0] for it, _ in of_experts} if not stacked else set()
+    experts = stacked[0].shape[0] if stacked else sum(it.isdigit() for it in single)
+    a, b = shapes
+    if not experts:
+        return None
+    if a[0] % experts:
+        return f"its {name} has {a[0]} rows, not a rank for each of {experts} experts"
+    if a[0] // experts > max_rank:
+        return (
+            f"the rank of its {name} is {a[0] // experts} and OPTION_MAX_LORA_RANK={max_rank}; "
+            "raise the option"
+        )
+    plain = [it.shape[1:] for it in stacked if len(it.shape) == 3 and it.dtype in _FLOATS]
+    if plain and not any((b[0], a[1]) in (it, it[::-1]) for it in plain):
+        return (
+            f"its {name} is made for {b[0]} x {a[1]} and the model's are "
+            f"{' and '.join(map(_sides, plain))}: of another model?"
+        )
+    return None
+
+
+def _sides(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

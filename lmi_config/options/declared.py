@@ -44,6 +44,7 @@ from lmi_config.options.parsers import (
     one_of,
     rate,
     replicas,
+    repos,
     routed_paths,
     size,
     some_of,
@@ -893,6 +894,14 @@ class Settings:
         default=(),
         help="Comma-separated S3 buckets whose adapters may be registered.",
     )
+    adapter_repos: tuple[str, ...] = _option(
+        repos,
+        "OPTION_ADAPTER_REPOS",
+        section=Section.LORA,
+        default=(),
+        help="Comma-separated repositories of the Hugging Face hub whose adapters may be "
+        "registered: `org/name`, or `org/*` for all of an organisation.",
+    )
     adapter_list: str | None = _option(
         adapter_list,
         "OPTION_ADAPTER_LIST",
@@ -907,7 +916,7 @@ class Settings:
         "OPTION_ADAPTER_DISK",
         section=Section.LORA,
         default=20 * 10**9,
-        help="Disk space for adapters from S3 and archives, in bytes, like 20g.",
+        help="Disk space for adapters from S3, the hub and archives, in bytes, like 20g.",
     )
 
     adapter_code: bool | None = _option(

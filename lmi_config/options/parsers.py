@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from lmi_config.options import spelling
+from lmi_config.options.hub_ids import hub_id
 
 Reader = Callable[[str], Any]
 """Turns an option's text into its value, or raises ValueError saying what it should be."""
@@ -71,6 +72,16 @@ def words(value: str) -> tuple[str, ...]:
         return tuple(map(json.dumps, _objects(value)))
     if not (found := tuple(word.strip() for word in value.split(",") if word.strip())):
         raise ValueError("at least one word")
+    return found
+
+
+def repos(value: str) -> tuple[str, ...]:
+    """Read repositories of the hub between commas: `org/name`, or `org/*` for an organisation's."""
+    found = words(value)
+    for word in found:
+        asked = hub_id(word.removesuffix("*") + "all" if word.endswith("/*") else word)
+        if not asked or asked.revision or "://" in word:
+            raise ValueError("org/name or org/*, between commas")
     return found
 
 

@@ -25,13 +25,13 @@ class EngineParts:
 
     connector: vLLM's, to LMCache's server. transferring: vLLM's NixlConnector, by the same name.
     disk_store: LMCache's, for the files of the disk tier.
-    cpu_lora: what vLLM's workers are extended with where adapters run without a GPU.
+    lora: what vLLM's workers are extended with where there are adapters.
     """
 
     connector: str
     transferring: str
     disk_store: str
-    cpu_lora: str
+    lora: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def make(
         verdict=verdict,
         environment=vllm.environment(settings, machine, spread, environ),
         cache_environment=cache_environment,
-        options=vllm.options(settings, machine, spread, derived, parts.cpu_lora),
+        options=vllm.options(settings, machine, spread, derived, parts.lora),
         lora_modules=vllm.lora_modules(settings),
         findings=(
             *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),

@@ -11,6 +11,7 @@ from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings, vllm_knows
+from lmi_config.options.hub_ids import SCHEME, allowed, hub_id
 from lmi_config.options.settings import SettingsError, traces_protocol
 from lmi_config.plan.parallelism import Parallelism
 
@@ -47,13 +48,12 @@ def options(
     machine: Machine,
     parallelism: Parallelism,
     derived: Mapping[str, Any],
-    cpu_lora: str,
+    lora: str,
 ) -> dict[str, Any]:
     """vLLM's options for these settings on this machine, by vLLM's names.
 
     derived: options that follow from what else is known, by vLLM's names; they come before the
-    operator's. cpu_lora: the path of the class that a worker is extended with where adapters run
-    without a GPU.
+    operator's. lora: the path of the class that a worker is extended with where there are adapters.
 
     Raises SettingsError for a word of a list that vLLM would take for another option, and for an
     option without the one that it needs.
@@ -68,11 +68,9 @@ def options(
         if option.vllm and option.vllm not in found.keys() | _DERIVED and value != option.default:
             found[option.vllm] = value
     if settings.enable_lora:
-        found = {**LORA_DEFAULTS, **found}
+        found = {**LORA_DEFAULTS, "worker_extension_cls": lora, **found}
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
     if not machine.gpus:
-        if settings.enable_lora:
-            found.setdefault("worker_extension_cls", cpu_lora)
         # Compiling takes longer than it wins where there is no GPU.
         found.setdefault("enforce_eager", True)
     if parallelism.workerless:
@@ -102,7 +100,8 @@ outside of what checks adapters, lists them, and says which key may use them.
 """
 _LORA_FORMS = 'write name=path, or {"name": NAME, "path": PATH}'
 _LORA_KEYS = {"name", "path", "base_model_name", "is_3d_lora_weight"}
-"""Of vLLM's LoRAModulePath; it shows the third, and does no more with it."""
+"""Of vLLM's LoRAModulePath; it shows the third, and does no more with it. The fourth is said by the
+adapter's files."""
 
 
 class LoraModule(NamedTuple):
@@ -128,6 +127,11 @@ def lora_modules(settings: Settings) -> tuple[LoraModule, ...]:
             faults.append(f"{option}={word!r:.200}: {fault}")
         else:
             found.append(module)
+            if (on_hub := hub_id(module.src)) and not allowed(on_hub.repo, settings.adapter_repos):
+                faults.append(
+                    f"{option}={word!r:.200}: there is no such folder, and adapters of the hub "
+                    f"need their names in OPTION_ADAPTER_REPOS={on_hub.repo}"
+                )
     counted = Counter(module.name for module in found)
     faults += [f"{option} names {name!r} twice" for name, count in counted.items() if count > 1]
     if found and not settings.enable_lora:
@@ -148,8 +152,6 @@ def _lora_module(word: str) -> LoraModule:
             raise ValueError(_LORA_FORMS) from None
         if not isinstance(written, dict) or written.keys() - _LORA_KEYS:
             raise ValueError(_LORA_FORMS)
-        if written.get("is_3d_lora_weight"):
-            raise ValueError("adapters with is_3d_lora_weight are not served; leave it out")
         name, path = (written.get(key) or "" for key in ("name", "path"))
     if not (isinstance(name, str) and isinstance(path, str) and name and path):
         raise ValueError(_LORA_FORMS)
@@ -157,11 +159,8 @@ def _lora_module(word: str) -> LoraModule:
         return LoraModule(name, path)
     if path.startswith("~"):
         path = str(Path(path).expanduser())
-    if path.count("/") == 1 and not path.startswith(("/", ".")) and not Path(path).exists():
-        raise ValueError(
-            f"there is no such folder, and adapters are not fetched from the hub; `hf download "
-            f"{path} --local-dir FOLDER`, and name the folder"
-        )
+    if hub_id(path) and not Path(path).exists():
+        return LoraModule(name, f"{SCHEME}{path}")
     return LoraModule(name, str(Path(path).absolute()))
 
 

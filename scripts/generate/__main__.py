@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.generate [--check]`: write what this checkout generates, or check
-that it is fresh. vllm_options.py, vllm_models.py and vllm_words.py need vLLM, and write their
-files by themselves.
+that it is fresh. vllm_options.py, vllm_models.py, vllm_adapters.py and vllm_words.py need vLLM, and
+write their files by themselves.
 """
 
 import sys

@@ -133,12 +133,17 @@ def _configurations() -> list[str]:
     return sorted(found)
 
 
+def classes() -> dict[str, tuple[str, str]]:
+    """Architecture → the module and the class of vLLM's that serve it, sorted."""
+    every = {arch: it for table in _tables().values() for arch, it in table.items()}
+    return dict(sorted(every.items()))
+
+
 def models() -> dict[str, list[str]]:
     """Kind → architectures. "known" has all of them, "pooling" those that do not generate, and
     "configurations" values of model_type.
     """
-    tables = _tables()
-    every = {arch: it for table in tables.values() for arch, it in table.items()}
+    tables, every = _tables(), classes()
     found: dict[str, list[str]] = {"known": sorted(every)}
     for kind in ("state", "cross", "unlike"):
         found[kind] = sorted(arch for arch, it in every.items() if _kind(*it) == kind)

@@ -4,37 +4,55 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 MODULES = {"q_proj": (256, 256), "v_proj": (256, 128), "down_proj": (512, 256)}
 """In and out of what is changed in each of the tiny model's layers."""
 LAYERS = 4
+NONE: Mapping[str, "torch.Tensor"] = MappingProxyType({})
 
 
-def write(
+def write(folder: Path, seed: int, rank: int = 8, **config: object) -> Path:
+    """An adapter as PEFT saves it."""
+    layers = {
+        f"model.layers.{layer}.{'mlp' if module == 'down_proj' else 'self_attn'}.{module}": sides
+        for layer in range(LAYERS)
+        for module, sides in MODULES.items()
+    }
+    return write_modules(folder, layers, seed, rank, **config)
+
+
+def write_modules(
     folder: Path,
+    modules: Mapping[str, tuple[int, int]],
     seed: int,
     rank: int = 8,
-    *,
-    modules: Mapping[str, tuple[int, int]] = MODULES,
-    layers: int = LAYERS,
+    more: Mapping[str, "torch.Tensor"] = NONE,
     **config: object,
 ) -> Path:
-    """An adapter as PEFT saves it."""
+    """An adapter that changes these modules: name in PEFT's model → in and out. more: tensors that
+    it has besides, by their full names.
+    """
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(layers):
-        for module, (wide, out) in modules.items():
-            block = "mlp" if module == "down_proj" else "self_attn"
-            name = f"base_model.model.model.layers.{layer}.{block}.{module}"
-            a = torch.randn(rank, wide, generator=generator) * 0.1
-            b = torch.randn(out, rank, generator=generator) * 0.1
-            tensors[f"{name}.lora_A.weight"] = a.to(torch.bfloat16)
-            tensors[f"{name}.lora_B.weight"] = b.to(torch.bfloat16)
+    tensors = dict(more)
+    for module, (wide, out) in modules.items():
+        embeds = module.endswith("embed_tokens")
+        name = f"base_model.model.{module}.lora_{'embedding_' if embeds else ''}"
+        end = "" if embeds else ".weight"
+        a = torch.randn(rank, wide, generator=generator) * 0.1
+        b = torch.randn(out, rank, generator=generator) * 0.1
+        tensors[f"{name}A{end}"] = a.to(torch.bfloat16)
+        tensors[f"{name}B{end}"] = b.to(torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [*modules]}
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps({**told, "bias": "none", **config}))
     return folder

@@ -8,8 +8,7 @@
   the slots of one row for each request: it fails, which ends the engine, or takes the first
   request's slot. Here all rows of a prompt have its own request's slot.
 
-vLLM imports the class by its path, as the extension of its worker (`worker_extension_cls`). To be
-removed when vLLM does both.
+lora_worker.py imports it. To be removed when vLLM does both.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +20,6 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _Kernel = Callable[..., None]
-
-
-class Extension:
-    """An extension that adds nothing: that its module is imported is what counts."""
 
 
 def _of_adapters(kernel: _Kernel, *, fills: bool) -> _Kernel:

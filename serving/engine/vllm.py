@@ -20,6 +20,8 @@ import httpx
 from prometheus_client import REGISTRY
 from starlette.types import ASGIApp
 
+from lmi_config.facts.adapter import look
+from lmi_config.facts.model import Folder, ModelError
 from serving.aio import in_thread
 from serving.engine.base import USAGE, EngineError, Hits, Pace, Prefilled, Tokens
 from serving.engine.canary.canary import Canary
@@ -103,10 +105,16 @@ class VllmEngine:
     async def load_adapter(self, name: str, folder: Path) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
+        try:
+            fused = (await in_thread(look, Folder(folder))).fused
+        except ModelError as error:
+            raise AdapterFailed(f"the engine cannot load it: {error}") from None
         models = self._state.openai_serving_models
         if name in models.lora_requests:
             raise AlreadyLoaded(name)
-        request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
+        request = LoadLoRAAdapterRequest(
+            lora_name=name, lora_path=str(folder), is_3d_lora_weight=bool(fused)
+        )
         answer = await models.load_lora_adapter(request)
         if not isinstance(answer, str):
             told = by_options(answer.error.message)

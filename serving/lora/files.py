@@ -21,10 +21,12 @@ from typing import BinaryIO
 from handlers.custom import FILE
 from lmi_config.facts.adapter import CONFIG, WEIGHTS
 from lmi_config.facts.model import Checkpoint, Folder, ModelError
-from lmi_config.options import secure
+from lmi_config.options import hub_ids, secure
 from serving.errors import BadRequest, Conflict, NoSlot
 from serving.lora import archives
+from serving.sources import hub_adapter
 from serving.sources.digests import Digests, combined
+from serving.sources.hub_adapter import HubAdapter, HubListing
 from serving.sources.s3 import S3, Listing
 from serving.sources.source import SourceError, Unusable, exclusive
 
@@ -47,8 +49,8 @@ class Located:
 
     src: str
     digest: str
-    listing: Listing | None = None
-    """What S3 listed, of which the digest is. Where there is none, S3 is asked again."""
+    listing: Listing | HubListing | None = None
+    """What S3 or the hub listed, of which the digest is. Where there is none, it is asked again."""
 
     @property
     def packed(self) -> bool:
@@ -67,7 +69,8 @@ class AdapterFiles:
     """The adapters' files: finds them, and brings those that are elsewhere or packed onto disk.
 
     roots: folders under which adapters on this machine may be. buckets: those of S3 whose adapters
-    may be had. store: where files from elsewhere are kept, at most `limit` bytes of them; those
+    may be had. repos: those of the hub, as `org/name` or `org/*`. offline: the hub is not asked.
+    store: where files from elsewhere are kept, at most `limit` bytes of them; those
     used longest ago make room. Servers may share it: what one of them uses has a lock (flock) of
     its, which the others respect and which ends with its process. controls: those of secure mode,
     where it is on.
@@ -83,9 +86,13 @@ class AdapterFiles:
         store: Path,
         limit: int,
         controls: tuple[str, ...] = (),
+        repos: tuple[str, ...] = (),
+        offline: bool = False,
     ) -> None:
         self._roots = roots
         self._buckets = buckets
+        self._repos = repos
+        self._offline = offline
         self._store = store
         self._limit = limit
         self._controls = controls
@@ -98,7 +105,7 @@ class AdapterFiles:
     def locate(self, src: str) -> Located:
         """Which version of an adapter there is, without fetching it."""
         source = self._source(src)
-        if isinstance(source, S3):
+        if not isinstance(source, Path):
             listing = source.list()
             return Located(src, listing.digest, listing)
         if not src.endswith(_PACKED):
@@ -175,7 +182,7 @@ class AdapterFiles:
                 del self._holders[place]
                 self._locks.pop(place).close()
 
-    def _bring(self, located: Located, source: Path | S3, place: Path) -> Path:
+    def _bring(self, located: Located, source: Path | S3 | HubAdapter, place: Path) -> Path:
         """The folder in a place that then has the files."""
         unpacked = place / "files"
         try:
@@ -250,8 +257,10 @@ class AdapterFiles:
         entries = [*self._store.iterdir()] if self._store.is_dir() else []
         return [path for path in entries if _PLACE.fullmatch(path.name) and path.is_dir()]
 
-    def _source(self, src: str) -> Path | S3:
-        """Where an adapter is, if it may be there."""
+    def _source(self, src: str) -> Path | S3 | HubAdapter:
+        """Where an adapter is, if it may be there. Of a folder and an id of the hub with one name
+        it is the folder, where adapters may be there.
+        """
         scheme = _SCHEME.match(src)
         if scheme and scheme[1] == "s3":
             bucket, _, key = src.removeprefix("s3://").rstrip("/").partition("/")
@@ -259,8 +268,20 @@ class AdapterFiles:
                 raise Conflict(f"src={src!r:.500}: OPTION_ADAPTER_BUCKETS does not name {bucket!r}")
             folder, _, name = key.rpartition("/") if key.endswith(_PACKED) else (key, "", "")
             return S3(src, bucket, folder and f"{folder}/", self._store, name)
+        found = hub_ids.hub_id(src)
+        if src.endswith(_PACKED):
+            found = None  # the hub has no archives
+        if found and (scheme or not self._allowed(Path(src).resolve())):
+            if not hub_ids.allowed(found.repo, self._repos):
+                raise Conflict(
+                    f"src={src!r:.500}: OPTION_ADAPTER_REPOS does not name {found.repo!r}"
+                )
+            return hub_adapter.adapter(found, os.environ, self._offline)
         if scheme and scheme[1] != "file":
-            raise Conflict(f"src={src!r:.500}: adapters come from folders and s3:// only")
+            raise Conflict(
+                f"src={src!r:.500}: adapters come from folders, s3://bucket/prefix and "
+                "hf://org/name only"
+            )
         try:
             path = Path(src.removeprefix("file://")).resolve()
         except (ValueError, OSError, RuntimeError):  # a zero byte, a ring of links

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from prometheus_client import Counter, Gauge
 
 from lmi_config.facts import adapter as facts
+from lmi_config.facts.adapter_names import LITERAL, Names
 from lmi_config.facts.model import ModelError, Tensor
 from serving import user_code
 from serving.aio import in_thread
@@ -65,11 +66,11 @@ class _Failed(NamedTuple):
 class AdapterRegistry:
     """The adapters by name, each in its current version.
 
-    base: the model's tensors. max_rank: of an adapter. batch_slots: how many adapters a batch of
-    the engine has room for. engine_slots: how many the engine does. limit: how many may be
-    registered. start_code: starts the model.py of a folder; None where adapters may have none.
-    model_names: the model's own, which no adapter may have. shared: the list of what is registered
-    on all servers; None where each has its own.
+    base: the model's tensors. names: by which vLLM knows them. max_rank: of an adapter.
+    batch_slots: how many adapters a batch of the engine has room for. engine_slots: how many the
+    engine does. limit: how many may be registered. start_code: starts the model.py of a folder;
+    None where adapters may have none. model_names: the model's own, which no adapter may have.
+    shared: the list of what is registered on all servers; None where each has its own.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class AdapterRegistry:
         start_code: CodeStarter | None,
         model_names: Collection[str],
         shared: SharedList | None = None,
+        names: Names = LITERAL,
     ) -> None:
         self._model_names = model_names
         self._shared = shared
@@ -95,7 +97,8 @@ class AdapterRegistry:
         self._failed: dict[str, _Failed] = {}  # what could not be made as it is listed
         self._refused: dict[tuple[str, str], str] = {}  # src and digest → why
         self._files = files
-        self._base = base
+        self._base = names.renamed(base)
+        self._names = names
         self._max_rank = max_rank
         self._limit = limit
         self._may_run_code = start_code is not None
@@ -392,7 +395,7 @@ class AdapterRegistry:
         try:
             with self._files.look(located) as checkpoint:
                 adapter = facts.look(checkpoint, self._base)
-                faults = facts.faults(adapter, self._base, self._max_rank)
+                faults = facts.faults(adapter, self._base, self._max_rank, self._names)
                 faults += user_code.faults_of_adapter(checkpoint, self._may_run_code)
         except (ModelError, Unusable) as error:
             return str(error)

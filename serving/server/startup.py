@@ -8,19 +8,20 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import Gauge
 
 from handlers.custom import FILE, THREADS
+from lmi_config.facts import adapter_names
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
 from lmi_config.plan import kv_tiers, memory
 from lmi_config.plan.kv_tiers import DiskTier, NoTiers, Tiers
 from lmi_config.plan.plan import Plan
-from lmi_config.plan.vllm import LORA_MODULES, LoraModule, arguments
+from lmi_config.plan.vllm import LORA_MODULES, arguments
 from serving import folders
 from serving.aio import in_thread
 from serving.engine import vllm
@@ -36,7 +37,7 @@ from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
 from serving.lora.shared_list import ListBucket, ListFolder, ListStore, SharedList
 from serving.server.prepare import Deployment
-from serving.sources.hub import Hub
+from serving.sources.hub import OFFLINE, Hub, offline
 from serving.sources.locate import downloads_folder
 from serving.sources.source import Source, SourceError
 from serving.user_code import INITIAL_S, Limits, UserCode, start_user_code
@@ -274,7 +275,7 @@ def _registry(
         )
     return AdapterRegistry(
         engine,
-        files=_adapter_files(settings, folder, plan.lora_modules),
+        files=_adapter_files(plan, folder),
         base=base,
         max_rank=plan.options["max_lora_rank"],
         batch_slots=plan.options["max_loras"],
@@ -283,6 +284,9 @@ def _registry(
         start_code=start_code,
         model_names=settings.model_names,
         shared=_shared_list(settings),
+        names=adapter_names.names(
+            plan.model.architectures, settings.engine, engine.embeds or engine.classifies
+        ),
     )
 
 
@@ -305,7 +309,10 @@ def _shared_list(settings: Settings) -> SharedList | None:
     return shared
 
 
-def _adapter_files(settings: Settings, folder: Path, modules: Iterable[LoraModule]) -> AdapterFiles:
+def _adapter_files(plan: Plan, folder: Path) -> AdapterFiles:
+    settings = plan.settings
+    # Of these variables the plan sets those that the operator has not.
+    told = {name: os.environ.get(name, "") for name in OFFLINE if name not in plan.environment}
     downloads = downloads_folder(settings.download_dir)
     with contextlib.suppress(OSError):  # which an adapter that needs it will report
         folders.make(downloads)
@@ -315,13 +322,15 @@ def _adapter_files(settings: Settings, folder: Path, modules: Iterable[LoraModul
             for root in (
                 *map(Path, settings.adapter_roots),
                 *_own_folders(settings, folder),
-                *(Path(module.src) for module in modules if "://" not in module.src),
+                *(Path(module.src) for module in plan.lora_modules if "://" not in module.src),
             )
         ),
         buckets=settings.adapter_buckets,
         store=downloads / f"adapters-{settings.port}",
         limit=settings.adapter_disk,
         controls=settings.security_controls if settings.secure_mode else (),
+        repos=settings.adapter_repos,
+        offline=offline(told),
     )
 
 

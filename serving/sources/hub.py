@@ -266,15 +266,23 @@ def repo(repo_id: str, environ: Mapping[str, str], revision: str | None) -> Hub:
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
     if not cache and environ.get("HF_HOME"):
         cache = f"{environ['HF_HOME']}/hub"
-    offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
     return Hub(
         repo_id=repo_id,
         revision=revision,
         endpoint=environ.get("HF_ENDPOINT", "").rstrip("/") or None,
         token=environ.get("HF_TOKEN", "").strip() or None,
         cache=str(Path(cache).expanduser()) if cache else None,
-        offline=offline.upper() in ("1", "ON", "TRUE", "YES"),
+        offline=offline(environ),
     )
+
+
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def offline(environ: Mapping[str, str]) -> bool:
+    """Whether the hub is not to be asked."""
+    told = next(filter(None, map(environ.get, OFFLINE)), "") or ""
+    return told.upper() in ("1", "ON", "TRUE", "YES")
 
 
 def _absent(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:

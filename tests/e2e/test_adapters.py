@@ -8,9 +8,10 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from scripts.harness.wait import until
-from scripts.models import tiny_lora
+from scripts.models import tiny, tiny_lora
 from tests import engine_bodies
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
@@ -78,6 +79,21 @@ def alone(served):
 
 def test_each_adapter_answers_in_its_own_way(alone):
     assert len({*alone.values()}) == 5
+
+
+def test_embeddings_and_the_head_of_a_language_model(served, alone, root):
+    """With the copies of the model's own weights that PEFT saves beside them."""
+    copy = torch.zeros(tiny.VOCABULARY, 256)
+    for name, sides in (
+        ("model.embed_tokens", (tiny.VOCABULARY, 256)),
+        ("lm_head", (256, tiny.VOCABULARY)),
+    ):
+        more = {f"base_model.model.{name}.base_layer.weight": copy}
+        src = tiny_lora.write_modules(root / name, {name: sides}, 1, more=more)
+        register(served, name, src)
+        assert ask(served, name)[0] not in alone.values()
+        assert served.client.delete(f"/adapters/{name}").status_code == 200
+    assert ask(served)[0] == alone[None]
 
 
 def test_they_take_turns_in_the_slots(served, alone):

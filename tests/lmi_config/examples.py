@@ -16,7 +16,7 @@ PARTS = EngineParts(
     connector="our.parts.Connector",
     transferring="our.nixl.NixlConnector",
     disk_store="our.Files",
-    cpu_lora="our.Lora",
+    lora="our.Lora",
 )
 H100 = Gpu(name="NVIDIA H100", memory=80 * GIB, driver="580.65.06")
 

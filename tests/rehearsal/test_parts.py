@@ -8,6 +8,7 @@ from tests.rehearsal.conftest import ask
 
 PARTS = (
     "serving.engine.cpu_lora",
+    "serving.engine.lora_worker",
     "serving.engine.error_handlers",
     "serving.engine.kv_connector",
     "serving.engine.direct",

@@ -18,7 +18,7 @@ MANY_CPUS = machine(cpus=tuple(range(8)))
 def command(environ, here, model="m", derived=()):
     settings = read(environ)
     spread = parallelism.decide(settings, here, model_facts())
-    found = options(settings, here, spread, dict(derived), PARTS.cpu_lora)
+    found = options(settings, here, spread, dict(derived), PARTS.lora)
     return arguments({**found, "model": model})
 
 
@@ -74,6 +74,7 @@ def test_the_whole_command_line_on_gpus():
         ),
         ({"OPTION_ENFORCE_EAGER": "false"}, CPU, ["--no-enforce-eager"]),
         ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--enable-lora", "--max-loras=4"]),
+        ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--worker-extension-cls=our.Lora"]),
         ({"OPTION_ENABLE_LORA": "true", "OPTION_MAX_LORAS": "9"}, GPU, ["--max-loras=9"]),
         ({"OPTION_TASK": "text-embedding"}, GPU, ["--runner=pooling", "--convert=embed"]),
         ({"OPTION_KV_TRANSFER_CONFIG": '{"a": [1]}'}, GPU, ['--kv-transfer-config={"a":[1]}']),
@@ -315,9 +316,10 @@ LORA = {"OPTION_ENABLE_LORA": "true"}
         ("=/a", LORA, "write name=path"),
         ('{"name": "a"}', LORA, "write name=path"),
         ('{"name": 5, "path": "/a"}', LORA, "write name=path"),
-        ('{"name": "a", "path": "/a", "is_3d_lora_weight": true}', LORA, "is_3d_lora_weight"),
         ('{"name": "a", "path": "/a", "rank": 8}', LORA, "write name=path"),
-        ("a=owner/adapter", LORA, "hf download owner/adapter"),
+        ("a=owner/adapter", LORA, "OPTION_ADAPTER_REPOS=owner/adapter"),
+        ("a=hf://owner/adapter@v1", LORA, "OPTION_ADAPTER_REPOS=owner/adapter"),
+        ("a=owner/adapter", {**LORA, "OPTION_ADAPTER_REPOS": "other/*"}, "OPTION_ADAPTER_REPOS"),
         ('[{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]', LORA, "names 'a' twice"),
         ("a=/a", {}, "OPTION_ENABLE_LORA"),
     ],
