@@ -66,7 +66,10 @@ def options(
         if option.vllm and option.vllm not in found.keys() | _DERIVED and value != option.default:
             found[option.vllm] = value
     if settings.enable_lora:
-        found = {**LORA_DEFAULTS, **found}
+        slots = min(
+            LORA_DEFAULTS["max_loras"], settings.max_cpu_loras or LORA_DEFAULTS["max_loras"]
+        )
+        found = {**LORA_DEFAULTS, "max_loras": slots, **found}
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
     if not machine.gpus:
         if settings.enable_lora:

@@ -324,9 +324,7 @@ _CONFIGURATIONS = (
     ),
     Rule(
         "profiler_config.torch_profiler_activities",
-        lambda it: (
-            it.has("profiler_config.torch_profiler_activities") and _profiler(it) != "torch"
-        ),
+        lambda it: it.has("profiler_config.torch_profiler_activities") and _profiler(it) != "torch",
         'is for "profiler": "torch"',
     ),
     Rule(
@@ -460,7 +458,9 @@ _CONFIGURATIONS = (
     ),
     Rule(
         f"{_QUANTIZATION}.targets",
-        lambda it: _spec(it, "targets") is not None and bool(_spec(it, "linear") or _spec(it, "moe")),
+        lambda it: (
+            _spec(it, "targets") is not None and bool(_spec(it, "linear") or _spec(it, "moe"))
+        ),
         "and linear or moe exclude each other; keep one",
     ),
     Rule(
@@ -621,8 +621,7 @@ _PARALLEL = (
     Rule(
         "engram_config.dp_shared_memory",
         lambda it: (
-            it.on("engram_config.dp_shared_memory")
-            and it.get("engram_config.cpu_offload") is False
+            it.on("engram_config.dp_shared_memory") and it.get("engram_config.cpu_offload") is False
         ),
         'needs "cpu_offload": true',
     ),
@@ -660,8 +659,7 @@ _PARALLEL = (
         "all2all_backend",
         lambda it: (
             it.get("moe_backend") in _FLASHINFER_MOE
-            and it.get("all2all_backend")
-            not in (None, "allgather_reducescatter", "naive", "pplx")
+            and it.get("all2all_backend") not in (None, "allgather_reducescatter", "naive", "pplx")
         ),
         "this moe_backend sends between ranks itself; leave it out",
     ),
@@ -926,7 +924,9 @@ _PARALLEL = (
     ),
     *(
         Rule(
-            "expert_placement_strategy" if path == "expert_placement_strategy" else "all2all_backend",
+            "expert_placement_strategy"
+            if path == "expert_placement_strategy"
+            else "all2all_backend",
             lambda it, path=path, right=right: (  # type: ignore[misc]
                 it.get("all2all_backend") == "moonep" and it.get(path) not in right
             ),
@@ -1236,8 +1236,7 @@ _CACHE = (
     Rule(
         "max_num_active_seqs",
         lambda it: (
-            it.has("max_num_seqs")
-            and it.number("max_num_active_seqs") > it.number("max_num_seqs")
+            it.has("max_num_seqs") and it.number("max_num_active_seqs") > it.number("max_num_seqs")
         ),
         "is more than OPTION_MAX_ROLLING_BATCH_SIZE; lower it",
     ),
@@ -1350,8 +1349,8 @@ _SPECULATION = (
     ),
     Rule(
         f"{_OF}.num_speculative_tokens",
-        lambda it: it.has(f"{_OF}.num_speculative_tokens") and it.below(
-            f"{_OF}.num_speculative_tokens", 1
+        lambda it: (
+            it.has(f"{_OF}.num_speculative_tokens") and it.below(f"{_OF}.num_speculative_tokens", 1)
         ),
         "has to be above 0, like 3",
     ),
@@ -1563,6 +1562,11 @@ _SPECULATION = (
 )
 
 _OTHERS = (
+    Rule(
+        "max_cpu_loras",
+        lambda it: it.on("enable_lora") and it.below("max_cpu_loras", it.number("max_loras")),
+        "is below OPTION_MAX_LORAS, and includes them; raise it or lower that",
+    ),
     Rule(
         "return_sampling_mask",
         lambda it: it.on("return_sampling_mask") and _adaptive(it),

@@ -221,6 +221,7 @@ def test_all_facts_of_a_model():
         kv=KvShape(heads=8, full=32 * 2 * 8 * 128),
         attention_heads=32,
         kept=KvLayers(full=32, shapes=frozenset({(8, 128)})),
+        checks=Checks(longest=131072, quantised=frozenset(), experts=0),
     )
 
 
