@@ -82,7 +82,7 @@ class Machine:
     ports: tuple[int, ...]
     no_gpu: str = ""
     built_for_cuda: bool = False
-    missing: frozenset[str] = frozenset()
+    missing: tuple[str, ...] = ()
     extended: bool = False
 
 
@@ -114,11 +114,11 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
     )
 
 
-def _missing() -> frozenset[str]:
+def _missing() -> tuple[str, ...]:
     """Without vLLM a plan is made for another machine, and nothing is known of what is there."""
     if not find_spec("vllm"):
-        return frozenset()
-    return frozenset(it for it in OPTIONAL if not find_spec(it))
+        return ()
+    return tuple(it for it in OPTIONAL if not find_spec(it))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:

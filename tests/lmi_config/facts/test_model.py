@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmi_config.facts.kv import KvShape
 from lmi_config.facts.layers import KvLayers
-from lmi_config.facts.model import Folder, ModelError, ModelFacts, look, tensors
+from lmi_config.facts.model import Checks, Folder, ModelError, ModelFacts, look, tensors
 from tests.lmi_config.examples import GGUF
 
 LLAMA3 = {
