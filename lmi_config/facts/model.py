@@ -551,7 +551,11 @@ def _experts(config: Config) -> int | None:
     told = (*config.text, *config.words("architectures"), str(config.text.get("model_type")))
     if counts:
         return max(counts)
-    return None if not told[:-1] or any(re.search("moe|expert|block_configs", it.lower()) for it in told) else 0
+    return (
+        None
+        if not told[:-1] or any(re.search("moe|expert|block_configs", it.lower()) for it in told)
+        else 0
+    )
 
 
 def _scalings(entries: Mapping[str, Any]) -> list[dict[str, Any]]:

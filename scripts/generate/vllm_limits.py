@@ -90,12 +90,12 @@ def _keys() -> dict[str, object]:
         if inner := next(_configurations(hints[name]), None):
             found[name] = _fields(inner)
     known = _fields(SpeculativeConfig)
-    found["speculative_config"] = {name: None for name in known}
+    found["speculative_config"] = dict.fromkeys(known)
     return found
 
 
 def limits() -> dict[str, object]:
-    from vllm.config import model, quantization, speculative
+    from vllm.config import engram, model, quantization, speculative
     from vllm.config.pooler import SEQ_POOLING_TYPES, TOK_POOLING_TYPES
     from vllm.model_executor.layers import quantization as layers
     from vllm.model_executor.models import registry
@@ -105,6 +105,7 @@ def limits() -> dict[str, object]:
     return {
         "attention": sorted(it.value for it in KVCacheSpecKind),
         "deprecated_quantization": sorted(layers.DEPRECATED_QUANTIZATION_METHODS),
+        "engram": sorted(engram._NGRAM_LAYER_FIELDS),
         "histograms": sorted(BUCKET_FAMILY_KEYS),
         "keys": _keys(),
         "mtp": sorted(get_args(speculative.MTPModelTypes)),

@@ -282,6 +282,11 @@ def _experts(given: Given) -> Iterator[str]:
     backend = "flashinfer_moe_ep_mega_deep_gemm"
     if given.get("moe_backend") == backend and names and not any("V4" in it for it in names):
         yield f"{given.shown('moe_backend')}: is for DeepSeek-V4 only; leave it out"
+    if given.has("engram_config") and names and not {*names} & {*limits()["engram"]}:
+        yield (
+            f"{given.called('engram_config')}: is for {', '.join(limits()['engram'])}, and this "
+            "model is none; leave it out"
+        )
     sparse = given.connectors("HiSparseConnector") or given.has("attention_config.hisparse_config")
     if sparse and given.model.kv and not given.model.latent:
         yield f"{given.called('kv_transfer_config')}: HiSparse is for DeepSeek's sparse attention only"
@@ -337,6 +342,12 @@ def _senses(given: Given) -> Iterator[str]:
     yield from _encoder(given)
 
 
+_DEVICE = re.compile(
+    r"(cpu|cuda|ipu|xpu|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|xla|lazy|vulkan|mps|meta|hpu"
+    r"|mtia|privateuseone|[a-z]*npu)(:\d+)?"
+)
+
+
 def _encoder(given: Given) -> Iterator[str]:
     if str(given.get("mm_encoder_attn_backend")).upper() == "XFORMERS":
         yield f"{given.shown('mm_encoder_attn_backend')}: vLLM 0.32 has it no more; leave it out"
@@ -350,6 +361,11 @@ def _encoder(given: Given) -> Iterator[str]:
     if given.has(load) and given.has(save):
         yield f"{given.shown(save)}: and {given.called(load)} exclude each other; keep one"
     device = given.get("mm_processor_kwargs.device")
+    if isinstance(device, str) and not _DEVICE.fullmatch(device):
+        yield (
+            f"{given.shown('mm_processor_kwargs.device')}: has to be a device as torch names them, "
+            "like cpu or cuda:0"
+        )
     shared = given.get("ec_transfer_config.ec_role") != "ec_producer"
     if isinstance(device, str) and re.match(r"cuda(:\d+)?$", device) and given.gpus and shared:
         yield (
@@ -371,6 +387,15 @@ def _drafted(given: Given) -> Iterator[str]:
         for whose, most in (("draft", draft.facts.checks.longest), ("model", target)):
             if most and length > most:
                 yield f"{given.shown(path)}: is more than the {whose}'s {most}; lower it"
+    method = given.get("speculative_config.method")
+    if method in limits()["mtp"] and given.model.model_type == "deepseek_v41":
+        yield f"{given.shown('speculative_config.method')}: this model takes dspark; name that"
+    omni = given.model.model_type == "qwen3_omni_moe"
+    if omni and draft and method == "dspark" and _TOP_K[1] not in draft.facts.architectures:
+        yield (
+            f"{given.called('speculative_config')}: with Qwen3-Omni vLLM takes a draft of the "
+            f"architecture {_TOP_K[1]} only"
+        )
     top = given.get("speculative_config.dspark_draft_topk")
     if isinstance(top, int) and draft and given.get("speculative_config.method") == "dspark":
         told = given.shown("speculative_config.dspark_draft_topk")

@@ -1122,20 +1122,6 @@ _CACHE = (
     ),
     Rule(
         "enable_mamba_cache_stochastic_rounding",
-        lambda it: it.on("enable_mamba_cache_stochastic_rounding") and not it.gpus,
-        "needs an NVIDIA GPU, and there is none here",
-    ),
-    Rule(
-        "enable_mamba_cache_stochastic_rounding",
-        lambda it: (
-            it.on("enable_mamba_cache_stochastic_rounding")
-            and _mamba(it) == "triton"
-            and any(gpu.capability and gpu.capability[0] != 10 for gpu in it.machine.gpus)
-        ),
-        "needs GPUs of compute capability 10.0, or OPTION_MAMBA_BACKEND=flashinfer",
-    ),
-    Rule(
-        "enable_mamba_cache_stochastic_rounding",
         lambda it: (
             it.on("enable_mamba_cache_stochastic_rounding")
             and it.get("mamba_ssm_cache_dtype") != "float16"
@@ -1485,6 +1471,18 @@ _SPECULATION = (
         )
     ),
     Rule(
+        "max_num_scheduled_tokens",
+        lambda it: it.below("max_num_scheduled_tokens", 1),
+        "has to be at least 1",
+    ),
+    Rule(
+        "max_num_batched_tokens",
+        lambda it: (
+            _method(it) in ("draft_model", "dflash") and it.below("max_num_batched_tokens", 2)
+        ),
+        "leaves no room for what the draft guesses; raise it",
+    ),
+    Rule(
         "async_scheduling",
         lambda it: (
             it.get("async_scheduling") is True
@@ -1646,6 +1644,10 @@ _OTHERS = (
             ("speculative_config.method", lambda it: _method(it) == "dspark"),
             ("speculative_config.enable_adaptive_verification", _adaptive),
             ("enable_batch_sharded_sampling", lambda it: it.on("enable_batch_sharded_sampling")),
+            (
+                "profiler_config.proton_graph_attribution",
+                lambda it: _profiler(it) == "proton" and bool(_proton(it, "graph_attribution")),
+            ),
             (
                 "async_scheduling",
                 lambda it: (

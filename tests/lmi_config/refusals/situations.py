@@ -18,9 +18,10 @@ from typing import Any
 
 from lmi_config.facts import draft
 from lmi_config.facts.model import Checkpoint, look
-from lmi_config.options.settings import read
+from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import plan
 from lmi_config.plan.plan import Plan
+from lmi_config.plan.refusals import files
 from tests.lmi_config.examples import GIB, H100, PARTS, machine
 from tests.lmi_config.facts.test_draft import Memory
 
@@ -49,20 +50,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek": LLAMA
     | _DEEPSEEK
     | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "v_head_dim": 16},
-    "llava": {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
+    "sees": {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
         "text_config": LLAMA,
         "vision_config": {
-            "model_type": "clip_vision_model",
+            "model_type": "idefics3_vision",
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_attention_heads": 2,
             "num_hidden_layers": 2,
-            "image_size": 28,
-            "patch_size": 14,
+            "image_size": 32,
+            "patch_size": 8,
         },
-        "image_token_index": 255,
+        "image_token_id": 255,
+        "scale_factor": 2,
         "torch_dtype": "bfloat16",
     },
     "whisper": {
@@ -84,12 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
 DRAFTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "smaller": LLAMA | {"vocab_size": 128},
-    "mtp": LLAMA
-    | {
-        "architectures": ["Qwen3NextMTP"],
-        "model_type": "qwen3_next_mtp",
-        "num_nextn_predict_layers": 2,
-    },
+    "mtp": MODELS["deepseek"] | {"num_nextn_predict_layers": 2},
     "dspark": LLAMA | {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"},
     "gemma_dspark": LLAMA | {"architectures": ["Gemma4DSparkModel"], "model_type": "qwen3"},
 }
@@ -124,4 +121,7 @@ def planned(row: dict[str, Any]) -> Plan:
     if kind := row.get("draft"):
         drafted = draft.look(Memory(DRAFTS[kind], where="org/draft"))
     facts = look(checkpoint(row))
-    return plan.make(read(environ), here, facts, drafted, environ, PARTS)
+    made = plan.make(read(environ), here, facts, drafted, environ, PARTS)
+    if faults := files.faults(made):
+        raise SettingsError(faults)
+    return made

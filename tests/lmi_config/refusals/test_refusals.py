@@ -36,5 +36,9 @@ def test_the_list_is_that_of_the_installed_vllm():
     pytest.importorskip("vllm")
     from scripts.generate import vllm_limits, vllm_refusals
 
-    assert vllm_refusals.PATH.read_text() == vllm_refusals.text(), "run it, and classify what is new"
-    assert vllm_limits.PATH.read_text() == vllm_limits.text(), "run python -m scripts.generate.vllm_limits"
+    assert vllm_refusals.PATH.read_text() == vllm_refusals.text(), (
+        "run it, and classify what is new"
+    )
+    assert vllm_limits.PATH.read_text() == vllm_limits.text(), (
+        "run python -m scripts.generate.vllm_limits"
+    )
