@@ -379,6 +379,8 @@ def _aux(draft: Draft) -> _Aux | None:
 def _read(draft: Draft, width: int | None, count: int | None, ids: tuple[int, ...]) -> int | None:
     """How many states an fc takes by its shape, or else by the ids where nothing else says it."""
     shape = draft.shapes.get("fc.weight")
+    if draft.config.top.get("speculators_model_type") is not None:
+        return None  # vLLM reads fewer entries of that format
     if shape and len(shape) == 2 and width:
         found = shape[1] // width if shape[1] % width == 0 else None
     else:
@@ -446,7 +448,8 @@ def _eagle3_tensors(draft: Draft, target: ModelFacts, aux: _Aux | None) -> Itera
         ("embed_tokens", "fc", "fc_norm", "input_norm", "layers", "lm_head", "midlayer", "norm"),
     )
     yield from _missing(draft, needed)
-    if hidden and aux and aux.width:
+    miscounted = aux and len({*aux.ids}) == aux.read  # which is told
+    if hidden and aux and aux.width and not miscounted:
         yield from _misshapen(draft, "fc.weight", (hidden, aux.count * aux.width))
     if hidden and guessed:
         yield from _misshapen(draft, "lm_head.weight", (guessed, hidden))

@@ -103,6 +103,9 @@ class Checks(NamedTuple):
     experts: int | None = None
 
 
+UNCHECKED = Checks()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What a model's files say about it. None: they do not say.
@@ -130,7 +133,7 @@ class ModelFacts:
     latent: bool = False
     heard: int | None = None
     kept: KvLayers = UNTOLD
-    checks: Checks = Checks()
+    checks: Checks = UNCHECKED
 
 
 UNKNOWN = ModelFacts(

@@ -117,8 +117,8 @@ def _suited(given: Given, method: str | None) -> Iterator[str]:
     if weak:
         yield (
             f"{told}: needs GPUs of compute capability {least[0]}.{least[1]}, and the "
-            f"{weak[0].name} has {'.'.join(map(str, weak[0].capability or ()))}; use another GPU or "
-            "another version of the model"
+            f"{weak[0].name} has {'.'.join(map(str, weak[0].capability or ()))}; use another GPU "
+            "or another version of the model"
         )
     dtype = _dtype(given)
     if dtype and dtype not in row["dtypes"]:
@@ -157,9 +157,9 @@ def _numbers(given: Given) -> Iterator[str]:
             "leave it out, or set it to bf16"
         )
     cache = given.get("kv_cache_dtype")
-    if isinstance(cache, str) and cache.startswith("nvfp4") and not cache.endswith("_ds_mla"):
-        if given.model.latent:
-            yield f"{given.shown('kv_cache_dtype')}: not with latent attention; set it to fp8"
+    four_bits = isinstance(cache, str) and re.match(r"nvfp4(?!.*_ds_mla$)", cache)
+    if four_bits and given.model.latent:
+        yield f"{given.shown('kv_cache_dtype')}: not with latent attention; set it to fp8"
 
 
 _LOADERS = {
@@ -200,12 +200,12 @@ def _code(given: Given) -> Iterator[str]:
             "OPTION_TRUST_REMOTE_CODE=true, if you trust that code"
         )
     names = given.model.architectures
-    if given.on("enable_lora") and any("Inkling" in it for it in names):
-        if given.environ.get("INKLING_MULTIMEM_AR", "1") != "0":
-            yield (
-                f"{given.called('enable_lora')}: adapters of {names[0]} need the variable "
-                "INKLING_MULTIMEM_AR=0; set it"
-            )
+    set_off = given.environ.get("INKLING_MULTIMEM_AR", "1") == "0"
+    if given.on("enable_lora") and any("Inkling" in it for it in names) and not set_off:
+        yield (
+            f"{given.called('enable_lora')}: adapters of {names[0]} need the variable "
+            "INKLING_MULTIMEM_AR=0; set it"
+        )
 
 
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -266,12 +266,12 @@ def _experts(given: Given) -> Iterator[str]:
     experts = given.model.checks.experts
     names = given.model.architectures
     if experts == 0 and given.model.layers:
-        for name, fix in (
-            ("enable_expert_parallel", "leave it out"),
-            ("enable_return_routed_experts", "leave it out"),
-        ):
+        for name in ("enable_expert_parallel", "enable_return_routed_experts"):
             if given.on(name):
-                yield f"{given.shown(name)}: is for mixtures of experts, and this model is none; {fix}"
+                yield (
+                    f"{given.shown(name)}: is for mixtures of experts, and this model is none; "
+                    "leave it out"
+                )
         alone = given.on("data_parallel_external_lb") or given.has("data_parallel_rank")
         if alone and given.number("data_parallel_size", 1) > 1:
             yield (
@@ -289,7 +289,9 @@ def _experts(given: Given) -> Iterator[str]:
         )
     sparse = given.connectors("HiSparseConnector") or given.has("attention_config.hisparse_config")
     if sparse and given.model.kv and not given.model.latent:
-        yield f"{given.called('kv_transfer_config')}: HiSparse is for DeepSeek's sparse attention only"
+        yield (
+            f"{given.called('kv_transfer_config')}: HiSparse is for DeepSeek's sparse attention"
+        )
 
 
 _SHARES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -299,7 +301,9 @@ def _senses(given: Given) -> Iterator[str]:
     """MultiModalConfig, which vLLM makes for models that see or hear, and what needs one."""
     names = given.model.architectures
     if given.model.heard and given.on("enable_prompt_embeds"):
-        yield f"{given.shown('enable_prompt_embeds')}: is for models without an encoder; leave it out"
+        yield (
+            f"{given.shown('enable_prompt_embeds')}: is for models without an encoder; leave it out"
+        )
     if not names:
         return
     sees = any(it in limits()["multimodal"] for it in names)
@@ -369,8 +373,8 @@ def _encoder(given: Given) -> Iterator[str]:
     shared = given.get("ec_transfer_config.ec_role") != "ec_producer"
     if isinstance(device, str) and re.match(r"cuda(:\d+)?$", device) and given.gpus and shared:
         yield (
-            f"{given.shown('mm_processor_kwargs.device')}: the GPUs run the model; leave it out, so "
-            "that pictures are prepared on CPUs"
+            f"{given.shown('mm_processor_kwargs.device')}: the GPUs run the model; leave it out, "
+            "so that pictures are prepared on CPUs"
         )
 
 

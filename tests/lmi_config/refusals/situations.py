@@ -5,10 +5,10 @@ Each row of it has a state. "told": the plan refuses `options` and `says` why. "
 cannot be known before the start, and `why`. "open": it could be told, and is not.
 
 Of a situation that is told: options are vLLM's, by its names; model, config: a model of MODELS, and
-what its configuration has beside; draft: of DRAFTS; gpus, capability, cpus: of the machine; missing:
-modules that are not installed there; environ: variables. `loose`: vLLM's own types refuse the value
-before the line that the row is of. `elsewhere`: another of its lines does. `package`: the module
-without which vLLM does not come that far.
+what its configuration has beside; draft: of DRAFTS; gpus, capability, cpus: of the machine;
+missing: modules that are not installed there; environ: variables. `loose`: vLLM's own types refuse
+the value before the line that the row is of. `elsewhere`: another of its lines does. `package`: the
+module without which vLLM does not come that far.
 """
 
 import dataclasses

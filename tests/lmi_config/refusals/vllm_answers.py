@@ -61,4 +61,4 @@ def answer(row: dict[str, Any]) -> str | None:
 if __name__ == "__main__":
     # One of vLLM's options stays set in a default that all configurations share.
     keys = sorted(sys.argv[1:], key=lambda it: "routed_experts" in str(ROWS[it]["options"]))
-    print(json.dumps({key: answer(ROWS[key]) for key in keys}))
+    sys.stdout.write(json.dumps({key: answer(ROWS[key]) for key in keys}) + "\n")
