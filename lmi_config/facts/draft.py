@@ -140,6 +140,17 @@ def look(checkpoint: Checkpoint) -> Draft:
     )
 
 
+def asked(draft: Draft, method: object) -> Draft:
+    """The draft as vLLM runs it where the operator names the method, whatever its files say."""
+    own = draft.config.top.get("speculators_model_type") is not None
+    if own or draft.method == method or method not in ("eagle", "eagle3", "medusa"):
+        return draft
+    if draft.method not in ("draft_model", "eagle", "eagle3"):
+        return draft
+    architecture = _architecture(method, draft.facts, draft.config)
+    return dataclasses.replace(draft, method=method, architecture=architecture)
+
+
 def _speculators(config: Config, kind: Any) -> str:
     """The method of a draft in the format of the speculators library."""
     if not isinstance(kind, str) or kind not in _SPECULATORS:
@@ -335,13 +346,14 @@ def _eagle_faults(draft: Draft, target: ModelFacts) -> Iterator[str]:
 class _Aux:
     """The target's layers whose hidden states an EAGLE-3 draft reads.
 
-    ids: those that its configuration names, if any. count, width: how many states its fc takes, and
-    how wide each is.
+    ids: those that its configuration names, if any. count, width: how many states vLLM lets its fc
+    take, and how wide each is. read: how many it was made for, where another number is known.
     """
 
     ids: tuple[int, ...]
     count: int
     width: int | None
+    read: int | None = None
 
 
 def _aux(draft: Draft) -> _Aux | None:
@@ -361,7 +373,19 @@ def _aux(draft: Draft) -> _Aux | None:
         count = config.whole("num_aux_hidden_states")
         count = len(inner_ids) if count is None else count
     width = config.whole("target_hidden_size") or draft.facts.hidden_size
-    return _Aux(outer_ids or inner_ids, count or 3, width)
+    return _Aux(outer_ids or inner_ids, count or 3, width, _read(draft, width, count, outer_ids))
+
+
+def _read(draft: Draft, width: int | None, count: int | None, ids: tuple[int, ...]) -> int | None:
+    """How many states an fc takes by its shape, or else by the ids where nothing else says it."""
+    shape = draft.shapes.get("fc.weight")
+    if draft.config.top.get("speculators_model_type") is not None:
+        return None  # vLLM reads fewer entries of that format
+    if shape and len(shape) == 2 and width:
+        found = shape[1] // width if shape[1] % width == 0 else None
+    else:
+        found = len(ids) if not count else None
+    return found if found != (count or 3) else None
 
 
 def _ids(config: Config, value: Any) -> tuple[int, ...]:
@@ -379,7 +403,13 @@ def _layer_faults(aux: _Aux, layers: int, file: str) -> Iterator[str]:
     """
     ids = aux.ids or (2, layers // 2, layers - 3)
     taken = {layer for layer in ids if 0 <= layer <= layers}
-    if len(taken) != aux.count:
+    if aux.ids and len(taken) == len(aux.ids) == aux.read:
+        yield (
+            f"vLLM counts {aux.count} of the model's layers whose states it reads, and "
+            f"{_LAYER_IDS} names {len(taken)}, as many as it was made for; set "
+            f'"num_aux_hidden_states": {len(taken)} in {file}'
+        )
+    elif len(taken) != aux.count:
         yield (
             f"it reads the states of {aux.count} of the model's layers, but "
             f"{_LAYER_IDS if aux.ids else 'what vLLM chooses by itself'}, {list(ids)}, makes "
@@ -418,7 +448,8 @@ def _eagle3_tensors(draft: Draft, target: ModelFacts, aux: _Aux | None) -> Itera
         ("embed_tokens", "fc", "fc_norm", "input_norm", "layers", "lm_head", "midlayer", "norm"),
     )
     yield from _missing(draft, needed)
-    if hidden and aux and aux.width:
+    miscounted = aux and len({*aux.ids}) == aux.read  # which is told
+    if hidden and aux and aux.width and not miscounted:
         yield from _misshapen(draft, "fc.weight", (hidden, aux.count * aux.width))
     if hidden and guessed:
         yield from _misshapen(draft, "lm_head.weight", (guessed, hidden))

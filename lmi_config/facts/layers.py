@@ -288,6 +288,13 @@ def look(
     )
 
 
+def coded(config: Numbers) -> bool:
+    """Whether a configuration is read by code that comes with the model, and by no other."""
+    model_type, classes = config.top.get("model_type"), config.top.get("auto_map")
+    known = not isinstance(model_type, str) or model_type in _vllms()["configurations"]
+    return not known and isinstance(classes, dict) and "AutoConfig" in classes
+
+
 _POOLING = (
     *("Model", "ForTextEncoding", "ForSequenceClassification", "ForTokenClassification"),
     *("ForAudioClassification", "ForImageClassification", "ForVideoClassification"),

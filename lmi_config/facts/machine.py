@@ -12,6 +12,8 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from lmi_config.facts import gpus
@@ -28,6 +30,12 @@ that use it. Without it, a folder was not made by us."""
 _SHARED, _ALONE = fcntl.LOCK_SH | fcntl.LOCK_NB, fcntl.LOCK_EX | fcntl.LOCK_NB
 _CACHE = re.compile(r"[0-9a-f]{16}")  # a fingerprint
 _KV_FILE = re.compile(r".*@0x.*\.(data|tmp)")  # as LMCache's file client names them
+
+OPTIONAL = (
+    *("arctic_inference", "fastsafetensors", "instanttensor", "modelexpress", "nixl", "ray"),
+    *("runai_model_streamer", "tensorizer"),
+)
+"""Modules that vLLM imports for an option, and does not require."""
 
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "none"
 
@@ -59,7 +67,8 @@ class Machine:
     less; limited: whether it is a container's. memory_free: bytes of it that are not in use.
     shm: free bytes of /dev/shm. disk: where the disk tier would be.
     no_gpu: why there are none. built_for_cuda: whether the vLLM that is installed wants them.
-    ports: free ones on the loopback interface, for helper processes.
+    ports: free ones on the loopback interface, for helper processes. missing: modules of OPTIONAL
+    that are not installed, though vLLM is. extended: whether packages bring vLLM more than it has.
     """
 
     cpus: tuple[int, ...]
@@ -73,6 +82,8 @@ class Machine:
     ports: tuple[int, ...]
     no_gpu: str = ""
     built_for_cuda: bool = False
+    missing: tuple[str, ...] = ()
+    extended: bool = False
 
 
 def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/")) -> Machine:
@@ -95,7 +106,19 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
         ports=_ports(environ.get("SAGEMAKER_SAFE_PORT_RANGE")),
         no_gpu=found.missing,
         built_for_cuda=gpus.vllm_wants_them(),
+        missing=_missing(),
+        extended=any(
+            it.dist and not it.dist.name.startswith("vllm")
+            for it in entry_points(group="vllm.general_plugins")
+        ),
     )
+
+
+def _missing() -> tuple[str, ...]:
+    """Without vLLM a plan is made for another machine, and nothing is known of what is there."""
+    if not find_spec("vllm"):
+        return ()
+    return tuple(it for it in OPTIONAL if not find_spec(it))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 from lmi_config.facts import kv
 from lmi_config.facts.kv import KvShape
-from lmi_config.facts.layers import UNTOLD, KvLayers
+from lmi_config.facts.layers import UNTOLD, KvLayers, coded
 
 QUANTIZED = "hf_quant_config.json"
+_DESCRIBING = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""How the files end in which vLLM looks for how weights are quantised (get_config_filenames)."""
 SENTENCES = "modules.json"
 """By which vLLM takes any model for one of embeddings (get_pooling_config)."""
 CONFIGS = ("config.json", "params.json")
@@ -90,6 +92,23 @@ class Folder:
             raise _unreadable(str(path), error) from None
 
 
+class Checks(NamedTuple):
+    """What vLLM looks at before it loads a model. None: the files do not say.
+
+    longest: the most tokens that max_model_len may be. quantised: the files at the top that
+    describe quantised weights beside config.json. coded: whether its configuration is read by code
+    that comes with it. experts: of a layer that has the most; 0 without any.
+    """
+
+    longest: int | None = None
+    quantised: frozenset[str] | None = None
+    coded: bool = False
+    experts: int | None = None
+
+
+UNCHECKED = Checks()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What a model's files say about it. None: they do not say.
@@ -99,7 +118,7 @@ class ModelFacts:
     attention_heads: which tensor parallelism divides among the ranks. latent: whether vLLM runs it
     with latent attention (MLA). heard: tokens that its encoder makes of the sound that it hears at
     once, of models like Whisper. kept: its layers, by what vLLM keeps of a request for them. parts:
-    of the weights, where safetensors files tell.
+    of the weights, where safetensors files tell. checks: what vLLM looks at first.
     """
 
     architectures: tuple[str, ...]
@@ -118,6 +137,7 @@ class ModelFacts:
     heard: int | None = None
     kept: KvLayers = UNTOLD
     parts: "WeightParts | None" = None
+    checks: Checks = UNCHECKED
 
 
 UNKNOWN = ModelFacts(
@@ -195,7 +215,11 @@ def look(
     mistrals = both and any(fnmatchcase(name, _WEIGHTS[0][0]) for name in _top(checkpoint))
     if mistrals and _kept_by(kept) != _kept_by(_mistrals_own(checkpoint)):
         kept = dataclasses.replace(kept, unknown=f"{' and '.join(CONFIGS)} tell different layers")
-    return dataclasses.replace(found, kept=kept)
+    described = frozenset(it for it in _top(checkpoint) if it.endswith(_DESCRIBING))
+    checks = found.checks._replace(quantised=described)
+    if mistrals or any(it.startswith("sentence_") for it in _top(checkpoint)):
+        checks = checks._replace(longest=None)  # vLLM takes it from elsewhere
+    return dataclasses.replace(found, kept=kept, checks=checks)
 
 
 def _mistrals_own(checkpoint: Checkpoint) -> KvLayers:
@@ -463,6 +487,7 @@ def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
         if config.top.get("is_encoder_decoder")
         else None,
         kept=kept,
+        checks=Checks(longest=_longest(config), coded=coded(config), experts=_experts(config)),
     )
 
 
@@ -525,6 +550,45 @@ def _max_length(config: Config) -> int | None:
     if isinstance(factor, int | float) and 0 < factor < _LARGEST:
         return int(length * factor)
     return length
+
+
+def _longest(config: Config) -> int | None:
+    """The most tokens that vLLM takes as max_model_len (_get_and_verify_max_len)."""
+    nested = config.text is not config.top and any(config.top.get(it) for it in _NESTED)
+    lengths = {name: config.whole(name) for name in (*_LENGTHS, "model_max_length")}
+    known = {name: length for name, length in lengths.items() if length is not None}
+    elsewhere = nested and known.keys() & config.top.keys()  # vLLM asks the language model alone
+    if not known or elsewhere or config.file.endswith(CONFIGS[1]):
+        return None
+    own = known.get("model_max_length")
+    length = own or min(known.values())
+    factor: Any = 1
+    if "gemma3" not in str(config.text.get("model_type")):
+        for scaling in _scalings(config.text):
+            kind = scaling.get("rope_type", scaling.get("type"))
+            if kind not in (*_SCALED, "longrope", "su"):
+                factor = scaling.get("factor", factor)
+    if not isinstance(factor, int | float) or not 0 < factor < _LARGEST:
+        factor = 1
+    return max(int(length * factor), own or 0)
+
+
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+
+
+def _experts(config: Config) -> int | None:
+    """The routed experts of a layer (get_num_experts in model_arch_config_convertor.py); None where
+    a configuration may say it otherwise.
+    """
+    counts = [count for name in _EXPERTS if (count := config.whole(name)) is not None]
+    told = (*config.text, *config.words("architectures"), str(config.text.get("model_type")))
+    if counts:
+        return max(counts)
+    return (
+        None
+        if not told[:-1] or any(re.search("moe|expert|block_configs", it.lower()) for it in told)
+        else 0
+    )
 
 
 def _scalings(entries: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -233,8 +233,8 @@ class Settings:
         untrusted=True,
         vllm="quantization",
         default_text="what the model's own files say",
-        help="Quantisation of the weights: awq, gptq, fp8, bitsandbytes or another that vLLM "
-        "supports.",
+        help="Quantisation of the weights: awq or gptq for files that are quantised so, "
+        "fp8_per_tensor to quantise at the start, or another that vLLM has.",
     )
     load_format: str = _option(
         choice(*LOAD_FORMATS),

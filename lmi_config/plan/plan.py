@@ -17,6 +17,8 @@ from lmi_config.plan.attention.verdict import Verdict
 from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from lmi_config.plan.memory import Budget, GpuBudget
 from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.refusals import rules as refusals
+from lmi_config.plan.refusals.given import Given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +192,9 @@ def make(
         derived["kv_events_config"] = vllm.kv_events(settings, spread.copies)
     if speculative := speculation.config(settings, draft):
         derived["speculative_config"] = speculative
+    options = vllm.options(settings, machine, spread, derived, parts.lora)
+    if faults := refusals.faults(Given(settings, options, machine, model, draft, environ)):
+        raise SettingsError(faults)
     return Plan(
         settings=settings,
         machine=machine,
@@ -204,7 +209,7 @@ def make(
         verdict=verdict,
         environment=vllm.environment(settings, machine, spread, environ),
         cache_environment=cache_environment,
-        options=vllm.options(settings, machine, spread, derived, parts.lora),
+        options=options,
         lora_modules=vllm.lora_modules(settings),
         findings=(
             *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),

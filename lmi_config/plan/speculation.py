@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from lmi_config.facts.draft import Draft
+from lmi_config.facts.draft import asked as draft_as_asked
 from lmi_config.facts.draft import faults as draft_faults
 from lmi_config.facts.layers import KvLayers
 from lmi_config.facts.model import ModelError, ModelFacts
@@ -66,7 +67,9 @@ def faults(settings: Settings, model: ModelFacts, draft: Draft | None) -> list[s
     if tokens is not None and not isinstance(tokens, int):
         found.append(f"num_speculative_tokens={tokens!r}: should be a whole number, like 3")
         tokens = None
-    checked = asked.get("method") in (None, draft and draft.method)
+    method = asked.get("method")
+    draft = draft and draft_as_asked(draft, method)
+    checked = method in (None, draft and draft.method)
     if draft and checked and not asked.get("use_heterogeneous_vocab"):
         wanted = tokens if tokens is not None else draft.tokens or SPECULATIVE_TOKENS
         try:

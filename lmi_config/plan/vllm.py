@@ -68,7 +68,10 @@ def options(
         if option.vllm and option.vllm not in found.keys() | _DERIVED and value != option.default:
             found[option.vllm] = value
     if settings.enable_lora:
-        found = {**LORA_DEFAULTS, "worker_extension_cls": lora, **found}
+        slots = min(
+            LORA_DEFAULTS["max_loras"], settings.max_cpu_loras or LORA_DEFAULTS["max_loras"]
+        )
+        found = {**LORA_DEFAULTS, "max_loras": slots, "worker_extension_cls": lora, **found}
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
     if not machine.gpus:
         # Compiling takes longer than it wins where there is no GPU.

@@ -16,6 +16,7 @@ from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import kv_tiers, plan, speculation
 from lmi_config.plan.plan import EngineParts, Plan
+from lmi_config.plan.refusals import files
 from serving.access.access import Access
 from serving.http.tls import ServerTls
 from serving.sources.locate import locate
@@ -73,6 +74,8 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     made = plan.make(
         *(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room), chat=formats
     )
+    if faults := files.faults(made):
+        raise SettingsError(faults)
     return Deployment(made, source, draft_source)
 
 

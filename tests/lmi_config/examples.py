@@ -7,7 +7,7 @@ from lmi_config.facts.gpus import Gpu
 from lmi_config.facts.kv import KvShape
 from lmi_config.facts.layers import KvLayers
 from lmi_config.facts.machine import Disk, Machine
-from lmi_config.facts.model import ModelFacts
+from lmi_config.facts.model import Checks, ModelFacts
 from lmi_config.plan.plan import EngineParts
 
 GIB = 1024**3
@@ -69,5 +69,6 @@ GGUF = ModelFacts(
     hidden_size=None,
     layers=None,
     kv=None,
+    checks=Checks(quantised=frozenset()),
 )
 """A model of which nothing is known but its size."""

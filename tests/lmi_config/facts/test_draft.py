@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_config.facts.draft import faults, look
+from lmi_config.facts.draft import asked, faults, look
 from lmi_config.facts.model import Folder, ModelError, ModelFacts, facts
 from lmi_config.facts.model import look as look_at_model
 from tests.lmi_config.examples import GGUF
@@ -326,6 +326,10 @@ def test_what_is_not_known_is_left_to_vllm():
         assert faults(look(Memory(config, shapes)), GGUF, 3) == []
 
 
+FOUR = (
+    f"vLLM counts 3 of the model's layers whose states it reads, and {IDS} names 4, as many as it "
+    'was made for; set "num_aux_hidden_states": 4 in org/draft/config.json'
+)
 OTHER_WIDTH = (
     "it is made for a hidden size of {}, and the model has {}; use a draft that was trained for "
     "this model"
@@ -511,6 +515,8 @@ CHOSEN = "what vLLM chooses by itself, {}"
             "it out, or let n-grams of the prompt guess (OPTION_SPECULATIVE_CONFIG="
             '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4})',
         ),
+        (EAGLE3 | {IDS: [1, 2, 4, 6]}, EAGLE3_TENSORS | {"fc.weight": [64, 256]}, {}, FOUR),
+        (EAGLE3 | {IDS: [1, 2, 4, 6]}, None, {}, FOUR),
         (MEDUSA, {}, {"hidden_size": 32}, OTHER_WIDTH.format(64, 32)),
         (without(MEDUSA, "hidden_size"), {}, {}, OTHER_WIDTH.format(4096, 64)),
         (
@@ -530,6 +536,18 @@ CHOSEN = "what vLLM chooses by itself, {}"
 )
 def test_what_cannot_work_is_told_with_the_fix(config, shapes, of, expected):
     assert faults(look(Memory(config, shapes)), target(**of), 3) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [("eagle", EAGLE), ("eagle3", EAGLE), ("medusa", EAGLE), ("eagle", EAGLE3), ("eagle3", EAGLE3)],
+)
+def test_a_draft_is_checked_as_the_operator_calls_it(method, config):
+    """Whatever its files call it, also where their format tells no shapes."""
+    draft = look(Memory(config | {"hidden_size": 32}))
+    called = asked(draft, method)
+    assert called.method == method
+    assert OTHER_WIDTH.format(32, 64) in faults(called, target(), 3)
 
 
 def test_all_faults_are_told_at_once():

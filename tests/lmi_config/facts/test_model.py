@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lmi_config.facts.kv import KvShape
 from lmi_config.facts.layers import KvLayers
 from lmi_config.facts.model import (
+    Checks,
     Folder,
     ModelError,
     ModelFacts,
@@ -244,6 +245,7 @@ def test_all_facts_of_a_model():
         attention_heads=32,
         kept=KvLayers(full=32, shapes=frozenset({(8, 128)})),
         parts=WeightParts(experts=0, single=0, outer=0),
+        checks=Checks(longest=131072, quantised=frozenset(), experts=0),
     )
 
 

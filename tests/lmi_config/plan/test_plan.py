@@ -128,7 +128,12 @@ def test_what_is_secret_in_a_value_is_hidden():
         "kv_connector_extra_config": {"key": "hush"},
     }
     environ = {"OPTION_KV_TRANSFER_CONFIG": json.dumps(config)}
-    found = planned(environ | {"OPTION_EC_TRANSFER_CONFIG": '{"a": {"password": "hush"}}'})
+    other = {
+        "ec_connector": "X",
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"a": {"password": "hush"}},
+    }
+    found = planned(environ | {"OPTION_EC_TRANSFER_CONFIG": json.dumps(other)})
     assert "hush" not in explain.as_text(found) + json.dumps(explain.as_json(found))
     assert found.engine("m", None)["kv_transfer_config"] == config
 
@@ -527,8 +532,8 @@ TARGET = target()
             {"model": "/there", "method": "eagle3", "num_speculative_tokens": 2},
         ),
         (
-            {"OPTION_SPECULATIVE_CONFIG": '{"model": "org/draft", "method": "eagle"}'},
-            {"model": "/there", "method": "eagle", "num_speculative_tokens": 3},
+            {"OPTION_SPECULATIVE_CONFIG": '{"model": "org/draft", "method": "eagle3"}'},
+            {"model": "/there", "method": "eagle3", "num_speculative_tokens": 3},
         ),
     ],
 )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's options as they will be given to it, looked at by the paths of their values."""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmi_config.facts.draft import Draft
+from lmi_config.facts.machine import Machine
+from lmi_config.facts.model import ModelFacts
+from lmi_config.options.declared import OPTIONS, Settings
+
+_FIELDS = {option.vllm: field for field, option in OPTIONS.items() if option.vllm}
+
+
+@functools.cache
+def limits() -> Mapping[str, Any]:
+    """What vLLM's own source says, by scripts/generate/vllm_limits.py."""
+    found: Mapping[str, Any] = json.loads((Path(__file__).parent / "vllm.json").read_text())
+    return found
+
+
+class Given:
+    """The options, and what they are to fit. A path is an option's name by vLLM, or one and the
+    keys in its JSON, with dots between them.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        options: Mapping[str, Any],
+        machine: Machine,
+        model: ModelFacts,
+        draft: Draft | None,
+        environ: Mapping[str, str],
+    ) -> None:
+        self.settings, self.machine, self.model, self.draft = settings, machine, model, draft
+        self.environ = environ
+        self.gpus = bool(machine.gpus)
+        self._options = options
+        self._read: dict[str, Any] = {}
+
+    def get(self, path: str) -> Any:
+        """The value; None where there is none, or its text is not the JSON that it should be."""
+        name, *keys = path.split(".")
+        value = self._options.get(name)
+        if keys:
+            value = self.json(name)
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        """The object that an option is; empty where it is none."""
+        if name not in self._read:
+            value = self._options.get(name)
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except (ValueError, RecursionError):
+                    value = None
+            found = dict(value) if isinstance(value, Mapping) else {}
+            if name == "speculative_config":  # as create_speculative_config reads it
+                found = {key.replace("-", "_"): it for key, it in found.items()}
+            if name == "compilation_config" and isinstance(value, int):
+                found = {"mode": value}
+            self._read[name] = found
+        return self._read[name]
+
+    def on(self, path: str) -> bool:
+        """Whether it is set, and neither false nor empty nor 0."""
+        return bool(self.get(path))
+
+    def has(self, path: str) -> bool:
+        return self.get(path) is not None
+
+    def number(self, path: str, otherwise: float = 0) -> float:
+        """The number; `otherwise` where there is none."""
+        value = self.get(path)
+        return value if isinstance(value, int | float) else otherwise
+
+    def below(self, path: str, least: float) -> bool:
+        """Whether it is a number, and a smaller one."""
+        value = self.get(path)
+        return isinstance(value, int | float) and value < least
+
+    def texts(self, path: str) -> tuple[str, ...]:
+        """The strings of a list; a word alone is a list of one."""
+        value = self.get(path)
+        words = (value,) if isinstance(value, str) else value
+        return tuple(it for it in words or () if isinstance(it, str)) if _listed(words) else ()
+
+    def numbers(self, path: str) -> tuple[float, ...]:
+        """The numbers of a list, also of one in words."""
+        value = self.get(path)
+        found = []
+        for it in value if _listed(value) else ():
+            if isinstance(it, str) and it.lstrip("-").isdigit():
+                found.append(float(it))
+            elif isinstance(it, int | float) and not isinstance(it, bool):
+                found.append(it)
+        return tuple(found)
+
+    def connectors(self, name: str) -> int:
+        """How many KV connectors have this name, those within another included."""
+        found = self.json("kv_transfer_config")
+        inner = found.get("kv_connector_extra_config")
+        within = inner.get("connectors") if isinstance(inner, Mapping) else None
+        each = [found, *(within if _listed(within) else ())]
+        return sum(isinstance(it, Mapping) and it.get("kv_connector") == name for it in each)
+
+    def called(self, path: str) -> str:
+        """The option as the operator calls it, with the keys in it."""
+        name, *keys = path.split(".")
+        field = _FIELDS.get(name, name)
+        return " ".join([self.settings.named(field), *([f'"{".".join(keys)}"'] if keys else [])])
+
+    def shown(self, path: str) -> str:
+        """The option and its value, cut short; no objects, in which may be secrets."""
+        value = self.get(path)
+        if value is None or isinstance(value, Mapping):
+            return self.called(path)
+        return f"{self.called(path)}={_short(value)}"
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)[:60]
+    try:
+        return json.dumps(value)[:60]
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__name__

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM refuses of a configuration is known: each line of its that does is classified, and what
+can be told before the start is told by the plan.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lmi_config.options.settings import SettingsError
+from tests.lmi_config.refusals.situations import FOLDER, ROWS, TOLD, planned
+
+ROOT = Path(__file__).parent.parent.parent.parent
+MOST_OPEN = 0.1
+
+
+def test_every_refusal_of_vllms_is_classified():
+    listed = [line.partition("\t")[0] for line in (FOLDER / "vllm.tsv").read_text().splitlines()]
+    assert [*ROWS] == listed
+
+
+def test_few_are_open():
+    states = Counter(row["state"] for row in ROWS.values())
+    assert states.keys() == {"told", "unknowable", "open"}
+    assert states["open"] <= MOST_OPEN * states.total()
+    assert all(row["why"] for row in ROWS.values() if row["state"] != "told")
+
+
+@pytest.mark.parametrize("row", TOLD.values(), ids=TOLD)
+def test_the_plan_tells(row):
+    with pytest.raises(SettingsError) as refused:
+        planned(row)
+    assert row["says"] in "\n".join(refused.value.faults)
+
+
+def test_the_page_has_the_counts():
+    states = Counter(row["state"] for row in ROWS.values())
+    page = (ROOT / "docs" / "reference" / "support_matrix.md").read_text()
+    assert f"in {states.total()} places" in page
+    rows = {"told": "told", "unknowable": "not knowable", "open": "open"}
+    assert all(f"| {states[state]} | {text}" in page for state, text in rows.items())
+
+
+def test_the_list_is_that_of_the_installed_vllm():
+    from scripts.generate import vllm_limits, vllm_refusals
+
+    assert vllm_refusals.PATH.read_text() == vllm_refusals.text()
+    assert vllm_limits.PATH.read_text() == vllm_limits.text()
+
+
+def _words(text: str) -> str:
+    return re.sub(r"[\W_]+", " ", text.replace("\\n", " ")).strip()
+
+
+def test_vllm_refuses_them_too():
+    """On CPUs, for the reason that the row is of: of those that are for GPUs where vLLM looks at
+    the option first.
+    """
+    asked = [
+        key for key, row in TOLD.items() if not row.keys() & {"elsewhere", "package", "missing"}
+    ]
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.lmi_config.refusals.vllm_answers", *asked],
+        capture_output=True,
+        text=True,
+        env=os.environ | quiet,
+        cwd=ROOT,
+        check=True,
+        timeout=600,
+    )
+    answers = json.loads(ran.stdout.splitlines()[-1])
+    lines = (FOLDER / "vllm.tsv").read_text().splitlines()
+    templates = {key: message for key, _, message in (line.split("\t") for line in lines)}
+    wrong = {}
+    for key, answer in answers.items():
+        row = TOLD[key]
+        pieces = [_words(it) for it in re.split(r"\{[^}]*\}", templates[key])]
+        same = answer and all(it in _words(answer) for it in pieces if len(it) > 3)
+        if not same and not row.get("gpus") and not (answer and row.get("loose")):
+            wrong[key] = answer
+    assert wrong == {}
