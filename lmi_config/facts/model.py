@@ -573,14 +573,14 @@ def _longest(config: Config) -> int | None:
     return max(int(length * factor), own or 0)
 
 
-_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+_EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
 
 def _experts(config: Config) -> int | None:
     """The routed experts of a layer (get_num_experts in model_arch_config_convertor.py); None where
     a configuration may say it otherwise.
     """
-    counts = [count for name in _EXPERTS if (count := config.whole(name)) is not None]
+    counts = [count for name in _EXPERT_COUNTS if (count := config.whole(name)) is not None]
     told = (*config.text, *config.words("architectures"), str(config.text.get("model_type")))
     if counts:
         return max(counts)
