@@ -76,12 +76,12 @@ class Published(NamedTuple):
             assert isinstance(content, dict)
         found = arguments.called(shlex.split(self.command), environ)
         assert found, self.command
-        _, words, environ = found
-        settings = read(environ, arguments.read("serve", words))
+        _, words, variables = found
+        settings = read(variables, arguments.read("serve", words))
         there: dict[str, Any] = {"memory": self.machine["memory"] * GIB}
         here = machine(self.machine["gpus"], **(there if there["memory"] else {}))
         facts = model(2, attention_heads=32)
-        return plan.make(settings, here, facts, None, environ, PARTS, content)
+        return plan.make(settings, here, facts, None, variables, PARTS, content)
 
 
 def published() -> Iterator[Published]:
