@@ -175,16 +175,16 @@ class WeightParts(NamedTuple):
     outer: int
 
 
-_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(in|out)put_linear")
-_OUTER = re.compile(r"(^|[._])(embed\w*|lm_head|wte|tok_embeddings|output)\.weight$")
+_OF_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(in|out)put_linear")
+_OF_VOCABULARY = re.compile(r"(^|[._])(embed\w*|lm_head|wte|tok_embeddings|output)\.weight$")
 
 
 def weight_parts(found: Mapping[str, Tensor]) -> WeightParts | None:
     """The parts of these tensors, None where there are none."""
     sizes = {name: math.prod(it.shape) * _BITS.get(it.dtype, 8) // 8 for name, it in found.items()}
-    experts = sum(size for name, size in sizes.items() if _EXPERTS.search(name))
+    experts = sum(size for name, size in sizes.items() if _OF_EXPERTS.search(name))
     single = sum(size for name, size in sizes.items() if found[name].dtype == "F32")
-    outer = sum(size for name, size in sizes.items() if _OUTER.search(name))
+    outer = sum(size for name, size in sizes.items() if _OF_VOCABULARY.search(name))
     return WeightParts(experts, single, outer) if found else None
 
 
