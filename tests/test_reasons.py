@@ -54,7 +54,7 @@ NOUNS = (
 )
 AT_FAULT = re.compile(
     r"\{|`|\b(?:AWS|HF|NODE|OPTION|SAGEMAKER|SERVING)_[A-Z]|^(?:an? |each |every |one |the |this "
-    rf"|there are more |too many )?(?:first )?(?:{NOUNS})\b|^\w+\.[\w.]+\b"
+    rf"|there are more |too many )?(?:first )?(?:{NOUNS})\b|^\w+(?:=|\.[\w.]+\b)"
 )
 """A value, a name of an option or key, or the part of the request, which stands first."""
 FIX = re.compile(
@@ -63,8 +63,8 @@ FIX = re.compile(
     r"|(?:it|that) answers|does not name|expected|forbids|goes into|ignores|lets?|like|must|names"
     r"|only|takes|try again|turns)\b|\?"
     r"|(?:^|[;,:.(] |and |else |or |first )(?:add|ask|build|call|cancel|check|choose|close|convert"
-    r"|correct|delete|drop|fetch|free|give|have|install|keep|leave|list|load|lower|make|mount|name"
-    r"|pack|pass|put|raise|remove|rename|renew|restart|run|save|send|set|shorten|simplify|start|stop"
+    r"|correct|delete|drop|fetch|free|give|have|install|keep|leave|list|load|lower|make|merge|mount"
+    r"|name|pack|pass|put|raise|remove|rename|renew|restart|run|save|say|send|set|shorten|simplify|start|stop"
     r"|take|train|unpack|upgrade|use|wait|write)\b",
     re.IGNORECASE,
 )

@@ -171,7 +171,7 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
         )
     for name in _UNSUPPORTED:
         if config.get(name):
-            yield f"{name} is {config[name]!r:.100}; vLLM does not support it: train without"
+            yield f"{name} is {config[name]!r:.100}; vLLM does not support it: train without it"
     init = config.get("init_lora_weights")
     if (init.lower() if isinstance(init, str) else init) not in _INITS:
         yield f"init_lora_weights is {init!r:.100}, which changes the base model: convert it"

@@ -838,7 +838,7 @@ BAD = [
     ({"name": "one", "src": "{root}/large"}, 424, "its rank is 32"),
     ({"name": "one", "src": "{root}/wrong"}, 424, "made for 16 x 9"),
     ({"name": "one", "src": "{root}/unknown"}, 424, "which the model does not have"),
-    ({"name": "one", "src": "{root}/dora"}, 424, "use_dora is not supported"),
+    ({"name": "one", "src": "{root}/dora"}, 424, "use_dora is True; vLLM does not support it"),
     ({"name": "one", "src": "{root}/int8"}, 424, "of type I8"),
     ({"name": "lmi", "src": "{root}/one"}, 409, "lmi is a name of the model itself"),
     ({"name": "one", "src": "{root}/hole"}, 424, "begins at byte 72, but the data before it ends"),
