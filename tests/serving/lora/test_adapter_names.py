@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmi_config.facts.adapter_names import names
+from lmi_config.facts.adapter import names
 from lmi_config.facts.model import Tensor
 from scripts.generate import vllm_adapters
 from serving.lora.files import AdapterFiles
