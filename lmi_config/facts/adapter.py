@@ -274,7 +274,7 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
     if saved is not None and (not isinstance(saved, list) or any(it not in _HEADS for it in saved)):
         yield (
             f"modules_to_save is {saved!r:.100}; vLLM supports {' and '.join(_HEADS)}, of models "
-            "that classify; merge the adapter into the model instead"
+            "that classify; merge the adapter into the model, and serve that"
         )
     ranks = config.get("rank_pattern")
     if ranks is not None and not (
