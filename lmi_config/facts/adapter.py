@@ -138,7 +138,7 @@ def _vllms() -> Mapping[str, Any]:
     folder = Path(__file__).parent
     models = json.loads((folder / "vllm_models.json").read_text())
     adapters = json.loads((folder / "vllm_adapters.json").read_text())
-    return adapters | {"known": frozenset(models["known"])}
+    return {**adapters, "known": frozenset(models["known"])}
 
 
 _SUFFIXES = (
@@ -179,10 +179,11 @@ def names(architectures: Iterable[str], engine: Mapping[str, Any], pooling: bool
         or engine.get("model_class_overrides")
     ):
         return dataclasses.replace(rules, told=False, experts=Experts.EITHER)
-    renames = {
-        kind: tuple(it.items()) for kind, it in found["renames"].get(architecture, {}).items()
-    }
-    return dataclasses.replace(rules, **renames)
+    renames: Mapping[str, Mapping[str, str]] = found["renames"].get(architecture, {})
+    regex, substr, prefix, suffix = (
+        tuple(renames.get(kind, {}).items()) for kind in ("regex", "substr", "prefix", "suffix")
+    )
+    return dataclasses.replace(rules, regex=regex, substr=substr, prefix=prefix, suffix=suffix)
 
 
 def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Adapter:
@@ -274,7 +275,7 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
     if saved is not None and (not isinstance(saved, list) or any(it not in _HEADS for it in saved)):
         yield (
             f"modules_to_save is {saved!r:.100}; vLLM supports {' and '.join(_HEADS)}, of models "
-            "that classify; merge the adapter into the model, and serve that"
+            "that classify; save the adapter without others, or merge it into the model"
         )
     ranks = config.get("rank_pattern")
     if ranks is not None and not (
@@ -347,10 +348,11 @@ def faults(
         fault = fault or check(module, name, adapter.modules[name], base, max_rank)
         if fault:
             return [*found, fault]
-    whole = adapter.copies | {f"{name}.weight": shape for name, shape in adapter.heads.items()}
+    heads = {f"{name}.weight": shape for name, shape in adapter.heads.items()}
+    whole = {**adapter.copies, **heads}
     for name, shape in sorted(whole.items()):
         weight = base.get(names.of(name))
-        same = slice(1, None) if name in whole.keys() - adapter.copies.keys() else slice(None)
+        same = slice(1 if name in heads else 0, None)
         if weight and weight.shape[same] != shape[same]:
             found.append(
                 f"its {name} has the shape {_sides(shape)} and the model's has "
