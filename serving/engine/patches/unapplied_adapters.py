@@ -71,6 +71,6 @@ def _fix(manager: "LoRAModelManager") -> str:
     )
 
 
-WorkerLoRAManager._load_adapter = load_adapter  # type: ignore[method-assign]
+WorkerLoRAManager._load_adapter = load_adapter
 if current_platform.is_cpu():
     from serving.engine.patches import cpu_lora  # noqa: F401
