@@ -171,6 +171,12 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "Listings and heads of S3 and the hub": {
         "serving/sources/hub.py": ["Hub._name file.read", "Hub._read.ask answer.iter_bytes"],
+        "serving/sources/hub_adapter.py": [
+            "HubAdapter.list json.loads",
+            "HubAdapter.list self.read",
+            "HubAdapter.read answer.iter_bytes",
+            "HubListing._head self.source.read",
+        ],
         "serving/sources/s3.py": ["Listing._head.read answer['Body'].read"],
     },
     "The environment and the command line": {
@@ -247,6 +253,11 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "parse reader.read": (
             "a body that was taken whole; serving/batch/upload.py has the limit of one that is not"
         ),
+    },
+    "lmi_config/facts/adapter.py": {
+        "_vllms (folder / 'vllm_adapters.json').read_text": "a file of this package",
+        "_vllms (folder / 'vllm_models.json').read_text": "a file of this package",
+        "_vllms json.loads": "a file of this package",
     },
     "lmi_config/facts/layers.py": {
         "_vllms file.read_text": "a file of this package",
@@ -367,6 +378,11 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "serving/server/startup.py": {
         "_shared_list shared.read": "SharedList.read",
         "read_ahead weights.readinto": "into a buffer of 1 MiB, and away",
+    },
+    "serving/sources/hub_adapter.py": {
+        "HubListing._download answer.iter_bytes": (
+            "no more than the hub has listed, which OPTION_ADAPTER_DISK has room for"
+        ),
     },
     "serving/sources/s3.py": {
         "Listing._missing json.loads": "a file that this server has written beside the model",

@@ -491,6 +491,15 @@ DEFENCES: Mapping[str, Removed] = {
         f"{HTTP}test_a_client_that_reads_nothing_is_let_go",
         {"serving.http.connections:Connection.overdue": nothing},
     ),
+    "The hub's files of an adapter are others than it listed, or do not end": Removed(
+        "tests/serving/lora/test_hub_adapters.py::test_what_comes_is_what_was_listed",
+        {"serving.sources.hub_adapter:_as_listed": yes},
+    ),
+    "A client has an adapter fetched from anybody's repository": Removed(
+        "tests/serving/lora/test_hub_adapters.py::"
+        "test_what_is_allowed[org/french-allowed2-409-OPTION_ADAPTER_REPOS]",
+        {"lmi_config.options.parsers:names_repo": yes},
+    ),
     "An adapter takes the model's name": Removed(
         f"{ADAPTERS}test_bad_input[parameters17-409-lmi is a name of the model itself]",
         {"serving.lora.registry:AdapterRegistry.__init__": without_model_names},

@@ -5,13 +5,12 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from lmi_config.options import spelling
-from lmi_config.options.hub_ids import hub_id
 
 Reader = Callable[[str], Any]
 """Turns an option's text into its value, or raises ValueError saying what it should be."""
@@ -73,6 +72,31 @@ def words(value: str) -> tuple[str, ...]:
     if not (found := tuple(word.strip() for word in value.split(",") if word.strip())):
         raise ValueError("at least one word")
     return found
+
+
+HUB = "hf://"
+_ID_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HUB_ID = re.compile(
+    rf"(?:{HUB})?(?P<repo>{_ID_PART}/{_ID_PART})(?:@(?P<revision>{_ID_PART}(?:/{_ID_PART})*))?"
+)
+
+
+class HubId(NamedTuple):
+    """revision: a branch, a tag or a commit; None for the main branch."""
+
+    repo: str
+    revision: str | None
+
+
+def hub_id(src: str) -> HubId | None:
+    """What `org/name`, `hf://org/name` or either with `@revision` names; None for anything else."""
+    found = _HUB_ID.fullmatch(src)
+    return HubId(found["repo"], found["revision"]) if found else None
+
+
+def names_repo(repo: str, repos: Iterable[str]) -> bool:
+    """Whether a list of `org/name` and `org/*` names a repository."""
+    return any(repo == it or f"{repo.partition('/')[0]}/*" == it for it in repos)
 
 
 def repos(value: str) -> tuple[str, ...]:

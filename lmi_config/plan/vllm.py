@@ -11,7 +11,7 @@ from lmi_config.facts.chat import Chat, Parser
 from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings, vllm_knows
-from lmi_config.options.hub_ids import SCHEME, allowed, hub_id
+from lmi_config.options.parsers import HUB, hub_id, names_repo
 from lmi_config.options.settings import SettingsError, traces_protocol
 from lmi_config.plan.parallelism import Parallelism
 
@@ -130,7 +130,9 @@ def lora_modules(settings: Settings) -> tuple[LoraModule, ...]:
             faults.append(f"{option}={word!r:.200}: {fault}")
         else:
             found.append(module)
-            if (on_hub := hub_id(module.src)) and not allowed(on_hub.repo, settings.adapter_repos):
+            if (on_hub := hub_id(module.src)) and not names_repo(
+                on_hub.repo, settings.adapter_repos
+            ):
                 faults.append(
                     f"{option}={word!r:.200}: there is no such folder, and adapters of the hub "
                     f"need their names in OPTION_ADAPTER_REPOS={on_hub.repo}"
@@ -163,7 +165,7 @@ def _lora_module(word: str) -> LoraModule:
     if path.startswith("~"):
         path = str(Path(path).expanduser())
     if hub_id(path) and not Path(path).exists():
-        return LoraModule(name, f"{SCHEME}{path}")
+        return LoraModule(name, f"{HUB}{path}")
     return LoraModule(name, str(Path(path).absolute()))
 
 

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from handlers.custom import FILE
 from lmi_config.facts.adapter import CONFIG, WEIGHTS
 from lmi_config.facts.model import Checkpoint, Folder, ModelError
-from lmi_config.options import hub_ids, secure
+from lmi_config.options import parsers, secure
 from serving.errors import BadRequest, Conflict, NoSlot
 from serving.lora import archives
 from serving.sources import hub_adapter
@@ -268,11 +268,11 @@ class AdapterFiles:
                 raise Conflict(f"src={src!r:.500}: OPTION_ADAPTER_BUCKETS does not name {bucket!r}")
             folder, _, name = key.rpartition("/") if key.endswith(_PACKED) else (key, "", "")
             return S3(src, bucket, folder and f"{folder}/", self._store, name)
-        found = hub_ids.hub_id(src)
+        found = parsers.hub_id(src)
         if src.endswith(_PACKED):
             found = None  # the hub has no archives
         if found and (scheme or not self._allowed(Path(src).resolve())):
-            if not hub_ids.allowed(found.repo, self._repos):
+            if not parsers.names_repo(found.repo, self._repos):
                 raise Conflict(
                     f"src={src!r:.500}: OPTION_ADAPTER_REPOS does not name {found.repo!r}"
                 )

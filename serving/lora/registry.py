@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from prometheus_client import Counter, Gauge
 
 from lmi_config.facts import adapter as facts
-from lmi_config.facts.adapter_names import LITERAL, Names
+from lmi_config.facts.adapter import LITERAL, Names
 from lmi_config.facts.model import ModelError, Tensor
 from serving import user_code
 from serving.aio import in_thread

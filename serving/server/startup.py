@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from prometheus_client import Gauge
 
 from handlers.custom import FILE, THREADS
-from lmi_config.facts import adapter_names
+from lmi_config.facts import adapter
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
 from lmi_config.plan import kv_tiers, memory
@@ -284,7 +284,7 @@ def _registry(
         start_code=start_code,
         model_names=settings.model_names,
         shared=_shared_list(settings),
-        names=adapter_names.names(
+        names=adapter.names(
             plan.model.architectures, settings.engine, engine.embeds or engine.classifies
         ),
     )

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from handlers.custom import FILE
 from lmi_config.facts.adapter import CONFIG, WEIGHTS
 from lmi_config.facts.model import Checkpoint
-from lmi_config.options.hub_ids import HubId
+from lmi_config.options.parsers import HubId
 from serving.sources.files import needed_of_remote
 from serving.sources.source import (
     ANSWER_S,
@@ -236,10 +236,15 @@ class HubListing:
                 digest.update(chunk)
                 out.write(chunk)
                 progress.add(len(chunk))
-        if came != file.size or file.sha256 not in (None, digest.hexdigest()):
+        if not _as_listed(file, came, digest.hexdigest()):
             part.unlink()
             raise SourceError(self.source.name, f"{name}: {_CHANGED[0]}", _CHANGED[1])
         part.rename(target)
+
+
+def _as_listed(file: _File, came: int, sha256: str) -> bool:
+    """Whether so many bytes, with this hash, are what the hub listed."""
+    return came == file.size and file.sha256 in (None, sha256)
 
 
 def adapter(found: HubId, environ: Mapping[str, str], offline: bool) -> HubAdapter:

@@ -7,8 +7,8 @@ from scripts.rehearsal.cases import MACHINES
 from tests.rehearsal.conftest import ask
 
 PARTS = (
-    "serving.engine.cpu_lora",
-    "serving.engine.lora_worker",
+    "serving.engine.patches.cpu_lora",
+    "serving.engine.patches.unapplied_adapters",
     "serving.engine.error_handlers",
     "serving.engine.kv_connector",
     "serving.engine.direct",

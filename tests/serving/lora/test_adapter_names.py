@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmi_config.facts.adapter_names import names
+from lmi_config.facts.adapter import names
 from lmi_config.facts.model import Tensor
 from scripts.generate import vllm_adapters
 from serving.lora.files import AdapterFiles
@@ -352,9 +352,9 @@ PATTERN = {"rank_pattern": {"q_proj": 32}}
         ({}, {"modules_to_save": ["embed_tokens"]}, "vLLM supports classifier and score"),
         ({}, {"modules_to_save": "score"}, "vLLM supports classifier and score"),
         ({}, PATTERN, "its rank is 32 and OPTION_MAX_LORA_RANK=16"),
-        ({}, {"rank_pattern": {"q_proj": "many"}}, "rank_pattern should have a whole number"),
-        ({}, {"rank_pattern": {"q_proj": True}}, "rank_pattern should have a whole number"),
-        ({}, {"rank_pattern": []}, "rank_pattern should have a whole number"),
+        ({}, {"rank_pattern": {"q_proj": "many"}}, "and should have a whole number, at least 1"),
+        ({}, {"rank_pattern": {"q_proj": True}}, "and should have a whole number, at least 1"),
+        ({}, {"rank_pattern": []}, "and should have a whole number, at least 1"),
     ],
 )
 async def test_modules_to_save_and_ranks(register, shapes, config, fault):

@@ -8,7 +8,7 @@
   the slots of one row for each request: it fails, which ends the engine, or takes the first
   request's slot. Here all rows of a prompt have its own request's slot.
 
-lora_worker.py imports it. To be removed when vLLM does both.
+unapplied_adapters.py imports it. To be removed when vLLM does both.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the workers' processes: an adapter that vLLM 0.32 would load and not apply is refused.
+"""In the workers' processes: an adapter that vLLM would load and not apply is refused.
 
-vLLM looks an adapter's weights up by the names of the model's modules, and says nothing of those
-that it has not looked up (activate_adapter in vllm/lora/model_manager.py): the adapter answers as
-the base model does, or as a part of it would. Before an adapter is loaded
-lmi_config/facts/adapter.py compares names by the model's files; here they are compared with the
-modules that the engine has made, whichever model it is. With pipeline parallelism a worker has a
-part of them, and with OPTION_LORA_TARGET_MODULES the operator leaves some out: no comparison.
+What it does: once an adapter is loaded, its modules are compared with those of the model that
+vLLM (0.32) looks up; a module that none of them is makes the load fail.
 
-vLLM imports the class by its path, as the extension of its worker (`worker_extension_cls`).
+Why: vLLM says nothing of what it has not looked up (activate_adapter in its model_manager.py), and
+the adapter answers as the base model does, or as a part of it would. Before an adapter is loaded
+lmi_config/facts/adapter.py compares names by the model's files; here the modules are those that the
+engine has made, whichever model it is. With pipeline parallelism a worker has a part of them, and
+with OPTION_LORA_TARGET_MODULES the operator leaves some out: no comparison.
+
+Upstream: https://github.com/vllm-project/vllm/issues/48019
+
+Without it: adapters of a vision tower, and of models whose names only the engine knows, are loaded
+and change nothing. vLLM imports the class by its path, as the extension of its worker
+(`worker_extension_cls`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -65,6 +71,6 @@ def _fix(manager: "LoRAModelManager") -> str:
     )
 
 
-WorkerLoRAManager._load_adapter = load_adapter  # type: ignore[method-assign]
+WorkerLoRAManager._load_adapter = load_adapter
 if current_platform.is_cpu():
-    from serving.engine import cpu_lora  # noqa: F401
+    from serving.engine.patches import cpu_lora  # noqa: F401
