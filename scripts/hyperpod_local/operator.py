@@ -24,7 +24,7 @@ from scripts.models.cache import cache
 CONFIGURING = ("OPTION_", "SERVING_", "SAGEMAKER_", "SM_VLLM_", "HF_MODEL_ID", "LMCACHE_")
 """Variables of our own that a container does not get."""
 HERE = ("--host", NODE_IP, "--port", "{port}")
-"""Pods have an address each, and these programs one together: the last of equal arguments counts."""
+"""Pods have an address each, and these programs share one. The last of equal arguments counts."""
 AGAIN_S = 1.0
 """Before a container that has ended is started again."""
 LOOK_S = 0.5
