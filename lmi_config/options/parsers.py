@@ -574,8 +574,8 @@ _PATH = re.compile(rf"(?:{_SEGMENT})+(?:/\*)?", re.ASCII)
 BELOW = re.compile(rf"(?:{_SEGMENT})+", re.ASCII)
 """What may follow a prefix: nothing that a server could read as another path."""
 _ADMINISTERS = re.compile(
-    # Slipway's own, and LMI's
-    r"adapters|models|workflows|metrics|server|replicas|ui|ping|health|livez|files|batches|"
+    # Slipway's own
+    r"adapters|metrics|ping|health|files|batches|"
     # vLLM's, SGLang's, Ollama's, llama.cpp's, Triton's, by their names or how those begin
     r"(?:abort|attach|clear|collective|configure|continue|destroy|detach|dump|finish|flush|freeze|"
     r"get|init|is|load|logging|lora|pause|profile|pull|push|release|reload|reset|resume|scale|set|"
@@ -586,13 +586,16 @@ _ADMINISTERS = re.compile(
     r"admin|config|debug|exit|internal|kill|quit|reboot|restart|rpc",
     re.IGNORECASE | re.ASCII,
 )
+_OWN = re.compile(r"/(?:models|workflows|server|replicas|ui|livez)(?:/.*)?", re.IGNORECASE)
+"""Slipway's and LMI's own, of which others have some deeper, like KServe's /v2/models/M/infer."""
 _BROAD = ("/v1/*", "/v2/*", "/api/*")
 """Below these servers have paths that administer them."""
 
 
 def administers(path: str) -> bool:
     """Whether a path is, by its name, one that changes a server or tells of it."""
-    return any(_ADMINISTERS.fullmatch(segment) for segment in path.split("/"))
+    named = any(_ADMINISTERS.fullmatch(segment) for segment in path.split("/"))
+    return named or bool(_OWN.fullmatch(path))
 
 
 def routed_paths(value: str) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from scripts.models.cache import cache
 
 CONFIGURING = ("OPTION_", "SERVING_", "SAGEMAKER_", "SM_VLLM_", "HF_MODEL_ID", "LMCACHE_")
 """Variables of our own that a container does not get."""
+HERE = ("--host", NODE_IP, "--port", "{port}")
+"""Pods have an address each, and these programs share one. The last of equal arguments counts."""
 AGAIN_S = 1.0
 """Before a container that has ended is started again."""
 LOOK_S = 0.5
@@ -131,6 +133,7 @@ class Operator:
                         f"the container listens on {found}"
                     ]
                 )
+            args += HERE
             prefix = f"{role.name}-{endpoint.name}" if endpoint.apart else endpoint.name
             for n in range(role.replicas):
                 name = f"{prefix}-{n + 1}"

@@ -89,7 +89,7 @@ class Routes:
             return path
         for prefix in self._prefixes:
             rest = path.removeprefix(prefix)
-            if rest != path and BELOW.fullmatch(rest) and not administers(rest):
+            if rest != path and BELOW.fullmatch(rest) and not administers(path):
                 return f"{prefix}/*"
         return ""
 

@@ -229,6 +229,17 @@ def test_a_roles_argument_replaces_the_workers(tmp_path):
         assert lasting == ("9000" if name.startswith("prefill") else "16384")
 
 
+def test_pods_whose_arguments_name_one_port_have_each_their_own(tmp_path):
+    """AWS's examples say `--host 0.0.0.0 --port 8000`."""
+    operator = Operator(manifest.endpoint(APART), model=str(tmp_path), port=0, folder=tmp_path)
+    for pod in operator.pods:
+        called = arguments.called(pod.program._command[1:], pod.program._environ)
+        assert called
+        found = arguments.read(called[0], called[1])
+        assert found["OPTION_PORT"].text == str(pod.program.port)
+        assert found["OPTION_HOST"].text == "127.0.0.1"
+
+
 @pytest.mark.parametrize("strategy", ["roundrobin", "session"])
 def test_a_strategy_that_chooses_the_prefill_pod_is_said_to_count_for_nothing(strategy, tmp_path):
     routing = {"enabled": True, "routingStrategy": strategy}

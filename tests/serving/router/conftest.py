@@ -136,7 +136,7 @@ class FakeReplica:
         if asked.target in ("/ping", "/health", "/metrics", "/v1/models"):
             self.probed[asked.target] = asked
         if (status := self.statuses.get(asked.target, 200)) != 200:
-            writer.write(whole(status, b'{"error":"no"}'))
+            writer.write(whole(status, b"" if status < 300 else b'{"error":"no"}'))
             await writer.drain()
             return
         match asked.target:

@@ -105,6 +105,14 @@ async def test_they_are_inference_to_keys(tmp_path):
         assert (await it.post({}, "/other", headers=bearer("team-a"))).status_code == 403
 
 
+def test_servers_of_many_models_are_asked_below_a_prefix_and_not_administered():
+    """KServe's and Triton's."""
+    routes = Routes(("/v2/models/*",))
+    assert routes.of(b"POST", "/v2/models/m/versions/1/infer") is INFERENCE
+    assert routes.of(b"POST", "/v2/models/m/trace/setting") is None
+    assert routes.of(b"POST", "/v2/models/m/load") is None
+
+
 def test_a_prefix_is_one_template():
     routes = Routes(("/mine", "/custom/*"))
     assert routes.of(b"POST", "/custom/a/b") is INFERENCE
@@ -119,6 +127,7 @@ def test_a_prefix_is_one_template():
     [
         ("/generate", ("/generate",)),
         ("/a, /b/* /c:run", ("/a", "/b/*", "/c:run")),
+        ("/v2/models/* /v1/models/m:predict", ("/v2/models/*", "/v1/models/m:predict")),
         (",".join(f"/p{n}" for n in range(64)), tuple(f"/p{n}" for n in range(64))),
     ],
 )

@@ -12,6 +12,11 @@ PING, HEALTH, MODELS = "/ping", "/health", "/v1/models"
 KEY = "a-key-of-the-servers"
 
 
+def state(it):
+    """The replica's; None until it is known."""
+    return next((one.state for one in it.router.pool.replicas), None)
+
+
 async def states(it):
     found = await it.client.get("/replicas")
     return [(one["state"], one["detail"]) for one in found.json()["replicas"]]
@@ -37,7 +42,7 @@ async def test_any_other_answer_of_that_path_is_not_ready(path, status):
         replica.statuses = {**dict.fromkeys(before, 404), path: status}
         replica.ping = status, {}
         await until_async(lambda: path in replica.probed)
-        await until_async(lambda: it.router.pool.replicas[0].state == "failed")
+        await until_async(lambda: state(it) == "failed")
         (found,) = await states(it)
         assert found[1].startswith(f"{path} answered {status}")
         assert (await it.post({"prompt": "a"})).status_code == 503
@@ -56,7 +61,7 @@ async def test_a_server_with_none_of_them_is_asked_until_it_has_one():
     async with routing(1, wait=False) as it:
         replica = it.fleet[0]
         replica.statuses = dict.fromkeys((PING, HEALTH, MODELS), 404)
-        await until_async(lambda: it.router.pool.replicas[0].state == "failed")
+        await until_async(lambda: state(it) == "failed")
         assert await states(it) == [("failed", "it has neither /ping nor /health nor /v1/models")]
         del replica.statuses[MODELS]
         await it.ready()
@@ -73,11 +78,11 @@ async def test_the_path_is_kept_while_it_answers_and_looked_for_anew_after_that(
             replica.probed.pop(HEALTH, None)
             await until_async(lambda: HEALTH in replica.probed)
         assert PING not in replica.probed
-        assert it.router.pool.replicas[0].state == "ready"
+        assert state(it) == "ready"
         await replica.stop()
-        await until_async(lambda: it.router.pool.replicas[0].state == "down")
+        await until_async(lambda: state(it) == "down")
         await replica.start()  # another server has its address now
-        await until_async(lambda: it.router.pool.replicas[0].state == "failed")
+        await until_async(lambda: state(it) == "failed")
         assert await states(it) == [("failed", "/ping answered 503")]
 
 
@@ -89,7 +94,7 @@ async def test_a_path_that_is_gone_is_looked_for_anew():
         replica.statuses = {HEALTH: 404}
         replica.probed.clear()
         await until_async(lambda: replica.pings > 2)
-        assert it.router.pool.replicas[0].state == "ready"
+        assert state(it) == "ready"
 
 
 async def test_a_change_of_adapters_does_not_take_a_server_without_ping_for_one_that_has_ended():
@@ -129,6 +134,6 @@ async def test_a_server_that_proves_the_secret_is_not_sent_the_others_key():
 async def test_a_server_that_wants_a_key_says_which_option_has_it():
     async with routing(1, wait=False) as it:
         it.fleet[0].statuses = {PING: 404, HEALTH: 404, MODELS: 401}
-        await until_async(lambda: it.router.pool.replicas[0].state == "failed")
+        await until_async(lambda: state(it) == "failed")
         ((_, detail),) = await states(it)
         assert detail == "/v1/models answered 401; OPTION_ROUTER_REPLICA_KEY is for servers' keys"
