@@ -52,8 +52,10 @@ def _telling(ping: Any) -> Any:
     @functools.wraps(ping)  # with the attributes by which LMCache finds its handlers
     def pinged(self: Any, instance_id: int | None) -> bool:
         answer: bool = ping(self, instance_id)
+        if instance_id is None:
+            return answer
         told: dict[int, None] = vars(self).setdefault(_TOLD, {})
-        if instance_id is None or _knows(self, instance_id):
+        if _knows(self, instance_id):
             told.pop(instance_id, None)
             return answer
         if instance_id in told:  # by the next ping it registers
