@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.chaos.counted ARGUMENTS`: run a module as `python ARGUMENTS` would, and write
-how many tasks of asyncio there are to the file that TASKS_FILE names, every second.
-
-Tasks that are done count until they are collected.
+how many tasks of asyncio are not done to the file that TASKS_FILE names, every second.
 """
 
 import asyncio
+import contextlib
 import os
 import runpy
 import sys
@@ -17,10 +16,12 @@ TASKS_FILE = "CHAOS_TASKS_FILE"
 
 
 def count(file: Path) -> None:
+    told = file.with_suffix(".new")
     while True:
-        told = file.with_suffix(".new")
-        told.write_text(f"{len(asyncio.tasks._all_tasks)}")  # type: ignore[attr-defined]
-        told.rename(file)
+        with contextlib.suppress(RuntimeError):  # one came or went meanwhile
+            tasks = [*asyncio.tasks._all_tasks]  # type: ignore[attr-defined]
+            told.write_text(f"{sum(not it.done() for it in tasks)}")
+            told.rename(file)
         time.sleep(1)
 
 

@@ -104,8 +104,12 @@ class Hostile:
         also: frozenset[int] = frozenset(),
     ) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        key = [b"authorization: Bearer " + self.target.key.encode()] if self.target.key else []
-        await self.send(kind, posted(data, path, *key, *headers), also)
+        await self.send(kind, posted(data, path, *self.key, *headers), also)
+
+    @property
+    def key(self) -> list[bytes]:
+        """The header that has the target's key."""
+        return [b"authorization: Bearer " + self.target.key.encode()] if self.target.key else []
 
     @contextlib.asynccontextmanager
     async def many(self, count: int) -> Any:
@@ -449,7 +453,8 @@ async def hostile_code(it: Hostile) -> None:
     header = f"{ADAPTER}: {name}".encode()
     for _ in range(2):
         await it.post(kind, lmi("evil"), b"/invocations", header, also=ready)
-    await it.send(kind, b"DELETE /adapters/%b HTTP/1.1\r\nhost: a\r\n\r\n" % name.encode(), ready)
+    head = b"DELETE /adapters/%b HTTP/1.1" % name.encode()
+    await it.send(kind, b"\r\n".join((head, b"host: a", *it.key, b"", b"")), ready)
 
 
 ATTACKS: tuple[Callable[[Hostile], Awaitable[None]], ...] = (

@@ -228,7 +228,9 @@ class Follower:
     def _parts(self, frames: list[bytes]) -> tuple[int | None, bytes]:
         """The number and content of a message; no number where it is malformed."""
         if len(frames) >= 2 and len(frames[-2]) == 8:
-            return int.from_bytes(frames[-2], "big", signed=True), frames[-1]
+            number = int.from_bytes(frames[-2], "big", signed=True)
+            if number >= _END:
+                return number, frames[-1]
         self._warn()
         return None, b""
 

@@ -363,6 +363,7 @@ HOSTILE = {
         hostile_batch(BlockStored([1], None, [1], 1, None, "a" * 10**6)),
     ],
     "blocks of nothing": [b"", NUMBER, hostile_batch(BlockStored([1] * 1000, None, [], 0))],
+    "the least number": [b"", (-(2**63)).to_bytes(8, "big", signed=True), b"x"],
     "the past": [b"", (-5).to_bytes(8, "big", signed=True), b"x"],
 }
 
@@ -403,8 +404,12 @@ async def test_a_flood_of_hostile_messages_leaves_the_loop_to_others(frames, pla
             longest = max(longest, time.monotonic() - before)
         for task in (hostile, follower):
             task.cancel()
-        await asyncio.gather(hostile, follower, return_exceptions=True)
+        _, ended = await asyncio.gather(hostile, follower, return_exceptions=True)
     assert sent
     assert longest < 5  # without a pause there is no turn at all
+    if isinstance(ended, ExceptionGroup):
+        assert ended.split(SourcesRefused)[1] is None
+    else:
+        assert isinstance(ended, asyncio.CancelledError)
     assert sum(index.held("a")) == 0
     assert not index._inner
