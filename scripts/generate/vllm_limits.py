@@ -85,7 +85,7 @@ def _keys() -> dict[str, object]:
     from vllm.engine.arg_utils import EngineArgs
 
     hints = _hints(EngineArgs)
-    found = {}
+    found: dict[str, object] = {}
     for name in sorted(hints):
         if inner := next(_configurations(hints[name]), None):
             found[name] = _fields(inner)

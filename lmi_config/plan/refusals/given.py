@@ -40,7 +40,7 @@ class Given:
         self.environ = environ
         self.gpus = bool(machine.gpus)
         self._options = options
-        self._read: dict[str, Any] = {}
+        self._read: dict[str, Mapping[str, Any]] = {}
 
     def get(self, path: str) -> Any:
         """The value; None where there is none, or its text is not the JSON that it should be."""
@@ -108,7 +108,7 @@ class Given:
         found = self.json("kv_transfer_config")
         inner = found.get("kv_connector_extra_config")
         within = inner.get("connectors") if isinstance(inner, Mapping) else None
-        each = [found, *(within if _listed(within) else ())]
+        each = [found, *(within if isinstance(within, list) else ())]
         return sum(isinstance(it, Mapping) and it.get("kv_connector") == name for it in each)
 
     def called(self, path: str) -> str:

@@ -76,7 +76,7 @@ def _quantised(given: Given) -> Iterator[str]:
             f"{given.called('quantization')}: vLLM is giving {old} up; set "
             "OPTION_ALLOW_DEPRECATED_QUANTIZATION=true to have it still"
         )
-    if asked in known and not own:
+    if asked and asked in known and not own:
         yield from _plain(given, asked)
     yield from _suited(given, asked or own)
 

@@ -103,7 +103,13 @@ def _ordered_twice(given: Given) -> bool:
     return any(first.get(it) and inner.get(it) for it in first)
 
 
-_PROTON = {"data": "tree", "context": "shadow", "backend": None, "mode": None, "hook": None}
+_PROTON: dict[str, object] = {
+    "data": "tree",
+    "context": "shadow",
+    "backend": None,
+    "mode": None,
+    "hook": None,
+}
 _PROTON |= {"output_format": None, "graph_attribution": False}
 
 
@@ -1270,7 +1276,7 @@ def _tokens(given: Given) -> float:
 
 
 def _synthetic(given: Given) -> bool:
-    return given.get("speculative_config.rejection_sample_method") == "synthetic"
+    return bool(given.get("speculative_config.rejection_sample_method") == "synthetic")
 
 
 def _rates(given: Given) -> tuple[float, ...]:
