@@ -74,7 +74,7 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
     made = plan.make(
         *(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room), chat=formats
     )
-    if faults := files.faults(made):
+    if faults := files.faults(made.settings, made.options, made.model, made.lora_modules):
         raise SettingsError(faults)
     return Deployment(made, source, draft_source)
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files and folders that options name, without which the start would fail after minutes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lmi_config.plan.plan import Plan
+from lmi_config.facts.model import ModelFacts
+from lmi_config.options.declared import Settings
 from lmi_config.plan.refusals.given import limits
-from lmi_config.plan.vllm import LORA_MODULES
 
 
 class Needed(NamedTuple):
@@ -19,15 +19,21 @@ class Needed(NamedTuple):
     fix: str
 
 
-def needed(plan: Plan) -> Iterator[Needed]:
-    """What has to be there. Models and drafts are looked at before a plan is made."""
-    settings, options = plan.settings, plan.options
-    name = settings.named(LORA_MODULES)
-    for module in plan.lora_modules:
-        if "://" not in module.src:
-            told = f"{name}: {module.name}={module.src}"
-            yield Needed(told, Path(module.src), True, "name the folder with the adapter's files")
-    if not {*plan.model.architectures} & {*limits()["multimodal"]}:
+def needed(
+    settings: Settings,
+    options: Mapping[str, Any],
+    model: ModelFacts,
+    adapters: Iterable[tuple[str, str]],
+) -> Iterator[Needed]:
+    """What has to be there. Models and drafts are looked at before a plan is made.
+
+    options: vLLM's. adapters: names and places of those that options name.
+    """
+    for name, place in adapters:
+        if "://" not in place:
+            told = f"{settings.named('lora_modules')}: {name}={place}"
+            yield Needed(told, Path(place), True, "name the folder with the adapter's files")
+    if not {*model.architectures} & {*limits()["multimodal"]}:
         return
     for option, folder in (("scale_path", False), ("scale_save_path", True)):
         key = f"mm_encoder_fp8_{option}"
@@ -36,10 +42,15 @@ def needed(plan: Plan) -> Iterator[Needed]:
             yield Needed(f"{settings.named(key)}={path}", place, folder, "correct it")
 
 
-def faults(plan: Plan) -> list[str]:
+def faults(
+    settings: Settings,
+    options: Mapping[str, Any],
+    model: ModelFacts,
+    adapters: Iterable[tuple[str, str]],
+) -> list[str]:
     """A sentence for each that is not there."""
     found = []
-    for it in needed(plan):
+    for it in needed(settings, options, model, adapters):
         if not (it.path.is_dir() if it.folder else it.path.is_file()):
             kind = "folder" if it.folder else "file"
             found.append(f"{it.option}: there is no such {kind}; {it.fix}")

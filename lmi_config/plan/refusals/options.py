@@ -1033,7 +1033,7 @@ def _adaptive(given: Given) -> bool:
 
 
 def _generates(given: Given) -> bool:
-    return given.get("runner") != "pooling"
+    return bool(given.get("runner") != "pooling")
 
 
 _CACHE = (

@@ -122,6 +122,6 @@ def planned(row: dict[str, Any]) -> Plan:
         drafted = draft.look(Memory(DRAFTS[kind], where="org/draft"))
     facts = look(checkpoint(row))
     made = plan.make(read(environ), here, facts, drafted, environ, PARTS)
-    if faults := files.faults(made):
+    if faults := files.faults(made.settings, made.options, made.model, made.lora_modules):
         raise SettingsError(faults)
     return made

@@ -17,7 +17,7 @@ from lmi_config.plan.vllm import arguments
 from tests.lmi_config.refusals.situations import DRAFTS, MODELS, ROWS
 
 
-class Parser(FlexibleArgumentParser):
+class Parser(FlexibleArgumentParser):  # type: ignore[misc]
     def error(self, message: str) -> Any:
         raise ValueError(message)
 
@@ -37,7 +37,7 @@ def answer(row: dict[str, Any]) -> str | None:
         config = MODELS[row.get("model", "llama")] | row.get("config", {})
         model = folder(within, "model", config)
         draft = folder(within, "other", DRAFTS[row.get("draft", "llama")])
-        given = {
+        given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in row["options"].items()
         }
