@@ -38,8 +38,8 @@ def needed(
     for option, folder in (("scale_path", False), ("scale_save_path", True)):
         key = f"mm_encoder_fp8_{option}"
         if isinstance(path := options.get(key), str):
-            place = Path(path).parent if folder else Path(path)
-            yield Needed(f"{settings.named(key)}={path}", place, folder, "correct it")
+            where = Path(path).parent if folder else Path(path)
+            yield Needed(f"{settings.named(key)}={path}", where, folder, "correct it")
 
 
 def faults(

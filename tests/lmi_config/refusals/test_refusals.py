@@ -39,6 +39,42 @@ def test_the_plan_tells(row):
     assert row["says"] in "\n".join(refused.value.faults)
 
 
+def test_an_adapter_that_is_not_there(tmp_path):
+    given = {"enable_lora": True, "lora_modules": ["a=/nowhere/a", f"b={tmp_path}"]}
+    with pytest.raises(SettingsError, match="OPTION_LORA_MODULES: a=/nowhere/a: there is no such"):
+        planned({"options": given})
+    given["lora_modules"] = [f"b={tmp_path}"]
+    assert planned({"options": given}).options["max_loras"] == 4
+
+
+def test_the_default_of_max_loras_is_at_most_max_cpu_loras():
+    found = planned({"options": {"enable_lora": True, "max_cpu_loras": 2}})
+    assert found.options["max_loras"] == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"options": {"quantization": "awq"}}, "the model's files are not quantised"),
+        (
+            {"options": {"load_format": "runai_streamer"}, "missing": ["runai_model_streamer"]},
+            "needs the package runai-model-streamer, which is not installed",
+        ),
+        ({"options": {"kv_offloading_size": 4}}, "OPTION_LMCACHE_AUTO_CONFIG=true"),
+        (
+            {"options": {}, "config": {"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}},
+            "set OPTION_TRUST_REMOTE_CODE=true, if you trust that code",
+        ),
+        ({"options": {"max_model_len": 32768}}, '"max_position_embeddings": 32768'),
+    ],
+)
+def test_what_vllm_refuses_elsewhere_is_told_as_well(row, says):
+    """Of its loaders and packages, which are not in the list."""
+    with pytest.raises(SettingsError) as refused:
+        planned(row)
+    assert says in "\n".join(refused.value.faults)
+
+
 def test_the_page_has_the_counts():
     states = Counter(row["state"] for row in ROWS.values())
     page = (ROOT / "docs" / "reference" / "support_matrix.md").read_text()
