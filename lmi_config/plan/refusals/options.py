@@ -1676,16 +1676,6 @@ _GPUS = (
         for name in ("enable_cumem_allocator", "enable_sleep_mode")
     ),
     Rule(
-        "kv_offloading_size",
-        lambda it: (
-            it.has("kv_offloading_size")
-            and it.get("kv_offloading_backend") in (None, "native")
-            and not it.gpus
-        ),
-        "vLLM moves its KV cache to memory from GPUs only, and there is none here; leave it out, "
-        "and set OPTION_LMCACHE_AUTO_CONFIG=true for KV cache tiers",
-    ),
-    Rule(
         "kda_prefill_backend",
         lambda it: it.get("kda_prefill_backend") == "flashkda" and not it.gpus,
         _NONE_HERE,

@@ -60,7 +60,7 @@ def test_the_default_of_max_loras_is_at_most_max_cpu_loras():
             {"options": {"load_format": "runai_streamer"}, "missing": ["runai_model_streamer"]},
             "needs the package runai-model-streamer, which is not installed",
         ),
-        ({"options": {"kv_offloading_size": 4}}, "OPTION_LMCACHE_AUTO_CONFIG=true"),
+        ({"options": {"kv_offloading_size": 4}}, "vLLM offloads KV from GPUs only"),
         (
             {"options": {}, "config": {"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}},
             "set OPTION_TRUST_REMOTE_CODE=true, if you trust that code",
