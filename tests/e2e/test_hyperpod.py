@@ -163,7 +163,8 @@ def test_a_long_prompt_is_computed_by_the_prefill_pod(tmp_path):
         answer = httpx.post(f"{operator.url}/v1/chat/completions", json=short, timeout=60)
         return answer.status_code == 200
 
-    short = {"model": "/opt/ml/model", "messages": [{"role": "user", "content": "Hi"}]}
+    message = {"role": "user", "content": "Hi"}
+    short = {"model": "/opt/ml/model", "messages": [message], "max_tokens": 2}
     with kept(operator, PATIENCE_S):
         until(ready)
         assert handed_over() == 0
