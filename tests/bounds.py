@@ -273,7 +273,19 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "lmi_config/options/secure.py": {
         "_templated read": "_content, or a checkpoint's head(): both are told how much",
     },
+    "lmi_config/options/settings.py": {
+        "vllm_environment Path(__file__).with_name('vllm_environment.json').read_text": (
+            "a file of this package"
+        ),
+        "vllm_environment json.loads": "a file of this package",
+    },
+    "lmi_config/plan/refusals/given.py": {
+        "Given.parsed json.loads": "an option's value, which was taken",
+        "limits (Path(__file__).parent / 'vllm.json').read_text": "a file of this package",
+        "limits json.loads": "a file of this package",
+    },
     "lmi_config/plan/explain.py": {
+        "_masked json.loads": "an option's value, which was taken",
         "_safe json.loads": "an option's value, which was taken",
     },
     "lmi_config/plan/lmcache.py": {

@@ -141,6 +141,7 @@ def test_of_a_pings_answer_so_much_is_told():
                 ["-m", "serving", "serve"], {"OPTION_PORT": f"{server.server_port}"}
             )
         server.shutdown()
+    assert told
     assert told.startswith("xxx")
     assert len(told) < MIB
 

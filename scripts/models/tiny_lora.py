@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def write_modules(
     seed: int,
     rank: int = 8,
     more: Mapping[str, "torch.Tensor"] = NONE,
-    **config: object,
+    **config: Any,
 ) -> Path:
     """An adapter that changes these modules: name in PEFT's model → in and out. more: tensors that
     it has besides, by their full names.

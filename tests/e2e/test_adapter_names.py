@@ -129,7 +129,7 @@ def test_a_head_that_an_adapter_brings_whole(classifying, root):
     found = {}
     for name, prefix in (("with", "model"), ("without", "")):
         modules = {it.removeprefix("."): sides for it, sides in under(prefix).items()}
-        more = {"modules_to_save": ["classifier", "score"], "task_type": "SEQ_CLS"}
+        more: Any = {"modules_to_save": ["classifier", "score"], "task_type": "SEQ_CLS"}
         src = tiny_lora.write_modules(root / name, modules, 1, more=score, **more)
         register(classifying, name, src)
         found[name] = probabilities(classifying, name)

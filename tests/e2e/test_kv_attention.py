@@ -46,7 +46,7 @@ ENGINE = {
 }
 BLOCKS = {"latent": 16}
 """Tokens of the engine's block, where they are not 128."""
-AS_ON_GPUS = {
+AS_ON_GPUS: Any = {
     "LMCACHE_MP_TRANSFER_MODE": "lmcache_driven",
     "OPTION_BLOCK_SIZE": "32",
 }
@@ -284,7 +284,7 @@ def nightly(*parameters: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [*QUICK, *nightly(*OTHERS)])
 def test_a_hit_answers_as_a_miss_does(kind, tmp_path):
-    more = {"OPTION_ENABLE_PROMPT_EMBEDS": "true"} if kind == "full" else {}
+    more: Any = {"OPTION_ENABLE_PROMPT_EMBEDS": "true"} if kind == "full" else {}
     with tiered(kind, tmp_path, **more) as it:
         early_tokens_count(it)
         assert lengths(it) >= HITS

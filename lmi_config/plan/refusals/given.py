@@ -47,12 +47,12 @@ class Given:
         name, *keys = path.split(".")
         value = self._options.get(name)
         if keys:
-            value = self.json(name)
+            value = self.parsed(name)
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    def json(self, name: str) -> Mapping[str, Any]:
+    def parsed(self, name: str) -> Mapping[str, Any]:
         """The object that an option is; empty where it is none."""
         if name not in self._read:
             value = self._options.get(name)
@@ -105,7 +105,7 @@ class Given:
 
     def connectors(self, name: str) -> int:
         """How many KV connectors have this name, those within another included."""
-        found = self.json("kv_transfer_config")
+        found = self.parsed("kv_transfer_config")
         inner = found.get("kv_connector_extra_config")
         within = inner.get("connectors") if isinstance(inner, Mapping) else None
         each = [found, *(within if isinstance(within, list) else ())]

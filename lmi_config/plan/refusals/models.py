@@ -84,7 +84,7 @@ def _quantised(given: Given) -> Iterator[str]:
 def _plain(given: Given, asked: str) -> Iterator[str]:
     """Whether weights that do not say that they are quantised can be run so."""
     row, there = limits()["quantization"][asked], given.model.checks.quantised
-    told = given.json("hf_overrides").keys() & {*_OVERRIDES}
+    told = given.parsed("hf_overrides").keys() & {*_OVERRIDES}
     if row["plain"] or there is None or not given.model.architectures or told:
         return
     if asked == "online":

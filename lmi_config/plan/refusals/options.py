@@ -34,7 +34,7 @@ def faults(given: Given) -> Iterator[str]:
 def _keys(given: Given) -> Iterator[str]:
     """Keys that vLLM's configurations do not have (extra="forbid" in vllm/config/utils.py)."""
     for name, known in limits()["keys"].items():
-        for key, value in given.json(name).items():
+        for key, value in given.parsed(name).items():
             inner = known.get(key)
             more = value if inner and isinstance(value, dict) else {}
             wrong = [(key, known)] if key not in known else []
@@ -51,7 +51,7 @@ def _keys(given: Given) -> Iterator[str]:
 def _kinds(given: Given) -> bool:
     return bool(given.get("attention_config.backend_per_kind")) and any(
         it not in limits()["attention"]
-        for it in given.json("attention_config")["backend_per_kind"] or ()
+        for it in given.parsed("attention_config")["backend_per_kind"] or ()
     )
 
 
@@ -98,7 +98,7 @@ def _largest_graph(given: Given) -> bool:
 
 
 def _ordered_twice(given: Given) -> bool:
-    first, second = given.json("ir_op_priority"), given.get("kernel_config.ir_op_priority")
+    first, second = given.parsed("ir_op_priority"), given.get("kernel_config.ir_op_priority")
     inner = second if isinstance(second, dict) else {}
     return any(first.get(it) and inner.get(it) for it in first)
 
@@ -139,7 +139,7 @@ def _profiles_graphs(given: Given) -> bool:
 
 
 def _histograms(given: Given, wrong: Callable[[list[object]], bool]) -> bool:
-    each = given.json("custom_histogram_buckets").values()
+    each = given.parsed("custom_histogram_buckets").values()
     return any(wrong(it) for it in each if isinstance(it, list))
 
 
@@ -488,7 +488,7 @@ _CONFIGURATIONS = (
     Rule(
         "custom_histogram_buckets",
         lambda it: any(
-            name not in limits()["histograms"] for name in it.json("custom_histogram_buckets")
+            name not in limits()["histograms"] for name in it.parsed("custom_histogram_buckets")
         ),
         f"its keys have to be of {', '.join(limits()['histograms'])}",
     ),
@@ -989,7 +989,7 @@ def _hisparse(given: Given) -> bool:
 
 
 def _host_pool(given: Given) -> object:
-    found = given.json("kv_transfer_config")
+    found = given.parsed("kv_transfer_config")
     extra = found.get("kv_connector_extra_config")
     inner = extra if isinstance(extra, dict) else {}
     each = [found, *(inner.get("connectors") or ())]
@@ -1263,7 +1263,7 @@ def _method(given: Given) -> object:
 
 
 def _speculates(given: Given) -> bool:
-    return bool(given.json("speculative_config"))
+    return bool(given.parsed("speculative_config"))
 
 
 _WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states")

@@ -260,6 +260,7 @@ class Probe:
 
     async def _ask(self, path: str) -> tuple[int, bytes]:
         """Ask whether it can serve."""
+        headers: Mapping[str, str]
         if path == PING:
             headers = self._asking.access.challenge()
         else:

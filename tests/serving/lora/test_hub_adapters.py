@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lmi_config.options.declared import SCRIPTS
-from lmi_config.options.parsers import repos
+from lmi_config.options.parsers import HubId, repos
 from serving.errors import NoSlot
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
@@ -197,7 +197,7 @@ async def test_the_token_stays_with_the_hub(hub, tmp_path):
         found.fetch(found.locate(ID)).release()
         assert cdn.tokens == {None}
     assert "hf_secret" not in repr(
-        hub_adapter.adapter((ID, None), {"HF_TOKEN": "hf_secret"}, False)
+        hub_adapter.adapter(HubId(ID, None), {"HF_TOKEN": "hf_secret"}, False)
     )
 
 
