@@ -31,8 +31,8 @@ Each can also stand in a file in the model's folder, or in `/opt/ml/model` (`SER
 Where an option is given several times, this counts, first to last: arguments, `SAGEMAKER_*`
 variables, YAML, `serving.properties`, `HF_*`, `OPTION_*`, the other names in their row from left to
 right, the default. `OPTION_<NAME>` and `SM_VLLM_<NAME>`, with the name of the vLLM option that is
-shown, are further names; what they say must agree with the rest. Empty variables count as not set; a
-switch of vLLM's is on by an empty `SM_VLLM_<NAME>`, as in AWS's vLLM container.
+shown, are further names; what they say must agree with the rest. Empty variables count as not set.
+A switch of vLLM's is on by an empty `SM_VLLM_<NAME>`, as in AWS's vLLM container.
 
 `OPTION_` names are in capitals, or exactly as LMI spells them (`OPTION_max_model_len`,
 `OPTION_entryPoint`); `SM_VLLM_<NAME>` also stands for each `OPTION_<NAME>`, in any case.

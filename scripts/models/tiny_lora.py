@@ -16,7 +16,7 @@ LAYERS = 4
 NONE: Mapping[str, "torch.Tensor"] = MappingProxyType({})
 
 
-def write(folder: Path, seed: int, rank: int = 8, **config: object) -> Path:
+def write(folder: Path, seed: int, rank: int = 8, **config: Any) -> Path:
     """An adapter as PEFT saves it."""
     layers = {
         f"model.layers.{layer}.{'mlp' if module == 'down_proj' else 'self_attn'}.{module}": sides

@@ -3,6 +3,8 @@
 answer is not the base's, or the adapter is refused.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification

@@ -329,7 +329,7 @@ def test_adapters_and_speculation(kind, tmp_path):
             modules=tiny_attention.LORA_MODULES,
             layers=config["num_hidden_layers"],
         )
-    options = {
+    options: Any = {
         "OPTION_ENABLE_LORA": "true",
         "OPTION_MAX_LORAS": "2",
         "OPTION_ADAPTER_ROOTS": str(tmp_path / "adapters"),
