@@ -88,6 +88,7 @@ class World:
             "OPTION_KV_EVENTS": "true",
             "OPTION_KV_EVENTS_PORT": str(ports.free(2)),
             "OPTION_ADAPTER_LIST": str(self.folder / "listed"),
+            "OPTION_FORMATTER_TIMEOUT": "5",
         }
 
     def _role(self, n: int) -> dict[str, str]:

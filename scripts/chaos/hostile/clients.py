@@ -77,11 +77,12 @@ class Hostile:
                     head, body = await answered(reader)
                 finally:
                     writer.transport.abort()
-        except (OSError, asyncio.IncompleteReadError):
-            self.count(kind, End.EXPLAINED, f"{kind}: closed without an answer")
-            return
-        except TimeoutError:
+        except TimeoutError:  # an OSError, too
             self.count(kind, End.LOST, f"{self.target.name}, {kind}: no answer")
+            return
+        except (OSError, asyncio.IncompleteReadError) as error:
+            told = f"{kind}: closed without an answer ({type(error).__name__})"
+            self.count(kind, End.EXPLAINED, told)
             return
         self.judge(kind, head, body, also)
 
@@ -166,10 +167,10 @@ async def heads_that_never_end(it: Hostile) -> None:
                 await asyncio.sleep(0)
             status, body = await answered(reader)
         it.judge(kind, status, body, frozenset())
+    except TimeoutError:  # an OSError, too
+        it.count(kind, End.LOST, f"{it.target.name}, {kind}: {sent} bytes, and no end")
     except (OSError, asyncio.IncompleteReadError):
         it.count(kind, End.EXPLAINED, f"{kind}: closed")
-    except TimeoutError:
-        it.count(kind, End.LOST, f"{it.target.name}, {kind}: {sent} bytes, and no end")
     finally:
         writer.transport.abort()
 

@@ -127,11 +127,11 @@ class Gate(Kept):
 
     @property
     def target(self) -> Target:
-        """What attacks are told of it. 401: they have a key, but not in each of their requests.
-        500 and 502 are of the hostile replicas.
+        """What attacks are told of it. 401: they have a key, but not in each of their requests. The
+        others are of hostile replicas, which answer as they like.
         """
         limit = self.own.rlimit(psutil.RLIMIT_NOFILE)[0]
-        answers = frozenset((401, 500, 502))
+        answers = frozenset((200, 401, 404, 500, 502))
         return Target(self.name, self.port, limit, tls=self.trusting, key=KEY, answers=answers)
 
     def enemies(self, world: Sequence[Kept], listed: Path) -> Iterator[Any]:
