@@ -397,6 +397,8 @@ class Cycle(RequestResponseCycle):
         # Uvicorn waits here, too; what others write meanwhile would be taken for the head.
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
+        if self.transport.is_closing():  # uvloop refuses writes, before it says that a client left
+            self.disconnected = True
         if message["type"] == "http.response.start" and not self.response_started:
             self.transport = cast(asyncio.Transport, _HeadHeld(self))
             if self.scope["http_version"] == "1.0":
@@ -404,8 +406,9 @@ class Cycle(RequestResponseCycle):
         elif self._until_closed and not message.get("more_body"):
             self.expected_content_length = len(cast(dict[str, Any], message).get("body", b""))
         await super().send(message)
-        if message["type"] == "http.response.body" and isinstance(self.transport, _HeadHeld):
-            self.transport.flush()  # of an answer to HEAD, which has no body
+        held = isinstance(self.transport, _HeadHeld) and not self.disconnected
+        if message["type"] == "http.response.body" and held:
+            cast(_HeadHeld, self.transport).flush()  # of an answer to HEAD, which has no body
 
     def _end_with_connection(self, message: HTTPResponseStartEvent) -> None:
         """Have the body of an answer of unknown length end with the connection: HTTP/1.0 knows no
@@ -421,7 +424,10 @@ class Cycle(RequestResponseCycle):
     def takes(self) -> bool:
         """Whether a part of the body can be written without waiting (Writer)."""
         return bool(self.chunked_encoding) and not (
-            self.flow.write_paused or self.disconnected or self.response_complete
+            self.flow.write_paused
+            or self.disconnected
+            or self.response_complete
+            or self.transport.is_closing()
         )
 
     def write(self, part: bytes) -> None:

@@ -314,6 +314,43 @@ async def test_a_head_is_written_with_what_follows_it(shared, monkeypatch, reque
             await until_async(lambda: written[-1].startswith(b"HTTP/1.1 200 OK\r\n"))
 
 
+async def test_what_is_written_as_the_client_leaves_is_no_fault(served, monkeypatch, caplog):
+    """A transport of uvloop's that has just been closed refuses it, before connection_lost."""
+    closed = asyncio.Event()
+
+    class Leaving:
+        def __init__(self, transport: asyncio.Transport) -> None:
+            self._transport = transport
+
+        def write(self, data: bytes) -> None:
+            if closed.is_set():
+                raise RuntimeError("the handler is closed")
+            self._transport.write(data)
+
+        def is_closing(self) -> bool:
+            return closed.is_set() or self._transport.is_closing()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transport, name)
+
+    made = connections.Connection.connection_made
+    monkeypatch.setattr(
+        *(connections.Connection, "connection_made"),
+        lambda it, transport: made(it, cast(Any, Leaving(transport))),
+    )
+    body = b'{"inputs":"wait"}\n' * 2
+    kind = b"content-type: application/jsonlines\r\n"
+    async with connected(served) as it:
+        it.send(POST + kind + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        await until_async(lambda: served.engine.running == 2)
+        closed.set()
+        served.engine.gate.set()
+        await until_async(lambda: served.engine.running == 0)
+        assert await served.pipeline.admission.drained(1)
+        await asyncio.sleep(0.1)
+    assert "unexpectedly" not in caplog.text
+
+
 async def test_a_client_that_leaves_ends_all_it_has_asked(shared):
     body = b'{"inputs":"wait"}'
     one = POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)
