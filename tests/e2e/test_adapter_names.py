@@ -34,6 +34,8 @@ def seeing(tiny_options, root, tmp_path_factory):
         **tiny_options,
         **LORA,
         "OPTION_MODEL_ID": str(tiny_vision.make_renamed()),
+        # Its processor of pictures needs torchvision, which the engine for CPUs has not.
+        "OPTION_LIMIT_MM_PER_PROMPT": '{"image": 0}',
         "OPTION_MAX_MODEL_LEN": "1024",
         "OPTION_ADAPTER_ROOTS": str(root),
     }
@@ -127,7 +129,7 @@ def test_what_would_change_nothing_is_refused(seeing, root):
 
 def test_a_head_that_an_adapter_brings_whole(classifying, root):
     base = probabilities(classifying)
-    score = {"base_model.model.score.weight": torch.randn(3, 256)}
+    score = {"base_model.model.score.weight": torch.randn(2, 256)}
     found = {}
     for name, prefix in (("with", "model"), ("without", "")):
         modules = {it.removeprefix("."): sides for it, sides in under(prefix).items()}
@@ -136,7 +138,7 @@ def test_a_head_that_an_adapter_brings_whole(classifying, root):
         register(classifying, name, src)
         found[name] = probabilities(classifying, name)
     assert found["with"] == pytest.approx(found["without"])
-    assert (len(base), len(found["with"])) == (2, 3)
+    assert found["with"] != pytest.approx(base, abs=1e-3)
     assert probabilities(classifying) == base
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from scripts.models import tiny_lora
 from serving.engine.vllm import VllmEngine
 from serving.errors import ServingError
 from tests.fake_engine import FakeEngine
@@ -109,6 +110,7 @@ class _Client:
 
 def test_what_is_refused_of_adapters(tmp_path):
     """vLLM's own registry of adapters, without an engine below it."""
+    tiny_lora.write(tmp_path, 1)
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
