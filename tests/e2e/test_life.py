@@ -236,7 +236,6 @@ def test_the_death_of_a_worker_is_told(tiny_options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"OPTION_MAX_MODEL_LEN": "100000"}, "max_model_len (100000) is greater"),
         # Found by the engine's own process: a byte less than 4,096 tokens take. Where nobody names
         # the cache's format, the plan finds it.
         (
