@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs/reference/support_matrix.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.split("|")[1:-1]]
     for line in PAGE.partition("## Clients")[0].splitlines()
-    if line.startswith("|")
+    if line.startswith("|") and line.count("|") == 8
 ][2:]
 CPU, ONE, SEVERAL = machine(), machine(gpus=1), machine(gpus=4)
 COLUMNS: tuple[tuple[Machine, dict[str, str]], ...] = (

@@ -30,7 +30,7 @@ def started(tmp_path, monkeypatch):
     async def load(note):
         pass
 
-    async def fake(arguments, note):
+    async def fake(*arguments):
         return FakeEngine()
 
     monkeypatch.setattr(vllm, "load", load)
