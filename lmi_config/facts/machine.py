@@ -12,8 +12,8 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from lmi_config.facts import gpus
@@ -116,9 +116,9 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
 
 def _missing() -> tuple[str, ...]:
     """Without vLLM a plan is made for another machine, and nothing is known of what is there."""
-    if not find_spec("vllm"):
+    if not PathFinder.find_spec("vllm"):
         return ()
-    return tuple(it for it in OPTIONAL if not find_spec(it))
+    return tuple(it for it in OPTIONAL if not PathFinder.find_spec(it))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:

@@ -39,7 +39,14 @@ def test_a_name_that_only_looks_like_one(name):
 def test_of_the_options_only_those_are_secret_that_say_so():
     own = {name for name, option in OPTIONS.items() if option.secret}
     vllms = {name for name in vllm_options() if secret(f"OPTION_{name.upper()}")}
-    keys = {"api_key", "admin_api_key", "router_secret", "limits_url", "adapter_list"}
+    keys = {
+        "api_key",
+        "admin_api_key",
+        "router_replica_key",
+        "router_secret",
+        "limits_url",
+        "adapter_list",
+    }
     assert (own, vllms) == ({"kv_l2_url", *keys}, {"hf_token"})
 
 

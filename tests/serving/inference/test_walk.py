@@ -122,6 +122,7 @@ async def walked(
 
 WALK = [
     "http/connections",
+    "http/sockets",
     "api/endpoint",
     "observability/access_log",
     "api/app",
@@ -155,6 +156,7 @@ WALK = [
 waiting there, long before the request comes to them.
 """
 AGAIN = {
+    "http/sockets": "the connection is idle again once it was answered",
     "http/connections": "each message goes out by the connection on which the request came",
     "access/access": "who sends it is read, and then hidden",
     "access/caller": "what its key allows: the path, the adapter",
@@ -198,8 +200,8 @@ OPENAI = {"prompt": "a b c", "stream": True}
         ("/v1/completions", OPENAI, "", (1, 0, 0)),
         ("/v1/completions", OPENAI, CODE, (1, 1, 0)),
         ("/invocations", OPENAI, "", (1, 0, 0)),
-        ("/invocations", BODY, "", (2, 0, 1)),
-        ("/invocations", BODY, CODE, (1, 2, 1)),
+        ("/invocations", BODY, "", (3, 0, 1)),
+        ("/invocations", BODY, CODE, (1, 3, 1)),
     ],
 )
 async def test_how_often_bodies_are_decoded(tmp_path, decoded, path, body, formatter, decodes):
