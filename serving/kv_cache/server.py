@@ -323,7 +323,8 @@ def _series(text: str) -> list[Metric]:
     """
     families = []
     for family in text_string_to_metric_families(text):
-        ours = family.name.startswith(("lmcache", "slipway"))  # not its process's own
+        # Not its process's own, nor what this process counts as well.
+        ours = family.name.startswith(("lmcache", "slipway_kv"))
         if ours and not family.name.endswith("_created"):
             family.samples = [
                 sample._replace(
