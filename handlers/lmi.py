@@ -58,6 +58,8 @@ PASSED = SAMPLING | {
     *("mm_payload", "prompt", "prompt_embeds"),
 }
 """Parameters that mean something to vLLM's completions."""
+_EFFECTIVE = PASSED | _UNDERSTOOD | _ELSEWHERE
+_NOT_PASSED = MEANINGLESS | _UNDERSTOOD | _ELSEWHERE
 KNOWN = (
     PASSED
     | MEANINGLESS
@@ -113,7 +115,7 @@ def parse(body: bytes) -> EngineCall:
     """Read an LMI request. Raises FormatError when it has a wrong type or asks the impossible."""
     request = read(_read_request, body)
     given = request.parameters or {}
-    ignored = sorted(given.keys() - PASSED - _UNDERSTOOD - _ELSEWHERE)
+    ignored = sorted(given.keys() - _EFFECTIVE)
     ignored += _take_in(given, read(_read_values, body))
     given |= {name: flag(given[name]) for name in _FLAGS & given.keys()}
     stream = False if request.stream is None else flag(request.stream)
@@ -136,7 +138,7 @@ def parse(body: bytes) -> EngineCall:
     call: dict[str, Any] = {
         _RENAMED.get(name, name): value
         for name, value in (given | msgspec.structs.asdict(parameters)).items()
-        if name not in MEANINGLESS | _UNDERSTOOD | _ELSEWHERE and value is not None
+        if name not in _NOT_PASSED and value is not None
     }
     call["prompt"] = request.inputs
     call.setdefault("max_tokens", DEFAULT_MAX_NEW_TOKENS)

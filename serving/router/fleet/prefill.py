@@ -13,9 +13,8 @@ import msgspec
 from serving.kv_cache.transfer import where
 from serving.router.fleet.replicas import Replica
 from serving.router.http.request import Headers, Request
+from serving.router.usage import MOST
 
-MOST_TOKENS = 2**40
-"""Of what an answer says that it has used; more is no count."""
 LARGEST = 2**22
 """Bytes of an answer that says where a prompt's KV is: some 6 for each of the engine's blocks."""
 
@@ -41,7 +40,7 @@ class _Answered(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST)] = 0
 
 
 class _Answer:
