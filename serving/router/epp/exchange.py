@@ -193,7 +193,7 @@ class Exchange:
         if too_large := _too_large(target, headers):
             target, headers = b"/", []
         request = Request(method, target, "2", headers, buffers, keep_alive=True)
-        self._request = request
+        self._request = stream.request = request
         self._among = messages.subset(message)
         try:
             if too_large:

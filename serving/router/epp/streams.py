@@ -5,6 +5,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
+from serving.router.http.request import Request
+
 M = TypeVar("M")
 
 
@@ -40,10 +42,17 @@ class Streams:
             self.close(stream)
             stream.end()
 
-    @property
-    def longest_asking(self) -> "Stream | None":
-        """The one whose request has been awaited for longest."""
-        return next(iter(self._asking), None)
+    def free(self, size: int, but: "Stream") -> bool:
+        """Let go those whose requests have been awaited for longest, until they give back `size`
+        bytes. Streams that hold nothing stay: their end would free nothing. Whether there was
+        enough.
+        """
+        for stream in [it for it in self._asking if it.holds and it is not but]:
+            if size <= 0:
+                break
+            size -= stream.holds
+            self.evict(stream)
+        return size <= 0
 
     def note(self, stream: "Stream", *, asking: bool) -> None:
         """It has said something. asking: whether its request is not here whole yet."""
@@ -60,9 +69,16 @@ class Stream:
     """One that is open."""
 
     def __init__(self, of: Streams) -> None:
+        self.request: Request | None = None
+        """Its request, as soon as the head is here."""
         self._of = of
         self._evicted = False
         self._wait: asyncio.Timeout | None = None
+
+    @property
+    def holds(self) -> int:
+        """Bytes of memory that its request's head takes."""
+        return self.request.weight if self.request else 0
 
     def end(self) -> None:
         """Raise Evicted where its next message is awaited."""
@@ -89,12 +105,8 @@ class Stream:
             self._wait = None
 
     def make_room(self) -> bool:
-        """Let another one go, whose request has been awaited for longest. Whether there is one."""
-        oldest = self._of.longest_asking
-        if oldest is None or oldest is self:
-            return False
-        self._of.evict(oldest)
-        return True
+        """Let others go whose memory suffices for this one. Whether there are such."""
+        return self._of.free(self.holds, self)
 
     def close(self) -> None:
         """It is over."""

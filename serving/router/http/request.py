@@ -57,7 +57,6 @@ class Request:
         "_buffers",
         "_forwarding",
         "_head",
-        "_weight",
         "body",
         "caller",
         "complete",
@@ -77,6 +76,7 @@ class Request:
         "streamed",
         "target",
         "tenant",
+        "weight",
     )
 
     def __init__(
@@ -138,10 +138,11 @@ class Request:
         self._forwarding = False
         # memory, and what is sent of the head
         self._buffers = memory
-        self._weight = HEADER * len(headers) + len(target)
-        self._weight += sum([len(name) + len(value) for name, value in headers])
+        self.weight = HEADER * len(headers) + len(target)
+        self.weight += sum([len(name) + len(value) for name, value in headers])
+        """Bytes of memory that the head takes, about; 0 once it is released."""
         self._head = b""
-        memory.heads += self._weight
+        memory.heads += self.weight
 
     def check(self, rules: Rules) -> None:
         """Raise Malformed where a replica might take it for another's than it is, and TooLarge for
@@ -204,8 +205,8 @@ class Request:
     def release(self) -> None:
         """It is over, and takes no more memory."""
         self._buffers.bodies -= len(self.body)
-        self._buffers.heads -= self._weight
-        self._weight = 0
+        self._buffers.heads -= self.weight
+        self.weight = 0
         self.body = b""
 
     # as it is sent on
