@@ -25,6 +25,8 @@ from tests.serving.router.conftest import routing
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 BODY = json.dumps({"prompt": "Hi"}).encode()
+ENDED = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
+"""What gRPC raises for a call that has ended, by the moment."""
 
 pytestmark = pytest.mark.anyio
 
@@ -78,7 +80,7 @@ class Peer:
     async def say(self, *messages):
         """What comes back, and the status that the stream ends with."""
         call, found = self.open(), []
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        with contextlib.suppress(*ENDED):
             for message in messages:
                 await call.write(message)
             await call.done_writing()
@@ -150,7 +152,7 @@ async def test_whatever_comes_in_whatever_order_all_is_given_back(tmp_path):
                     message.request_headers.headers.headers.append(known)
             if leaves:
                 call = peer.open()
-                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                with contextlib.suppress(*ENDED):
                     for message in messages:
                         await call.write(message)
                 call.cancel()
@@ -220,7 +222,7 @@ async def test_heads_without_bodies_keep_nobody_out(monkeypatch):
     async with picking() as peer:
         calls = [peer.open() for _ in range(60)]
         for call in calls:
-            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            with contextlib.suppress(*ENDED):
                 await call.write(headed(("x-some", b"x" * 60_000)))
         held = peer.it.router._picker._picking.buffers
         await until_async(lambda: held.heads < 1_300_000, 10)
@@ -260,11 +262,11 @@ async def test_watchers_keep_nobody_out(monkeypatch):
         reflection = reflection_pb2_grpc.ServerReflectionStub(peer.channel)
         asked = [reflection.ServerReflectionInfo() for _ in range(30)]
         for call in asked:
-            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            with contextlib.suppress(*ENDED):
                 await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         both = [*watches, *asked]
         for call in both:  # the end comes behind what it was told before
-            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            with contextlib.suppress(*ENDED):
                 await asyncio.wait_for(call.read(), 10)
         await until_async(lambda: sum(call.done() for call in both) >= 52, 10)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
@@ -283,7 +285,7 @@ async def test_a_request_has_to_come_in_time(monkeypatch):
         await silent.write(pb.ProcessingRequest())
         for call in (slow, dripping):
             await call.write(headed())
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        with contextlib.suppress(*ENDED):
             while not dripping.done():
                 await dripping.write(body(b"a", end=False))
                 await asyncio.sleep(0.05)
