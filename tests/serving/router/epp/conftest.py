@@ -9,4 +9,3 @@ async def one_loop(anyio_backend):
     """gRPC's poller tells the loop of each call of its end, later than the test: a closed loop
     would raise.
     """
-    yield
