@@ -473,6 +473,8 @@ class _HeadHeld:
         if self._head is None:
             self._head = data
             return
+        if self._transport.is_closing():  # meanwhile; uvloop would raise
+            return
         if cast(object, self._cycle.transport) is self:
             self._cycle.transport = self._transport
         head, self._head = self._head, b""
