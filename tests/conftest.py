@@ -8,6 +8,7 @@ import gc
 import os
 from typing import Any
 
+import pytest
 from botocore.loaders import JSONFileLoader
 from hypothesis import HealthCheck, settings
 
@@ -37,5 +38,17 @@ def pytest_collection_finish() -> None:
     """What is imported now stays: the collector would look at vLLM's millions of objects again and
     again.
     """
+    _freeze()
+
+
+@pytest.fixture
+def frozen_heap() -> None:
+    """The collector looks at new objects only, as in the server: what other tests have left would
+    take hundreds of milliseconds of a turn of the event loop.
+    """
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()

@@ -344,7 +344,26 @@ REMOVED: Mapping[str, str] = {
         ),
         "Slipway has a log of its own, and OPTION_LOG_LEVEL sets how much is in it",
     ),
-    "OPTION_DISABLE_FASTAPI_DOCS": "there are no such pages",
+    **dict.fromkeys(
+        (
+            "OPTION_DP_SUPERVISOR_PROBE_FAILURE_THRESHOLD",
+            "OPTION_DP_SUPERVISOR_PROBE_INTERVAL_S",
+            "OPTION_DP_SUPERVISOR_PROBE_TIMEOUT_S",
+        ),
+        "vLLM's supervisor of data-parallel servers is not used",
+    ),
+    **dict.fromkeys(
+        ("OPTION_DISABLE_FASTAPI_DOCS", "OPTION_ENABLE_OFFLINE_DOCS"),
+        "there are no such pages",
+    ),
+    **dict.fromkeys(
+        ("OPTION_H11_MAX_HEADER_COUNT", "OPTION_H11_MAX_INCOMPLETE_EVENT_SIZE"),
+        "Slipway has limits of its own on the heads of requests",
+    ),
+    "OPTION_API_SERVER_COUNT": "one process answers HTTP; the router spreads load over servers",
+    "OPTION_ENABLE_REQUEST_ID_HEADERS": "every answer has X-Request-Id",
+    "OPTION_ENABLE_SSL_REFRESH": "TLS certificates are always read again when they change",
+    "OPTION_SHUTDOWN_TIMEOUT": "requests are drained within 23 seconds of SIGTERM",
     "OPTION_HUGGINGFACE_TOKEN": "set HF_TOKEN",
     "OPTION_S3URL": "set OPTION_MODEL_ID to it",
 }
@@ -359,18 +378,9 @@ REFUSED: Mapping[str, str] = {
             "allowed_headers",
             "allowed_methods",
             "allowed_origins",
-            "api_server_count",
             "data_parallel_supervisor_port",
-            "dp_supervisor_probe_failure_threshold",
-            "dp_supervisor_probe_interval_s",
-            "dp_supervisor_probe_timeout_s",
-            "enable_offline_docs",
-            "enable_request_id_headers",
-            "enable_ssl_refresh",
             "grpc",
             "grpc_port",
-            "h11_max_header_count",
-            "h11_max_incomplete_event_size",
             "headless",
             "middleware",
             "root_path",
@@ -395,6 +405,5 @@ REFUSED: Mapping[str, str] = {
         "from decoding",
     ),
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",
-    "shutdown_timeout": "Slipway drains requests itself, within 23 seconds of SIGTERM",
 }
 """vLLM options that cannot be given, each with the reason."""

@@ -78,7 +78,7 @@ def test_words_become_options(words, field, value):
         (("--port",), "--port: needs a value"),
         (("-cc.mode",), "-cc.mode: needs a value"),
         (("-cc.a", "1", "-cc.a.b", "2"), "-cc.a.b: a has a value already; keep one"),
-        (("-asc", "2"), "-asc: vLLM has this option, but its own HTTP server is not used"),
+        (("--uds", "a"), "--uds: vLLM has this option, but its own HTTP server is not used"),
         (("--made-up.key", "1"), "--made-up.key: no such option"),
         (("--port.x", "1"), """--port.x='{"x": 1}': should be a whole number"""),
         (("--port", "--host", "::"), "--port: needs a value"),
@@ -91,6 +91,23 @@ def test_faults_name_the_flag_as_it_was_typed(words, fault):
     with pytest.raises(SettingsError) as raised:
         settings(*words)
     assert fault in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--shutdown-timeout", "60"),
+        ("--api-server-count=2",),
+        ("-asc", "2"),
+        ("--enable-ssl-refresh",),
+        ("--enable-request-id-headers",),
+        ("--h11-max-header-count", "9"),
+    ],
+)
+def test_flags_that_only_do_nothing_are_noted(words):
+    flag = words[0].partition("=")[0]
+    (note,) = settings("some/model", *words).notes
+    assert note.startswith(f"{flag} does nothing here"), note
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ meanwhile. vLLM's part of it is in tests/serving/engine/test_forms.py.
 """
 
 import asyncio
-import gc
 import json
 import random
 import time
@@ -15,7 +14,11 @@ import pytest
 from serving.protocol import AUDIO_PATHS, ENGINE_PATHS
 from tests.serving.conftest import running
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("frozen_heap"),
+]
 
 LONGEST_S = 0.5
 KEYS = (
@@ -39,15 +42,6 @@ def shapes(unit, size):
     yield {f"{n:08}": unit for n in range(size // (len(json.dumps(unit)) + 14))}
     yield [[unit] * 9] * (count // 9)
     yield {"a": [{"b": [unit] * count}]}
-
-
-@pytest.fixture(autouse=True)
-def _only_what_comes_from_now_on_is_collected():
-    """Else what other tests have left in this process takes hundreds of milliseconds of a turn."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Turns:

@@ -91,6 +91,7 @@ def app():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("size", [256 * 1024, 4 * 1024**2])
 def test_no_body_holds_the_event_loop(app, size):
     """Its turns by the thread's own CPU time, in which other work on the machine has no part. What
