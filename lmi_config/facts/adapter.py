@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lmi_config.facts.layers import vllm_models
 from lmi_config.facts.model import Checkpoint, ModelError, Tensor, header, json_object
 
 CONFIG = "adapter_config.json"
@@ -135,10 +136,8 @@ LITERAL = Names()
 @cache
 def _vllms() -> Mapping[str, Any]:
     """What scripts/generate/vllm_adapters.py writes, and which architectures there are."""
-    folder = Path(__file__).parent
-    models = json.loads((folder / "vllm_models.json").read_text())
-    adapters = json.loads((folder / "vllm_adapters.json").read_text())
-    return {**adapters, "known": frozenset(models["known"])}
+    adapters = json.loads(Path(__file__).with_name("vllm_adapters.json").read_text())
+    return {**adapters, "known": vllm_models()["known"]}
 
 
 _SUFFIXES = (

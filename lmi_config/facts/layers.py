@@ -216,7 +216,7 @@ def _sliding(config: Numbers, layers: int, window: int) -> Attention:
 
 
 @cache
-def _vllms() -> Mapping[str, frozenset[str]]:
+def vllm_models() -> Mapping[str, frozenset[str]]:
     """The architectures that vLLM serves, by what is unlike others in them; scripts/generate
     writes the file.
     """
@@ -245,7 +245,7 @@ def look(
     """The layers of a model. layers: of the decoder; found: those that attend; shapes: KV heads and
     head size, as far as they are known.
     """
-    vllms, text = _vllms(), config.text
+    vllms, text = vllm_models(), config.text
     names = config.words("architectures")
     architecture = next((it for it in names if it in vllms["known"]), None)
     varied = next((it for it in _VARIED if text.get(it)), None) or next(
@@ -291,7 +291,7 @@ def look(
 def coded(config: Numbers) -> bool:
     """Whether a configuration is read by code that comes with the model, and by no other."""
     model_type, classes = config.top.get("model_type"), config.top.get("auto_map")
-    known = not isinstance(model_type, str) or model_type in _vllms()["configurations"]
+    known = not isinstance(model_type, str) or model_type in vllm_models()["configurations"]
     return not known and isinstance(classes, dict) and "AutoConfig" in classes
 
 
@@ -308,7 +308,7 @@ def _pools(names: Iterable[str]) -> bool:
     (_SUFFIX_TO_DEFAULTS in vllm/config/model.py).
     """
     for name in names:
-        if name not in _vllms()["known"]:
+        if name not in vllm_models()["known"]:
             if name.endswith(_GENERATING):
                 return False
             if name.endswith(_POOLING):

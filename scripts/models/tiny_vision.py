@@ -12,6 +12,26 @@ NAME = "tiny-vision-1"  # a new number when what is made changes
 RENAMED = "tiny-paligemma-1"
 SIDE, PATCH, SCALE = 32, 8, 2
 TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+SEEING: dict[str, int] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+WRITING: dict[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+"""Both models' configurations of what sees and what writes."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
     "{% for part in message['content'] %}"
@@ -48,26 +68,8 @@ def write(folder: Path) -> None:
         image_token_id=tokenizer.convert_tokens_to_ids(TOKENS[0]),
         scale_factor=SCALE,
         pad_token_id=1,
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": SIDE,
-            "patch_size": PATCH,
-        },
-        text_config=LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-        ).to_dict(),
+        vision_config=SEEING,
+        text_config=LlamaConfig(vocab_size=len(tokenizer), **WRITING).to_dict(),
     )
     Idefics3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
 
@@ -102,28 +104,9 @@ def write_renamed(folder: Path) -> None:
         eos_token_id=1,
         pad_token_id=1,
         vision_config=SiglipVisionConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=SIDE,
-            patch_size=PATCH,
-            projection_dim=256,
-            vision_use_head=False,
+            **SEEING, projection_dim=256, vision_use_head=False
         ).to_dict(),
-        text_config=GemmaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=2048,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-        ).to_dict(),
+        text_config=GemmaConfig(vocab_size=len(tokenizer), head_dim=64, **WRITING).to_dict(),
     )
     PaliGemmaForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
 
