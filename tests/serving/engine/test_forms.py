@@ -3,6 +3,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -88,6 +90,23 @@ def app():
     register_generate_api_routers(found)
     error_handlers.attach(found)
     return found
+
+
+def test_the_server_itself_reads_bodies_once():
+    """In a process that imports what the server does, and nothing else."""
+    program = """
+from serving.engine import vllm
+vllm._import()
+from pydantic import ValidationError
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+try:
+    ResponsesRequest.model_validate({"input": [{"x": "y"}] * 2000})
+except ValidationError as error:
+    print("faults:", error.error_count())
+"""
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(said.rpartition(":")[2]) < 20, said[-500:]
 
 
 @pytest.mark.timeout(300)
