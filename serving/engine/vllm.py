@@ -207,7 +207,9 @@ async def start(
 
 def _import() -> None:
     # Everything that a later step imports, so that none of them holds up the event loop.
-    import serving.engine.requests.forms  # before vLLM's routes
+    from serving.engine.requests import forms
+
+    forms.mend()  # before vLLM's routes are imported
     import vllm.entrypoints.generate.api_router
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.api_server.entry

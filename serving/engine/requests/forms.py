@@ -4,8 +4,7 @@ at the first fault in a list.
 
 pydantic reads a value that may have many forms as each of them, and notes why it is none: for an
 item of Responses up to 200 faults, some 0.5 ms for each item, all on the event loop. Which form
-most of these values have is said by their `type`. To be imported before vLLM's routes, which keep
-what is made of a model when they are made.
+most of these values have is said by their `type`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,10 +40,14 @@ _NO_TYPE = "[]"
 _INSIDE = ("schema", "inner_schema", "model_schema")
 
 
-def _mend(model: Any) -> None:
-    # FastAPI takes the schema for the model's own, too, where it makes its routes.
-    schema = _read_once(model.__pydantic_core_schema__)
-    model.__pydantic_validator__ = SchemaValidator(schema)
+def mend() -> None:
+    """Have the models read values so. To be called before vLLM's routes are imported, which keep
+    what is made of a model when they are made.
+    """
+    for model in MODELS:
+        # FastAPI takes the schema for the model's own, too, where it makes its routes.
+        schema = _read_once(model.__pydantic_core_schema__)
+        setattr(model, "__pydantic_validator__", SchemaValidator(schema))  # noqa: B010
 
 
 def _read_once(schema: Any) -> Any:
@@ -136,7 +139,3 @@ def _by_type(forms: Mapping[str, list[Any]]) -> Any:
     return core_schema.tagged_union_schema(
         choices, form, custom_error_type="no_form", custom_error_message=NO_FORM
     )
-
-
-for _model in MODELS:
-    _mend(_model)
