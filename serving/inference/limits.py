@@ -288,9 +288,9 @@ def _check_list(value: bytes, key: str, kind: str) -> None:
     """vLLM reads a list as each thing that it may be, and says of each item why it is none."""
     if key != "prompt" and prompts(msgspec.Raw(value)) > INPUTS:
         raise BadRequest(f"a request may have at most {INPUTS} inputs", "input")
-    if key != "messages" and kind in _LISTS:
+    if key == "prompt" or (key != "messages" and kind in _LISTS):
         _check_prompts(value, key, kind)
-    elif key != "prompt":
+    else:
         _check_messages(value, key, kind)
 
 
@@ -299,7 +299,7 @@ def _check_prompts(value: bytes, key: str, kind: str) -> None:
         raise BadRequest(f"{key} has more than {TOKENS} tokens", key)
     try:
         _LISTS[kind](value)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError):
         raise BadRequest(
             f"{key} should be a text or tokens, or a list of such, all of one kind", key
         ) from None

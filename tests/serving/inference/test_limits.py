@@ -511,3 +511,11 @@ async def test_marks_in_texts_are_no_values(large):
     text = '{[,:"' * 600_000
     answer = await large.post("/v1/completions", {"prompt": text})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [[{}] * 9, [{"a": 1}], [[{}]], [1.5], ["a", 1], [[1], "a"]])
+async def test_prompts_are_texts_or_tokens(served, prompt):
+    """vLLM would say of each item, on the event loop, why it is neither."""
+    answer = await served.client.post("/v1/completions", json={"prompt": prompt})
+    assert answer.status_code == 400
+    assert "prompt should be a text or tokens" in answer.text
