@@ -93,6 +93,7 @@ COPY --chmod=755 entrypoint.sh LICENSE NOTICE /opt/slipway/
 COPY --chmod=755 lmi_config /opt/slipway/lmi_config
 COPY --chmod=755 handlers /opt/slipway/handlers
 COPY --chmod=755 serving /opt/slipway/serving
+COPY --chmod=755 slipway.dist-info /opt/slipway/slipway.dist-info
 RUN python3 -m compileall -q /opt/slipway
 WORKDIR /opt/slipway
 # Any user can run it, also one without a name, and the root may be read-only: what is written, with

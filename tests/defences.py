@@ -429,13 +429,13 @@ DEFENCES: Mapping[str, Removed] = {
         Removed(
             "tests/serving/engine/test_real_blocks.py::"
             "test_what_is_left_of_a_store[blocks1-held1-left1]",
-            {"serving.engine.patches.real_blocks:trim": yes},
+            {"serving.engine.patches.engine_core.real_blocks:trim": yes},
         )
     ),
     "A prompt of embeddings, or of an adapter, is answered from another's KV": Removed(
         "tests/serving/engine/test_cache_keys.py::"
         "test_what_vllms_hashes_tell_apart_the_tiers_keys_do[embeddings]",
-        {"serving.engine.patches.cache_keys:has_key": yes},
+        {"serving.engine.patches.engine_core.cache_keys:has_key": yes},
     ),
     "A server reads KV that the same model made under other options, or an earlier build stored "
     "wrongly": Removed(

@@ -121,7 +121,8 @@ OF_SCRIPTS = {
     "routing_sim": set(),
     "sagemaker_local": set(),
     "hyperpod_local": {"harness", "models"},
-    "generate": set(),
+    "generate": {"engines"},  # the patches of all processes
+    "engines": set(),
     "rehearsal": set(),
     "release": set(),
 }

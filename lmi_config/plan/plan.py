@@ -27,13 +27,11 @@ class EngineParts:
 
     connector: vLLM's, to LMCache's server. transferring: vLLM's NixlConnector, by the same name.
     disk_store: LMCache's, for the files of the disk tier.
-    lora: what vLLM's workers are extended with where there are adapters.
     """
 
     connector: str
     transferring: str
     disk_store: str
-    lora: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +190,7 @@ def make(
         derived["kv_events_config"] = vllm.kv_events(settings, spread.copies)
     if speculative := speculation.config(settings, draft):
         derived["speculative_config"] = speculative
-    options = vllm.options(settings, machine, spread, derived, parts.lora)
+    options = vllm.options(settings, machine, spread, derived)
     if faults := refusals.faults(Given(settings, options, machine, model, draft, environ)):
         raise SettingsError(faults)
     return Plan(

@@ -48,12 +48,11 @@ def options(
     machine: Machine,
     parallelism: Parallelism,
     derived: Mapping[str, Any],
-    lora: str,
 ) -> dict[str, Any]:
     """vLLM's options for these settings on this machine, by vLLM's names.
 
     derived: options that follow from what else is known, by vLLM's names; they come before the
-    operator's. lora: the path of the class that a worker is extended with where there are adapters.
+    operator's.
 
     Raises SettingsError for a word of a list that vLLM would take for another option, and for an
     option without the one that it needs.
@@ -71,7 +70,7 @@ def options(
         slots = min(
             LORA_DEFAULTS["max_loras"], settings.max_cpu_loras or LORA_DEFAULTS["max_loras"]
         )
-        found = {**LORA_DEFAULTS, "max_loras": slots, "worker_extension_cls": lora, **found}
+        found = {**LORA_DEFAULTS, "max_loras": slots, **found}
     found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
     if not machine.gpus:
         # Compiling takes longer than it wins where there is no GPU.

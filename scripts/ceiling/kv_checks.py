@@ -21,7 +21,7 @@ from lmcache.integration.vllm.lmcache_mp_metadata import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from serving.engine.patches import cache_keys, real_blocks
+from serving.engine.patches.engine_core import cache_keys, real_blocks
 
 BLOCK, CHUNK = 16, 256
 ROUNDS = 200

@@ -7,6 +7,8 @@ write their files by themselves.
 import sys
 
 from scripts.generate import helm_values, options_page, protocols
+from scripts.generate.engine import patches_page, plugin
 
 check = "--check" in sys.argv
-sys.exit(max(it.main(check=check) for it in (options_page, protocols, helm_values)))
+written = (options_page, protocols, helm_values, patches_page, plugin)
+sys.exit(max(it.main(check=check) for it in written))

@@ -12,6 +12,8 @@ import json
 import re
 from pathlib import Path
 
+from serving.engine.versions import moved
+
 PATH = Path(__file__).parent.parent.parent / "lmi_config" / "options" / "vllm_options.json"
 ENVIRONMENT = PATH.with_name("vllm_environment.json")
 _READ = re.compile(r"""environ(?:\.get|\.setdefault|\.pop)?[(\[]\s*["'](VLLM_[A-Z0-9_]+)["']""")
@@ -45,14 +47,13 @@ def kind(action: argparse.Action) -> str:
 
 
 def options() -> dict[str, dict[str, object]]:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.transformers_utils.chat_templates.registry import CHAT_TEMPLATES_DIR
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     found: dict[str, dict[str, object]] = {}
-    for action in make_arg_parser(FlexibleArgumentParser())._actions:
+    for action in moved.cli_args().make_arg_parser(FlexibleArgumentParser())._actions:
         if not action.option_strings or action.dest == "help":
             continue
         found[action.dest] = {"kind": kind(action)}

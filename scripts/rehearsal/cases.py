@@ -209,7 +209,7 @@ def _unchecked(settings: Settings, here: Machine, drafted: drafts.Draft | None) 
             "model": settings.speculative_draft_model,
             "num_speculative_tokens": drafted.tokens or 3,
         }
-    return vllm.options(settings, here, spread, derived, PARTS.lora)
+    return vllm.options(settings, here, spread, derived)
 
 
 def disagreements(plan: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,8 @@ vLLM has forgotten. What LMCache's connector (0.5.6) leaves to chance is decided
   up again for a moment, until all of it is there.
 - A request waits for the tiers for a limited time only. LMCache waits for the server's answer
   however long a store behind it takes; a store that hangs would hold every request.
-- Only a request's own KV is stored, under a key that says all that it depends on (`patches`).
+- Only a request's own KV is stored, under a key that says all that it depends on
+  (`patches/engine_core`).
 """
 
 import contextlib
@@ -25,15 +26,12 @@ from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
-from lmcache.v1.platform.torch_ops import mp_mem_kernels
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.platforms import current_platform
 from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
-from serving.engine import kv_copy
 from serving.engine.base import HANDED_OVER
 from serving.engine.canary.verdict import WITHOUT_TIERS
-from serving.engine.patches import cache_keys, real_blocks
+from serving.engine.patches.engine_core import cache_keys, real_blocks, registry
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -151,7 +149,8 @@ class _Reported(dict[str, None]):
 class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not type-checked
     """LMCache's connector, with which a load that fails costs no more than computing again.
 
-    Raises RuntimeError where tenants' KV could not be kept apart with the installed versions.
+    Raises Unfit where tenants' KV could not be kept apart with the installed versions, and
+    RuntimeError for what cannot be checked.
     """
 
     _unresponsive = False
@@ -165,12 +164,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
     ) -> None:
-        for patch in (real_blocks, cache_keys):
-            if not patch.applies():
-                raise RuntimeError(
-                    f"KV cache tiers would mix up prompts: {patch.__name__} does not fit the "
-                    "installed versions of vLLM and LMCache; start without KV cache tiers"
-                )
+        registry.apply_tiers()
         super().__init__(vllm_config, role, kv_cache_config)
         if self.lazy_offload:  # it stores blocks of requests that have ended
             raise RuntimeError(
@@ -185,8 +179,6 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         """Requests that are neither looked up nor stored."""
         if role == KVConnectorRole.WORKER:
             self.worker_adapter._returned_finished = _Reported()
-            if current_platform.is_cpu():
-                mp_mem_kernels._transfer_per_layer_fused = kv_copy.copy
 
     # in the scheduler
 

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from vllm.logger import init_logger
 
 from serving.engine.base import COMPUTED_FOR, RECEIVED
+from serving.engine.patches.engine_core import registry
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,7 +26,11 @@ log = init_logger(__name__)
 
 
 class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # its modules are not type-checked
-    """vLLM's, of which it asks by this name."""
+    """vLLM's, of which it asks by this name. Raises Unfit where KV could be another prompt's."""
+
+    def __init__(self, *rest: Any, **more: Any) -> None:
+        registry.apply_transfer()
+        super().__init__(*rest, **more)
 
     def on_new_request(self, request: "Request") -> None:
         params = request.kv_transfer_params

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import io
+import os
 import random
 import signal
 import time
@@ -26,6 +27,8 @@ from serving.aio import in_thread
 from serving.engine.base import USAGE, EngineError, Hits, Pace, Prefilled, Tokens
 from serving.engine.canary.canary import Canary
 from serving.engine.canary.verdict import Verification
+from serving.engine.patches.engine_core import plugin
+from serving.engine.versions import moved, table
 from serving.engine.vllm_errors import by_options
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
 from serving.lifecycle import Note, Step
@@ -187,7 +190,9 @@ async def start(
     EngineError when vLLM cannot start; its processes may then still be there.
     """
     try:
+        plugin.want(os.environ, adapters="--enable-lora" in arguments)
         args = await in_thread(parse, arguments)
+        plugin.require()
         note(Step.LOADING)
         client = await in_thread(_build, args)
         note(Step.PREPARING)
@@ -206,30 +211,31 @@ async def start(
 
 
 def _import() -> None:
+    table.check()
     # Everything that a later step imports, so that none of them holds up the event loop.
-    from serving.engine.requests import forms
+    from serving.engine.patches.frontend import registry
 
-    forms.mend()  # before vLLM's routes are imported
+    registry.mend_models()
     import vllm.entrypoints.generate.api_router
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.api_server.entry
-    import vllm.entrypoints.launchers.cli_args
     import vllm.entrypoints.openai.chat_completion.batch_serving
     import vllm.entrypoints.openai.responses.serving
     import vllm.entrypoints.pooling.factories
     import vllm.v1.engine.async_llm  # noqa: F401
 
+    moved.cli_args()
+
 
 def parse(arguments: list[str]) -> Namespace:
     from vllm.entrypoints.launchers import launcher
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
     args: Namespace = _parser().parse_args(arguments)
     configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
+    moved.cli_args().validate_parsed_serve_args(args)
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
@@ -240,21 +246,18 @@ def parse(arguments: list[str]) -> Namespace:
 
 @functools.cache
 def _parser() -> Any:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not type-checked
         def error(self, message: str) -> Any:  # argparse would print its usage and exit
             raise ValueError(message)
 
-    return make_arg_parser(Parser())
+    return moved.cli_args().make_arg_parser(Parser())
 
 
 def _build(args: Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
     from vllm.renderers import ChatParams
-    from vllm.renderers.chat_utils import load_chat_template
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -276,9 +279,9 @@ def _build(args: Namespace) -> Any:
     # a second tokenizer takes to load; done once, it is quick.
     client.renderer.warmup(
         ChatParams(
-            chat_template=load_chat_template(args.chat_template),
+            chat_template=moved.chat_utils().load_chat_template(args.chat_template),
             chat_template_content_format=args.chat_template_content_format,
-            chat_template_kwargs=resolve_default_chat_template_kwargs(args),
+            chat_template_kwargs=moved.cli_args().resolve_default_chat_template_kwargs(args),
         )
     )
     return client
@@ -332,13 +335,14 @@ async def _serve(client: Any, args: Namespace) -> VllmEngine:
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
     from serving.engine.direct import Direct
-    from serving.engine.requests import agents, refusals, tools
+    from serving.engine.patches.frontend import registry
+    from serving.engine.patches.frontend.context import Context
     from serving.engine.speech.routes import keep_tenants_apart
 
     reasoning = client.vllm_config.reasoning_config
-    agents.mend(app.state, thinks=bool(reasoning and reasoning.enabled))
-    tools.bind(app.state, args)
-    refusals.mend(app.state, lambda: bool((usage := USAGE.get()) and usage.is_constrained))
+    thinks = bool(reasoning and reasoning.enabled)
+    constrained = lambda: bool((usage := USAGE.get()) and usage.is_constrained)  # noqa: E731
+    registry.mend_serving(Context(app.state, args, thinks, constrained))
     if hears:
         keep_tenants_apart(app.state)
     _tell_of_requests(client.output_processor)

@@ -38,6 +38,7 @@ from serving.errors import (
 )
 from serving.http.bodies import WRITER
 from serving.http.listener import Listener
+from serving.http.patches import registry as patches
 from serving.http.rules import (
     AHEAD,
     BEHIND_S,
@@ -65,10 +66,12 @@ class HttpServer(uvicorn.Server):
     """Uvicorn's server, with our connections. most: as many as it takes. shutdown_s: seconds that
     answers have at the end. tls: what clients are shown.
 
-    Signals are the caller's: uvicorn would stop listening at once, and wait without end.
+    Signals are the caller's: uvicorn would stop listening at once, and wait without end. Raises
+    Unfit where the installed uvicorn is another one.
     """
 
     def __init__(self, app: Any, most: int, shutdown_s: int, tls: ServerTls) -> None:
+        patches.apply()
         super().__init__(
             Config(
                 app,

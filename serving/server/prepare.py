@@ -26,7 +26,6 @@ PARTS = EngineParts(
     connector="serving.engine.kv_connector.FaultTolerantConnector",
     transferring="serving.engine.nixl_connector.NixlConnector",
     disk_store="serving.kv_cache.lmcache.disk_store.ChecksummedFiles",
-    lora="serving.engine.patches.unapplied_adapters.Extension",
 )
 """Not imported here: a plan is made without vLLM and LMCache."""
 LARGEST = 4 * 2**20

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from serving.engine import kv_copy
+from serving.engine.patches.engine_core import kv_copy
 
 _right = kv_copy.copy
 

@@ -16,7 +16,6 @@ PARTS = EngineParts(
     connector="our.parts.Connector",
     transferring="our.nixl.NixlConnector",
     disk_store="our.Files",
-    lora="our.Lora",
 )
 H100 = Gpu(name="NVIDIA H100", memory=80 * GIB, driver="580.65.06")
 

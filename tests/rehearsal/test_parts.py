@@ -7,8 +7,6 @@ from scripts.rehearsal.cases import MACHINES
 from tests.rehearsal.conftest import ask
 
 PARTS = (
-    "serving.engine.patches.cpu_lora",
-    "serving.engine.patches.unapplied_adapters",
     "serving.engine.error_handlers",
     "serving.engine.kv_connector",
     "serving.engine.direct",

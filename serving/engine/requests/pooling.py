@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the server's process: what vLLM 0.32 answers of models that do not generate, path by path,
+"""In the server's process: what vLLM answers of models that do not generate, path by path,
 with each request read as one kind.
 
 vLLM has five models of a request for embeddings, four of one for scores, and pydantic reads every

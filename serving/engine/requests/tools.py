@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forced tool calls fit their function's schema, by vLLM 0.32's grammars.
+"""Forced tool calls fit their function's schema, by vLLM's grammars.
 
 vLLM binds the arguments of a forced call only where the function says `"strict": true`, and it
 forces no call without a parser of the model's own format. Here a forced call is bound unless the

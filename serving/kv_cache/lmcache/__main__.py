@@ -12,32 +12,24 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
 
-import opentelemetry.sdk.metrics
 from lmcache.cli.main import main
 from lmcache.v1.distributed.storage_controllers.prefetch_policy import register_prefetch_policy
 from lmcache.v1.distributed.storage_controllers.store_policy import register_store_policy
 from lmcache.v1.mp_observability.event_bus import get_event_bus
-from lmcache.v1.mp_observability.subscribers.metrics.sm_lifecycle import SMLifecycleSubscriber
 from lmcache.v1.multiprocess.http_server import app
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.view import View
 
 from lmi_config.plan.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
 from serving.follow import kept_in_thread
-from serving.kv_cache.lmcache.kv_events import report_what_all_share
 from serving.kv_cache.lmcache.lookups import Lookups
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
 from serving.kv_cache.lmcache.shared_store import SharedStore
-from serving.kv_cache.patches import forgotten_workers, null_chunks
+from serving.kv_cache.patches import registry
 
 
 def run() -> None:
-    for patch in (forgotten_workers, null_chunks):
-        patch.apply()
-    sum_tenants()
-    report_what_all_share()
+    """Raises Unfit."""
+    registry.apply_start()
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # we ask every 2 s
     prefetch, lookups = CostAwarePrefetch(), Lookups()
 
@@ -57,32 +49,6 @@ def run() -> None:
         share = functools.partial(kept_in_thread, "shared_store", functools.partial(_share, store))
         threading.Thread(target=share, daemon=True).start()
     main()
-
-
-class _AllBut(set[str]):
-    """The set of all labels but these, as a View takes it."""
-
-    def __contains__(self, label: object) -> bool:
-        return not super().__contains__(label)
-
-
-class _SummedTenants(MeterProvider):
-    """A provider of meters that count all tenants together, and the one model without its name."""
-
-    def __init__(self, **more: Any) -> None:
-        kept = View(instrument_name="*", attribute_keys=_AllBut({"cache_salt", "model_name"}))
-        super().__init__(views=[kept], **more)
-
-
-def sum_tenants() -> None:
-    """Have LMCache count all tenants together.
-
-    It has series for each cache_salt and keeps them for ever, as it takes salts for an operator's.
-    Here clients choose them. LMCache looks the class of its meters up when it starts.
-    """
-    opentelemetry.sdk.metrics.MeterProvider = _SummedTenants  # type: ignore[misc, assignment]
-    count = SMLifecycleSubscriber._bump_salt_counter
-    SMLifecycleSubscriber._bump_salt_counter = lambda self, _: count(self, "")
 
 
 def _listen(prefetch: CostAwarePrefetch) -> None:

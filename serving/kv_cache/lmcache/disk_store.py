@@ -15,6 +15,8 @@ from blake3 import blake3
 from lmcache.lmcache_fs import LMCacheFSClient
 from lmcache.logging import init_logger
 
+from serving.kv_cache.patches import disk_files, registry
+
 log = init_logger(__name__)
 
 ATTRIBUTE = "user.slipway.blake3"
@@ -33,6 +35,7 @@ class ChecksummedFiles:
     """
 
     def __init__(self, path: str, direct: bool) -> None:
+        registry.apply_disk(path)
         self._client = LMCacheFSClient(path, 4, "", direct, 0)
         self._path = path
         self._verifies = self._has_attributes()
@@ -104,8 +107,7 @@ class ChecksummedFiles:
 
     def _file(self, key: str) -> str:
         """The file of a key, as LMCacheFSClient names it."""
-        model, rank = key.replace("/", "-SEP-").split("@", 1)
-        return f"{self._path}/{model}@0x{rank}.data"
+        return f"{self._path}/{disk_files.name(key)}"
 
 
 def digest(key: str, content: memoryview) -> bytes:

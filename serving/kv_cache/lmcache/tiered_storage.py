@@ -30,6 +30,7 @@ from lmcache.v1.distributed.l2_adapters.sagemaker_hyperpod_l2_adapter import (
 )
 
 from serving.kv_cache.lmcache.disk_store import DIGEST, digest
+from serving.kv_cache.patches import registry
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -130,6 +131,12 @@ def look(config: TieredStorageConfig, seconds: float) -> None:
         daemon.close()
 
 
+def _store(config: TieredStorageConfig) -> TieredStorage:
+    """Raises Unfit where the installed LMCache has another client."""
+    registry.apply_tiered_storage()
+    return TieredStorage(config)
+
+
 def _segment(name: str) -> Path:
     return SHARED_MEMORY / name.lstrip("/")
 
@@ -146,4 +153,4 @@ def _parts(buffers: tuple[memoryview, ...], start: int, length: int) -> list[mem
 
 
 register_l2_adapter_type("tieredstorage", TieredStorageConfig)
-register_l2_adapter_factory("tieredstorage", lambda config, _: TieredStorage(config))
+register_l2_adapter_factory("tieredstorage", lambda config, _: _store(config))

@@ -1,61 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the cache server: a worker whose KV caches are not registered is told so by its next ping.
-
-What it does: LMCache's server (0.5.6) answers every ping with True. Here it answers the first ping
-of a worker that it does not know with False. The worker then counts it as away, gives up what it
-has asked of it, and at its next ping registers its KV caches anew.
-
-Why: LMCache registers them anew only after a ping without an answer. A server that is started
-again between two pings misses none, and neither does one that has forgotten a worker which was
-silent for too long. Where the server copies KV by itself, as on GPUs, it refuses each store of such
-a worker with an answer, so that nothing else tells the worker either.
-
-Without it: that worker neither stores nor finds anything until it ends, and a request whose load
-was under way when the server ended waits until then. The cache server does not start where
-`applies()` is false.
-"""
+"""A worker whose KV caches are not registered is told so by its next ping."""
 
 import functools
-import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule
-from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
-from lmcache.v1.multiprocess.modules.management import ManagementModule
+from serving.patching.patch import CACHE_SERVER, Name, Patch, replace
 
-_REGISTERED = {
-    LMCacheDrivenTransferModule: "_cache_contexts",
-    EngineDrivenTransferModule: "_engine_driven_contexts",
-}
-"""Where each module that copies KV keeps the workers that it knows, by their numbers."""
 _TOLD = "_slipway_told"
 _MOST_TOLD = 1000
 
 
-def applies() -> bool:
-    """Whether LMCache keeps what it knows of workers in these places, and has such a ping."""
-    return (
-        [*inspect.signature(ManagementModule.ping).parameters] == ["self", "instance_id"]
-        and "self._liveness_targets = " in inspect.getsource(ManagementModule.__init__)
-        and all(f"self.{name}: dict[" in inspect.getsource(it) for it, name in _REGISTERED.items())
-    )
+def _put() -> None:
+    from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule
+    from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
+    from lmcache.v1.multiprocess.modules.management import ManagementModule
+
+    # Where each module that copies KV keeps the workers that it knows, by their numbers.
+    registered = {
+        LMCacheDrivenTransferModule: "_cache_contexts",
+        EngineDrivenTransferModule: "_engine_driven_contexts",
+    }
+    replace(ManagementModule, "ping", functools.partial(_telling, registered=registered))
 
 
-def apply() -> None:
-    """Raises RuntimeError where it does not apply."""
-    if not applies():
-        raise RuntimeError(f"{__name__} does not fit the installed version of LMCache")
-    ManagementModule.ping = _telling(ManagementModule.ping)
-
-
-def _telling(ping: Any) -> Any:
+def _telling(ping: Any, registered: Mapping[type, str]) -> Any:
     @functools.wraps(ping)  # with the attributes by which LMCache finds its handlers
     def pinged(self: Any, instance_id: int | None) -> bool:
         answer: bool = ping(self, instance_id)
         if instance_id is None:
             return answer
         told: dict[int, None] = vars(self).setdefault(_TOLD, {})
-        if _knows(self, instance_id):
+        if _knows(self, instance_id, registered):
             told.pop(instance_id, None)
             return answer
         if instance_id in told:  # by the next ping it registers
@@ -69,10 +45,37 @@ def _telling(ping: Any) -> Any:
     return pinged
 
 
-def _knows(self: Any, instance_id: int) -> bool:
+def _knows(self: Any, instance_id: int, registered: Mapping[type, str]) -> bool:
     return any(
         instance_id in getattr(target, name)
         for target in self._liveness_targets
-        for kind, name in _REGISTERED.items()
+        for kind, name in registered.items()
         if isinstance(target, kind)
     )
+
+
+_MODULES = "lmcache.v1.multiprocess.modules"
+PATCH = Patch(
+    name="forgotten_workers",
+    process=CACHE_SERVER,
+    names=(
+        Name(f"{_MODULES}.management:ManagementModule.ping", "self, instance_id"),
+        Name(f"{_MODULES}.management:ManagementModule", has=("_liveness_targets",)),
+        Name(
+            f"{_MODULES}.lmcache_driven_transfer:LMCacheDrivenTransferModule",
+            says=("self._cache_contexts: dict[",),
+        ),
+        Name(
+            f"{_MODULES}.engine_driven_transfer:EngineDrivenTransferModule",
+            says=("self._engine_driven_contexts: dict[",),
+        ),
+    ),
+    does="Answers the first ping of a worker that the server does not know with False. The worker "
+    "then counts it as away, gives up what it has asked, and registers its KV caches anew.",
+    why="LMCache answers every ping with True, and a worker registers anew only after a ping "
+    "without an answer. A server that was started again between two pings misses none.",
+    without="such a worker would store and find nothing until it ends, and a request whose load "
+    "was under way would wait until then",
+    closed=True,
+    put=_put,
+)

@@ -1,43 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the cache server: a chunk with any null block is not stored.
+"""A chunk with any null block is not stored."""
 
-What it does: replaces the rule by which LMCache's server (0.5.6) leaves out chunks where it copies
-KV itself, as on GPUs: those of null blocks alone. The null block is where an engine has no KV.
-
-Why: a block is a part of a chunk there, so most chunks at the edge of an attention window are null
-in part. The connector stores none of them (`serving/engine/patches/real_blocks.py`); this holds for
-whatever else uses the server.
-
-Upstream: docs/upstream/null_blocks.md.
-
-Without it: the connector's rule alone. The cache server does not start where `applies()` is false.
-"""
-
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache.v1.multiprocess.modules import lmcache_driven_transfer
+from serving.patching.patch import CACHE_SERVER, Name, Patch, replace
 
 _NAME = "all_null_chunk_masks"
-_PARAMETERS = ["block_ids", "object_groups", "blocks_per_chunk", "num_chunks", "null_block_id"]
 
 
-def applies() -> bool:
-    """Whether LMCache has the function, with these parameters, and calls it by this name."""
-    found = getattr(lmcache_driven_transfer, _NAME, None)
-    return (
-        found is not None
-        and [*inspect.signature(found).parameters] == _PARAMETERS
-        and inspect.getsource(lmcache_driven_transfer).count(f"= {_NAME}(") == 1
-    )
+def _put() -> None:
+    from lmcache.v1.multiprocess.modules import lmcache_driven_transfer
 
-
-def apply() -> None:
-    """Raises RuntimeError where it does not apply."""
-    if not applies():
-        raise RuntimeError(f"{__name__} does not fit the installed version of LMCache")
-    setattr(lmcache_driven_transfer, _NAME, null_chunk_masks)
+    replace(lmcache_driven_transfer, _NAME, lambda _: null_chunk_masks)
 
 
 def null_chunk_masks(
@@ -62,3 +37,26 @@ def null_chunk_masks(
         ]
         for group in object_groups
     ]
+
+
+_MODULE = "lmcache.v1.multiprocess.modules.lmcache_driven_transfer"
+PATCH = Patch(
+    name="null_chunks",
+    process=CACHE_SERVER,
+    names=(
+        Name(
+            f"{_MODULE}:{_NAME}",
+            "block_ids, object_groups, blocks_per_chunk, num_chunks, null_block_id",
+        ),
+        Name(f"{_MODULE}:", says=(f"= {_NAME}(",)),
+    ),
+    does="Leaves out chunks of which any block is null, where LMCache's server copies KV itself, "
+    "as on GPUs.",
+    why="LMCache leaves out those of null blocks alone. A block is a part of a chunk there, so "
+    "most chunks at the edge of an attention window are null in part. The connector stores none of "
+    "them (real_blocks); this holds for whatever else uses the server.",
+    without="KV that means nothing could be stored under a prompt's key",
+    closed=True,
+    upstream="[null_blocks](../upstream/null_blocks.md)",
+    put=_put,
+)

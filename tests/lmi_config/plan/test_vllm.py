@@ -6,7 +6,7 @@ import pytest
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import parallelism
 from lmi_config.plan.vllm import arguments, batch, environment, lora_modules, options
-from tests.lmi_config.examples import PARTS, machine
+from tests.lmi_config.examples import machine
 from tests.lmi_config.examples import model as model_facts
 
 CPU = machine()
@@ -18,7 +18,7 @@ MANY_CPUS = machine(cpus=tuple(range(8)))
 def command(environ, here, model="m", derived=()):
     settings = read(environ)
     spread = parallelism.decide(settings, here, model_facts())
-    found = options(settings, here, spread, dict(derived), PARTS.lora)
+    found = options(settings, here, spread, dict(derived))
     return arguments({**found, "model": model})
 
 
@@ -64,7 +64,7 @@ def test_the_whole_command_line_on_gpus():
         ({"OPTION_PIPELINE_PARALLEL_DEGREE": "2"}, GPU, ["--tensor-parallel-size=2"]),
         ({"OPTION_PIPELINE_PARALLEL_SIZE": "2"}, GPU, ["--pipeline-parallel-size=2"]),
         ({"OPTION_TENSOR_PARALLEL_DEGREE": "8", "OPTION_NNODES": "2"}, GPU, ["--nnodes=2"]),
-        ({"OPTION_ENABLE_LORA": "true"}, CPU, ["--worker-extension-cls=our.Lora"]),
+        ({"OPTION_ENABLE_LORA": "true"}, CPU, ["--enable-lora"]),
         ({}, CPU, ["--distributed-executor-backend=uni"]),
         ({}, dataclasses.replace(MANY_CPUS, shm=64 << 20), ["--distributed-executor-backend=uni"]),
         (
@@ -74,7 +74,7 @@ def test_the_whole_command_line_on_gpus():
         ),
         ({"OPTION_ENFORCE_EAGER": "false"}, CPU, ["--no-enforce-eager"]),
         ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--enable-lora", "--max-loras=4"]),
-        ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--worker-extension-cls=our.Lora"]),
+        ({"OPTION_ENABLE_LORA": "true"}, GPU, ["--enable-lora"]),
         ({"OPTION_ENABLE_LORA": "true", "OPTION_MAX_LORAS": "9"}, GPU, ["--max-loras=9"]),
         ({"OPTION_TASK": "text-embedding"}, GPU, ["--runner=pooling", "--convert=embed"]),
         ({"OPTION_KV_TRANSFER_CONFIG": '{"a": [1]}'}, GPU, ['--kv-transfer-config={"a":[1]}']),

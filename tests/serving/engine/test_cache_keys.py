@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
+from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPSchedulerAdapter
 from PIL import Image
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -22,10 +24,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, StreamingUpdate
 
-from serving.engine.patches import cache_keys, real_blocks
+from serving.engine.patches.engine_core import cache_keys
+from serving.patching.patch import Unfit
 from tests.serving.engine.test_kv_connector import PROMPT, Engine, Server
 
 BLOCK = 16
@@ -232,15 +236,19 @@ def test_prompts_of_embeddings_are_neither_looked_up_nor_stored(engine, monkeypa
     assert {*asked} == {*stored} == {zeros}
 
 
-@pytest.mark.parametrize("patch", [real_blocks, cache_keys])
-def test_the_patches_fit_the_installed_versions(patch):
-    assert patch.applies()
-
-
-@pytest.mark.parametrize("patch", ["real_blocks", "cache_keys"])
-def test_an_engine_whose_tiers_could_mix_up_prompts_does_not_start(server, monkeypatch, patch):
-    monkeypatch.setattr(f"serving.engine.patches.{patch}.applies", lambda: False)
-    with pytest.raises(RuntimeError, match=f"{patch} does not fit the installed versions"):
+@pytest.mark.parametrize(
+    ("owner", "name", "patch"),
+    [
+        (KVConnectorBlockState, "get_block_ids", "real_blocks"),
+        (LMCacheMPConnector, "_get_or_create_request_tracker", "cache_keys"),
+        (LMCacheMPSchedulerAdapter, "cleanup_lookup_result", "tier_waits"),
+    ],
+)
+def test_an_engine_whose_tiers_could_mix_up_prompts_does_not_start(
+    server, monkeypatch, owner, name, patch
+):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(Unfit, match=f"{patch} does not fit .*{owner.__name__}.{name}"):
         Engine(server.port)
 
 

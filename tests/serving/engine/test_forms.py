@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from serving.engine import error_handlers, vllm
-from serving.engine.requests import forms
+from serving.engine.patches.frontend import forms
 from serving.errors import BadRequest
 from serving.inference import limits
 from serving.inference.fields import fields
@@ -80,10 +80,15 @@ def bodies(size: int):
         yield path, {f"k{n:07}": "a" for n in range(size // 17)}
 
 
-@pytest.fixture(scope="module")
-def app():
-    """vLLM's routes, without an engine: a body that they take is answered with 5xx."""
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """All that the start imports, which mends the models."""
     vllm._import()
+
+
+@pytest.fixture(scope="module")
+def app(imported):
+    """vLLM's routes, without an engine: a body that they take is answered with 5xx."""
     from vllm.entrypoints.generate.api_router import register_generate_api_routers
 
     found = FastAPI()
@@ -223,7 +228,7 @@ def test_an_item_is_read_as_the_form_that_its_type_names():
 
 
 def test_all_models_are_mended():
-    for model in forms.MODELS:
+    for model in forms.models():
         lists = [
             it for it in forms._schemas(model.__pydantic_core_schema__) if it["type"] == "list"
         ]

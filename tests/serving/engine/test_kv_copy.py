@@ -7,7 +7,7 @@ from lmcache.lmcache_native import EngineKVFormat
 from lmcache.v1.multiprocess.transfer_context import base
 from lmcache.v1.platform.torch_ops import mp_mem_kernels
 
-from serving.engine import kv_copy
+from serving.engine.patches.engine_core import kv_copy
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 7, 2, 8, 10
 FORMATS = {"HND": EngineKVFormat.NL_X_NB_NH_BS_CS, "NHD": EngineKVFormat.NL_X_NB_BS_NH_CS}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 
-from serving.engine.patches import real_blocks
+from serving.engine.patches.engine_core import real_blocks
 from tests.serving.engine import window_hits
 from tests.serving.engine.painted import Painted, full, local, window
 from tests.serving.engine.test_kv_connector import CHUNK, Server

@@ -32,7 +32,7 @@ def modules():
 @pytest.fixture
 def ping(monkeypatch, modules):
     monkeypatch.setattr(management.ManagementModule, "ping", management.ManagementModule.ping)
-    forgotten_workers.apply()
+    forgotten_workers.PATCH.apply()
     server = SimpleNamespace(_liveness_targets=modules)
     return lambda instance: management.ManagementModule.ping(server, instance)
 
@@ -60,10 +60,3 @@ def test_workers_that_never_come_again_are_forgotten(ping, monkeypatch):
 def test_lmcache_still_finds_its_handler(ping):
     patched = management.ManagementModule.ping
     assert vars(patched).items() >= vars(patched.__wrapped__).items()
-
-
-def test_a_server_that_cannot_have_it_does_not_start(monkeypatch):
-    monkeypatch.setattr(management.ManagementModule, "ping", lambda self: True)
-    assert not forgotten_workers.applies()
-    with pytest.raises(RuntimeError, match="does not fit the installed version of LMCache"):
-        forgotten_workers.apply()

@@ -14,8 +14,8 @@ from lmcache.v1.multiprocess.modules.kv_events import KVEventModule
 from lmcache.v1.multiprocess.request_handler import get_request_handler_options
 from prometheus_client import CollectorRegistry
 
-from serving.kv_cache.lmcache import kv_events
 from serving.kv_cache.lmcache.lookups import Lookups
+from serving.kv_cache.patches import shared_events
 
 CHUNK = 4
 TOKENS = tuple(range(10))
@@ -48,7 +48,8 @@ def server(monkeypatch):
         (EngineDrivenTransferModule, "prepare_store"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    kv_events.report_what_all_share()
+    for patch in (shared_events.SALTS, shared_events.TOKENS):
+        patch.apply()
     sessions = SimpleNamespace(
         get=lambda _: None, get_or_create=lambda _: SimpleNamespace(extras={})
     )

@@ -1,53 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the server's process: vLLM's models of requests (0.32) read each value as one form, and stop
-at the first fault in a list.
-
-pydantic reads a value that may have many forms as each of them, and notes why it is none: for an
-item of Responses up to 200 faults, some 0.5 ms for each item, all on the event loop. Which form
-most of these values have is said by their `type`.
-"""
+"""vLLM's models of requests read each value as one form, and stop at the first fault in a list."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import SchemaValidator, core_schema
-from vllm.entrypoints.anthropic.protocol import (
-    AnthropicCountTokensRequest,
-    AnthropicMessagesRequest,
-)
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.pooling.classify.protocol import ClassificationChatRequest
-from vllm.entrypoints.pooling.embed.protocol import (
-    EmbeddingBatchChatInputRequest,
-    EmbeddingBatchChatRequest,
-    EmbeddingChatInputRequest,
-    EmbeddingChatRequest,
-)
-from vllm.entrypoints.pooling.pooling.protocol import PoolingChatRequest
-from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 
-MODELS: tuple[type[BaseModel], ...] = (
-    *(ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeChatRequest),
-    *(AnthropicMessagesRequest, AnthropicCountTokensRequest),
-    *(EmbeddingChatRequest, EmbeddingBatchChatRequest, EmbeddingChatInputRequest),
-    *(EmbeddingBatchChatInputRequest, ClassificationChatRequest, PoolingChatRequest),
-)
-NO_FORM = "it has none of the forms that it may have"
+from serving.patching.patch import SERVER, Name, Patch
+
+NO_FORM = "its `type` names none of the forms that it may have"
 _NO_TYPE = "[]"
 _INSIDE = ("schema", "inner_schema", "model_schema")
 
 
-def mend() -> None:
-    """Have the models read values so. To be called before vLLM's routes are imported, which keep
-    what is made of a model when they are made.
-    """
-    for model in MODELS:
-        # FastAPI takes the schema for the model's own, too, where it makes its routes.
-        schema = _read_once(model.__pydantic_core_schema__)
-        setattr(model, "__pydantic_validator__", SchemaValidator(schema))  # noqa: B010
+def models() -> tuple[Any, ...]:
+    """The models of the requests that may have values of many forms."""
+    from vllm.entrypoints.anthropic.protocol import (
+        AnthropicCountTokensRequest,
+        AnthropicMessagesRequest,
+    )
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.pooling.classify.protocol import ClassificationChatRequest
+    from vllm.entrypoints.pooling.embed.protocol import (
+        EmbeddingBatchChatInputRequest,
+        EmbeddingBatchChatRequest,
+        EmbeddingChatInputRequest,
+        EmbeddingChatRequest,
+    )
+    from vllm.entrypoints.pooling.pooling.protocol import PoolingChatRequest
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
+
+    return (
+        *(ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeChatRequest),
+        *(AnthropicMessagesRequest, AnthropicCountTokensRequest),
+        *(EmbeddingChatRequest, EmbeddingBatchChatRequest, EmbeddingChatInputRequest),
+        *(EmbeddingBatchChatInputRequest, ClassificationChatRequest, PoolingChatRequest),
+    )
+
+
+def mend(model: Any) -> None:
+    """Have a model read its values as one form. May be called again."""
+    # FastAPI takes the schema for the model's own, too, where it makes its routes.
+    schema = _read_once(model.__pydantic_core_schema__)
+    setattr(model, "__pydantic_validator__", SchemaValidator(schema))  # noqa: B010
 
 
 def _read_once(schema: Any) -> Any:
@@ -139,3 +136,25 @@ def _by_type(forms: Mapping[str, list[Any]]) -> Any:
     return core_schema.tagged_union_schema(
         choices, form, custom_error_type="no_form", custom_error_message=NO_FORM
     )
+
+
+def _put() -> None:
+    for model in models():
+        mend(model)
+
+
+PATCH = Patch(
+    name="forms",
+    process=SERVER,
+    names=(
+        Name("pydantic.main:BaseModel", has=("__pydantic_core_schema__", "__pydantic_validator__")),
+    ),
+    does="Replaces the validators of the models of requests: the form of a value is found by its "
+    "`type`, and a list ends at its first fault. It comes before vLLM's routes are imported, which keep "
+    "what is made of a model when they are made.",
+    why="pydantic reads a value that may have many forms as each of them, and notes why it is "
+    "none: up to 200 faults for an item of Responses, some 0.5 ms each, all on the event loop.",
+    without="a body of many values holds up all other requests for as long as it is read",
+    closed=False,
+    put=_put,
+)

@@ -1,57 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the scheduler: LMCache stores a request's own KV and nothing else.
+"""LMCache stores a request's own KV and nothing else."""
 
-What it does: of the stores that LMCache's connector (0.5.6) makes for a step, it leaves out the
-chunks up to the last block that is not the request's any more. Of its loads, it leaves out the
-blocks in front that vLLM does not keep.
-
-Why: a block that has left an attention window is replaced in the request's table by the null block,
-whose KV means nothing, and is handed to other requests. LMCache's connector neither looks for the
-null block nor notices the replacement, since it only appends to its own list of blocks. Its server
-omits chunks of null blocks alone, on GPUs, and stores those that are null in part.
-
-Upstream: docs/upstream/null_blocks.md.
-
-Without it: other prompts' KV, of other tenants too, is stored under a prompt's key. The connector
-does not start where `applies()` is false.
-"""
-
-import dataclasses
-import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-from lmcache.integration.vllm.lmcache_mp_metadata import (
-    LMCacheMPConnectorMetadata,
-    LMCacheMPRequestMetadata,
-)
-from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from serving.patching.patch import ENGINE, Name, Patch
 
-OPERATION = {"token_ids", "block_ids", "start", "end", "skip_first_n_tokens"}
-
-
-def applies() -> bool:
-    """Whether everything that this relies on is in the installed versions."""
-    return (
-        {it.name for it in dataclasses.fields(LoadStoreOp)} == OPERATION
-        and {"request_id", "direction", "op"}
-        <= {it.name for it in dataclasses.fields(LMCacheMPRequestMetadata)}
-        and "requests" in vars(LMCacheMPConnectorMetadata())
-        and "self._group_tokens_per_block = " in inspect.getsource(LMCacheMPConnector.__init__)
-        and "kv_connector_block_state" in {it.name for it in dataclasses.fields(SchedulerOutput)}
-        and [*inspect.signature(KVConnectorBlockState.get_block_ids).parameters]
-        == ["self", "req_id"]
-        and "gpu_block_pool" in inspect.signature(KVConnectorBase_V1.bind_gpu_block_pool).parameters
-        and "self.null_block = " in inspect.getsource(BlockPool.__init__)
-    )
+if TYPE_CHECKING:
+    from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 
 
 def trim(
-    operation: LoadStoreOp,
+    operation: "LoadStoreOp",
     held: Sequence[Sequence[int]] | None,
     spans: Sequence[int],
     chunk: int,
@@ -88,7 +48,7 @@ def trim(
     return True
 
 
-def skip(operation: LoadStoreOp, spans: Sequence[int], null: int) -> None:
+def skip(operation: "LoadStoreOp", spans: Sequence[int], null: int) -> None:
     """Have a load write nothing into the null block, where all groups begin with it.
 
     Groups with a window begin with it, as far as the window does not reach. What is written there
@@ -122,3 +82,41 @@ def real_stores(meta: Any, state: Any, spans: Sequence[int], chunk: int, null: i
         ):
             kept.append(it)
     meta.requests = kept
+
+
+_LMCACHE = "lmcache.integration.vllm"
+PATCH = Patch(
+    name="real_blocks",
+    process=ENGINE,
+    names=(
+        Name(
+            f"{_LMCACHE}.vllm_multi_process_adapter:LoadStoreOp",
+            has=("token_ids", "block_ids", "start", "end", "skip_first_n_tokens"),
+        ),
+        Name(
+            f"{_LMCACHE}.lmcache_mp_metadata:LMCacheMPRequestMetadata",
+            has=("request_id", "direction", "op"),
+        ),
+        Name(f"{_LMCACHE}.lmcache_mp_metadata:LMCacheMPConnectorMetadata", has=("requests",)),
+        Name(
+            f"{_LMCACHE}.lmcache_mp_connector:LMCacheMPConnector",
+            has=("_group_tokens_per_block",),
+        ),
+        Name("vllm.v1.core.sched.output:SchedulerOutput", has=("kv_connector_block_state",)),
+        Name("vllm.v1.core.sched.output:KVConnectorBlockState.get_block_ids", "self, req_id"),
+        Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:"
+            "KVConnectorBase_V1.bind_gpu_block_pool",
+            "self, gpu_block_pool",
+        ),
+        Name("vllm.v1.core.block_pool:BlockPool", has=("null_block",)),
+    ),
+    does="Leaves out of a step's stores the chunks up to the last block that is not the request's "
+    "any more, and of its loads the blocks in front that vLLM does not keep.",
+    why="A block that has left an attention window is replaced in the request's table by the null "
+    "block, whose KV means nothing, and is handed to other requests. LMCache's connector notices "
+    "neither, since it only appends to its own list of blocks.",
+    without="other prompts' KV, of other tenants too, would be stored under a prompt's key",
+    closed=True,
+    upstream="[null_blocks](../upstream/null_blocks.md)",
+)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write docs/explanation/patches.md from the patches, or check that it is fresh."""
+
+from collections.abc import Iterator
+
+from scripts.engines.judge import PATCHES
+from scripts.generate.files import ROOT, written
+from serving.engine.versions.table import NAMES, read
+from serving.patching.patch import CACHE_SERVER, ENGINE, HTTP, SERVER, Patch
+
+PAGE = ROOT / "docs" / "explanation" / "patches.md"
+ROOMS = {
+    SERVER: "serving/engine/patches/frontend",
+    ENGINE: "serving/engine/patches/engine_core",
+    CACHE_SERVER: "serving/kv_cache/patches",
+    HTTP: "serving/http/patches",
+}
+INTRODUCTION = """\
+# Patches of vLLM, LMCache and uvicorn
+
+<!-- Written by scripts/generate/engine/patches_page.py from the patches; do not edit. -->
+
+Slipway replaces some functions of its libraries that are not public, and relies on others. Each
+patch is a file in the room of its process, and names what it needs: functions with their
+parameters, and attributes of classes. A process compares that with what is installed before it
+applies its patches.
+
+- A patch that keeps tenants or adapters apart, or that bounds what clients can do, **fails
+  closed**: where a name is missing, the start is refused. The last line of the log names the
+  patch, the name and the installed version.
+- Any other patch is **left out**, and one line of the log says which and what happens without it.
+
+Patches for adapters come as a plugin of vLLM's (`serving/engine/patches/engine_core/plugin.py`):
+`slipway.dist-info` beside `serving` names it, and vLLM calls it in each of its processes. Those of
+KV cache tiers come with the connector, which vLLM imports by its path.
+"""
+
+
+VERSIONS = """
+## Versions
+
+A start compares what is installed with `serving/engine/versions/versions.toml`. Outside the
+supported versions it warns; with a version that is known not to work it is refused.
+`scripts/dev engine VERSION` tries another vLLM for CPUs, `scripts/dev engine VERSION --unpacked`
+judges a CUDA wheel by its files, and both run every night with the newest one.
+
+| | supported | seen | does not work |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    sections = "".join(_section(process) for process in ROOMS)
+    return INTRODUCTION + sections + VERSIONS + "".join(_versions())
+
+
+def _versions() -> Iterator[str]:
+    for package, known in read().items():
+        span = known.oldest if known.oldest == known.newest else f"{known.oldest} to {known.newest}"
+        seen = "; ".join(f"{version}: {what}" for version, what in known.seen.items())
+        broken = "; ".join(f"{version}: {why}" for version, why in known.broken.items())
+        yield f"| {NAMES[package]} | {span} | {seen} | {broken or 'none known'} |\n"
+
+
+def _section(process: str) -> str:
+    rows = [it for it in PATCHES if it.process == process]
+    lines = [
+        f"\n## In {process}\n",
+        f"\nIn `{ROOMS[process]}/`.\n",
+        "\n| patch | what it does, and why | where it does not fit |\n|---|---|---|\n",
+        *(f"| {' | '.join(_cells(it))} |\n" for it in rows),
+    ]
+    return "".join(lines)
+
+
+def _cells(patch: Patch) -> Iterator[str]:
+    yield f"`{patch.name}`"
+    upstream = f" Upstream: {_linked(patch.upstream)}." if patch.upstream else ""
+    yield f"{patch.does} {patch.why}{upstream}"
+    end = "**The start is refused**: without it," if patch.closed else "Left out, with a warning:"
+    yield f"{end} {patch.without}."
+
+
+def _linked(upstream: str) -> str:
+    return f"<{upstream}>" if upstream.startswith("https:") else upstream
+
+
+def main(*, check: bool) -> int:
+    return written({PAGE: page().encode()}, check=check)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's keys tell apart what vLLM's block hashes do."""
+
+import hashlib
+import json
+import re
+from typing import TYPE_CHECKING
+
+from serving.patching.patch import ENGINE, Name, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_DIGESTED = re.compile(r"@[0-9a-f]{16}$")
+"""The end of the names that we give adapters, which says what is in their files."""
+
+
+def has_key(request: "Request") -> bool:
+    """Whether LMCache's key of a request says all that its KV depends on."""
+    return (
+        request.prompt_embeds is None
+        and request.prompt_is_token_ids is None
+        # The prompt of a session grows; LMCache's connector has read it once.
+        and not request.resumable
+        and all(it.identifier for it in request.mm_features)
+    )
+
+
+def salt(request: "Request") -> str:
+    """What LMCache gets as the request's salt: its own, and which adapter computes its KV."""
+    adapter = request.lora_request
+    if adapter is None:
+        return request.cache_salt or ""
+    name = adapter.lora_name
+    names = [request.cache_salt, name, "" if _DIGESTED.search(name) else adapter.lora_path]
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]
+
+
+PATCH = Patch(
+    name="cache_keys",
+    process=ENGINE,
+    names=(
+        Name(
+            "lmcache.integration.vllm.lmcache_mp_connector:"
+            "LMCacheMPConnector._get_or_create_request_tracker",
+            "self, request",
+        ),
+        Name(
+            "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestTracker",
+            has=("cache_salt",),
+        ),
+        Name(
+            "vllm.v1.request:Request",
+            has=(
+                *("prompt_embeds", "prompt_is_token_ids", "resumable", "lora_request"),
+                *("mm_features", "cache_salt"),
+            ),
+        ),
+    ),
+    does="Requests whose KV does not follow from what LMCache's keys are made of are neither "
+    "looked up nor stored, and a request's adapter becomes a part of its salt. "
+    "[The comparison](kv_cache_keys.md) has all fields.",
+    why="LMCache's keys are made of token ids, media's identifiers and the salt. vLLM writes zeros "
+    "for the ids of a prompt of embeddings, and keys know no adapters.",
+    without="a prompt of embeddings would be answered from another's KV, and an adapter from the "
+    "base model's",
+    closed=True,
+    upstream="[prompt_embeds](../upstream/prompt_embeds.md)",
+)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slipway as a plugin of vLLM's: what its processes have patched when they begin.
+
+vLLM finds it by slipway.dist-info, beside the package `serving`, and calls `load` in the server's
+process, in the engine core's and in each worker's. It does nothing where no server of Slipway's has
+asked for it, as in plain vLLM that happens to find it.
+"""
+
+import os
+from collections.abc import MutableMapping
+from importlib.metadata import entry_points
+
+from serving.patching.patch import Unfit
+
+GROUP = "vllm.general_plugins"
+NAME = "slipway"
+_WANTED = "SLIPWAY_ENGINE_PATCHES"
+_ADAPTERS = "adapters"
+_ALLOWED = "VLLM_PLUGINS"
+
+_loaded = False
+
+
+def want(environ: MutableMapping[str, str], *, adapters: bool) -> None:
+    """Have the processes of the engine patched that is about to start: for adapters, or not.
+
+    Raises Unfit where vLLM would not find the plugin.
+    """
+    environ.pop(_WANTED, None)
+    if not adapters:
+        return
+    if not entry_points(group=GROUP, name=NAME):
+        raise Unfit(
+            "vLLM would not find Slipway's plugin, without which rows of the base model could get "
+            "an adapter's weights: slipway.dist-info has to be beside `serving`; put it there"
+        )
+    environ[_WANTED] = _ADAPTERS
+    if (allowed := environ.get(_ALLOWED)) is not None and NAME not in allowed.split(","):
+        environ[_ALLOWED] = f"{allowed},{NAME}"
+
+
+def load() -> None:
+    """What vLLM calls. Raises Unfit, which ends the process that calls."""
+    global _loaded
+    if os.environ.get(_WANTED) != _ADAPTERS:
+        return
+    from serving.engine.patches.engine_core import registry
+
+    registry.apply_adapters()
+    _loaded = True
+
+
+def require() -> None:
+    """Raise Unfit where vLLM should have called `load` in this process by now, and has not."""
+    if os.environ.get(_WANTED) and not _loaded:
+        raise Unfit(
+            "vLLM has not loaded Slipway's plugin, without which adapters could be mixed up"
+        )

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What patches of the server's process are told of its start."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Context(NamedTuple):
+    """state: of vLLM's app, with its serving objects. args: vLLM's arguments. thinks: whether
+    thoughts can be limited. is_constrained: whether the answer to the request under way has a
+    constraint.
+    """
+
+    state: Any
+    args: Namespace
+    thinks: bool
+    is_constrained: Callable[[], bool]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forced tool calls fit their function's schema (serving/engine/requests/tools.py)."""
+
+from serving.engine.patches.frontend.context import Context
+from serving.patching.patch import SERVER, Name, Patch
+
+_PARSER = "vllm.parser.abstract_parser"
+
+
+def _put(context: Context) -> None:
+    from serving.engine.requests import tools
+
+    tools.bind(context.state, context.args)
+
+
+PATCH = Patch(
+    name="forced_calls",
+    process=SERVER,
+    names=(
+        Name(f"{_PARSER}:DelegatingParser.adjust_request", "self, request"),
+        Name(f"{_PARSER}:", says=("tool_parser.structural_tag_model",)),
+        Name(
+            "vllm.tool_parsers.abstract_tool_parser:ToolParser",
+            has=("supports_required_and_named", "structural_tag_model"),
+        ),
+        Name("vllm.renderers.online_renderer:OnlineRenderer", has=("parser", "use_harmony")),
+        Name(
+            "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
+            has=("parser_cls", "create_chat_completion"),
+        ),
+        Name(
+            "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses",
+            has=("parser", "create_responses"),
+        ),
+        Name("vllm.utils.mistral:is_mistral_tool_parser"),
+    ),
+    does="Binds the arguments of a forced call to their function's schema, and has calls in JSON "
+    "answered by a second serving object where the model's own format has no grammar.",
+    why='vLLM binds them only where a function says `"strict": true`, and forces no call without a '
+    "parser of the model's own format.",
+    without="forced calls need not fit their schema, or are not forced",
+    closed=False,
+    put=_put,
+)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of Messages, as Claude Code sends them, are answered by models of all sizes."""
+
+import json
+from functools import wraps
+from typing import Any
+
+import partial_json_parser  # type: ignore[import-untyped]
+
+from serving.engine.patches.frontend import forms
+from serving.engine.patches.frontend.context import Context
+from serving.patching.patch import SERVER, Name, Patch, replace
+
+_SERVING = "vllm.entrypoints.anthropic.serving"
+_OF_IT = f"{_SERVING}:AnthropicServingMessages"
+
+
+def _put_bounds(_: Context) -> None:
+    from vllm.entrypoints.anthropic import serving
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    class Bounded(ChatCompletionRequest):  # type: ignore[misc]  # vLLM is not type-checked
+        """A chat whose `max_tokens` are what there may be at most, where the context has room."""
+
+        def build_tok_params(self, model: Any) -> Any:
+            unbounded = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
+            return super(Bounded, unbounded).build_tok_params(model)
+
+    forms.mend(Bounded)
+    serving.ChatCompletionRequest = Bounded  # by which it makes each chat of a message
+
+
+def _put_tools(context: Context) -> None:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    def make(to_chat: classmethod[Any, Any, Any]) -> Any:
+        @wraps(to_chat.__func__)
+        def lenient(cls: Any, *rest: Any, **more: Any) -> Any:
+            chat = to_chat.__func__(cls, *rest, **more)
+            if not context.thinks:
+                chat.thinking_token_budget = None
+            if not chat.tools:
+                chat.tools = chat.tool_choice = None
+            return chat
+
+        return classmethod(lenient)
+
+    replace(AnthropicServingMessages, "to_chat_completion_request", make)
+
+
+def _put_calls(_: Context) -> None:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    def make(convert: Any) -> Any:
+        @wraps(convert)
+        def whole(self: Any, generator: Any) -> Any:
+            (choice, *_) = generator.choices
+            for call in choice.message.tool_calls:
+                call.function.arguments = _as_object(call.function.arguments)
+            return convert(self, generator)
+
+        return whole
+
+    replace(AnthropicServingMessages, "messages_full_converter", make)
+
+
+def _as_object(arguments: str) -> str:
+    """A call's arguments as a JSON object: of a call that was cut off, what there is of it."""
+    try:
+        found = partial_json_parser.loads(arguments)
+    except ValueError:  # there is nothing yet
+        found = {}
+    return json.dumps(found if isinstance(found, dict) else {})
+
+
+def _answers(context: Context) -> bool:
+    return bool(getattr(context.state, "anthropic_serving_messages", None))
+
+
+BOUNDS = Patch(
+    name="messages_bounds",
+    process=SERVER,
+    names=(
+        Name(f"{_OF_IT}._build_base_request", says=("return ChatCompletionRequest(",)),
+        Name(
+            "vllm.entrypoints.openai.chat_completion.protocol:"
+            "ChatCompletionRequest.build_tok_params",
+            "self, model_config",
+        ),
+    ),
+    does="Reads `max_tokens` of a message as what there may be at most.",
+    why="Claude Code asks for 32,000 tokens of every model, and vLLM refuses what has no room.",
+    without="models with less room refuse what Claude Code asks",
+    closed=False,
+    needed=_answers,
+    put=_put_bounds,
+)
+TOOLS = Patch(
+    name="messages_tools",
+    process=SERVER,
+    names=(Name(f"{_OF_IT}.to_chat_completion_request", "anthropic_request, ..."),),
+    does="Leaves out an empty list of tools, and a limit on thoughts of a model without thoughts.",
+    why="Claude Code sends both to every model, and vLLM refuses them where a model has neither.",
+    without="models that call no tools, or have no thoughts, refuse what Claude Code asks",
+    closed=False,
+    needed=_answers,
+    put=_put_tools,
+)
+CALLS = Patch(
+    name="messages_calls",
+    process=SERVER,
+    names=(Name(f"{_OF_IT}.messages_full_converter", "self, generator"),),
+    does="Completes the arguments of a call that was cut off, so that they are JSON.",
+    why="vLLM decodes them as JSON for its answer, and fails.",
+    without="a message whose call was cut off by `max_tokens` is an error",
+    closed=False,
+    needed=_answers,
+    put=_put_calls,
+)

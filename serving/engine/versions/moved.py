@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of vLLM that are elsewhere in another version that Slipway runs with."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "chat_utils": ("vllm.renderers.chat_utils", "vllm.entrypoints.chat_utils"),
+    "cli_args": ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args"),
+}
+"""Name → where it is, the newest version first: chat_utils since 0.32, cli_args since 0.33."""
+
+TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+"""The parts of a chat's messages that are text. vLLM says so itself since 0.32."""
+
+
+def chat_utils() -> Any:
+    """Parts of messages, and chat templates."""
+    return _first("chat_utils")
+
+
+def cli_args() -> Any:
+    """The parser of vLLM's command line."""
+    return _first("cli_args")
+
+
+def _first(name: str) -> Any:
+    """Raises ModuleNotFoundError, which names the newest place, where no place has it."""
+    newest, *before = PLACES[name]
+    for place in (newest, *before):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if not place.startswith(str(error.name)):
+                raise  # what it imports is missing
+    raise ModuleNotFoundError(f"vLLM has none of {', '.join(PLACES[name])}", name=newest)

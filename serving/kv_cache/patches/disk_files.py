@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of the disk tier have a digest (serving/kv_cache/lmcache/disk_store.py)."""
+
+import select
+import tempfile
+from pathlib import Path
+
+from serving.patching.patch import CACHE_SERVER, Name, Patch
+
+_WAIT_S = 10.0
+_KEY = "a/b@1@0@c"
+
+
+def name(key: str) -> str:
+    """The name of a key's file, as LMCache gives it."""
+    model, rank = key.replace("/", "-SEP-").split("@", 1)
+    return f"{model}@0x{rank}.data"
+
+
+def _put(folder: str) -> None:
+    """Have LMCache write a file in a folder, and look. Raises ValueError for another name."""
+    from lmcache.lmcache_fs import LMCacheFSClient
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".slipway-") as probed:
+        client = LMCacheFSClient(probed, 1, "", False, 0)
+        try:
+            client.submit_batch_set([_KEY], [memoryview(bytearray(512))])
+            select.select([client.event_fd()], [], [], _WAIT_S)
+            client.drain_completions()
+        finally:
+            client.close()
+        found = [it.name for it in Path(probed).iterdir()]
+    if found and found != [name(_KEY)]:  # on a full disk there is none
+        raise ValueError(f"LMCache names a file {found} and not {name(_KEY)!r}")
+
+
+PATCH = Patch(
+    name="disk_files",
+    process=CACHE_SERVER,
+    names=(Name("lmcache.lmcache_fs:LMCacheFSClient"),),
+    does="Keeps a digest of key and content in an attribute of each file, and compares it when one "
+    "was read. It relies on how LMCache names files, which the start tries out.",
+    why="LMCache trusts what it reads from a disk.",
+    without="each read of the disk tier is a miss",
+    closed=False,
+    put=_put,
+)

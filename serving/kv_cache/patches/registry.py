@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches of the cache server's process: those of each start, and those of a store."""
+
+from serving.kv_cache.patches import (
+    disk_files,
+    forgotten_workers,
+    null_chunks,
+    shared_events,
+    summed_tenants,
+    tiered_objects,
+)
+from serving.patching import patch
+
+START = (
+    *(forgotten_workers.PATCH, null_chunks.PATCH, summed_tenants.PATCH),
+    *(shared_events.SALTS, shared_events.TOKENS),
+)
+PATCHES = (*START, disk_files.PATCH, tiered_objects.PATCH)
+
+
+def apply_start() -> None:
+    """Raises Unfit."""
+    _apply(START)
+
+
+def apply_disk(folder: str) -> None:
+    """folder: of the files. Raises Unfit."""
+    _apply((disk_files.PATCH,), folder)
+
+
+def apply_tiered_storage() -> None:
+    """Raises Unfit."""
+    _apply((tiered_objects.PATCH,))
+
+
+def _apply(patches: tuple[patch.Patch, ...], *context: str) -> None:
+    from lmcache.logging import init_logger
+
+    patch.apply(patches, init_logger(__name__), *context)

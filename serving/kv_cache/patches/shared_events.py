@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines report to routers the chunks that all requests share, and no others."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from serving.patching.patch import CACHE_SERVER, Name, Patch, replace
+
+if TYPE_CHECKING:
+    from lmcache.v1.mp_observability.event import Event
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+
+_MODULES = "lmcache.v1.multiprocess.modules"
+
+
+def _put_salts() -> None:
+    from lmcache.v1.multiprocess.modules.kv_events import KVEventModule
+
+    replace(KVEventModule, "_record_kv_event", _without_salts)
+
+
+def _without_salts(record: Any) -> Any:
+    @functools.wraps(record)
+    def recorded(self: Any, event: "Event") -> None:
+        keys = event.metadata.get("keys")
+        if keys is None:  # tokens: a hash has the same for all
+            record(self, event)
+        elif shared := [key for key in keys if not key.cache_salt]:
+            metadata = {**event.metadata, "keys": shared}
+            record(self, type(event)(event_type=event.event_type, metadata=metadata))
+
+    return recorded
+
+
+def _put_tokens() -> None:
+    from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule
+    from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
+
+    publish = LMCacheDrivenTransferModule._publish_token_bindings
+
+    def make(prepare: Any) -> Any:
+        @functools.wraps(prepare)
+        def prepared(self: Any, key: "IPCCacheServerKey", instance_id: int) -> Any:
+            if not key.cache_salt and not key.worker_id:  # the others have the same tokens
+                publish(self, key, self._resolve_single_group_obj_keys(key))
+            return prepare(self, key, instance_id)
+
+        return prepared
+
+    replace(EngineDrivenTransferModule, "prepare_store", make)
+
+
+SALTS = Patch(
+    name="salted_events",
+    process=CACHE_SERVER,
+    names=(
+        Name(f"{_MODULES}.kv_events:KVEventModule._record_kv_event", "self, event"),
+        Name("lmcache.v1.mp_observability.event:Event", has=("event_type", "metadata")),
+        Name("lmcache.v1.distributed.api:ObjectKey", has=("cache_salt",)),
+    ),
+    does="Leaves chunks of tenants out of what is reported to routers.",
+    why="LMCache reports a chunk by a hash that knows no salt, and takes a chunk of one tenant for "
+    "the same chunk of all.",
+    without="routers would learn of tenants' prompts, and send others to where they are",
+    closed=True,
+    put=_put_salts,
+)
+TOKENS = Patch(
+    name="event_tokens",
+    process=CACHE_SERVER,
+    names=(
+        Name(
+            f"{_MODULES}.engine_driven_transfer:EngineDrivenTransferModule.prepare_store",
+            "self, key, instance_id",
+        ),
+        Name(
+            f"{_MODULES}.engine_driven_transfer:EngineDrivenTransferModule",
+            has=("_resolve_single_group_obj_keys",),
+        ),
+        Name(
+            f"{_MODULES}.lmcache_driven_transfer:LMCacheDrivenTransferModule._publish_token_bindings",
+            "self, key, obj_keys",
+        ),
+    ),
+    does="Tells the tokens of chunks that an engine copies itself.",
+    why="LMCache learns the tokens only where it copies KV itself, which takes a GPU.",
+    without="routers do not learn what the tiers of engines without a GPU have",
+    closed=False,
+    put=_put_tokens,
+)

