@@ -150,8 +150,8 @@ PATCH = Patch(
         Name("pydantic.main:BaseModel", has=("__pydantic_core_schema__", "__pydantic_validator__")),
     ),
     does="Replaces the validators of the models of requests: the form of a value is found by its "
-    "`type`, and a list ends at its first fault. It comes before vLLM's routes are imported, which keep "
-    "what is made of a model when they are made.",
+    "`type`, and a list ends at its first fault. It comes before vLLM's routes are imported, which "
+    "keep what is made of a model when they are made.",
     why="pydantic reads a value that may have many forms as each of them, and notes why it is "
     "none: up to 200 faults for an item of Responses, some 0.5 ms each, all on the event loop.",
     without="a body of many values holds up all other requests for as long as it is read",
