@@ -29,7 +29,7 @@ def _put() -> None:
             super().__init__(views=[kept], **more)
 
     # LMCache looks the class of its meters up when it starts.
-    opentelemetry.sdk.metrics.MeterProvider = SummedTenants  # type: ignore[misc]
+    opentelemetry.sdk.metrics.MeterProvider = SummedTenants  # type: ignore[misc, assignment]
     replace(
         SMLifecycleSubscriber,
         "_bump_salt_counter",

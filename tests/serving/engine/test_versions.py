@@ -67,7 +67,7 @@ def test_a_start_warns_once_of_a_version_that_is_not_supported(monkeypatch, capl
 def test_a_start_is_refused_with_a_version_that_does_not_work(monkeypatch):
     at(monkeypatch, "0.30.0")
     with pytest.raises(EngineError, match=r"vLLM 0\.30\.0 does not work with Slipway: .*install"):
-        asyncio.run(vllm.load(lambda _: None))
+        asyncio.run(vllm.load(lambda *_: None))
 
 
 def test_what_has_moved_is_found_where_it_is():
