@@ -34,9 +34,9 @@ def recorded(table: str, version: str, seen: str) -> str:
     """The table's text with what was seen of a version of vLLM."""
     line = f'"{version}" = "{seen}"\n'
     text, replaced = re.subn(
-        rf'(?m)^"{re.escape(version)}" = ".*"\n(?=(?:".*\n)*\n\[vllm\.broken\])', line, table
+        rf'(?m)^"{re.escape(version)}" = ".*"\n(?=(?:".*\n)*\n\[vllm\.limits\])', line, table
     )
-    return text if replaced else table.replace("\n[vllm.broken]", f"{line}\n[vllm.broken]", 1)
+    return text if replaced else table.replace("\n[vllm.limits]", f"{line}\n[vllm.limits]", 1)
 
 
 def summary(output: str) -> str:

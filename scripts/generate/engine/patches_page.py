@@ -39,13 +39,13 @@ KV cache tiers come with the connector, which vLLM imports by its path.
 VERSIONS = """
 ## Versions
 
-A start compares what is installed with `serving/engine/versions/versions.toml`. Outside the
-supported versions it warns; with a version that is known not to work it is refused.
+A start compares what is installed with `serving/engine/versions/versions.toml`. It warns of a
+version that is not supported, or that has limits, and is refused with one that does not work.
 `scripts/dev engine VERSION` tries another vLLM for CPUs, `scripts/dev engine VERSION --unpacked`
 judges a CUDA wheel by its files, and both run every night with the newest one.
 
-| | supported | seen | does not work |
-|---|---|---|---|
+| | supported | seen | limits | does not work |
+|---|---|---|---|---|
 """
 
 
@@ -57,9 +57,11 @@ def page() -> str:
 def _versions() -> Iterator[str]:
     for package, known in read().items():
         span = known.oldest if known.oldest == known.newest else f"{known.oldest} to {known.newest}"
-        seen = "; ".join(f"{version}: {what}" for version, what in known.seen.items())
-        broken = "; ".join(f"{version}: {why}" for version, why in known.broken.items())
-        yield f"| {NAMES[package]} | {span} | {seen} | {broken or 'none known'} |\n"
+        told = [
+            "; ".join(f"{version}: {what}" for version, what in it.items()) or "none known"
+            for it in (known.seen, known.limits, known.broken)
+        ]
+        yield f"| {NAMES[package]} | {span} | {' | '.join(told)} |\n"
 
 
 def _section(process: str) -> str:

@@ -19,13 +19,14 @@ log = logging.getLogger(__name__)
 
 class Range(NamedTuple):
     """Versions of a library. oldest, newest: supported, with all between them; a bound of two
-    numbers stands for all versions that begin with them. seen: version → with what. broken: version
-    → why.
+    numbers stands for all versions that begin with them. seen: version → with what. limits: version
+    → what is not as with others. broken: version → why.
     """
 
     oldest: str
     newest: str
     seen: Mapping[str, str]
+    limits: Mapping[str, str]
     broken: Mapping[str, str]
 
 
@@ -47,21 +48,23 @@ def judge(name: str, version: str, known: Range) -> Verdict | None:
     name: the library's, for people.
     """
     span = f"{known.oldest} to {known.newest}" if known.oldest != known.newest else known.oldest
-    for broken, why in known.broken.items():
-        if _cut(version, broken) == _numbers(broken):
-            return Verdict(
-                True, f"{name} {version} does not work with Slipway: {why}; install {span}"
-            )
+    if why := _said(known.broken, version):
+        return Verdict(True, f"{name} {version} does not work with Slipway: {why}; install {span}")
     old = _cut(version, known.oldest) < _numbers(known.oldest)
     if not old and _cut(version, known.newest) <= _numbers(known.newest):
-        return None
-    seen = next(
-        (it for number, it in known.seen.items() if _cut(version, number) == _numbers(number)), None
-    )
+        limit = _said(known.limits, version)
+        return Verdict(False, f"{name} {version} works but for this: {limit}") if limit else None
+    seen = _said(known.seen, version)
     told = f"of it was seen: {seen}" if seen else "nothing was seen of it"
     return Verdict(
         False, f"{name} {version} is outside the versions that Slipway supports, {span}; {told}"
     )
+
+
+def _said(of_versions: Mapping[str, str], version: str) -> str | None:
+    """What is said of a version, by itself or by the numbers that it begins with."""
+    fitting = (told for it, told in of_versions.items() if _cut(version, it) == _numbers(it))
+    return next(fitting, None)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -16,7 +16,10 @@ from serving.engine.versions import moved, table
 from serving.engine.versions.table import Range, judge
 from serving.patching.patch import installed
 
-KNOWN = Range("0.31", "0.33.1", {"0.34.0": "its wheel, unpacked"}, {"0.32.5": "it loses tokens"})
+KNOWN = Range(
+    *("0.31", "0.33.1", {"0.34.0": "its wheel, unpacked"}),
+    *({"0.31.7": "it hears nothing"}, {"0.32.5": "it loses tokens"}),
+)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,7 @@ def test_a_supported_version_is_no_news(version):
         ("0.30.9", False, r"vLLM 0.30.9 is outside .*0.31 to 0.33.1; nothing was seen of it"),
         ("0.33.2", False, r"vLLM 0.33.2 is outside .*0.31 to 0.33.1"),
         ("0.34.0rc1", False, r"of it was seen: its wheel, unpacked"),
+        ("0.31.7", False, r"vLLM 0.31.7 works but for this: it hears nothing"),
         ("1.0", False, r"vLLM 1.0 is outside"),
         ("0.32.5", True, r"vLLM 0.32.5 does not work with Slipway: it loses tokens; install 0.31"),
         ("0.32.5+cpu", True, r"it loses tokens"),
@@ -48,7 +52,7 @@ def test_the_table_knows_what_is_installed():
     for package, known in table.read().items():
         version = installed(package)
         assert version in known.seen or "(not installed)" in version
-        assert judge(package, version, known) is None
+        assert judge(package, version, known._replace(limits={})) is None
         for bound in (known.oldest, known.newest):
             assert any(it == bound or it.startswith(f"{bound}.") for it in known.seen)
 
