@@ -111,23 +111,6 @@ def test_a_library_is_used_in_its_room_only(library, home):
     assert {it for it in users if not it.startswith(home)} == set()
 
 
-SWAPS = {"serving.engine.direct", "serving.engine.speech.routes", "serving.engine.vllm"}
-"""What may still give an object of vLLM's another class. It becomes less, and never more."""
-
-
-def test_no_object_gets_another_class():
-    """A subclass is built once and stands in the place of a class, or a function is replaced."""
-    found = {
-        module
-        for module, file in EVERY.items()
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute)
-        and node.attr == "__class__"
-        and isinstance(node.ctx, ast.Store)
-    }
-    assert found <= SWAPS
-
-
 OF_SCRIPTS = {
     "harness": set(),
     "models": set(),
@@ -375,3 +358,48 @@ def test_what_looks_again_and_again_is_kept():
                 if (module, name) in following if local else name in anywhere:
                     found.add((module, name))
     assert found - ENDS.keys() == set()
+
+
+OURS = SERVING | modules("handlers")
+
+
+def test_the_one_context_variable_is_the_logs():
+    found = {
+        (module, ast.unparse(target))
+        for module, file in OURS.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.Call)
+        and _called(node.value) == "ContextVar"
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    assert found == {("serving.observability.logs", "REQUEST_ID")}
+
+
+OF_SPANS = {"slipway.prompt_tokens", "slipway.tier_tokens"}
+"""What a span of the KV connector says, which are no keys of scopes."""
+
+
+def test_no_scope_has_a_key_of_ours():
+    """ASGI's scopes have ASGI's keys alone: what one layer tells another is an argument."""
+    found = {
+        (module, text)
+        for module, file in OURS.items()
+        for text in texts(file)
+        if re.fullmatch(r"slipway\.\w+", text) and text not in OF_SPANS
+    }
+    assert found == set()
+
+
+def test_no_living_object_gets_another_class():
+    """What is to be another class is built as one, at the start."""
+    found = {
+        module
+        for module, file in OURS.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for it in ast.walk(target)
+        if isinstance(it, ast.Attribute) and it.attr == "__class__"
+    }
+    assert found == set()

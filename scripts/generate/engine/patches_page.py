@@ -10,7 +10,7 @@ from serving.patching.patch import CACHE_SERVER, ENGINE, HTTP, SERVER, Patch
 
 PAGE = ROOT / "docs" / "explanation" / "patches.md"
 ROOMS = {
-    SERVER: "serving/engine/patches/frontend",
+    SERVER: "serving/engine/patches/frontend",  # and outputs, beside it
     ENGINE: "serving/engine/patches/engine_core",
     CACHE_SERVER: "serving/kv_cache/patches",
     HTTP: "serving/http/patches",

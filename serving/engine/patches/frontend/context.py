@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 class Context(NamedTuple):
     """state: of vLLM's app, with its serving objects. args: vLLM's arguments. thinks: whether
-    thoughts can be limited. is_constrained: whether the answer to the request under way has a
-    constraint.
+    thoughts can be limited. is_constrained: whether the answer has a constraint that one of vLLM's
+    serving objects is making.
     """
 
     state: Any
     args: Namespace
     thinks: bool
-    is_constrained: Callable[[], bool]
+    is_constrained: Callable[[Any], bool]

@@ -8,7 +8,6 @@ from typing import Any
 
 from serving.aio import in_thread
 from serving.engine.patches.frontend.context import Context
-from serving.engine.requests.names import NAME
 from serving.engine.versions import moved
 from serving.patching.patch import SERVER, Name, Patch, replace
 
@@ -23,7 +22,9 @@ def _put(_: Context) -> None:
     def make(preprocess_chat: Any) -> Any:
         @wraps(preprocess_chat)
         async def named(self: Any, request: Any, messages: Any, *rest: Any, **more: Any) -> Any:
-            if (name := NAME.get()) and (media := _media(messages, kinds)):
+            # Of a copy that is one call's (calls.StandIn.own).
+            name = getattr(self, "name_medium", None)
+            if name and (media := _media(messages, kinds)):
                 await in_thread(_name, media, kinds, name)
             return await preprocess_chat(self, request, messages, *rest, **more)
 

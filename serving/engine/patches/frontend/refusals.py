@@ -45,7 +45,7 @@ def _put_constraints(context: Context) -> None:
     def make(raise_if_error: Any) -> Any:
         @wraps(raise_if_error)
         def blaming(self: Any, finish_reason: str | None, request_id: str) -> None:
-            if finish_reason == "error" and context.is_constrained():
+            if finish_reason == "error" and context.is_constrained(self):
                 raise VLLMValidationError(NO_ANSWER)
             raise_if_error(self, finish_reason, request_id)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patches of the server's process, which are put in place in two steps of its start."""
+"""The patches of the server's process, which are put in place in steps of its start."""
 
 import logging
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ from serving.engine.patches.frontend import (
     messages,
     refusals,
     responses,
+    speech,
 )
 from serving.engine.patches.frontend.context import Context
+from serving.engine.patches.outputs import accounting
 from serving.patching import patch
 from serving.patching.patch import Patch
 
@@ -20,20 +22,30 @@ log = logging.getLogger(__name__)
 
 MODELS: Sequence[Patch] = (forms.PATCH,)
 """Before vLLM's routes are imported, which keep what is made of a model then."""
+OUTPUTS: Sequence[Patch] = (
+    *(accounting.TOKENS, accounting.ADAPTER_NAMES, accounting.QUICK, accounting.PARSERS),
+)
+"""Before vLLM's client and its serving objects are made."""
 SERVING: Sequence[Patch] = (
     media_names.PATCH,
     *(messages.BOUNDS, messages.TOOLS, messages.CALLS),
     *(responses.TOKENS, responses.MESSAGES),
     *(refusals.NUMBERS, refusals.CONSTRAINTS),
     forced_calls.PATCH,
+    *(speech.SALTS, speech.LIMITS),
 )
 """Once vLLM's serving objects are there."""
-PATCHES = (*MODELS, *SERVING)
+PATCHES = (*MODELS, *OUTPUTS, *SERVING)
 
 
 def mend_models() -> None:
     """Apply MODELS. Raises Unfit."""
     patch.apply(MODELS, log)
+
+
+def check_outputs() -> None:
+    """Look whether OUTPUTS fit. Raises Unfit."""
+    patch.apply(OUTPUTS, log)
 
 
 def mend_serving(context: Context) -> None:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is relied on of vLLM's speech, which serving/engine/speech/routes.py builds upon."""
+
+from serving.engine.patches.frontend.context import Context
+from serving.patching.patch import SERVER, Name, Patch
+
+_SERVING = "vllm.entrypoints.speech_to_text.base.serving"
+
+
+def _hears(context: Context) -> bool:
+    return bool(getattr(context.state, "openai_serving_transcription", None))
+
+
+SALTS = Patch(
+    name="speech_salts",
+    process=SERVER,
+    names=(
+        Name(
+            f"{_SERVING}:SpeechToTextBaseServing",
+            has=("model_cls",),
+            says=(
+                "self.model_cls.get_generation_prompt(",
+                "self.model_cls.get_language_detection_prompt(",
+            ),
+        ),
+    ),
+    does="Has a request's salt decide which cached blocks and encoded sounds it finds.",
+    why="vLLM's requests for speech have no cache_salt, and sounds are named by their content.",
+    without="tenants would share cached sounds",
+    closed=True,
+    needed=_hears,
+)
+LIMITS = Patch(
+    name="sound_limits",
+    process=SERVER,
+    names=(Name(f"{_SERVING}:load_audio"), Name(f"{_SERVING}:", says=("= load_audio(",))),
+    does="Reads sound within limits of length and size.",
+    why="vLLM takes a whole file's samples into memory.",
+    without="a small file could become sound without end",
+    closed=True,
+    needed=_hears,
+)
