@@ -49,7 +49,7 @@ def parse(body: bytes, normalize: bool) -> EngineCall:
         call["cache_salt"] = salt
     beside = read(_read_keys, body).keys() - BESIDE_INPUTS
     ignored = sorted(beside | parameters.keys() - {*_PASSED, "cache_salt"})
-    return EngineCall("/v1/embeddings", msgspec.json.encode(call), _Reply(), ignored=(*ignored,))
+    return EngineCall("/v1/embeddings", call, _Reply(), ignored=(*ignored,))
 
 
 class _Reply:

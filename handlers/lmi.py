@@ -158,9 +158,7 @@ def parse(body: bytes) -> EngineCall:
     elif parameters.details and parameters.decoder_input_details:
         call.setdefault("prompt_logprobs", 0)
     reply = LmiReply(request.inputs, parameters)
-    return EngineCall(
-        "/v1/completions", _encode(call), reply, reply if stream else None, ignored=(*ignored,)
-    )
+    return EngineCall("/v1/completions", call, reply, reply if stream else None, (*ignored,))
 
 
 def _take_in(parameters: dict[str, Any], request: dict[str, msgspec.Raw]) -> list[str]:

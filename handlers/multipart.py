@@ -3,8 +3,7 @@
 (RFC 7578).
 """
 
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +36,15 @@ class Form:
         """The fields as a JSON object of texts; what is a number or a switch is one in it."""
         return msgspec.json.encode({name: _value(name, value) for name, value in self.fields})
 
-    def rendered(self, keys: Mapping[str, object]) -> tuple[bytes, bytes]:
-        """The same form with these fields in the place of those so named, and its content type."""
-        kept = [(name, value) for name, value in self.fields if name not in keys]
-        fields = [*kept, *((name, f"{value}") for name, value in keys.items())]
-        boundary = secrets.token_hex(16).encode()  # which no content can have guessed
-        head = b"--%b\r\nContent-Disposition: form-data; name=" % boundary
-        parts = [b'%b"%b"\r\n\r\n%b\r\n' % (head, n.encode(), v.encode()) for n, v in fields]
-        file = b'%b"%b"; filename="%b"\r\nContent-Type: application/octet-stream\r\n\r\n'
-        name = FILE.encode()
-        body = b"".join(
-            (*parts, file % (head, name, name), self.file, b"\r\n--%b--\r\n" % boundary)
-        )
-        return body, b"multipart/form-data; boundary=" + boundary
+    def values(self) -> dict[str, Any]:
+        """The fields by their names; those that may be there several times as lists."""
+        found: dict[str, Any] = {}
+        for name, value in self.fields:
+            if name.endswith(_LISTED):
+                found.setdefault(name, []).append(value)
+            else:
+                found[name] = value
+        return found
 
 
 def parse(body: bytes, content_type: str) -> Form:

@@ -122,16 +122,16 @@ class StepReply(Reply, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
-    """A request as the engine takes it.
+    """A request as a format has read it.
 
-    reply: None where the engine's answer is the format's. steps: the same reply, where the answer
-    is a stream of which it can have the steps. content_type: of the body, where it is not JSON.
-    ignored: names of keys and parameters of the request that have no effect.
+    path: the engine's, which answers it. body: the engine's request: the client's bytes where they
+    are that already, else values that the format has made of them. reply: None where the engine's
+    answer is the format's. steps: the same reply, where the answer is a stream of which it can have
+    the steps. ignored: names of keys and parameters of the request that have no effect.
     """
 
     path: str
-    body: bytes
+    body: bytes | dict[str, Any]
     reply: Reply | None = None
     steps: StepReply | None = None
-    content_type: bytes | None = None
     ignored: tuple[str, ...] = ()

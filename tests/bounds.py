@@ -29,14 +29,12 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "handlers/records.py": ["read decode"],
         "serving/api/adapters.py": ["_parameters msgspec.json.decode"],
         "serving/batch/answers.py": ["- msgspec.json.Decoder(_NewBatch).decode"],
-        "serving/engine/direct.py": ["Direct.__call__ json.loads"],
         "serving/engine/requests/agents.py": ["_as_object partial_json_parser.loads"],
         "serving/inference/fields.py": [
             "- msgspec.json.Decoder(RequestFields).decode",
             "- msgspec.json.Decoder(_Adapters).decode",
-            "- msgspec.json.Decoder(dict[str, msgspec.Raw]).decode",
         ],
-        "serving/inference/media.py": ["prepared json.loads"],
+        "serving/inference/pipeline.py": ["_values json.loads"],
         "serving/router/policy/request.py": [
             "- msgspec.json.Decoder(list[_Message]).decode",
             "RequestReader.__init__ msgspec.json.Decoder(body).decode",
@@ -240,12 +238,10 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "handlers/embeddings.py": {
-        "- msgspec.json.Decoder(_Answer).decode": "an answer of the engine's app, in this process",
+        "- msgspec.json.Decoder(_Answer).decode": "an answer of the engine, in this process",
     },
     "handlers/lmi.py": {
-        "- msgspec.json.Decoder(_Completion).decode": (
-            "an answer of the engine's app, in this process"
-        ),
+        "- msgspec.json.Decoder(_Completion).decode": ("an answer of the engine, in this process"),
         "_take_in msgspec.json.decode": "values of a body that was read",
         "split msgspec.json.decode": "values of a body that was read",
     },
@@ -295,9 +291,6 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "every pipeline.bodies.read": "Bodies.read, which has the limit",
         "update pipeline.bodies.read": "Bodies.read, which has the limit",
     },
-    "serving/api/info.py": {
-        "_models msgspec.json.decode": "an answer of the engine's app, in this process",
-    },
     "serving/batch/answers.py": {
         "FilesAndBatches._made pipeline.bodies.read": "Bodies.read, which has the limit",
     },
@@ -312,10 +305,8 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "serving/cancellation.py": {
         "Cancellation.watching.watch receive": "the client's end, behind a body that was taken",
     },
-    "serving/engine/direct.py": {
-        "Direct.__call__ receive": "a body that was taken whole",
-        "Direct.__call__ route.read": "a body that was taken whole",
-        "_again.again receive": "a body that was taken whole",
+    "serving/engine/calls.py": {
+        "Calls._answer route.read": "a body that was taken whole",
     },
     "serving/engine/kv_connector.py": {
         "FaultTolerantConnector.update_state_after_alloc self._transfers.load": (
@@ -323,12 +314,11 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "serving/engine/vllm.py": {
+        "_routes.add read": "a body that was taken whole",
         "_silence file.getvalue": "a sound of silence that is made here",
     },
     "serving/engine/vllm_errors.py": {
-        "_repeats_prompt msgspec.json.decode": "a body that was taken whole",
         "_words Path(__file__).with_name('vllm_words.txt').read_text": "a file of this package",
-        "from_engine msgspec.json.decode": "an answer of the engine's app, in this process",
     },
     "serving/http/connections.py": {
         "Cycle.receive super().receive": (
@@ -356,9 +346,6 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     },
     "serving/inference/pipeline.py": {
         "Pipeline.form found.json": "what a form has become, which was taken whole",
-    },
-    "serving/inference/relay.py": {
-        "Relay._in_band msgspec.json.decode": "an answer of the engine's app, in this process",
     },
     "serving/kv_cache/lmcache/__main__.py": {
         "_listen sys.stdin": "numbers of the server that has started this process",

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.access.caller import Caller
 from serving.batch.store import Store
+from serving.engine.base import Call
 from serving.http.bodies import Bodies
 from serving.kv_cache.salt import Tenants
 from serving.lora.registry import AdapterRegistry
@@ -122,8 +123,8 @@ class Everything(frozenset[Any]):
         return self
 
 
-def with_keys_before(body: bytes, **texts: object) -> bytes:
-    return json.dumps(texts).encode()[:-1] + b"," + body.strip()[1:] if texts else body
+def body_last(self: Call) -> dict[str, object]:
+    return {"model": self.adapter, "cache_salt": self.salt, **self.body}
 
 
 def bodies_of_any_size(self: Bodies, _: int) -> None:
@@ -555,7 +556,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "A client steers the engine's queue or ranks, or learns its load": Removed(
         "tests/serving/inference/test_limits.py::test_no_header_steers_the_engine",
-        {"serving.inference.relay:HEADERS": Everything()},
+        {"serving.protocol:TRACE_CONTEXT": Everything()},
     ),
     "A tenant reads or replaces another's image by its `uuid` in the engine's caches": Removed(
         f"{MEDIA}test_a_uuid_is_its_senders_own", {"serving.inference.media:_rename": nothing}
@@ -574,7 +575,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "A body that Slipway and the engine parse differently": Removed(
         "tests/serving/api/test_fuzz.py::test_the_engine_reads_what_was_checked",
-        {"serving.inference.pipeline:with_keys": with_keys_before},
+        {"serving.engine.base:Call.request": property(body_last)},
     ),
     "Connections that never shake hands; no file descriptor is left": Removed(
         "tests/serving/http/test_tls.py::test_connections_count_before_they_shake_hands",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine at our own seam: an ASGI app that answers as vLLM's does, and misbehaves when told to.
+"""An engine at our own port (serving.engine.base), which answers as vLLM does, and misbehaves when
+told to.
 
 It "generates" the prompt's words in reverse, a word a token. Words of the prompt give orders:
 `wait` holds the answer until `gate` is set, `step` until `steps` lets one go on, `refuse` and
-`break` answer 400 and 500, `raise` raises, and in a stream `fault` sends an error after the first
-token and `cut` raises there.
+`break` fail with a refusal and a failure, `raise` raises, and in a stream `fault` fails after the
+first token and `cut` raises there.
 
 It refuses what vLLM refuses: wrong bodies, types and models, and adapters that are loaded twice, or
 unloaded or pinned without having been loaded. tests/e2e/test_doubles.py compares the two.
@@ -13,24 +14,63 @@ unloaded or pinned without having been loaded. tests/e2e/test_doubles.py compare
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from serving.engine.base import USAGE, Pace, Tokens
-from serving.errors import AdapterFailed, AlreadyLoaded, NotLoaded
-from serving.http.bodies import WRITER, Writer
+from handlers.records import Step
+from serving.cancellation import ClientLeft
+from serving.engine.base import Call, Pace, Sink, Tokens, Usage
+from serving.engine.vllm_errors import from_engine
+from serving.errors import (
+    AdapterFailed,
+    AlreadyLoaded,
+    EngineFailed,
+    NotFound,
+    NotLoaded,
+    ServingError,
+)
+from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS
+
+Answer = Callable[[Call, Sink, Usage], Awaitable[None]]
+"""Answers calls of a path."""
 
 
-def error(status: int, message: str) -> dict[str, object]:
-    return {"error": {"message": message, "type": "Some", "param": "prompt", "code": status}}
+def refused(status: int, message: str, call: Call) -> ServingError:
+    return from_engine(status, message, "prompt", call)
+
+
+def whole(make: Callable[[Call], Any]) -> Answer:
+    """Answers with a JSON value."""
+
+    async def answer(call: Call, sink: Sink, usage: Usage) -> None:
+        await sink.answer(json.dumps(make(call)).encode())
+
+    return answer
+
+
+def streaming(*events: bytes | Step | Exception) -> Answer:
+    """Answers with these events and steps. An exception among them is raised, and an error fails
+    the call.
+    """
+
+    async def answer(call: Call, sink: Sink, usage: Usage) -> None:
+        sink.stream()
+        for event in events:
+            if isinstance(event, ServingError):
+                await sink.fail(event)
+                return
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Step):
+                await sink.step(event)
+            else:
+                await sink.event(event)
+        await sink.end()
+
+    return answer
 
 
 class _Body(msgspec.Struct):
@@ -60,6 +100,7 @@ class FakeEngine:
         self.steps = asyncio.Semaphore(0)
         self.bodies: list[dict[str, object]] = []
         self.request_ids: list[str] = []
+        self.calls: list[Call] = []
         self.concurrency = 4
         self.first_s = self.between_s = 0.0  # how long tokens take, as it says
         self.embeds = self.classifies = self.hears = False
@@ -69,16 +110,28 @@ class FakeEngine:
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.fails_to_load = False
-        self.app: ASGIApp = Starlette(
-            routes=[
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.completions, methods=["POST"]),
-                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-                Route("/v1/models", self.models),
-                Route("/kv_event_sources", self.kv_event_sources),
-            ],
-            exception_handlers={404: self.not_found},
-        )
+        self.answers: dict[str, Answer] = {
+            COMPLETIONS: self.completions,
+            CHAT_COMPLETIONS: self.completions,
+            EMBEDDINGS: self.embeddings,
+        }
+
+    async def generate(self, call: Call, sink: Sink) -> Usage:
+        usage = Usage()
+        sink.begin(usage)
+        self.calls.append(call)
+        try:
+            with call.cancellation.raising():
+                await self.answers.get(call.path, self.nothing)(call, sink, usage)
+                if call.cancellation.cause:
+                    await asyncio.sleep(0)
+        except (ServingError, ClientLeft) as error:
+            if isinstance(error, ServingError) and error is not call.cancellation.cause:
+                await sink.fail(error)
+        return usage
+
+    async def nothing(self, call: Call, sink: Sink, usage: Usage) -> None:
+        raise NotFound(f"the model does not answer {call.path}")
 
     async def stop(self) -> None:
         self.stopped = True
@@ -108,22 +161,18 @@ class FakeEngine:
             self.misused.append(name)
             raise NotLoaded(name)
 
-    def refusal(self, content: bytes, *needed: str) -> Response | None:
-        """What vLLM says of a body that it does not take. needed: keys that have to be there."""
+    def require(self, call: Call, *needed: str) -> None:
+        """Raise what vLLM says of a body that it does not take. needed: keys that must be there."""
         try:
-            body = msgspec.json.decode(content, type=_Body)
-        except msgspec.DecodeError as fault:
-            return JSONResponse(error(400, str(fault)), 400)
+            body = msgspec.convert(call.request, _Body)
+        except msgspec.ValidationError as fault:
+            raise refused(400, str(fault), call) from None
         if missing := [key for key in needed if getattr(body, key) is None]:
-            return JSONResponse(error(400, f"{missing[0]}: Field required"), 400)
+            raise refused(400, f"{missing[0]}: Field required", call)
         if body.model and body.model not in (*self.names, *self.loaded):
-            return JSONResponse(error(404, f"The model `{body.model}` does not exist."), 404)
-        return None
+            raise refused(404, f"The model `{body.model}` does not exist.", call)
 
-    async def not_found(self, request: Request, exception: Exception) -> Response:
-        return JSONResponse(error(404, "Not Found"), 404)
-
-    async def models(self, request: Request) -> Response:
+    async def models(self) -> dict[str, Any]:
         found = [
             *(
                 {"id": it, "object": "model", "parent": None, "root": "/cache/models--a--b"}
@@ -131,124 +180,96 @@ class FakeEngine:
             ),
             *({"id": it, "object": "model", "parent": self.names[0]} for it in self.loaded),
         ]
-        return JSONResponse({"object": "list", "data": found})
+        return {"object": "list", "data": found}
 
-    async def kv_event_sources(self, request: Request) -> Response:
-        return JSONResponse({"0": {"endpoint": "tcp://*:5557"}})
+    async def kv_event_sources(self) -> dict[str, Any]:
+        return {"0": {"endpoint": "tcp://*:5557"}}
 
-    async def embeddings(self, request: Request) -> Response:
+    async def embeddings(self, call: Call, sink: Sink, usage: Usage) -> None:
         """The length of each input; it is for models that embed only."""
         if not self.embeds:
-            return JSONResponse(error(404, "Not Found"), 404)
-        if refused := self.refusal(await request.body(), "input"):
-            return refused
-        body = await request.json()
-        self.bodies.append(body)
-        inputs = body["input"] if isinstance(body["input"], list) else [body["input"]]
+            await self.nothing(call, sink, usage)
+        self.require(call, "input")
+        self.bodies.append(call.request)
+        given = call.body["input"]
+        inputs = given if isinstance(given, list) else [given]
         data = [{"index": n, "embedding": [float(len(it))]} for n, it in enumerate(inputs)]
-        return JSONResponse({"data": data[::-1]})
+        await sink.answer(json.dumps({"data": data[::-1]}).encode())
 
-    async def completions(self, request: Request) -> Response:
-        key = "messages" if "chat" in request.url.path else "prompt"
-        if refused := self.refusal(await request.body(), key):
-            return refused
-        body = await request.json()
+    async def completions(self, call: Call, sink: Sink, usage: Usage) -> None:
+        key = "messages" if call.path == CHAT_COMPLETIONS else "prompt"
+        self.require(call, key)
+        body = call.request
         templates = (body, body.get("chat_template_kwargs") or {})
         if any("chat_template" in it for it in templates):
-            return JSONResponse(error(400, "Chat template is passed with request, but …"), 400)
+            raise refused(400, "Chat template is passed with request, but …", call)
         parts = [it for message in body.get("messages", ()) for it in message["content"]]
         if any(isinstance(it, dict) and it["type"] != "text" for it in parts):
-            return JSONResponse(error(400, "it is not a multimodal model"), 400)
+            raise refused(400, "it is not a multimodal model", call)
         self.bodies.append(body)
-        self.request_ids.append(request.headers["x-request-id"])
+        self.request_ids.append(call.request_id)
         prompts = body.get("prompt") or body["messages"][-1]["content"]
         listed = [str(it) for it in prompts] if isinstance(prompts, list) else [prompts]
         words = " ".join(listed).split()
         if "refuse" in words:
-            return JSONResponse(error(400, body.get("message") or "not like this"), 400)
+            raise refused(400, body.get("message") or "not like this", call)
         if "break" in words:
-            return JSONResponse(error(500, "the engine failed"), 500)
+            raise refused(500, "the engine failed", call)
         if "raise" in words:
             raise RuntimeError("boom")
         generated: list[str] = []  # so far
-        if usage := USAGE.get():
-            cached = words.count("cached")
-            usage.sources.append(lambda: Tokens(len(words), cached, len(generated)))
-            first_at = time.time() + self.first_s
-            further = self.between_s if len(words) > 1 else None
-            usage.paces.append(lambda: Pace(first_at, further) if generated else None)
-        if body.get("stream"):
-            return StreamingResponse(
-                self.stream(words, key, generated, body.get("model"), request.scope.get(WRITER)),
-                media_type="text/event-stream",
-            )
-        # As vLLM does it: whoever leaves cancels the work, and the answer goes nowhere.
-        work = asyncio.ensure_future(self.work(words))
-        leaving = asyncio.ensure_future(self.left(request))
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not work.done():
-            work.cancel()
-            return JSONResponse(None)
-        generated += words
-        answers = [(it.split()[::-1], n) for n, it in enumerate(listed)]
-        return JSONResponse(
-            {
-                "choices": [self.choice(*it, key.replace("messages", "message")) for it in answers],
-                "model": body.get("model"),
-                "usage": {"prompt_tokens": len(words), "completion_tokens": len(words)},
-            }
-        )
-
-    async def left(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    async def work(self, words: list[str]) -> None:
+        cached = words.count("cached")
+        usage.sources.append(lambda: Tokens(len(words), cached, len(generated)))
+        first_at = time.time() + self.first_s
+        further = self.between_s if len(words) > 1 else None
+        usage.paces.append(lambda: Pace(first_at, further) if generated else None)
         self.run()
         try:
+            if body.get("stream"):
+                await self.stream(words, key, generated, body.get("model"), sink)
+                return
             if "wait" in words:
                 await self.gate.wait()
             if "step" in words:
                 await self.steps.acquire()
         finally:
             self.running -= 1
+        generated += words
+        answers = [(it.split()[::-1], n) for n, it in enumerate(listed)]
+        answer = {
+            "choices": [self.choice(*it, key.replace("messages", "message")) for it in answers],
+            "model": body.get("model"),
+            "usage": {"prompt_tokens": len(words), "completion_tokens": len(words)},
+        }
+        await sink.answer(json.dumps(answer, separators=(",", ":")).encode())
 
     def run(self) -> None:
         self.running += 1
         self.most = max(self.most, self.running)
 
     async def stream(
-        self,
-        words: list[str],
-        key: str,
-        generated: list[str],
-        model: str | None,
-        writer: Writer | None,
-    ) -> AsyncIterator[str]:
+        self, words: list[str], key: str, generated: list[str], model: str | None, sink: Sink
+    ) -> None:
         """Events; those between the first and the last are written where they come."""
-        self.run()
-        try:
-            for place, word in enumerate(reversed(words)):
-                if place and "fault" in words:
-                    yield f"data: {json.dumps(error(500, 'deep inside'))}\n\n"
-                    break
-                if place and "cut" in words:
-                    raise RuntimeError("boom")
-                if place and "wait" in words:
-                    await self.gate.wait()
-                generated.append(word)
-                last = place == len(words) - 1
-                kind, finish = key.replace("messages", "delta"), "length" if last else None
-                chunk = {"choices": [self.choice([word], 0, kind, finish)], "model": model}
-                event = f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
-                if writer and place and not last and writer.takes():
-                    writer.write(event.encode())
-                else:
-                    yield event
-            yield "data: [DONE]\n\n"
-        finally:
-            self.running -= 1
+        sink.stream()
+        for place, word in enumerate(reversed(words)):
+            if place and "fault" in words:
+                raise EngineFailed("deep inside")
+            if place and "cut" in words:
+                raise RuntimeError("boom")
+            if place and "wait" in words:
+                await self.gate.wait()
+            generated.append(word)
+            last = place == len(words) - 1
+            kind, finish = key.replace("messages", "delta"), "length" if last else None
+            chunk = {"choices": [self.choice([word], 0, kind, finish)], "model": model}
+            event = f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
+            if place and not last and sink.takes():
+                sink.write(event)
+            else:
+                await sink.event(event)
+        await sink.event(b"data: [DONE]\n\n")
+        await sink.end()
 
     def choice(
         self, words: list[str], n: int, kind: str, finish: str | None = "length"

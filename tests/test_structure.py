@@ -356,3 +356,53 @@ def test_what_looks_again_and_again_is_kept():
                 if (module, name) in following if local else name in anywhere:
                     found.add((module, name))
     assert found - ENDS.keys() == set()
+
+
+OURS = SERVING | modules("handlers")
+NOT_YET = {
+    "serving.engine.requests.agents",
+    "serving.engine.requests.refusals",
+}
+"""Modules that assign to `__class__` until what they mend is built in its place at the start."""
+
+
+def test_the_one_context_variable_is_the_logs():
+    found = {
+        (module, ast.unparse(target))
+        for module, file in OURS.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(node.value, ast.Call)
+        and _called(node.value) == "ContextVar"
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    assert found == {("serving.observability.logs", "REQUEST_ID")}
+
+
+OF_SPANS = {"slipway.prompt_tokens", "slipway.tier_tokens"}
+"""What a span of the KV connector says, which are no keys of scopes."""
+
+
+def test_no_scope_has_a_key_of_ours():
+    """ASGI's scopes have ASGI's keys alone: what one layer tells another is an argument."""
+    found = {
+        (module, text)
+        for module, file in OURS.items()
+        for text in texts(file)
+        if re.fullmatch(r"slipway\.\w+", text) and text not in OF_SPANS
+    }
+    assert found == set()
+
+
+def test_no_living_object_gets_another_class():
+    """What is to be another class is built as one, at the start."""
+    found = {
+        module
+        for module, file in OURS.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for it in ast.walk(target)
+        if isinstance(it, ast.Attribute) and it.attr == "__class__"
+    }
+    assert found == NOT_YET

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmi_config.options.declared import Settings
 from serving import errors, protocol
@@ -20,6 +20,7 @@ from serving.api.openai import OpenAI
 from serving.api.session_store import SessionStore
 from serving.api.sessions import Sessions
 from serving.errors import NotFound
+from serving.http.bodies import sender
 from serving.http.origins import Origins
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
@@ -139,13 +140,20 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
     )
     if not settings.cors_allowed_origin:
         return router
-    return CORSMiddleware(
+    cors = CORSMiddleware(
         router,
         allow_origins=settings.cors_allowed_origin,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=["*"],
         expose_headers=["*"],
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = sender(send)
+        refused = connection and connection.refusal  # which CORSMiddleware would hide
+        await (router if refused else cors)(scope, receive, send)
+
+    return app
 
 
 async def _nothing(call: HttpCall) -> None:

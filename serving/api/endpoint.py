@@ -15,6 +15,7 @@ from serving.access.access import Access
 from serving.access.caller import ANYBODY, Caller
 from serving.cancellation import ClientLeft
 from serving.errors import ErrorShape, MethodNotAllowed, NotReady, ServingError
+from serving.http.bodies import Sender, sender
 from serving.http.origins import Origins
 from serving.inference.request import HttpCall
 from serving.observability.access_log import AccessRecord
@@ -37,7 +38,10 @@ class Endpoint:
         self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = await self._gate.run(scope, lambda scope, _: self._app(scope, receive, send))
+        app = self._app
+        error = await self._gate.run(
+            scope, lambda scope, _: app(scope, receive, send), sender(send)
+        )
         if error:
             await self._shape.response(error)(scope, receive, send)
 
@@ -71,14 +75,15 @@ class RecordedEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = AccessRecord(self._route, scope, self._tracer)
         scope["headers"] = record.with_id(scope["headers"])
+        connection = sender(send)
         send, shape = record.wrap(send), self._shape(scope["path"])
 
         def answer(scope: Scope, caller: Caller) -> Awaitable[None]:
             record.caller = caller
-            return self._answer(HttpCall(scope, receive, send, record, shape))
+            return self._answer(HttpCall(scope, receive, send, record, shape, connection))
 
         try:
-            error = await self._gate.run(scope, answer)
+            error = await self._gate.run(scope, answer, connection)
             if error:
                 record.error = error
                 if not record.status:
@@ -103,13 +108,18 @@ class Gate:
         self._access = access
 
     async def run(
-        self, scope: Scope, answer: Callable[[Scope, Caller], Awaitable[None]]
+        self,
+        scope: Scope,
+        answer: Callable[[Scope, Caller], Awaitable[None]],
+        connection: Sender | None,
     ) -> ServingError | None:
-        """Have a request answered. Returns the error that it is to be answered with instead."""
+        """Have a request answered. Returns the error that it is to be answered with instead.
+
+        connection: on which the request came, None where it is not known.
+        """
         try:
-            # http/connections.py could not read it; ASGI has no other way to say so.
-            if refusal := scope.get("slipway.refusal"):
-                raise refusal
+            if connection and connection.refusal:
+                raise connection.refusal
             self._origins.require(scope["method"], dict(scope["headers"]))
             caller = ANYBODY
             if access := self._access:

@@ -7,16 +7,14 @@ DescribeWorkflowResponse).
 
 from typing import Any
 
-import msgspec
 from prometheus_client import REGISTRY
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from lmi_config.options.declared import Settings
 from serving.access.access import Access
 from serving.api.backend import Backend
-from serving.engine.vllm_errors import from_engine
 from serving.errors import Conflict, NotFound
 from serving.http.bodies import header
 from serving.http.exposition import exposition
@@ -90,17 +88,7 @@ async def model(call: HttpCall, pipeline: Pipeline) -> None:
 
 async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
     """The models that the caller may use, as vLLM lists them."""
-    status, answer = 0, bytearray()
-
-    async def keep(message: Message) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        answer.extend(message.get("body", b""))
-
-    await pipeline.engine.app({**call.scope, "path": MODELS}, call.receive, keep)
-    if status != 200:
-        raise from_engine(status, bytes(answer), b"")
-    listed: dict[str, Any] = msgspec.json.decode(answer)
+    listed = await pipeline.engine.models()
     caller = call.record.caller
     base = [
         {**model, "root": pipeline.model_id}  # vLLM's is the folder that it was given
@@ -117,7 +105,8 @@ async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
 
 async def kv_event_sources(call: HttpCall, pipeline: Pipeline) -> None:
     """/kv_event_sources, as the engine answers it: where each rank's KV events are."""
-    await pipeline.engine.app(call.scope, call.receive, call.send)
+    found = await pipeline.engine.kv_event_sources()
+    await JSONResponse(found)(call.scope, call.receive, call.send)
 
 
 class Parameters:

@@ -1,33 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam: what the rest of Slipway knows of an engine, whichever it is."""
+"""The port: what the rest of Slipway asks of an engine, whichever it is, and what it hears of it.
 
-from collections.abc import Callable
-from contextvars import ContextVar
+A call goes in as a value (Call). Its answer goes to a sink (Sink), part by part. Nothing else
+passes between the two sides: no HTTP, no context variable, no key of a scope.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from starlette.types import ASGIApp
-
-CANCELLATION = "slipway.cancellation"
-"""The key of a scope under which an engine finds the request's Cancellation. One that looks for it
-frees what it works on when the request ends; others are told that the client has left.
-"""
-
-
-STEPS = "slipway.steps"
-"""The key of a scope under which an engine finds what renders each Step of a stream, where there is
-no more that the answer needs. What that makes goes to the client as it is.
-"""
+from handlers.records import Step
+from serving.cancellation import Cancellation
+from serving.errors import ServingError
 
 
 class EngineError(Exception):
     """The engine could not be started. The message says why."""
 
 
-class Engine(Protocol):
-    """A running engine: an ASGI app that speaks the OpenAI API, has adapters, and may die."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """All that an engine needs to know of a call.
 
-    app: ASGIApp
+    path: the path of the API that answers such calls, one of protocol.ENGINE_PATHS. body: the
+    decoded request; of a form its fields, those that may be there several times as lists. size:
+    bytes of the body as it came. cancellation: the call's early end, at which the engine stops its
+    work. request_id: the client's name of the call, which need not be unique. file: a form's file.
+    is_json: whether the body came as JSON, by its content type or by a path that takes all types.
+    adapter: the inner name of the adapter to use, None for the base model. salt: only calls with an
+    equal salt may share cached prompts and media; None for those that share with everybody.
+    name_medium: names a medium by its content, among the calls of this salt; None where the body
+    has names. priority: lower ones come first; None where the body decides. transfer: where the
+    prompt's KV is. trace: the headers of the trace context (W3C). session: the conversation's name.
+    steps: whether the sink takes a stream's steps in the place of its events.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    size: int
+    cancellation: Cancellation
+    request_id: str
+    file: bytes | None = None
+    is_json: bool = True
+    adapter: str | None = None
+    salt: str | None = None
+    name_medium: Callable[[str], str] | None = None
+    priority: int | None = None
+    transfer: Mapping[str, object] | None = None
+    trace: Mapping[str, str] | None = None
+    session: str | None = None
+    steps: bool = False
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The body with what the server decides in the place of what the client says, by the names
+        of vLLM's API.
+        """
+        decided = {
+            "model": self.adapter,
+            "cache_salt": self.salt,
+            "priority": self.priority,
+            "kv_transfer_params": self.transfer,
+        }
+        return {**self.body, **{key: it for key, it in decided.items() if it is not None}}
+
+
+class Sink(Protocol):
+    """What takes the answer to one call.
+
+    begin() comes first. Then come one answer(), or stream(), any number of events or steps, and
+    end(). fail() may come in the place of any of them but the first. After answer(), end() and
+    fail() comes nothing.
+    """
+
+    def begin(self, usage: "Usage") -> None:
+        """Take what the engine works on for the call. It is kept up to date by the engine, also
+        when the call is cancelled or breaks off.
+        """
+
+    async def answer(
+        self,
+        body: bytes,
+        content_type: bytes = b"application/json",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """Take a whole answer."""
+
+    def stream(self) -> None:
+        """Take the news that the answer is a stream."""
+
+    async def event(self, event: bytes) -> None:
+        """Take a server-sent event as the engine wrote it. Waits while the client does not keep
+        up.
+        """
+
+    async def step(self, step: Step) -> None:
+        """Take a step. Waits as event() does."""
+
+    def takes(self) -> bool:
+        """Whether write() and write_step() may be called now: the client keeps up."""
+
+    def write(self, event: bytes) -> None:
+        """Take an event without waiting, right after takes() has said so."""
+
+    def write_step(self, step: Step) -> None:
+        """Take a step without waiting, right after takes() has said so."""
+
+    async def fail(self, error: ServingError) -> None:
+        """Take the error that ends the call, before its answer or within its stream."""
+
+    async def end(self) -> None:
+        """Take the end of a stream."""
+
+
+class Engine(Protocol):
+    """A running engine: it answers calls, has adapters, and may die."""
+
     concurrency: int
     """Requests that it works on at once; more wait in it."""
     embeds: bool
@@ -40,6 +129,17 @@ class Engine(Protocol):
     @property
     def failure(self) -> str | None:
         """Why the engine cannot answer any more, or None while it can."""
+
+    async def generate(self, call: Call, sink: Sink) -> "Usage":
+        """Answer a call. Returns what the engine has worked on for it, also where the call was
+        cancelled, of which the sink hears nothing. Raises what nobody has foreseen.
+        """
+
+    async def models(self) -> dict[str, Any]:
+        """The list of models, in OpenAI's shape. Raises ServingError."""
+
+    async def kv_event_sources(self) -> dict[str, Any]:
+        """Where each rank's KV events are, in vLLM's shape. Raises ServingError."""
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter by its inner name. Raises AdapterFailed; AlreadyLoaded where the engine
@@ -54,6 +154,11 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Stop the engine. Requests should have ended before."""
+
+
+def public_name(inner: str) -> str:
+    """An adapter's own name, of that by which the engine has one of its versions."""
+    return inner.rpartition("@")[0] or inner
 
 
 class Tokens(NamedTuple):
@@ -80,14 +185,12 @@ class Usage:
     """What the engine works on for one call, whatever becomes of the answer.
 
     sources, paces: the engine adds one for each of its own requests, which tells of it so far; a
-    pace is None before there is a token, and where the engine keeps no times. is_constrained:
-    whether one of them has a constraint on its answer.
+    pace is None before there is a token, and where the engine keeps no times.
     """
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Tokens]] = []
         self.paces: list[Callable[[], Pace | None]] = []
-        self.is_constrained = False
 
     @property
     def tokens(self) -> Tokens:
@@ -106,9 +209,6 @@ COMPUTED_FOR = "slipway_prompt"
 """The key of vLLM's kv_transfer_params that says of which prompt's KV they are."""
 RECEIVED = "slipway_received"
 """The key of vLLM's kv_transfer_params that says when they have come, by this machine's clock."""
-
-USAGE: ContextVar[Usage | None] = ContextVar("usage", default=None)
-"""Of the call that is being made."""
 
 
 class Hits(NamedTuple):

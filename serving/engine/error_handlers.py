@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the server's process: vLLM's app answers errors in OpenAI's shape, repeating no request.
+"""In the server's process: vLLM's exceptions → a status and a message that repeats no request.
 
 vLLM's own handlers put the value at fault into the message, and that may be the prompt.
 """
@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pydantic
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
 from vllm.exceptions import VLLMError, VLLMUnprocessableEntityError, VLLMValidationError
@@ -29,18 +26,7 @@ _MODEL = re.compile(r"[A-Z]\w+")
 """The name of one of several models that a value may be of, in a fault's place."""
 
 
-def attach(app: FastAPI) -> None:
-    for kind in (*EXPECTED, Exception):
-        app.add_exception_handler(kind, answer)
-
-
-async def answer(request: Request, error: Exception) -> JSONResponse:
-    status, message, parameter = _described(error)
-    shape = {"message": message, "type": "", "param": parameter, "code": status}
-    return JSONResponse({"error": shape}, status)
-
-
-def _described(error: Exception) -> tuple[int, str, str | None]:
+def described(error: Exception) -> tuple[int, str, str | None]:
     """The status, the message and the parameter at fault."""
     if isinstance(error, RequestValidationError | pydantic.ValidationError):
         faults = error.errors()

@@ -2,11 +2,10 @@
 """No engine: where a custom handler has one of its own, ours is not started."""
 
 from pathlib import Path
+from typing import Any
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp
-
-from serving.errors import AdapterFailed
+from serving.engine.base import Call, Sink, Usage
+from serving.errors import AdapterFailed, NotFound
 
 MESSAGE = (
     "This model is answered by the handle of its model.py alone, on /invocations; no engine of "
@@ -22,8 +21,18 @@ class NoEngine:
 
     def __init__(self, concurrency: int) -> None:
         self.concurrency = concurrency
-        error = {"message": MESSAGE, "type": "NotFoundError", "param": None, "code": 404}
-        self.app: ASGIApp = JSONResponse({"error": error}, 404)
+
+    async def generate(self, call: Call, sink: Sink) -> Usage:
+        usage = Usage()
+        sink.begin(usage)
+        await sink.fail(NotFound(MESSAGE))
+        return usage
+
+    async def models(self) -> dict[str, Any]:
+        raise NotFound(MESSAGE)
+
+    async def kv_event_sources(self) -> dict[str, Any]:
+        raise NotFound(MESSAGE)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         raise AdapterFailed(MESSAGE)

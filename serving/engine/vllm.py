@@ -5,39 +5,45 @@ import contextlib
 import functools
 import gc
 import io
+import logging
 import random
 import signal
-import time
 import wave
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 from prometheus_client import REGISTRY
-from starlette.types import ASGIApp
+from starlette.datastructures import State
 
 from lmi_config.facts.adapter import look
 from lmi_config.facts.model import Folder, ModelError
 from serving.aio import in_thread
-from serving.engine.base import USAGE, EngineError, Hits, Pace, Prefilled, Tokens
+from serving.cancellation import Cancellation
+from serving.engine.base import Call, EngineError, Hits, Prefilled, Sink, Usage
 from serving.engine.canary.canary import Canary
 from serving.engine.canary.verdict import Verification
 from serving.engine.vllm_errors import by_options
-from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded
+from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded, ServingError
 from serving.lifecycle import Note, Step
 from serving.protocol import (
+    CHAT_COMPLETIONS,
     CLASSIFY,
     COMPLETIONS,
+    COUNT_TOKENS,
     DETOKENIZE,
     EMBEDDINGS,
-    KV_EVENT_SOURCES,
+    MESSAGES,
+    RESPONSES,
     TOKENIZE,
     TRANSCRIPTIONS,
+    TRANSLATIONS,
 )
+
+log = logging.getLogger(__name__)
 
 MEASURED = 1024  # tokens of the prompt that shows how fast the engine is
 _TRANSCRIPTION = "transcription"  # what vLLM calls it
@@ -66,20 +72,22 @@ def _sums(*names: str) -> Iterable[float]:
 
 
 class VllmEngine:
-    """A running vLLM: its ASGI app and the client of its processes."""
+    """A running vLLM: its serving objects and the client of its processes."""
 
     def __init__(
         self,
-        of_vllm: Any,
-        app: ASGIApp,
+        state: Any,
+        calls: Any,
         client: Any,
         task: str,
         hears: bool,
         until_stopped: contextlib.AsyncExitStack,
     ) -> None:
-        """task: what the model does, in vLLM's words. hears: whether it transcribes as well."""
-        self.app = app
-        self._state = of_vllm.state
+        """state: vLLM's serving objects. calls: what answers calls with them (calls.Calls). task:
+        what the model does, in vLLM's words. hears: whether it transcribes as well.
+        """
+        self._state = state
+        self._calls = calls
         config = client.vllm_config
         ranks = config.parallel_config.data_parallel_size
         self.concurrency: int = config.scheduler_config.max_num_seqs * ranks
@@ -101,6 +109,21 @@ class VllmEngine:
         killed = next((code for code in codes if code < 0 and code != -signal.SIGTERM), None)
         failure = "an engine process ended unexpectedly"
         return f"{failure}: exit code {killed}" if killed else failure
+
+    async def generate(self, call: Call, sink: Sink) -> Usage:
+        found: Usage = await self._calls.generate(call, sink)
+        return found
+
+    async def models(self) -> dict[str, Any]:
+        listed = await self._state.openai_serving_models.show_available_models()
+        found: dict[str, Any] = listed.model_dump(mode="json")
+        return found
+
+    async def kv_event_sources(self) -> dict[str, Any]:
+        from pydantic_core import to_jsonable_python
+
+        found: dict[str, Any] = to_jsonable_python(self._client.get_kv_event_sources())
+        return found
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
@@ -189,13 +212,14 @@ async def start(
     try:
         args = await in_thread(parse, arguments)
         note(Step.LOADING)
-        client = await in_thread(_build, args)
+        in_flight: dict[str, Any] = {}
+        client = await in_thread(_build, args, in_flight)
         note(Step.PREPARING)
-        engine = await _serve(client, args)
+        engine = await _serve(client, args, in_flight)
         note(Step.WARMING_UP)
-        await _warm_up(engine.app, engine.task)
+        await _warm_up(engine)
         if args.kv_transfer_config:
-            await _measure(engine.app, client.model_config)
+            await _measure(engine, client.model_config)
         if verification and engine.task == "generate":
             engine.verify(verification)
     except EngineError:
@@ -209,8 +233,7 @@ def _import() -> None:
     # Everything that a later step imports, so that none of them holds up the event loop.
     from serving.engine.requests import forms
 
-    forms.mend()  # before vLLM's routes are imported
-    import vllm.entrypoints.generate.api_router
+    forms.mend()  # before what reads requests is made of their models
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.entrypoints.launchers.cli_args
@@ -250,7 +273,10 @@ def _parser() -> Any:
     return make_arg_parser(Parser())
 
 
-def _build(args: Namespace) -> Any:
+def _build(args: Namespace, in_flight: dict[str, Any]) -> Any:
+    """vLLM's client of an engine that it starts. in_flight: the calls, which the client's outputs
+    are told to (calls.Calls). Raises EngineError where this vLLM's outputs cannot be told.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
     from vllm.renderers import ChatParams
@@ -258,6 +284,12 @@ def _build(args: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from serving.engine.patches.frontend import outputs
+
+    if why := outputs.why_not():
+        raise EngineError(f"{why}: tokens would be counted for nobody, so it is not started")
+    if not outputs.is_quick():
+        log.warning("this vLLM makes an output object of every token, which is slower")
     # Ctrl-C reaches every process of a terminal's group. The engine's processes inherit this
     # thread's mask and never see it: they are to work on while requests drain. Python's resource
     # tracker unblocks the signal where it is started, so it is started first.
@@ -272,6 +304,7 @@ def _build(args: Namespace) -> Any:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
         disable_log_stats=engine_args.disable_log_stats,
     )
+    outputs.install(client, in_flight)
     # init_app_state() does this too, on the event loop, where it would hold up /ping for as long as
     # a second tokenizer takes to load; done once, it is quick.
     client.renderer.warmup(
@@ -290,66 +323,120 @@ takes a tenth of a short request's CPU time, on the ceiling bench.
 """
 
 
-async def _serve(client: Any, args: Namespace) -> VllmEngine:
-    """Wrap the engine in the routes of vLLM's API that Slipway answers with.
+async def _serve(client: Any, args: Namespace, in_flight: dict[str, Any]) -> VllmEngine:
+    """Build vLLM's serving objects, and what answers calls with them.
 
-    vLLM's own build_app() also mounts its administration, and runs any model.py it finds in the
-    model folder as a SageMaker script; a model.py there is LMI's business.
+    vLLM's HTTP app is not built. It would mount its administration, and run any model.py that it
+    finds in the model folder as a SageMaker script; a model.py there is LMI's business.
     """
-    from fastapi import FastAPI
-    from vllm.entrypoints.generate.api_router import register_generate_api_routers
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.utils.server_utils import lifespan
-    from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
-    from vllm.entrypoints.serve.instrumentator.basic import kv_event_sources
-    from vllm.entrypoints.serve.instrumentator.metrics import attach_router as attach_metrics
-    from vllm.entrypoints.serve.tokenize.api_router import detokenize, tokenize
 
     tasks = await client.get_supported_tasks()
     hears = _TRANSCRIPTION in tasks
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.args = args
-
-    def attach() -> None:
-        from serving.engine import error_handlers
-        from serving.engine.requests.pooling import JSON_ONLY
-        from serving.engine.requests.pooling import attach as attach_pooling
-        from serving.engine.speech.routes import attach as attach_speech
-
-        attach_metrics(app)
-        attach_models(app)
-        app.add_api_route(KV_EVENT_SOURCES, kv_event_sources)
-        if "generate" in tasks:
-            register_generate_api_routers(app)
-        attach_pooling(app, tasks, client.model_config)
-        if hears:
-            attach_speech(app)
-        for path, endpoint in ((TOKENIZE, tokenize), (DETOKENIZE, detokenize)):
-            app.add_api_route(path, endpoint, methods=["POST"], dependencies=JSON_ONLY)
-        error_handlers.attach(app)
-
-    await in_thread(attach)
+    app = SimpleNamespace(state=State({"args": args}))  # as much of an app as vLLM looks at
+    await in_thread(_prepare, hears)
     await client.reset_mm_cache()
     await init_app_state(client, app.state, args, tasks)
-    from serving.engine.direct import Direct
+    from serving.engine.calls import Calls
     from serving.engine.requests import agents, refusals, tools
-    from serving.engine.speech.routes import keep_tenants_apart
 
     reasoning = client.vllm_config.reasoning_config
     agents.mend(app.state, thinks=bool(reasoning and reasoning.enabled))
     tools.bind(app.state, args)
-    refusals.mend(app.state, lambda: bool((usage := USAGE.get()) and usage.is_constrained))
-    if hears:
-        keep_tenants_apart(app.state)
-    _tell_of_requests(client.output_processor)
-    _name_adapters_publicly(client.output_processor.lora_states)
+    refusals.mend(app.state, lambda it: getattr(it.engine_client, "is_constrained", False))
     _look_up_once(client.renderer)
+    state = app.state  # vLLM takes it off the app at the end
+    calls = Calls(
+        client, args, await in_thread(_routes, state, tasks, client), in_flight, prefilled
+    )
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))  # which freezes what the collector knows
     gc.set_threshold(*COLLECT)
     writing = next((it for it in ("generate", _TRANSCRIPTION) if it in tasks), None)
     task = writing or client.model_config.get_pooling_task(tasks)
-    return VllmEngine(app, Direct(app), client, task, hears, until_stopped)
+    return VllmEngine(state, calls, client, task, hears, until_stopped)
+
+
+def _prepare(hears: bool) -> None:
+    """What has to be there before vLLM builds its serving objects."""
+    from serving.engine.patches.frontend import chat_parsers
+
+    if not chat_parsers.applies():
+        log.warning("this vLLM's chats with tools or reasoning are rendered by it, which is slower")
+    chat_parsers.install()
+    if hears:
+        from serving.engine.speech import routes as speech
+
+        speech.limit()
+
+
+def _routes(state: Any, tasks: tuple[str, ...], client: Any) -> Mapping[str, Any]:
+    """Path → how it is answered (calls.Route), of all that the model does. The types of requests
+    and answers are vLLM's.
+    """
+    from pydantic import TypeAdapter
+    from vllm.entrypoints.anthropic.protocol import (
+        AnthropicCountTokensRequest,
+        AnthropicMessagesRequest,
+    )
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
+
+    from serving.engine.calls import Route
+    from serving.engine.requests import pooling
+
+    found: dict[str, Route] = {}
+
+    def add(path: str, kind: Any, name: str, create: str, **more: Any) -> None:
+        if (serving := getattr(state, name, None)) is None:
+            return
+        # As FastAPI does, whose words some faults have.
+        read = functools.partial(TypeAdapter(kind).validate_python, from_attributes=True)
+
+        def answer(serving: Any, request: Any, raw: Any) -> Any:
+            return getattr(serving, create)(request, raw)
+
+        found[path] = Route(lambda call: read(call.request), serving, answer, **more)
+
+    for path, (kind, name) in pooling.kinds(tasks, client.model_config).items():
+        add(path, kind, name, "__call__")
+    of_chats, of_messages = "openai_serving_chat", "anthropic_serving_messages"
+    whole, tokens = {"exclude_none": True}, "serving_tokenization"
+    if "generate" in tasks:
+        add(COMPLETIONS, CompletionRequest, "openai_serving_completion", "create_completion")
+        add(CHAT_COMPLETIONS, ChatCompletionRequest, of_chats, "create_chat_completion")
+        add(
+            *(RESPONSES, ResponsesRequest, "openai_serving_responses", "create_responses"),
+            dump={"by_alias": True},
+            event=_named_event,
+        )
+        add(MESSAGES, AnthropicMessagesRequest, of_messages, "create_messages", dump=whole)
+        add(COUNT_TOKENS, AnthropicCountTokensRequest, of_messages, "count_tokens", dump=whole)
+    add(TOKENIZE, TokenizeRequest, tokens, "create_tokenize")
+    add(DETOKENIZE, DetokenizeRequest, tokens, "create_detokenize")
+    if _TRANSCRIPTION in tasks:
+        from serving.engine.speech import routes as speech
+
+        for path, make, name, create in (
+            *((TRANSCRIPTIONS, speech.transcription, "transcription", speech.transcribe),),
+            *((TRANSLATIONS, speech.translation, "translation", speech.translate),),
+        ):
+            read = functools.partial(_read_form, make)
+            found[path] = Route(read, getattr(state, f"openai_serving_{name}"), create)
+    return found
+
+
+def _named_event(event: Any) -> str:
+    """An event of Responses, as vLLM's HTTP app writes it."""
+    data = event.model_dump_json(indent=None, by_alias=True)
+    return f"event: {getattr(event, 'type', 'unknown')}\ndata: {data}\n\n"
+
+
+def _read_form(make: Any, call: Call) -> Any:
+    return make(call.request, call.file or b"")
 
 
 def _look_up_once(renderer: Any) -> None:
@@ -364,133 +451,58 @@ def _look_up_once(renderer: Any) -> None:
         renderer.get_eos_token_id = lambda: end
 
 
-def _tell_of_requests(processor: Any) -> None:
-    """Have what reads vLLM's outputs tell USAGE and WRITTEN of the requests that it gets.
-
-    Their states know the tokens of streams, too, and of requests that are broken off, when no
-    answer says how many there were. They count as in vLLM's series: a prompt when it is computed,
-    and once for all of its `n` answers.
-    """
-    from serving.engine.direct import WRITTEN
-
-    processor_class: Any = type(processor)
-    processor.canary = None
-
-    class Counted(processor_class):  # type: ignore[misc]  # vLLM is not type-checked
-        canary: "Canary | None"
-
-        def add_request(self, request: Any, *rest: Any, **more: Any) -> None:
-            super().add_request(request, *rest, **more)
-            if self.canary:
-                self.canary.begin(request)
-                self.request_states[request.request_id].asked = request
-            if written := WRITTEN.get():
-                written.begin(self.request_states[request.request_id])
-            if usage := USAGE.get():
-                state = self.request_states[request.request_id]
-                usage.sources.append(functools.partial(_tokens, state, time.monotonic()))
-                usage.paces.append(functools.partial(_pace, state))
-                if getattr(request.sampling_params, "structured_outputs", None):
-                    usage.is_constrained = True
-
-        def process_outputs(self, outputs: Any, *rest: Any, **more: Any) -> Any:
-            if self.canary:
-                for it in outputs:
-                    if it.prefill_stats and it.prefill_stats.num_external_cached_tokens:
-                        state = self.request_states.get(it.request_id)
-                        self.canary.hit(getattr(state, "asked", None), len(self.request_states))
-            return super().process_outputs(outputs, *rest, **more)
-
-    processor.__class__ = Counted
-
-
-def _name_adapters_publicly(states: Any) -> None:
-    """Have vllm:lora_requests_info name adapters as requests do: gateways route by it (the model
-    server protocol of Kubernetes' inference extension).
-    """
-    states_class: Any = type(states)
-
-    class PublicNames(states_class):  # type: ignore[misc]  # vLLM is not type-checked
-        def update_scheduler_stats(self, stats: Any) -> None:
-            super().update_scheduler_stats(stats)
-            if stats is not None:
-                stats.waiting_lora_adapters = _public(stats.waiting_lora_adapters)
-                stats.running_lora_adapters = _public(stats.running_lora_adapters)
-
-    states.__class__ = PublicNames
-
-
-def _public(counts: Mapping[str, int]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for inner, count in counts.items():
-        found[inner.rpartition("@")[0] or inner] += count
-    return dict(found)
-
-
-def _tokens(state: Any, began: float) -> Tokens:
-    """What is known of a request's tokens. began: when vLLM was given it, by the clock."""
-    if state.is_prefilling:
-        return Tokens(0 if state.request_index else _computed_about(state.prompt_len, began))
-    generated = state.detokenizer.num_output_tokens() if state.detokenizer else 0
-    if state.request_index:  # its prompt is the first one's
-        return Tokens(generated=generated)
-    return Tokens(state.prompt_len, state.num_cached_tokens, generated)
-
-
-def _computed_about(length: int, began: float) -> int:
-    """Tokens of a prompt that are computed before its first token is there. vLLM computes long ones
-    in chunks and tells of none, so this follows from the time, and from how fast prompts were.
-    """
-    before = prefilled()
-    if not before.seconds:
-        return 0
-    return min(length, int((time.monotonic() - began) * before.tokens / before.seconds))
-
-
-def _pace(state: Any) -> Pace | None:
-    stats = state.stats  # None where the operator has switched vLLM's statistics off
-    if stats is None or not stats.num_generation_tokens:
-        return None
-    further = stats.num_generation_tokens - 1
-    between = (stats.last_token_ts - stats.first_token_ts) / further if further else None
-    return Pace(stats.arrival_time + stats.first_token_latency, between)
-
-
-async def _warm_up(app: ASGIApp, task: str) -> None:
+async def _warm_up(engine: VllmEngine) -> None:
     """Have the engine answer once. vLLM's own health says nothing of whether it can."""
     prompt = "Say that you are ready."
-    if task == "generate":
+    file = None
+    if engine.task == "generate":
         # Drawn at random and with log probabilities: vLLM compiles both at their first use.
         path, body = COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "logprobs": 0}
-    elif task == "embed":
+    elif engine.task == "embed":
         path, body = EMBEDDINGS, {"input": prompt}
-    elif task == "classify":
+    elif engine.task == "classify":
         path, body = CLASSIFY, {"input": prompt}
-    elif task == _TRANSCRIPTION:
-        path, body = TRANSCRIPTIONS, {"language": "en"}
+    elif engine.task == _TRANSCRIPTION:
+        path, body, file = TRANSCRIPTIONS, {"language": "en"}, _silence()
     else:
         return
-    answer = await _post(app, path, body)
-    if answer.status_code != 200:
-        raise EngineError(f"the first generation failed: {answer.text}")
+    if error := await _ask(engine, path, body, file):
+        raise EngineError(f"the first generation failed: {error}")
 
 
-async def _measure(app: ASGIApp, model: Any) -> None:
+async def _measure(engine: VllmEngine, model: Any) -> None:
     """Have the engine compute a prompt that no cache has, so that prefilled() shows its speed.
 
     Without it an engine whose prompts all come from a slow store would never know better.
     """
     tokens = [random.randrange(256, min(model.get_vocab_size(), 1256)) for _ in range(MEASURED)]
     body = {"prompt": tokens[: model.max_model_len - 1], "max_tokens": 1}
-    await _post(app, COMPLETIONS, body)
+    await _ask(engine, COMPLETIONS, body)
 
 
-async def _post(app: ASGIApp, path: str, body: dict[str, Any]) -> httpx.Response:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-        if path == TRANSCRIPTIONS:
-            return await client.post(path, data=body, files={"file": _silence()}, timeout=None)
-        return await client.post(path, json=body, timeout=None)
+async def _ask(
+    engine: VllmEngine, path: str, body: dict[str, Any], file: bytes | None = None
+) -> ServingError | None:
+    """Have a call of our own answered, which is no stream. Returns its error."""
+    sink: Any = _Heard()
+    await engine.generate(Call(path, body, 0, Cancellation(), "slipway", file), sink)
+    found: ServingError | None = sink.error
+    return found
+
+
+class _Heard:
+    """As much of a sink as a call needs that is no stream, listening for an error alone."""
+
+    error: ServingError | None = None
+
+    def begin(self, usage: Usage) -> None:
+        pass
+
+    async def answer(self, *answer: Any) -> None:
+        pass
+
+    async def fail(self, error: ServingError) -> None:
+        self.error = error
 
 
 def _silence() -> bytes:

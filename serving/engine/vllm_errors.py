@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error answers of vLLM's → our exceptions, in messages that repeat nothing of the prompt."""
+"""Errors of vLLM's → our exceptions, in messages that repeat nothing of the prompt."""
 
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from lmi_config.options.declared import flags
+from serving.engine.base import Call, public_name
 from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, ServingError
 
 _PROMPT_KEYS = (
@@ -48,18 +47,16 @@ def _variable(flag: str) -> str:
     return f"{known[positive][0]}=false" if positive in known else flag
 
 
-def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
-    """The exception for an error that the engine answered in OpenAI's shape.
+def from_engine(status: int, message: str, parameter: str | None, call: Call) -> ServingError:
+    """The exception for an error of the engine's.
 
-    vLLM likes to repeat what it was sent; a message that repeats the prompt is not passed on.
+    vLLM likes to repeat what it was sent; a message that repeats the prompt is not passed on. It
+    names adapters by their inner names; clients know their own.
     """
-    try:
-        error = msgspec.json.decode(answer)["error"]
-        message, parameter = str(error["message"]), error.get("param")
-    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
-        message, parameter = "the engine answered with an error", None
+    if call.adapter:
+        message = message.replace(call.adapter, public_name(call.adapter))
     message = by_options(message)
-    if _repeats_prompt(message, request):
+    if _repeats_prompt(message, call.body):
         why = "; the engine's reason has too much of it to be passed on" * (len(message) > _LONGEST)
         message = f"{parameter or 'the request'} is not valid{why}"
     if status == 404:
@@ -71,7 +68,7 @@ def from_engine(status: int, answer: bytes, request: bytes) -> ServingError:
     return BadRequest(message, parameter)
 
 
-def _repeats_prompt(message: str, request: bytes) -> bool:
+def _repeats_prompt(message: str, body: Mapping[str, Any]) -> bool:
     """Whether a message has a text of the request's prompt in it, or a piece of one.
 
     A text's beginning is found in any length, another piece where it has twice _PIECE characters.
@@ -79,10 +76,6 @@ def _repeats_prompt(message: str, request: bytes) -> bool:
     """
     if len(message) > _LONGEST:
         return True
-    try:
-        body = msgspec.json.decode(request, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
     readings = (message, _ESCAPE.sub(_unescaped, message))
     foreign = frozenset(word for reading in readings for word in _foreign(reading))
     pieces = {

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies: how they are received, how much of them is held, and how they are written at once."""
 
-from typing import Protocol
+from collections.abc import Awaitable
+from typing import Protocol, cast
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from serving.cancellation import ClientLeft
 from serving.errors import Overloaded, ServingError, TooLarge
@@ -11,9 +12,6 @@ from serving.errors import Overloaded, ServingError, TooLarge
 HELD = 2**30
 """Bytes of bodies that are held at once, for all requests, but for the first FREE of each."""
 FREE = 64 * 1024
-
-WRITER = "slipway.writer"
-"""The key of a scope under which a Writer stands, where there is one."""
 
 
 class Writer(Protocol):
@@ -24,6 +22,21 @@ class Writer(Protocol):
 
     def write(self, part: bytes) -> None:
         """Write a part, right after takes() has said so."""
+
+
+class Sender(Writer, Protocol):
+    """A connection's own `send`. refusal: why the request cannot be read, where that is so: ASGI
+    has no other way to say it.
+    """
+
+    refusal: ServingError | None
+
+    def __call__(self, message: Message) -> Awaitable[None]: ...
+
+
+def sender(send: Send) -> Sender | None:
+    """The connection's own `send`, where this is it, and nothing stands between."""
+    return cast(Sender, send) if hasattr(send, "refusal") else None
 
 
 def header(scope: Scope, name: bytes) -> bytes:

@@ -2,7 +2,7 @@
 """HTTP/1.1 as `serve` speaks it: uvicorn's connections, with limits to size, time and number.
 
 The app answers what is wrong with a request, like every other error: a request that cannot be read
-reaches it with the error as `scope["slipway.refusal"]`, and for one whose body cannot be read
+reaches it with a `send` that has the error (bodies.Sender), and for one whose body cannot be read
 `receive` raises the error.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import socket
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, cast
 
 import httptools
@@ -36,7 +36,6 @@ from serving.errors import (
     ServingError,
     TooSlow,
 )
-from serving.http.bodies import WRITER
 from serving.http.listener import Listener
 from serving.http.rules import (
     AHEAD,
@@ -270,8 +269,10 @@ class Connection(HttpToolsProtocol):
 
     # requests and answers
 
-    def _take(self, keep_alive: bool) -> None:
-        """Have the request whose head was read answered, after those before it."""
+    def _take(self, keep_alive: bool, refusal: ServingError | None = None) -> None:
+        """Have the request whose head was read answered, after those before it. refusal: with this
+        error, where it cannot be read.
+        """
         self.cycle = cycle = Cycle(
             scope=self.scope,
             transport=self.transport,
@@ -285,6 +286,7 @@ class Connection(HttpToolsProtocol):
             keep_alive=keep_alive and not self._retired,
             on_response=self.on_response_complete,
         )
+        cycle.refusal = refusal
         self._cycles.append(cycle)
         if len(self._cycles) == 1:
             self._place.busy()
@@ -324,8 +326,8 @@ class Connection(HttpToolsProtocol):
             scope = cast(dict[str, Any], self.scope)
             scope["method"] = self.parser.get_method().decode() if path else "GET"
             scope.setdefault("path", path if path.startswith("/") else "/")
-            scope |= {"raw_path": b"", "query_string": b"", "slipway.refusal": error}
-            self._take(keep_alive=False)
+            scope |= {"raw_path": b"", "query_string": b""}
+            self._take(keep_alive=False, refusal=error)
             cycle = cast(Cycle, self.cycle)
         cycle.break_off(error, self._linger)
 
@@ -385,13 +387,18 @@ class Cycle(RequestResponseCycle):
     _until_closed = False
     """Whether the connection's end is the end of the answer's body."""
 
+    refusal: ServingError | None = None
+    """Why the request cannot be read (Sender)."""
+
     async def run_asgi(self, app: ASGI3Application) -> None:
-        scope = cast(dict[str, Any], self.scope)
-        scope[WRITER] = self
-        try:
-            await super().run_asgi(app)
-        finally:
-            del scope[WRITER]  # they would keep each other
+        async def with_sender(scope: Any, receive: Any, _: Any) -> None:
+            await app(scope, receive, self)
+
+        await super().run_asgi(with_sender)
+
+    def __call__(self, message: ASGISendEvent) -> Awaitable[None]:
+        """As send()."""
+        return self.send(message)
 
     async def send(self, message: ASGISendEvent) -> None:
         # Uvicorn waits here, too; what others write meanwhile would be taken for the head.

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -223,7 +224,6 @@ class _Adapters(msgspec.Struct):
 
 
 _read_adapters = msgspec.json.Decoder(_Adapters).decode
-_read_values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_fields = msgspec.json.Decoder(RequestFields).decode
 
 
@@ -257,39 +257,41 @@ def fields_of_json(body: bytes) -> RequestFields | None:
         return None
 
 
-def with_keys(body: bytes, **keys: object) -> bytes:
-    """The JSON object with these keys, whatever it had under them: the last of two equal keys
-    counts (vLLM reads bodies with Python's json). What is no object stays as it is.
-    """
-    start = body.rstrip()
-    if not keys or not start.endswith(b"}"):
-        return body
-    start = start[:-1].rstrip()
-    comma = b"" if start.endswith(b"{") else b","
-    return b"".join((start, comma, msgspec.json.encode(keys)[1:]))
+def fields_of(values: Mapping[str, Any]) -> RequestFields:
+    """What a call says that a format has made of a body that was read."""
+    known = _RAW & values.keys()
+    raw = {name: msgspec.Raw(msgspec.json.encode(values[name])) for name in known}
+    return RequestFields(model=values.get("model"), **raw)
 
 
-def with_structured_outputs(body: bytes, found: RequestFields) -> bytes:
-    """The body of a completion or chat, with `structured_outputs` for one of the GUIDED keys: vLLM
-    would ignore it, and answer freely. found: what the body says. Raises BadRequest where there is
-    more than one constraint.
+_RAW = {*RequestFields.__struct_fields__} - {"model", "request_type"}
+
+
+def guided(found: RequestFields) -> str | None:
+    """The GUIDED key by which a completion or chat has a constraint, if one: vLLM would ignore it,
+    and answer freely. Raises BadRequest where there is more than one constraint.
     """
     keys = (*GUIDED, "structured_outputs", "response_format")
     asked, *others = [key for key in keys if given(getattr(found, key))] or [""]
     if asked not in GUIDED:
-        return body
+        return None
     if others:
         raise BadRequest(
             f"{asked} and {others[0]} cannot both constrain an answer; send one of them", others[0]
         )
-    try:
-        values = read(_read_values, body)
-    except FormatError as error:  # names of keys were not looked at before
-        raise bad_request(error) from None
-    for key in (*GUIDED, *_GUIDING):
-        values.pop(key, None)
-    constraint = {GUIDED[asked]: getattr(found, asked)}
-    return msgspec.json.encode({**values, "structured_outputs": constraint})
+    return asked
+
+
+def as_structured_outputs(found: RequestFields, key: str) -> RequestFields:
+    """The fields of the same body with a GUIDED key as `structured_outputs`."""
+    constraint = b'{"%b":%b}' % (GUIDED[key].encode(), bytes(getattr(found, key)))
+    return msgspec.structs.replace(found, structured_outputs=msgspec.Raw(constraint))
+
+
+def with_structured_outputs(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The body with a GUIDED key as `structured_outputs`."""
+    left = {name: it for name, it in body.items() if name not in GUIDED and name not in _GUIDING}
+    return {**left, "structured_outputs": {GUIDED[key]: body[key]}}
 
 
 def given(value: msgspec.Raw) -> bool:

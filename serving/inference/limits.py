@@ -26,7 +26,7 @@ from serving.inference.fields import (
     length,
     prompts,
 )
-from serving.protocol import REQUEST_ID, TRACE_CONTEXT, VLLM_SESSION_ID
+from serving.protocol import VLLM_SESSION_ID
 
 T = TypeVar("T")
 
@@ -91,18 +91,6 @@ PROMPT_LOGPROBS = 16 * 1024 * 1024
 """Bytes of the prompts, times `n`, times the log probabilities of each token: vLLM makes an object
 of each, some 200 bytes large, before it answers.
 """
-HEADERS = frozenset(
-    (
-        *(b"content-type", b"content-length", REQUEST_ID),
-        *(*TRACE_CONTEXT, VLLM_SESSION_ID),
-    )
-)
-"""All that the engine may see of a request's headers.
-
-By others vLLM (0.32) lets clients choose their rank and their place in the queue, and tells them
-the engine's load.
-"""
-
 KEPT = {
     "previous_response_id": "send the whole conversation as input",
     "prompt": "send its text as instructions or input",

@@ -19,13 +19,12 @@ import json
 import re
 import socket
 import ssl
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import httpx
 from PIL import Image, UnidentifiedImageError
 
-from handlers.records import TOO_DEEP
 from serving.aio import in_thread
 from serving.errors import BadRequest
 from serving.inference.fields import PAIRS
@@ -41,30 +40,21 @@ _CONVERSATIONS = ("messages", "input")
 """Keys of the parts that media may be in, as PAIRS are: limits.py lets both have so many."""
 
 
-async def prepared(
-    body: bytes,
+async def prepare(
+    request: Mapping[str, Any],
     allowed: Collection[str],
     limit: int,
     sharers: str | None = None,
     pairs: bool = False,
-) -> bytes:
-    """The JSON body of a request as the engine may have its media.
+) -> None:
+    """Change a request so that the engine may have its media.
 
     allowed: hosts that media may come from, by their names in DNS, in any case, or ANY. limit:
     bytes that all fetched media of the request may have. sharers: what the clients have in common
     that share KV caches, or None where all do. pairs: whether the engine compares texts, which have
-    the media then. A body without media is returned as it came, and so is one that is not JSON.
-    Raises BadRequest for media that may not or cannot be fetched, or are too many or too large.
+    the media then. Raises BadRequest for media that may not or cannot be fetched, or are too many
+    or too large.
     """
-    if not _may_have_media(body):
-        return body
-    with _nesting():
-        try:
-            request = json.loads(body)  # as vLLM reads it: of two equal keys the last one counts
-        except ValueError:
-            return body
-    if not isinstance(request, dict):
-        return body
     arguments = request.get("mm_processor_kwargs")
     if arguments and await in_thread(_has_place, arguments):
         raise BadRequest("mm_processor_kwargs may name no URLs or files", "mm_processor_kwargs")
@@ -74,23 +64,20 @@ async def prepared(
         if _is_of_messages(part) or not part.keys().isdisjoint(_OF_MEDIA)
     ]
     if not parts:
-        return body
+        return
     for part in filter(_is_of_messages, parts):
         _as_url(part["source"])
     _require_few(parts)
-    fetched = await _fetch_all(_remote(parts, {name.lower() for name in allowed}), limit)
-    if not await in_thread(_looked_at, parts, sharers) and not fetched:
-        return body
-    with _nesting():
-        return json.dumps(request, separators=(",", ":")).encode()
+    await _fetch_all(_remote(parts, {name.lower() for name in allowed}), limit)
+    await in_thread(_look_at, parts, sharers)
 
 
 # Only letters and the underscore matter: an escape of anything else is in no key that is looked at.
 _ESCAPED_LETTER = re.compile(rb"\\u00[567]")
 
 
-def _may_have_media(body: bytes) -> bool:
-    """Whether it is worth reading. Python's json takes UTF-16 and UTF-32 too."""
+def may_have_media(body: bytes) -> bool:
+    """Whether a JSON body is worth preparing. Python's json takes UTF-16 and UTF-32 too."""
     return (
         b'_url"' in body
         or b'uuid"' in body
@@ -101,15 +88,6 @@ def _may_have_media(body: bytes) -> bool:
         or json.detect_encoding(body) not in ("utf-8", "utf-8-sig")
         or _ESCAPED_LETTER.search(body) is not None
     )
-
-
-@contextlib.contextmanager
-def _nesting() -> Iterator[None]:
-    # Refused here, since the engine might have more of the stack left and read it after all.
-    try:
-        yield
-    except RecursionError:
-        raise BadRequest(TOO_DEEP, "messages") from None
 
 
 def _has_place(value: Any) -> bool:
@@ -224,10 +202,10 @@ _BY_TYPE = {**{key: key for key in _KEYS}, "input_image": "image_url"}
 _OF_MEDIA = {*_KEYS, "uuid"}
 
 
-def _looked_at(parts: list[dict[str, Any]], sharers: str | None) -> bool:
+def _look_at(parts: list[dict[str, Any]], sharers: str | None) -> None:
     """_require_pixels() and _rename(): decoding and digests of some megabytes take their time."""
     _require_pixels(parts)
-    return _rename(parts, sharers)
+    _rename(parts, sharers)
 
 
 def _require_few(parts: list[dict[str, Any]]) -> None:
@@ -360,10 +338,10 @@ def _checked(text: str, allowed: Collection[str]) -> httpx.URL:
     return url
 
 
-async def _fetch_all(media: list[_Media], limit: int) -> bool:
-    """Put media where their URLs are, and say whether there were any. Raises BadRequest."""
+async def _fetch_all(media: list[_Media], limit: int) -> None:
+    """Put media where their URLs are. Raises BadRequest."""
     if not media:
-        return False
+        return
     budget = _Budget(limit)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -372,7 +350,7 @@ async def _fetch_all(media: list[_Media], limit: int) -> bool:
     except* BadRequest as group:
         failure = group.exceptions[0]
     else:
-        return True
+        return
     raise failure
 
 

@@ -4,8 +4,9 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.types import Receive, Send
@@ -19,21 +20,22 @@ from lmi_config.plan import kv_tiers
 from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
-from serving.engine.base import HANDED_OVER, USAGE, Engine, Usage
+from serving.engine.base import HANDED_OVER, Call, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
-from serving.engine.requests.names import NAME
 from serving.engine.speech import sound
 from serving.errors import BadRequest, NotFound, NotReady, Shed
-from serving.http.bodies import WRITER, Bodies, header
+from serving.http.bodies import Bodies, header
 from serving.inference import limits, media
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
 from serving.inference.fields import (
     RequestFields,
+    as_structured_outputs,
     bad_request,
     fields,
+    fields_of,
     formats,
-    with_keys,
+    guided,
     with_structured_outputs,
 )
 from serving.inference.queue import QUEUED, SHED, FairQueue, Ticket
@@ -152,7 +154,7 @@ class Pipeline:
                 admitted.go_on()
                 yield ClientRequest(
                     *(call.scope, call.send, admitted, call.record, call.errors, body),
-                    writer=call.scope.get(WRITER),
+                    writer=call.writer,
                     transfer=transfer,
                 )
             finally:
@@ -212,8 +214,7 @@ class Pipeline:
     async def run(self, request: InferenceRequest) -> None:
         """Have the engine answer a request in its turn. Raises ServingError and ClientLeft.
 
-        What the request waits for is cancelled where it ends early. The engine sees to that itself
-        (CANCELLATION), or hears of it as of a client that leaves.
+        What the request waits for is cancelled where it ends early, and so is the engine's work.
         """
         if self.code and self.code.alone:
             raise NotFound(NO_ENGINE)
@@ -224,36 +225,39 @@ class Pipeline:
             with request.cancellation.raising():
                 request = await self._formatted(request, adapter)
                 try:
-                    call, sequences = await self._engine_call(request, adapter)
+                    form, call, sequences = await self._engine_call(request, adapter)
                 except RecursionError:  # its parts are read anew, with less of the stack left
                     raise BadRequest(TOO_DEEP) from None
                 if call.path in protocol.AGENTS_PATHS:
                     request = dataclasses.replace(request, framing=NAMED_EVENTS)
                 ticket = await self._turn(request, sequences)
-            usage = Usage()
-            before = USAGE.set(usage)
+            relay = self._relay(request, form, adapter)
             try:
                 if self.engine.failure:
                     raise NotReady("the engine failed while the request waited for it")
                 if request.background:
                     request.cancellation.end_after_now(self._settings.stream_timeout)
                 request.begun()
-                await self._answered(request, call, adapter, usage)
+                await self._answered(request, call, adapter, relay)
             finally:
-                USAGE.reset(before)
                 self._queue.leave(ticket)
-                self._account(request, adapter, usage)
+                self._account(request, adapter, relay.usage)
+
+    def _relay(self, request: InferenceRequest, form: EngineCall, adapter: Adapter | None) -> Relay:
+        """What passes the engine's answer on, in the form that the request's format has for it."""
+        prefill = request.client.record.caller.phase == "prefill"
+        formatter = None if prefill else self._code(adapter, "output")
+        formatted = bool(formatter or self._code(adapter, "input"))
+        return Relay(request, form, adapter, formatter, formatted=formatted)
 
     async def _answered(
-        self, request: InferenceRequest, call: EngineCall, adapter: Adapter | None, usage: Usage
+        self, request: InferenceRequest, call: Call, adapter: Adapter | None, relay: Relay
     ) -> None:
         """Have the engine answer, which is a part of the request's trace."""
-        record = request.client.record
-        formatter = None if record.caller.phase == "prefill" else self._code(adapter, "output")
-        formatted = bool(formatter or self._code(adapter, "input"))
-        trace = record.trace
+        call = dataclasses.replace(call, steps=relay.takes_steps)
+        trace = request.client.record.trace
         if not trace:
-            await Relay(request, call, adapter, formatter, formatted=formatted).run(self.engine.app)
+            await relay.run(self.engine, call)
             return
         operation = OPERATIONS.get(call.path) or call.path.rpartition("/")[2]
         model = adapter.name if adapter else self._model_name
@@ -263,15 +267,16 @@ class Pipeline:
                 gen_ai__provider__name="vllm",
                 gen_ai__request__model=model,
             )
-            context = span.headers()
-            relay = Relay(request, call, adapter, formatter, context, formatted=formatted)
+            if context := span.headers():
+                call = dataclasses.replace(call, trace=_texts(context))
             try:
-                await relay.run(self.engine.app)
+                await relay.run(self.engine, call)
             finally:
+                tokens = relay.usage.tokens
                 span.note(
-                    gen_ai__usage__input_tokens=usage.tokens.prompt,
-                    gen_ai__usage__output_tokens=usage.tokens.generated,
-                    gen_ai__usage__cache_read__input_tokens=usage.tokens.cached,
+                    gen_ai__usage__input_tokens=tokens.prompt,
+                    gen_ai__usage__output_tokens=tokens.generated,
+                    gen_ai__usage__cache_read__input_tokens=tokens.cached,
                 )
 
     def _account(self, request: InferenceRequest, adapter: Adapter | None, usage: Usage) -> None:
@@ -363,77 +368,116 @@ class Pipeline:
 
     async def _engine_call(
         self, request: InferenceRequest, adapter: Adapter | None
-    ) -> tuple[EngineCall, int]:
-        """The request as the engine takes it, with what only the server knows: the adapter's inner
-        name, salts, media; and how many sequences it is.
+    ) -> tuple[EngineCall, Call, int]:
+        """The request as its format has read it; the call that the engine gets, with what the
+        server decides in the place of the client's; and how many sequences it is. Raises
+        BadRequest.
         """
         settings = self._settings
+        form, found, constraint = self._parsed(request, adapter)
+        path, scope = form.path, request.client.scope
+        self._check(request, path, found)
+        inner = adapter.inner if adapter else None
+        salt = kv_salt.digest(self.tenant(request.client), found.salt(), inner)
+        nameless = salt and path in protocol.AGENTS_PATHS
+        sequences = found.sequences(path)
+        if request.form:
+            sequences *= await self._windows(request.form)
+            body = request.form.values()
+        else:
+            body = await self._with_media(form, salt)
+        if constraint:
+            body = with_structured_outputs(body, constraint)
+        caller = request.client.record.caller
+        if adapter:
+            request.client.record.adapter = adapter.name
+        elif request.adapter == "" or (
+            # It has to be there in Anthropic's shape, and is not where SageMaker is asked.
+            not request.parse and path == protocol.MESSAGES and not found.model
+        ):
+            body["model"] = self._model_name
+        else:
+            self._require_known(found.model)
+        transfer: Mapping[str, object] | None = None
+        if caller.phase == "prefill":
+            body |= _prompt_alone(path)
+            if kv_tiers.transfers(settings):
+                transfer = kv_transfer.offered(sequences)
+            form = dataclasses.replace(form, reply=None, steps=None)
+        elif caller.phase == "decode" and path in PROMPT_ALONE:
+            given = request.client.take_transfer() if sequences == 1 else None
+            transfer = given or {HANDED_OVER: True}
+        call = Call(
+            path,
+            body,
+            len(request.body),
+            request.cancellation,
+            header(scope, protocol.REQUEST_ID).decode("latin-1"),
+            file=request.form.file if request.form else None,
+            is_json=self._is_json(request, path),
+            adapter=inner,
+            salt=None if path in protocol.TOKENIZER_PATHS else salt,
+            name_medium=functools.partial(kv_salt.scoped_name, salt) if nameless else None,
+            priority=self._priority(request),
+            transfer=transfer,
+            trace=_texts(it for it in scope["headers"] if it[0] in protocol.TRACE_CONTEXT),
+            session=header(scope, protocol.VLLM_SESSION_ID).decode("latin-1") or None,
+        )
+        return form, call, sequences
+
+    def _parsed(
+        self, request: InferenceRequest, adapter: Adapter | None
+    ) -> tuple[EngineCall, RequestFields, str | None]:
+        """The request as its format reads it, what the engine's call says, and the key by which it
+        has a constraint that vLLM has under another. Raises BadRequest.
+        """
         request.fields.require_few_prompts()
         parse = request.parse or request.fields.parser(
-            formats(self.engine.embeds, settings.normalize, self.engine.classifies),
+            formats(self.engine.embeds, self._settings.normalize, self.engine.classifies),
             anthropic=bool(header(request.client.scope, protocol.ANTHROPIC_VERSION)),
         )
         try:
-            call = parse(request.body)
+            form = parse(request.body)
         except FormatError as error:
             raise bad_request(error) from None
-        if call.ignored:
-            request.client.record.ignored(call.ignored, lmi.KNOWN)
-        call_fields = request.fields if call.body is request.body else fields(call.body)
-        if call.path in (protocol.COMPLETIONS, protocol.CHAT_COMPLETIONS):
-            body = with_structured_outputs(call.body, call_fields)
-            if body is not call.body:
-                call, call_fields = dataclasses.replace(call, body=body), fields(body)
-        if call.path in protocol.AGENTS_PATHS:
+        if form.ignored:
+            request.client.record.ignored(form.ignored, lmi.KNOWN)
+        found = request.fields if isinstance(form.body, bytes) else fields_of(form.body)
+        if form.path in protocol.AGENTS_PATHS:
             self._require_no_formatter(adapter)
-        self._check(call, call_fields)
-        scope = request.client.scope
-        limits.check_headers(scope["headers"])
-        inner = adapter.inner if adapter else None
-        tenant = self.tenant(request.client)
-        salt = kv_salt.digest(tenant, call_fields.salt(), inner)
-        nameless = salt and call.path in protocol.AGENTS_PATHS
-        NAME.set(functools.partial(kv_salt.scoped_name, salt) if nameless else None)
-        sequences, body = call_fields.sequences(call.path), call.body
-        if request.form:
-            sequences *= await self._windows(request.form)
-        else:
+        constraint = None
+        if form.path in (protocol.COMPLETIONS, protocol.CHAT_COMPLETIONS):
+            constraint = guided(found)
+        if constraint:
+            found = as_structured_outputs(found, constraint)
+        return form, found, constraint
+
+    async def _with_media(self, form: EngineCall, salt: str | None) -> dict[str, Any]:
+        """The engine's request as values, with media that it may have. Raises BadRequest."""
+        sent = form.body
+        body = _values(sent) if isinstance(sent, bytes) else sent
+        if not isinstance(sent, bytes) or media.may_have_media(sent):
+            settings, pairs = self._settings, form.path in protocol.PAIRS_PATHS
             allowed = settings.allowed_media_domains
-            pairs = call.path in protocol.PAIRS_PATHS
-            body = await media.prepared(body, allowed, settings.max_request_size, salt, pairs)
-        keys: dict[str, object] = {}
-        if salt and call.path not in protocol.TOKENIZER_PATHS:
-            keys["cache_salt"] = salt
+            await media.prepare(body, allowed, settings.max_request_size, salt, pairs)
+        return body
+
+    def _priority(self, request: InferenceRequest) -> int | None:
+        """The request's place in the engine's queue; None where its body decides."""
+        if self._settings.engine.get("scheduling_policy") != "priority":
+            return None
         caller = request.client.record.caller
-        if settings.engine.get("scheduling_policy") == "priority":
-            if request.background:
-                keys["priority"] = LAST
-            elif caller.name or caller.priority:
-                keys["priority"] = caller.priority  # in the place of the client's own
-        if adapter:
-            request.client.record.adapter = adapter.name
-            keys["model"] = adapter.inner
-        elif request.adapter == "" or (
-            # It has to be there in Anthropic's shape, and is not where SageMaker is asked.
-            not request.parse and call.path == protocol.MESSAGES and not call_fields.model
-        ):
-            keys["model"] = self._model_name
-        else:
-            self._require_known(call_fields.model)
-        if caller.phase == "prefill":
-            keys |= _prompt_alone(call)
-            if kv_tiers.transfers(settings):
-                keys["kv_transfer_params"] = kv_transfer.offered(sequences)
-            call = dataclasses.replace(call, reply=None)
-        elif caller.phase == "decode" and call.path in PROMPT_ALONE:
-            given = request.client.take_transfer() if sequences == 1 else None
-            keys["kv_transfer_params"] = given or {HANDED_OVER: True}
-        if request.form:
-            body, kind = await in_thread(request.form.rendered, keys)
-            call = dataclasses.replace(call, body=body, content_type=kind)
-        elif keys or body is not call.body:
-            call = dataclasses.replace(call, body=with_keys(body, **keys))
-        return call, sequences
+        if request.background:
+            return LAST
+        return caller.priority if caller.name or caller.priority else None
+
+    def _is_json(self, request: InferenceRequest, path: str) -> bool:
+        """Whether the body has to be taken for JSON. On /invocations every body is JSON, whatever
+        its content type says.
+        """
+        scope = request.client.scope
+        kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
+        return path != scope["path"] or kind == b"application/json"
 
     def _require_known(self, model: str | None) -> None:
         """Raise NotFound for a name that is none of the base model's. The engine may know others,
@@ -456,16 +500,17 @@ class Pipeline:
             raise BadRequest(str(error), "file") from None
         return max(math.ceil(lasts / sound.WINDOW_S), 1)
 
-    def _check(self, call: EngineCall, found: RequestFields) -> None:
+    def _check(self, request: InferenceRequest, path: str, found: RequestFields) -> None:
         """Raise BadRequest for a call that the engine may not get."""
         limits.check(found, self._settings.trust_request_internals)
-        if call.path == protocol.RESPONSES:
+        if path == protocol.RESPONSES:
             limits.check_items(found)
             limits.check_kept(found)
-        elif call.path in protocol.PAIRS_PATHS:
+        elif path in protocol.PAIRS_PATHS:
             limits.check_pairs(found)
-        elif call.path in protocol.TOKENIZER_PATHS:
-            limits.check_tokenized(call.body)
+        elif path in protocol.TOKENIZER_PATHS:
+            limits.check_tokenized(request.body)
+        limits.check_headers(request.client.scope["headers"])
 
     async def _turn(self, request: InferenceRequest, sequences: int) -> Ticket:
         """The request's turn at the engine. Raises Overloaded where it would come too late, Shed
@@ -504,10 +549,25 @@ class Pipeline:
         return concurrency + math.ceil(concurrency * AHEAD)
 
 
-def _prompt_alone(call: EngineCall) -> Mapping[str, object]:
+def _prompt_alone(path: str) -> Mapping[str, object]:
     """The keys with which the engine computes a call's prompt alone. Raises BadRequest where it
     would have to do more.
     """
-    if call.path not in PROMPT_ALONE:
-        raise BadRequest(f"prompts on {call.path} are not computed for other servers")
-    return PROMPT_ALONE[call.path]
+    if path not in PROMPT_ALONE:
+        raise BadRequest(f"prompts on {path} are not computed for other servers")
+    return PROMPT_ALONE[path]
+
+
+def _values(body: bytes) -> dict[str, Any]:
+    """A request that was checked (RequestFields), as vLLM would read it: of two equal keys the last
+    one counts. Raises BadRequest for names and values that were not looked at, and are no JSON.
+    """
+    try:
+        found: dict[str, Any] = json.loads(body)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    return found
+
+
+def _texts(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
+    return {name.decode(): value.decode("latin-1") for name, value in headers}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's passage through the engine.
+"""One request's passage through the engine: the sink of its call, which renders what comes back.
 
-It is given to the engine's ASGI app in this process, and what comes back is rendered. A stream that
-needs no rendering is passed on byte for byte.
+A stream that needs no rendering is passed on byte for byte.
 """
 
 import asyncio
@@ -11,22 +10,16 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-
-import msgspec
-from starlette.types import ASGIApp, Message, Scope
+from typing import NamedTuple
 
 from handlers.records import EngineCall, Step
 from serving import errors
 from serving.cancellation import Cancellation, ClientLeft
-from serving.engine.base import CANCELLATION, STEPS
-from serving.engine.vllm_errors import from_engine
-from serving.errors import EngineFailed, NotFound, ServingError, UserCodeFailed
-from serving.http.bodies import WRITER
-from serving.inference.limits import HEADERS
+from serving.engine.base import Call, Engine, Usage
+from serving.errors import EngineFailed, ServingError, UserCodeFailed
 from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
-from serving.protocol import FORMATTED, TRACE_CONTEXT
+from serving.protocol import FORMATTED
 from serving.user_code import AT_ONCE, UserCode
 
 log = logging.getLogger(__name__)
@@ -38,31 +31,21 @@ class State(enum.Enum):
     WAITING = enum.auto()
     """Nothing."""
     STREAMING = enum.auto()
-    """Events, which go to the client one by one."""
-    PASSING = enum.auto()
-    """A whole answer that goes to the client as it comes."""
-    COLLECTING = enum.auto()
-    """A whole answer that is rendered when it is there."""
-    REFUSED = enum.auto()
-    """An error, which is collected too."""
+    """It is a stream, whose parts go to the client one by one."""
     DONE = enum.auto()
     """The client has its end."""
 
 
-_IN_BAND = (b'data: {"error"', b"event: error\n")
-"""How the engine begins an event that is an error: OpenAI's way, and Anthropic's."""
+class _Whole(NamedTuple):
+    """A whole answer, as the engine gave it."""
+
+    body: bytes
+    content_type: bytes
+    headers: Sequence[tuple[bytes, bytes]]
+
 
 WINDOW = 64
 """Events that may wait for an output formatter."""
-
-_NEXT = {
-    State.WAITING: {State.STREAMING, State.PASSING, State.COLLECTING, State.REFUSED},
-    State.STREAMING: {State.DONE},
-    State.PASSING: {State.DONE},
-    State.COLLECTING: {State.DONE},
-    State.REFUSED: set[State](),
-    State.DONE: set[State](),
-}
 
 
 class _Formatting:
@@ -123,12 +106,11 @@ class _Formatting:
 
 
 class Relay:
-    """One request's passage through the engine.
+    """One request's passage through the engine (base.Sink).
 
     adapter: the one the call goes to, whose inner name no client sees. formatter: it has the last
-    word on the answer, in the place of the call's own reply. context: the headers of its trace, of
-    which the engine's work is a part; where there are none, the client's are passed on. formatted:
-    whether a model.py has made the call or makes its answer, which a stream's head then says.
+    word on the answer, in the place of the call's own reply. formatted: whether a model.py has made
+    the call or makes its answer, which a stream's head then says.
     """
 
     def __init__(
@@ -137,51 +119,51 @@ class Relay:
         call: EngineCall,
         adapter: Adapter | None,
         formatter: UserCode | None,
-        context: Sequence[tuple[bytes, bytes]] = (),
         *,
         formatted: bool,
     ) -> None:
+        self.usage = Usage()
+        """What the engine works on, once it has begun."""
         # The request
         self._client = request.client
         self._client_send = request.send
         self._client_writer = None if formatter else request.writer
         self._cancellation = request.cancellation
         self._framing = request.framing
-        # The engine's call
-        self._call = call
-        self._context = context
-        self._given = False
-        self._adapter = adapter
         # The answer
-        self._formatter = formatter
+        self._names = _names(adapter)
         self._formatted = formatted
+        self._formatter = formatter
         self._formatting = (
             _Formatting(formatter, self._write_formatted, self._cancellation) if formatter else None
         )
         """Of a stream."""
         self._reply = None if formatter else call.reply
+        self._steps = None if formatter else call.steps
         self._verbatim = (
             not formatter and call.reply is None and request.framing in (SSE, NAMED_EVENTS)
         )
         """Whether a stream goes to the client byte for byte."""
-        self._has_steps = False
-        """Whether the engine has a stream rendered here, step by step, before it sends it."""
         self._state = State.WAITING
-        self._head: Message | None = None
-        """Not sent before the first byte of the body is there: it may yet become an error's."""
-        self._parts: list[bytes] = []
-        """Of an answer that is collected."""
-        self._pending = b""
-        """The beginning of an event whose end is to come."""
-        self._told = False
-        """Whether the stream has an error in it."""
+        self._head: list[tuple[bytes, bytes]] | None = None
+        """The headers of a stream, which are not sent before the first byte of its body is there:
+        they may yet become an error's.
+        """
+        self._whole: _Whole | None = None
+        self._error: ServingError | None = None
+        """By which the engine ended the call."""
 
-    async def run(self, engine: ASGIApp) -> None:
+    @property
+    def takes_steps(self) -> bool:
+        """Whether a stream's steps are taken."""
+        return self._steps is not None
+
+    async def run(self, engine: Engine, call: Call) -> None:
         """Have the engine answer. Raises ServingError where nothing has been sent yet, and
         ClientLeft.
         """
         try:
-            await self._given_to(engine)
+            await self._answered_by(engine, call)
         finally:
             if self._formatting:
                 self._formatting.end()
@@ -191,233 +173,154 @@ class Relay:
                 return
             case _ if isinstance(cause, ClientLeft):
                 raise cause
-            case _ if cause:
-                await self._fail(cause)
-            case State.REFUSED:
-                raise self._refusal()
-            case State.STREAMING | State.WAITING:
+            case _ if error := cause or self._error:
+                await self._fail(error)
+            case _ if self._whole:
+                await self._answer(self._whole)
+            case _:
                 await self._fail(EngineFailed("the engine broke off; the server's log says why"))
-            case State.COLLECTING:
-                await self._answer(await self._rendered())
 
-    async def _given_to(self, engine: ASGIApp) -> None:
+    async def _answered_by(self, engine: Engine, call: Call) -> None:
         try:
-            await engine(self._engine_scope(), self._receive, self._send)
+            await engine.generate(call, self)
         except Exception:
-            # Starlette raises an unforeseen exception once more after it has answered 500 for it.
             log.exception("the engine raised while it answered a request")
         if self._formatting:
             with contextlib.suppress(ServingError, ClientLeft), self._cancellation.raising():
                 await self._formatting.drained()  # what came before the engine broke off
 
-    def _enter(self, state: State) -> None:
-        if state not in _NEXT[self._state]:
-            raise RuntimeError(f"an answer cannot go from {self._state} to {state}")
-        self._state = state
+    # What the engine calls
 
-    def _engine_scope(self) -> Scope:
-        scope = self._client.scope
-        passed = HEADERS
-        added = []
-        if self._call.content_type or self._call.path != scope["path"]:
-            # On /invocations every body is JSON, whatever its content type says; vLLM insists.
-            passed = HEADERS - {b"content-type", b"content-length"}
-            added.append((b"content-type", self._call.content_type or b"application/json"))
-        if self._context:
-            passed = passed.difference(TRACE_CONTEXT)
-            added += self._context
-        headers = [header for header in scope["headers"] if header[0] in passed] + added
-        more: dict[str, Any] = {}
-        if self._call.steps and not self._formatter:
-            more[STEPS] = self._step
-        if self._client_writer:
-            more[WRITER] = self
-        return {
-            "type": "http",
-            "http_version": scope["http_version"],
-            "method": scope["method"],
-            "scheme": scope["scheme"],
-            "client": scope["client"],
-            "server": scope["server"],
-            "query_string": scope["query_string"],
-            # Below version 2.4 a streaming answer listens for the client's leaving, and a
-            # request's end is heard; from there on Starlette would notice only when it sends.
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "path": self._call.path,
-            "raw_path": self._call.path.encode(),
-            "root_path": "",
-            "headers": headers,
-            CANCELLATION: self._cancellation,
-            **more,
-        }
+    def begin(self, usage: Usage) -> None:
+        self.usage = usage
 
-    async def _receive(self) -> Message:
-        if not self._given:
-            self._given = True
-            return {"type": "http.request", "body": self._call.body, "more_body": False}
-        await self._cancellation.heard()
-        return {"type": "http.disconnect"}
+    async def answer(
+        self,
+        body: bytes,
+        content_type: bytes = b"application/json",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        self._whole = _Whole(self._public(body), content_type, headers)
 
-    async def _send(self, message: Message) -> None:
-        if self._adapter:
-            message = _with_public_name(message, self._adapter)
-        if message["type"] == "http.response.start":
-            self._start(message)
+    def stream(self) -> None:
+        self._state = State.STREAMING
+        self._head = [(b"content-type", self._framing.content_type)]
+        if self._formatted:
+            self._head.append((FORMATTED, b"true"))
+
+    async def event(self, event: bytes) -> None:
+        if self._cancellation.cause:
             return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        if self._state is State.STREAMING:
-            if not self._cancellation.cause:
-                await self._stream(body, more)
-        elif self._state is State.PASSING:
-            if not (self._head and self._cancellation.cause):
-                await self._send_body(body, more)
-        else:
-            self._parts.append(body)
+        if self._formatting:
+            events = [b"data: %b\n\n" % data for data in _data(self._public(event))]
+            await self._formatting.put(events)
+        elif body := self._rendered(lambda: self._framed(event)):
+            await self._send_body(body, more=True)
 
-    def _start(self, message: Message) -> None:
-        headers = dict(message["headers"])
-        if message["status"] >= 400:
-            self._enter(State.REFUSED)
-        elif headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-            self._enter(State.STREAMING)
-            headers[b"content-type"] = self._framing.content_type
-            if self._formatted:
-                headers[FORMATTED] = b"true"
-            message = {**message, "headers": list(headers.items())}
-        else:
-            self._enter(State.COLLECTING if self._formatter or self._reply else State.PASSING)
-        self._head = message
-
-    async def _stream(self, body: bytes, more: bool) -> None:
-        if self._told and not self._verbatim:
-            body = b""  # an error is the last line
-        elif self._formatting:
-            if not body.startswith(_IN_BAND):
-                events = [b"data: %b\n\n" % event for event in self._events(body)]
-                await self._formatting.put(events)
-                if more:
-                    return
-                body = b""
-            await self._formatting.drained()
-            if self._cancellation.cause:
-                return
-        if body.startswith(_IN_BAND):
-            error = self._in_band(body)
-            if self._head:
-                self._cancellation.cancel(error)
-                return
-            body = self._error_event(error)
-        elif not self._formatting and body:
-            try:
-                body = self._framed(body)
-            except Exception:  # of our own reply: the engine is not to blame
-                self._cancellation.cancel(errors.unforeseen())
-                return
-        if body or not more:
-            await self._send_body(body, more)
-
-    def _framed(self, body: bytes) -> bytes:
-        """What the client gets of the engine's events."""
-        if self._verbatim or self._has_steps:
-            return body
-        return b"".join(self._render(data) for data in self._events(body))
+    async def step(self, step: Step) -> None:
+        if self._cancellation.cause:
+            return
+        if body := self._rendered(lambda: self._stepped(step)):
+            await self._send_body(body, more=True)
 
     def takes(self) -> bool:
-        """Whether the engine can write an event now, past `_send` (Writer)."""
         return (
             self._state is State.STREAMING
-            and not self._head
-            and not self._told
+            and self._head is None
             and not self._cancellation.cause
             and self._client_writer is not None
             and self._client_writer.takes()
         )
 
-    def write(self, part: bytes) -> None:
-        """Write one, which is no error."""
+    def write(self, event: bytes) -> None:
         assert self._client_writer
-        if self._adapter:
-            part = _public(part, self._adapter)
-        self._client_writer.write(self._framed(part))
+        if self._verbatim and not self._names:
+            self._client_writer.write(event)
+        elif body := self._rendered(lambda: self._framed(event)):
+            self._client_writer.write(body)
+
+    def write_step(self, step: Step) -> None:
+        assert self._client_writer
+        if body := self._rendered(lambda: self._stepped(step)):
+            self._client_writer.write(body)
+
+    async def fail(self, error: ServingError) -> None:
+        if self._state is State.STREAMING and isinstance(error, EngineFailed):
+            error = EngineFailed("the engine failed while it generated; the server's log says why")
+        self._error = error
+
+    async def end(self) -> None:
+        if self._formatting:
+            await self._formatting.drained()
+        if not self._cancellation.cause:
+            await self._send_body(b"", more=False)
+
+    # What the client gets
+
+    def _rendered(self, render: Callable[[], bytes]) -> bytes:
+        """What our own code makes of a part of the answer, of whose faults the engine is not to
+        blame.
+        """
+        try:
+            return render()
+        except Exception:
+            self._cancellation.cancel(errors.unforeseen())
+            return b""
+
+    def _framed(self, event: bytes) -> bytes:
+        """What the client gets of an event of the engine's."""
+        event = self._public(event)
+        if self._verbatim:
+            return event
+        return b"".join(self._of_event(data) for data in _data(event))
+
+    def _of_event(self, data: bytes) -> bytes:
+        if self._reply:
+            return b"".join(self._framing.frame(line) for line in self._reply.event(data))
+        return b"" if data == b"[DONE]" else self._framing.frame(data)
+
+    def _stepped(self, step: Step) -> bytes:
+        assert self._steps
+        return b"".join(map(self._framing.frame, self._steps.step(step)))
 
     async def _write_formatted(self, texts: list[bytes]) -> None:
         if body := b"".join(self._framing.text(text) for text in texts if text):
             await self._send_body(body, more=True)
 
-    async def _rendered(self) -> bytes:
-        """The answer that was collected, as the client gets it."""
-        answer = b"".join(self._parts)
-        if self._formatter:
-            with self._cancellation.raising():
-                return await self._formatter.format_answer(answer)
-        assert self._reply
-        return self._reply.whole(answer)
-
-    def _events(self, body: bytes) -> list[bytes]:
-        """The data of the server-sent events in `body`. vLLM sends each as a body of its own."""
-        *whole, self._pending = (self._pending + body).split(b"\n\n")
-        return [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
-
-    def _step(self, step: Step) -> bytes:
-        assert self._call.steps
-        self._has_steps = True
-        try:
-            return b"".join(map(self._framing.frame, self._call.steps.step(step)))
-        except Exception:  # of our own reply: the engine is not to blame
-            self._cancellation.cancel(errors.unforeseen())
-            return b""
-
-    def _render(self, data: bytes) -> bytes:
-        if self._reply:
-            return b"".join(self._framing.frame(line) for line in self._reply.event(data))
-        return b"" if data == b"[DONE]" else self._framing.frame(data)
-
-    def _in_band(self, body: bytes) -> ServingError:
-        """An error of the engine's after its first byte, which stands in the stream."""
-        data = body.partition(b"data: ")[2].partition(b"\n\n")[0]
-        try:
-            status = int(msgspec.json.decode(data)["error"]["code"])
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
-            status = 500
-        error = from_engine(status, data, self._call.body)
-        if isinstance(error, EngineFailed):
-            error = EngineFailed("the engine failed while it generated; the server's log says why")
-        return error
-
-    def _error_event(self, error: ServingError) -> bytes:
-        self._client.record.error = error
-        self._told = True
-        return self._framing.frame(self._client.errors.event(error))
+    def _public(self, part: bytes) -> bytes:
+        """A part of an answer with the adapter's own name in it."""
+        return part.replace(*self._names) if self._names else part
 
     async def _fail(self, error: ServingError) -> None:
         """Answer with an error: in band where the stream has begun, else by raising it."""
-        if self._head or self._state is not State.STREAMING:
+        if self._state is not State.STREAMING or self._head is not None:
             raise error
+        self._client.record.error = error
+        event = self._framing.frame(self._client.errors.event(error))
         end = b"data: [DONE]\n\n" if self._verbatim and self._framing is SSE else b""
-        await self._send_body(self._error_event(error) + end, more=False)
+        await self._send_body(event + end, more=False)
 
-    def _refusal(self) -> ServingError:
-        assert self._head
-        status = self._head["status"]
-        error = from_engine(status, b"".join(self._parts), self._call.body)
-        if isinstance(error, NotFound) and str(error) == "Not Found":
-            return NotFound(f"the model does not answer {self._call.path}")
-        return error
-
-    async def _answer(self, body: bytes) -> None:
-        self._head = {
-            "type": "http.response.start",
-            "status": 200,
-            "headers": json_headers(body),
-        }
+    async def _answer(self, whole: _Whole) -> None:
+        body, kind, headers = whole
+        if self._formatter:
+            with self._cancellation.raising():
+                body = await self._formatter.format_answer(body)
+        elif self._reply:
+            body = self._reply.whole(body)
+        if self._formatter or self._reply:
+            kind, headers = b"application/json", ()
+        self._head = [
+            *((b"content-type", kind), (b"content-length", b"%d" % len(body))),
+            *headers,
+        ]
         await self._send_body(body, more=False)
 
     async def _send_body(self, body: bytes, more: bool) -> None:
         if not more:
-            self._enter(State.DONE)
-        if self._head:
-            await self._client_send(self._head)
-            self._head = None
+            self._state = State.DONE
+        if self._head is not None:
+            head, self._head = self._head, None
+            await self._client_send({"type": "http.response.start", "status": 200, "headers": head})
         await self._client_send({"type": "http.response.body", "body": body, "more_body": more})
 
 
@@ -425,16 +328,13 @@ def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
     return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
 
 
-def _with_public_name(message: Message, adapter: Adapter) -> Message:
-    """The engine's message with the adapter's own name in it: a body, or the head of one."""
-    if message["type"] == "http.response.body":
-        return {**message, "body": _public(message.get("body", b""), adapter)}
-    headers = [header for header in message["headers"] if header[0] != b"content-length"]
-    return {**message, "headers": headers}
+def _names(adapter: Adapter | None) -> tuple[bytes, bytes] | None:
+    """How an answer names an adapter, and how its client does."""
+    if not adapter:
+        return None
+    return b'"model":"%b"' % adapter.inner.encode(), b'"model":"%b"' % adapter.name.encode()
 
 
-def _public(body: bytes, adapter: Adapter) -> bytes:
-    inner, name = adapter.inner.encode(), adapter.name.encode()
-    if not body.startswith((b'{"error"', b'data: {"error"')):
-        inner, name = b'"model":"%b"' % inner, b'"model":"%b"' % name
-    return body.replace(inner, name)
+def _data(event: bytes) -> list[bytes]:
+    """The data of the server-sent events in `event`: one, or some at once."""
+    return [it.removeprefix(b"data: ") for it in event.split(b"\n\n") if it.startswith(b"data: ")]

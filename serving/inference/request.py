@@ -50,13 +50,16 @@ NAMED_EVENTS = SSE._replace(before=b"event: error\ndata: ")
 
 @dataclass(slots=True)
 class HttpCall:
-    """An HTTP request as a route gets it. errors: the shape in which its API has errors."""
+    """An HTTP request as a route gets it. errors: the shape in which its API has errors. writer:
+    writes parts of the answer's body at once, where there is such.
+    """
 
     scope: Scope
     receive: Receive
     send: Send
     record: AccessRecord
     errors: ErrorShape
+    writer: Writer | None = None
 
 
 @dataclass(slots=True)

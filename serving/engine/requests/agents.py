@@ -27,7 +27,6 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from serving.aio import in_thread
-from serving.engine.requests.names import NAME
 
 _MEDIA = MM_PARSER_MAP.keys() - TEXT_PART_TYPES
 
@@ -105,8 +104,11 @@ def _as_object(arguments: str) -> str:
 
 def _naming(renderer_class: Any) -> Any:
     class Naming(renderer_class):  # type: ignore[misc]  # vLLM is not type-checked
+        name_medium: Callable[[str], str] | None = None
+        """Names a medium by its content: of a copy that is one call's (calls.StandIn.own)."""
+
         async def preprocess_chat(self, request: Any, messages: Any, **more: Any) -> Any:
-            if (name := NAME.get()) and (media := _media(messages)):
+            if (name := self.name_medium) and (media := _media(messages)):
                 await in_thread(_name, media, name)
             return await super().preprocess_chat(request, messages, **more)
 

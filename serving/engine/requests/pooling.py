@@ -7,17 +7,14 @@ body as all of them: 18 µs for each token in a list of them, on the event loop,
 of 7 MB.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
 from pydantic import BeforeValidator, Discriminator, Tag
-from vllm.entrypoints.pooling.classify import api_router as classify
 from vllm.entrypoints.pooling.classify.protocol import (
     ClassificationChatRequest,
     ClassificationCompletionRequest,
 )
-from vllm.entrypoints.pooling.embed import api_router as embed
 from vllm.entrypoints.pooling.embed.protocol import (
     EmbeddingBatchChatInputRequest,
     EmbeddingBatchChatRequest,
@@ -26,9 +23,7 @@ from vllm.entrypoints.pooling.embed.protocol import (
     EmbeddingCompletionRequest,
     reject_removed_pooling_parameters,
 )
-from vllm.entrypoints.pooling.pooling import api_router as pooling
 from vllm.entrypoints.pooling.pooling.protocol import PoolingChatRequest, PoolingCompletionRequest
-from vllm.entrypoints.pooling.scoring import api_router as scoring
 from vllm.entrypoints.pooling.scoring.protocol import (
     RerankRequest,
     ScoreDataRequest,
@@ -37,7 +32,6 @@ from vllm.entrypoints.pooling.scoring.protocol import (
     ScoreTextRequest,
 )
 from vllm.entrypoints.pooling.utils import enable_scoring_api
-from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from serving.protocol import CLASSIFY, EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
 
@@ -46,8 +40,6 @@ _TEXTS = "[texts]"
 _CHAT, _CHATS = "[chat]", "[chats]"
 _CHAT_IN_INPUT, _CHATS_IN_INPUT = "[chat in input]", "[chats in input]"
 _DOCUMENTS, _ITEMS, _DATA = "[documents]", "[items]", "[data]"
-
-JSON_ONLY = [Depends(validate_json_request)]
 
 
 def _kind(body: Any) -> str:
@@ -104,41 +96,19 @@ ScoreRequest = Annotated[
 ]
 
 
-# vLLM's own endpoints, with requests that were read once.
-
-
-async def create_embedding(request: EmbeddingRequest, raw_request: Request) -> Any:
-    return await embed.create_embedding(request=request, raw_request=raw_request)
-
-
-async def create_classify(request: ClassificationRequest, raw_request: Request) -> Any:
-    return await classify.create_classify(request=request, raw_request=raw_request)
-
-
-async def create_pooling(request: PoolingRequest, raw_request: Request) -> Any:
-    return await pooling.create_pooling(request=request, raw_request=raw_request)
-
-
-async def create_score(request: ScoreRequest, raw_request: Request) -> Any:
-    return await scoring.create_score(request=request, raw_request=raw_request)
-
-
-async def do_rerank(request: RerankRequest, raw_request: Request) -> Any:
-    return await scoring.do_rerank(request=request, raw_request=raw_request)
-
-
-def attach(app: FastAPI, tasks: tuple[str, ...], model: Any) -> None:
-    """Attach what the model does. tasks: vLLM's words for that. model: vLLM's configuration."""
+def kinds(tasks: tuple[str, ...], model: Any) -> Mapping[str, tuple[Any, str]]:
+    """By path, for what the model does: the kinds of its requests, and the name of vLLM's serving
+    object. tasks: vLLM's words for what it does. model: vLLM's configuration.
+    """
     task = model.get_pooling_task(tasks)
-    routes: list[tuple[Callable[..., Any], tuple[str, ...]]] = []
+    found: dict[str, tuple[Any, str]] = {}
     if task:
-        routes.append((create_pooling, (POOLING,)))
+        found[POOLING] = PoolingRequest, "serving_pooling"
     if task == "classify":
-        routes.append((create_classify, (CLASSIFY,)))
+        found[CLASSIFY] = ClassificationRequest, "serving_classification"
     if task == "embed":
-        routes.append((create_embedding, (EMBEDDINGS,)))
+        found[EMBEDDINGS] = EmbeddingRequest, "serving_embedding"
     if enable_scoring_api(tasks, model):
-        routes += [(create_score, SCORE_PATHS), (do_rerank, RERANK_PATHS)]
-    for endpoint, paths in routes:
-        for path in paths:
-            app.add_api_route(path, endpoint, methods=["POST"], dependencies=JSON_ONLY)
+        found |= dict.fromkeys(SCORE_PATHS, (ScoreRequest, "serving_scores"))
+        found |= dict.fromkeys(RERANK_PATHS, (RerankRequest, "serving_scores"))
+    return found

@@ -23,9 +23,9 @@ NO_ANSWER = (
 )
 
 
-def mend(state: State, is_constrained: Callable[[], bool]) -> None:
+def mend(state: State, is_constrained: Callable[[Any], bool]) -> None:
     """Have all that comes from now on be refused as it should. is_constrained: whether the answer
-    to the request under way has a constraint.
+    that one of vLLM's serving objects is making has a constraint.
     """
     client: Any = state.engine_client
     core = client.engine_core
@@ -47,9 +47,9 @@ def _saying_what_is_too_large(core_class: Any, processor: Any) -> Any:
     return Saying
 
 
-def _blaming_the_constraint(raise_if_error: Any, is_constrained: Callable[[], bool]) -> Any:
+def _blaming_the_constraint(raise_if_error: Any, is_constrained: Callable[[Any], bool]) -> Any:
     def blaming(self: Any, finish_reason: str | None, request_id: str) -> None:
-        if finish_reason == "error" and is_constrained():
+        if finish_reason == "error" and is_constrained(self):
             raise VLLMValidationError(NO_ANSWER)
         raise_if_error(self, finish_reason, request_id)
 

@@ -109,9 +109,9 @@ def _redirect(serving: Any, create: str, holds: str, parser: Any) -> None:
     twin.online_renderer.parser = parser
     setattr(twin, holds, parser)
 
-    def answer(request: Any, *rest: Any, **more: Any) -> Any:
-        chosen = twin if _is_forced(request) else serving
-        return getattr(type(chosen), create)(chosen, request, *rest, **more)
+    def answer(request: Any, raw_request: Any, *rest: Any, **more: Any) -> Any:
+        chosen = raw_request.own(twin if _is_forced(request) else serving)  # calls.StandIn
+        return getattr(type(chosen), create)(chosen, request, raw_request, *rest, **more)
 
     setattr(serving, create, answer)
 

@@ -1,74 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's paths for models that hear (0.32), with sound that is read within limits, and tenants that
-share no caches.
+"""vLLM's requests of models that hear (0.32), with sound that is read within limits, and tenants
+that share no caches.
 """
 
+import io
 import uuid
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
-from starlette.datastructures import State
+from starlette.datastructures import UploadFile
 from vllm.entrypoints.speech_to_text.base import serving
-from vllm.entrypoints.speech_to_text.transcription.api_router import create_transcriptions
-from vllm.entrypoints.speech_to_text.translation.api_router import create_translations
+from vllm.entrypoints.speech_to_text.base.utils import read_upload_with_limit
+from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 
 from serving.engine.speech import sound
-from serving.protocol import TRANSCRIPTIONS, TRANSLATIONS
-
-_SALT: ContextVar[str | None] = ContextVar("salt", default=None)
-"""Of the request whose prompts are made."""
 
 
-def attach(app: FastAPI) -> None:
+def limit() -> None:
+    """Have all sound be read within limits from now on."""
     serving.load_audio = sound.load
-    for path, endpoint in (
-        (TRANSCRIPTIONS, create_transcriptions),
-        (TRANSLATIONS, create_translations),
-    ):
-        app.add_api_route(path, endpoint, methods=["POST"])
 
 
-def keep_tenants_apart(state: State) -> None:
+def transcription(fields: Mapping[str, Any], file: bytes) -> Any:
+    """vLLM's model of a form. Raises pydantic.ValidationError."""
+    return TranscriptionRequest.model_validate(_with_file(fields, file))
+
+
+def translation(fields: Mapping[str, Any], file: bytes) -> Any:
+    """The same of one to translate."""
+    return TranslationRequest.model_validate(_with_file(fields, file))
+
+
+def _with_file(fields: Mapping[str, Any], file: bytes) -> dict[str, Any]:
+    return {**fields, "file": UploadFile(io.BytesIO(file), size=len(file))}
+
+
+async def transcribe(handler: Any, request: Any, raw: Any) -> Any:
+    """Have vLLM's object answer. handler: a copy for this request (calls.StandIn.own)."""
+    content = await read_upload_with_limit(request.file)
+    return await _salted(handler, raw.call.salt).create_transcription(content, request, raw)
+
+
+async def translate(handler: Any, request: Any, raw: Any) -> Any:
+    """The same for a translation."""
+    content = await read_upload_with_limit(request.file)
+    return await _salted(handler, raw.call.salt).create_translation(content, request, raw)
+
+
+def _salted(handler: Any, salt: str | None) -> Any:
     """Have a request's salt decide which cached blocks and encoded sounds it finds.
 
     vLLM's requests for speech have no cache_salt, and their sounds are named by their content.
     """
-    for name in ("openai_serving_transcription", "openai_serving_translation"):
-        handler = getattr(state, name)
-        handler.model_cls = _salting(handler.model_cls)
-        handler.__class__ = _salted(type(handler))
+    if salt:
+        handler.model_cls = _Salting(handler.model_cls, salt)
+    return handler
 
 
-def _salted(handler_class: Any) -> Any:
-    class Salted(handler_class):  # type: ignore[misc]  # vLLM is not type-checked
-        async def _preprocess_speech_to_text(self, request: Any, *rest: Any, **more: Any) -> Any:
-            before = _SALT.set((request.model_extra or {}).get("cache_salt"))
-            try:
-                return await super()._preprocess_speech_to_text(request, *rest, **more)
-            finally:
-                _SALT.reset(before)
+class _Salting:
+    """A model's class, for the requests of one salt."""
 
-    return Salted
+    def __init__(self, model_class: Any, salt: str) -> None:
+        self._model_class = model_class
+        self._salt = salt
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model_class, name)
 
-def _salting(model_class: Any) -> Any:
-    class Salting(model_class):  # type: ignore[misc]  # vLLM is not type-checked
-        @classmethod
-        def get_generation_prompt(cls, *rest: Any, **more: Any) -> Any:
-            return _with_salt(super().get_generation_prompt(*rest, **more))
+    def get_generation_prompt(self, *rest: Any, **more: Any) -> Any:
+        return self._with_salt(self._model_class.get_generation_prompt(*rest, **more))
 
-        @classmethod
-        def get_language_detection_prompt(cls, *rest: Any, **more: Any) -> Any:
-            return _with_salt(super().get_language_detection_prompt(*rest, **more))
+    def get_language_detection_prompt(self, *rest: Any, **more: Any) -> Any:
+        return self._with_salt(self._model_class.get_language_detection_prompt(*rest, **more))
 
-    return Salting
-
-
-def _with_salt(prompt: Any) -> Any:
-    """A prompt whose sound has a name of its own, and whose blocks have the salt."""
-    if salt := _SALT.get():
+    def _with_salt(self, prompt: Any) -> Any:
+        """A prompt whose sound has a name of its own, and whose blocks have the salt."""
         heard = prompt.get("encoder_prompt", prompt)
         heard["multi_modal_uuids"] = {"audio": [uuid.uuid4().hex]}
-        heard["cache_salt"] = prompt.get("decoder_prompt", prompt)["cache_salt"] = salt
-    return prompt
+        heard["cache_salt"] = prompt.get("decoder_prompt", prompt)["cache_salt"] = self._salt
+        return prompt

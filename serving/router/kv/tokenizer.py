@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import jinja2.ext
 import jinja2.meta
@@ -116,7 +116,7 @@ class Tokenizer:
         if key == "input":
             return agents.of_responses(request)
         if key == "inputs":
-            request = msgspec.json.decode(lmi.parse(body).body)
+            request = cast(dict[str, Any], lmi.parse(body).body)
             if isinstance(request["prompt"], list):
                 request["prompt"] = request["prompt"][0]  # they go to one replica, whichever it is
         elif key == "messages":

@@ -2,14 +2,12 @@
 """What agents' APIs refuse, and in which words: OpenAI's Responses, and Anthropic's Messages."""
 
 import json
-from typing import Any
 
 import msgspec
 import pytest
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Mount, Route, Router
 
 from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, TimedOut, shape
+from tests.fake_engine import streaming, whole
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -83,24 +81,6 @@ def test_errors_as_anthropic_has_them(error, status, kind):
     assert found == {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def failing(path, *events):
-    async def stream():
-        for event in events:
-            yield event
-        raise RuntimeError("boom")
-
-    return Route(
-        path,
-        lambda _: StreamingResponse(stream(), media_type="text/event-stream"),
-        methods=["POST"],
-    )
-
-
-def add(served, route):
-    app: Any = served.engine.app
-    app.router.routes.append(route)
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -128,7 +108,7 @@ def add(served, route):
 async def test_an_error_in_a_stream_is_an_event_of_its_api(path, expected):
     first = 'event: begun\ndata: {"type":"begun"}\n\n'
     async with running() as served:
-        add(served, failing(path, first))
+        served.engine.answers[path] = streaming(first.encode(), RuntimeError("boom"))
         answer = await served.post(path, {"input": "a", "messages": SAID, "stream": True})
     assert answer.status_code == 200
     begun, error, end = answer.text.split("\n\n")
@@ -140,21 +120,20 @@ async def test_an_error_in_a_stream_is_an_event_of_its_api(path, expected):
 
 
 async def test_what_the_engine_says_in_a_stream_of_messages_is_not_repeated():
-    told = 'event: error\ndata: {"type":"error","error":{"type":"x","message":"deep inside"}}\n\n'
+    events = (b"event: a\ndata: {}\n\n", EngineFailed("deep inside"))
     async with running() as served:
-        add(served, failing(MESSAGES, "event: a\ndata: {}\n\n", told))
+        served.engine.answers[MESSAGES] = streaming(*events)
         answer = await served.post(MESSAGES, {"messages": SAID, "stream": True})
     assert "deep inside" not in answer.text
     assert "the engine failed while it generated" in answer.text
 
 
 async def test_an_engines_refusal_has_the_shape_of_the_api():
-    async def refuse(_):
-        error = {"type": "error", "error": {"type": "BadRequestError", "message": "not like this"}}
-        return JSONResponse(error, 400)
+    async def refuse(call, sink, usage):
+        await sink.fail(BadRequest("not like this"))
 
     async with running() as served:
-        add(served, Route(MESSAGES, refuse, methods=["POST"]))
+        served.engine.answers[MESSAGES] = refuse
         answer = await served.post(MESSAGES, {"messages": SAID})
     assert answer.status_code == 400
     assert answer.json() == {
@@ -174,14 +153,12 @@ async def test_an_engines_refusal_has_the_shape_of_the_api():
 async def test_messages_in_anthropics_shape_on_invocations(headers, more):
     asked = []
 
-    async def messages(request):
-        asked.append(await request.json())
-        return JSONResponse({"type": "message"})
+    def messages(call):
+        asked.append(call.request)
+        return {"type": "message"}
 
     async with running() as it:
-        it.engine.app = Router(
-            [Route(MESSAGES, messages, methods=["POST"]), Mount("/", it.engine.app)]
-        )
+        it.engine.answers[MESSAGES] = whole(messages)
         answer = await it.invoke({"max_tokens": 8, "messages": SAID, **more}, headers=headers)
         assert answer.json() == {"type": "message"}
         (body,) = asked

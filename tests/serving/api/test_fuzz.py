@@ -17,13 +17,9 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from serving.protocol import ENGINE_PATHS, PAIRS_PATHS, RESPONSES, UNFORMATTED_PATHS
-from tests.fake_engine import error
+from tests.fake_engine import refused, streaming
 from tests.fuzzing import TIMES, examples
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import registry, write
@@ -58,48 +54,38 @@ PROMPTS = {
 
 
 class Engine:
-    """Reads bodies as vLLM does, with Python's json, and repeats the prompt when it refuses one.
+    """Repeats the prompt when it refuses a body.
 
-    choices: what it answers with, in turn. events: of its streams.
+    choices: what it answers with, in turn. events: of its streams. failure: the status and the
+    message with which these end.
     """
 
     def __init__(self):
         self.bodies = []
         self.plain()
-        paths = (*OPENAI, *UNFORMATTED_PATHS)
-        routes = [Route(path, self.post, methods=["POST"]) for path in paths]
-        routes.append(Route("/kv_event_sources", self.kv_event_sources))
-        self.app = Starlette(routes=[*routes, Route("/v1/models", self.models)])
 
     def plain(self):
         self.choices = [{"text": " word", "finish_reason": "length", "token_ids": [7]}]
         self.events = [{"choices": [{"index": 0, **self.choices[0]}]}, {"choices": []}]
+        self.failure = None
 
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": "fake"}]})
-
-    async def kv_event_sources(self, request: Request) -> Response:
-        return JSONResponse({"0": {"endpoint": "tcp://*:5557", "replay_endpoint": None}})
-
-    async def post(self, request: Request) -> Response:
-        try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError):
-            return JSONResponse(error(400, "There was an error parsing the body"), 400)
-        if not isinstance(body, dict):
-            return JSONResponse(error(400, "Input should be a valid dictionary"), 400)
-        prompt = body.get(PROMPTS.get(request.url.path, "messages"))
+    async def post(self, call, sink, usage):
+        body = call.request
+        prompt = body.get(PROMPTS.get(call.path, "messages"))
         if fault := self.fault(body, prompt):
-            return JSONResponse(error(400, f"{fault} is not valid: {prompt!r:.500}"), 400)
+            raise refused(400, f"{fault} is not valid: {prompt!r:.500}", call)
         self.bodies.append(body)
         if body.get("stream"):
-            events = [f"data: {it}\n\n" for it in (*map(json.dumps, self.events), "[DONE]")]
-            return StreamingResponse(events, media_type="text/event-stream")
+            events = [b"data: %b\n\n" % json.dumps(it).encode() for it in self.events]
+            failure = self.failure and refused(*self.failure, call)
+            await streaming(*events, failure or b"data: [DONE]\n\n")(call, sink, usage)
+            return
         prompts = len(prompt) if isinstance(prompt, list) else 1
         count = min(prompts * (body.get("n") or 1), 50_000)
         found = zip(range(count), itertools.cycle(self.choices), strict=False)
         choices = [{"index": n, **choice} for n, choice in found]
-        return JSONResponse({"choices": choices, "model": body.get("model")})
+        answer = {"choices": choices, "model": body.get("model")}
+        await sink.answer(json.dumps(answer).encode())
 
     def fault(self, body, prompt):
         if not isinstance(prompt, str | list):
@@ -171,7 +157,7 @@ async def fuzzed(anyio_backend, tmp_path_factory):
     async with running(max_request_size=LIMIT, **more) as it:
         write(root / "one")
         engine = Engine()
-        it.engine.app = engine.app
+        it.engine.answers = dict.fromkeys((*OPENAI, *UNFORMATTED_PATHS), engine.post)
         it.pipeline.adapters = registry(it.engine, root)
         found = Fuzzed(it.url, engine, root)
         await it.client.post("/adapters", params={"name": "one", "src": str(root / "one")})
@@ -639,7 +625,7 @@ async def test_an_error_among_events_is_the_last_line(odd):
     @examples(20)
     @given(st.lists(chunks, max_size=3), st.sampled_from([400, 404, 503]), flags)
     def check(events, status, sse):
-        odd.engine.events = [*events, error(status, f"not so: {SECRET}")]
+        odd.engine.events, odd.engine.failure = events, (status, f"not so: {SECRET}")
         body = json.dumps({"inputs": SECRET, "stream": True}).encode()
         answer = odd.invoke(body, [("accept", "text/event-stream" if sse else "*/*")])
         told = [it for it in answer.text.split("\n") if it]

@@ -2,9 +2,6 @@
 """Rerank, score, classify, pooling and tokens: limits, errors, salts, the switch, /invocations."""
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from lmi_config.options.declared import Settings
 from serving.inference.limits import INPUTS, MESSAGES, SHORTENED, TOKENIZED
@@ -17,6 +14,7 @@ from serving.protocol import (
 )
 from serving.router.routes import Route as Routed
 from serving.router.routes import route_of
+from tests.fake_engine import whole
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -39,14 +37,9 @@ BODIES = {
 async def served(anyio_backend):
     """A server whose engine says at which path it got which body."""
 
-    async def repeat(request: Request) -> JSONResponse:
-        return JSONResponse({"path": request.url.path, "body": await request.json()})
-
+    repeat = whole(lambda call: {"path": call.path, "body": call.request})
     async with running(max_request_size=20_000_000) as it:
-        app = it.engine.app
-        app.router.routes += [  # type: ignore[attr-defined]  # Starlette's
-            Route(path, repeat, methods=["POST"]) for path in (*BODIES, "/v1/responses")
-        ]
+        it.engine.answers |= dict.fromkeys((*BODIES, "/v1/responses"), repeat)
         yield it
 
 

@@ -483,13 +483,13 @@ async def test_a_batch_that_ends_its_server_each_time_fails(served):
 
 
 async def test_a_dead_engine_is_no_error_of_a_line(served):
-    app = served.engine.app
+    generate = served.engine.generate
 
-    async def dies(scope, receive, send):
+    async def dies(call, sink):
         served.engine.failure = "it died"
-        await app(scope, receive, send)
+        return await generate(call, sink)
 
-    served.engine.app = dies
+    served.engine.generate = dies
     name = await begun(served, line("a", "break"))
     await asyncio.wait_for(served.task, 30)
     owned = Store(folder_of(served), served.settings).any_batch(name)

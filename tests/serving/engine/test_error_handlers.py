@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's app answers errors: in OpenAI's shape, and with nothing that the client sent."""
+"""What is said of vLLM's exceptions: nothing that the client sent."""
 
 import json
 
@@ -14,7 +14,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from serving.engine import error_handlers
+from tests.serving.engine.vllms_app import with_our_errors
 
 pytestmark = pytest.mark.anyio
 
@@ -28,8 +28,7 @@ RAISED = {
 
 @pytest.fixture(scope="module")
 def app():
-    found = FastAPI()
-    error_handlers.attach(found)
+    found = with_our_errors(FastAPI())
 
     @found.post("/complete", dependencies=[Depends(validate_json_request)])
     async def complete(body: CompletionRequest) -> None: ...

@@ -10,15 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-from serving.engine import error_handlers, vllm
+from serving.engine import vllm
 from serving.engine.requests import forms
 from serving.errors import BadRequest
 from serving.inference import limits
 from serving.inference.fields import fields
+from tests.serving.engine import vllms_app
 
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {}}}
@@ -84,12 +84,7 @@ def bodies(size: int):
 def app():
     """vLLM's routes, without an engine: a body that they take is answered with 5xx."""
     vllm._import()
-    from vllm.entrypoints.generate.api_router import register_generate_api_routers
-
-    found = FastAPI()
-    register_generate_api_routers(found)
-    error_handlers.attach(found)
-    return found
+    return vllms_app.generating()
 
 
 def test_the_server_itself_reads_bodies_once():

@@ -2,24 +2,38 @@
 """What vLLM's own output processor tells of tokens and of adapters, without an engine behind it."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
 
-from serving.engine import vllm
-from serving.engine.base import USAGE, Prefilled, Tokens, Usage
+from serving.engine.base import Call, Prefilled, Tokens, Usage
+from serving.engine.calls import CallClient
+from serving.engine.patches.frontend.outputs import Processor
+from serving.errors import EngineFailed
+
+NOTHING = Prefilled(0, 0, 0)
 
 
-def processor():
-    found = OutputProcessor(None, log_stats=True)
-    vllm._tell_of_requests(found)
-    vllm._name_adapters_publicly(found.lora_states)
-    return found
+class Counted:
+    """An output processor, and a call whose requests it counts."""
+
+    def __init__(self, salt=None):
+        self.calls = {}
+        self.processor = Processor(self.calls, None, log_stats=True)
+        self.usage, self.prefilled = Usage(), NOTHING
+        call = Call("/v1/completions", {}, 0, None, "a", salt=salt)
+        client = SimpleNamespace(generate=lambda prompt, params, name: name)
+        self.client = CallClient(client, call, self.usage, self.calls, lambda: self.prefilled)
+
+    def add(self, made, *rest):
+        """Have the engine asked for one of the call's requests."""
+        made.external_req_id = self.client.generate(None, None, made.external_req_id)
+        self.processor.add_request(made, *rest)
 
 
 def request(name, tokens=4, adapter=None):
@@ -41,10 +55,9 @@ def generated(it, name, *tokens, cached=None, end=None):
 
 
 def test_tokens_count_also_of_what_is_broken_off():
-    usage, it = Usage(), processor()
-    before = USAGE.set(usage)
-    it.add_request(request("one"), None)
-    USAGE.reset(before)
+    counted = Counted()
+    usage, it = counted.usage, counted.processor
+    counted.add(request("one"), None)
     it.add_request(request("others"), None)
     assert usage.tokens == Tokens()  # its prompt is not computed
     generated(it, "one", 5, cached=3)
@@ -55,12 +68,45 @@ def test_tokens_count_also_of_what_is_broken_off():
     assert usage.tokens == Tokens(4, 3, 3)
 
 
+def test_calls_of_one_name_are_counted_apart():
+    one = Counted()
+    it, other = one.processor, Usage()
+    theirs = CallClient(one.client._client, one.client._call, other, one.calls, lambda: NOTHING)
+    for number, (client, tokens) in enumerate(((one.client, [5]), (theirs, [6, 7, 8]))):
+        made = request("same")
+        made.external_req_id = client.generate(None, None, "same")
+        made.request_id = f"{number}"
+        it.add_request(made, None)
+        generated(it, f"{number}", *tokens, cached=0)
+    assert (one.usage.tokens.generated, other.tokens.generated) == (1, 3)
+
+
+@pytest.mark.anyio
+async def test_a_call_that_is_over_leaves_nothing():
+    counted = Counted()
+    counted.add(request("one"), None)
+    assert counted.calls
+    await counted.client.close()
+    assert not counted.calls
+
+
+@pytest.mark.parametrize("theirs", [None, "", "another"])
+def test_a_request_without_its_salt_does_not_reach_the_engine(theirs):
+    counted, made = Counted(salt="ours"), request("one")
+    made.cache_salt = theirs
+    with pytest.raises(EngineFailed, match="lost the salt"):
+        counted.add(made, None)
+    assert not counted.processor.request_states
+    made.cache_salt = "ours"
+    counted.add(made, None)
+    assert counted.processor.request_states
+
+
 def test_how_quickly_tokens_came_is_told():
-    usage, it = Usage(), processor()
-    before = USAGE.set(usage)
+    counted = Counted()
+    usage, it = counted.usage, counted.processor
     for name in ("one", "single", "none"):
-        it.add_request(request(name), None)
-    USAGE.reset(before)
+        counted.add(request(name), None)
     began = time.time()
     for at, *tokens in ((10.0, 5), (10.5, 6, 7), (11.5, 8)):
         prefill = PrefillStats() if at == 10.0 else None
@@ -77,20 +123,18 @@ def test_how_quickly_tokens_came_is_told():
 
 
 def test_a_prompt_counts_once_for_all_of_its_answers():
-    usage, it = Usage(), processor()
-    before = USAGE.set(usage)
-    whole = request("many")
-    parent = ParentRequest(whole)
+    counted = Counted()
+    usage, it = counted.usage, counted.processor
+    parent = ParentRequest(request("many"))
     for number in range(2):
-        it.add_request(request(f"{number}_many"), None, parent, number)
-    USAGE.reset(before)
+        counted.add(request(f"{number}_many"), None, parent, number)
     for number in range(2):
         generated(it, f"{number}_many", 5, 6, cached=2, end=FinishReason.LENGTH)
     assert usage.tokens == Tokens(4, 2, 4)
 
 
 def test_adapters_have_their_public_names_in_vllms_series():
-    it, stats = processor(), SchedulerStats()
+    it, stats = Counted().processor, SchedulerStats()
     for number, name in enumerate(("poet@1234", "poet@5678", "a@b@1234")):
         it.add_request(request(f"{number}", adapter=name), None)
         it.lora_states.request_running(f"{number}", name)
@@ -103,15 +147,13 @@ def test_adapters_have_their_public_names_in_vllms_series():
 def test_what_is_computed_of_a_prompt_whose_client_leaves_is_about_known(monkeypatch):
     """vLLM computes long prompts in chunks, and tells of none before the first token."""
     clock = 100.0
-    monkeypatch.setattr("serving.engine.vllm.time.monotonic", lambda: clock)
-    usage, it = Usage(), processor()
-    before = USAGE.set(usage)
-    it.add_request(request("long", tokens=1000), None)
-    USAGE.reset(before)
-    monkeypatch.setattr(vllm, "prefilled", lambda: Prefilled(0, 0, 0))
+    monkeypatch.setattr("serving.engine.calls.time.monotonic", lambda: clock)
+    counted = Counted()
+    usage, it = counted.usage, counted.processor
+    counted.add(request("long", tokens=1000), None)
     clock += 1
     assert usage.tokens == Tokens()  # none has been computed yet
-    monkeypatch.setattr(vllm, "prefilled", lambda: Prefilled(10, 4000, 20))
+    counted.prefilled = Prefilled(10, 4000, 20)
     assert usage.tokens == Tokens(200)
     clock += 100
     assert usage.tokens == Tokens(1000)

@@ -23,7 +23,9 @@ from PIL import Image
 
 from serving.errors import BadRequest
 from serving.inference import media
-from serving.inference.media import is_public, prepared
+from serving.inference.media import is_public
+from serving.protocol import ENGINE_PATHS
+from tests.fake_engine import whole
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -179,6 +181,17 @@ def inside(content=PIXEL, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
+async def prepared(request, *rest):
+    """A body as the engine has it: the pipeline reads and prepares it in this way."""
+    values = json.loads(request)
+    if not media.may_have_media(request):
+        return request
+    before = json.dumps(values)
+    await media.prepare(values, *rest)
+    after = json.dumps(values)
+    return request if after == before else after.encode()
+
+
 async def inline(request, allowed=("media.test",), limit=10_000):
     return await prepared(request, allowed, limit)
 
@@ -210,10 +223,8 @@ async def test_what_names_nothing_to_fetch_is_returned_as_it_came(request_body):
     assert await prepared(request_body, [], 0) is request_body
 
 
-async def test_most_bodies_are_not_read(monkeypatch):
-    monkeypatch.setattr(json, "loads", None)
-    request = body("hello \u2013 \u00e9 <b>")
-    assert await inline(request) is request
+def test_most_bodies_are_not_looked_at():
+    assert not media.may_have_media(body("hello \u2013 \u00e9 <b>"))
 
 
 @pytest.mark.parametrize(
@@ -541,31 +552,24 @@ def test_public_addresses():
 @pytest.mark.parametrize(
     "request_body",
     [
-        b"",
-        b"image_url",
-        b'{"image_url": ',
-        b'["image_url"]',
-        b'"image_url"',
         b'{"messages": {"image_url": "http://other.test/"}}',
         b'{"messages": ["image_url", 1, null, [[[{"content": [{"image_url": "ftp:"}]}]]]]}',
         b'{"messages": [{"content": {"image_url": "http://other.test/"}}]}',
         b'{"messages": [{"content": [["image_url"], "image_url", 1, null]}]}',
         b'{"messages": [{"content": [{"image_url": 1}, {"image_url": ["http://other.test/"]}]}]}',
         b'{"messages": [{"content": [{"image_url": {"url": {"url": "http://other.test/"}}}]}]}',
-        b'\xff\xfe{"image_url"',
-        b'{"image_url": "\xff"}',
-        b'{"image_url": ' + b"9" * 5000 + b"}",
-        b'{"messages": [{"content": [{"image_url": "http://other.test/"}]}], }',
     ],
 )
 async def test_what_is_malformed_otherwise_is_left_to_the_engine(request_body):
     assert await inline(request_body) is request_body
 
 
-async def test_nesting_without_end_is_refused():
+async def test_nesting_without_end_is_refused(shared_by_all):
     depth = 100_000
-    request = b'{"image_url":' + b"[" * depth + b"]" * depth + b"}"
-    assert "nested too deeply" in await refused(request)
+    request = b'{"messages":[],"image_url":' + b"[" * depth + b"]" * depth + b"}"
+    answer = await shared_by_all.post("/v1/chat/completions", request)
+    assert answer.status_code == 400
+    assert "nested too deeply" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -723,13 +727,11 @@ async def shared_by_all(anyio_backend):
 def eat_parts(served):
     """The fake engine answers texts; this one keeps what it was sent."""
 
-    async def app(scope, receive, send):
-        served.engine.bodies.append(json.loads((await receive())["body"]))
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b'{"choices": []}'})
+    def keep(call):
+        served.engine.bodies.append(call.request)
+        return {"choices": []}
 
-    served.engine.app = app
+    served.engine.answers = dict.fromkeys(ENGINE_PATHS, whole(keep))
     return served
 
 

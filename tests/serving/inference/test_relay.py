@@ -5,14 +5,12 @@ import asyncio
 import json
 
 import pytest
-from starlette.responses import StreamingResponse
 
 from handlers.records import Step
 from scripts.harness.wait import until_async
-from serving.engine.base import STEPS
-from serving.http.bodies import WRITER
 from serving.inference.relay import WINDOW
 from serving.user_code import AT_ONCE, Limits, start_user_code
+from tests.fake_engine import streaming
 from tests.serving.conftest import running
 from tests.serving.inference.test_requests import OUTPUT, coded
 
@@ -23,27 +21,14 @@ STEP = Step("a", (1,), ("a",), (-0.5,))
 BROKEN = Step(None, (1,), finish_reason="stop")  # type: ignore[arg-type]
 
 
-def streaming(*events):
-    """An engine's app that answers with these events. An exception among them is raised, and a step
-    is rendered first.
-    """
-
-    async def app(scope, receive, send):
-        async def stream():
-            for event in events:
-                if isinstance(event, Exception):
-                    raise event
-                yield scope[STEPS](event) if isinstance(event, Step) else event
-
-        await StreamingResponse(stream(), media_type="text/event-stream")(scope, receive, send)
-
-    return app
+def answer_with(served, answer):
+    served.engine.answers = dict.fromkeys(served.engine.answers, answer)
 
 
 async def test_steps_go_to_the_client_as_they_are_rendered():
     last = Step("bc", (2, 3), ("b", "c"), (-1.0, None), "length")
     async with running() as served:
-        served.engine.app = streaming(STEP, last)
+        answer_with(served, streaming(STEP, last))
         answer = await served.invoke({"inputs": "x", "stream": True})
     lines = [json.loads(line) for line in answer.text.splitlines()]
     tokens = [(it["token"]["id"], it["token"]["text"], it["token"]["logprob"]) for it in lines]
@@ -55,20 +40,19 @@ async def test_steps_go_to_the_client_as_they_are_rendered():
 async def test_what_is_written_at_once_is_framed_and_in_order(accept):
     took = []
 
-    async def app(scope, receive, send):
-        writer = scope[WRITER]
-        kind = (b"content-type", b"text/event-stream")
-        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
-        took.append(writer.takes())  # it may yet become an error
-        await send({"type": "http.response.body", "body": FIRST, "more_body": True})
-        took.append(writer.takes())
-        writer.write(FIRST.replace(b'"a"', b'"b"'))
-        writer.write(b"")  # is not the end
-        await send({"type": "http.response.body", "body": FIRST.replace(b'"a"', b'"c"')})
-        took.append(writer.takes())
+    async def answer(call, sink, usage):
+        sink.stream()
+        took.append(sink.takes())  # it may yet become an error
+        await sink.event(FIRST)
+        took.append(sink.takes())
+        sink.write(FIRST.replace(b'"a"', b'"b"'))
+        sink.write(b"")  # is not the end
+        await sink.event(FIRST.replace(b'"a"', b'"c"'))
+        await sink.end()
+        took.append(sink.takes())
 
     async with running() as served:
-        served.engine.app = app
+        answer_with(served, answer)
         answer = await served.invoke({"prompt": "x", "stream": True}, headers={"accept": accept})
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert [json.loads(line)["choices"][0]["text"] for line in lines] == ["a", "b", "c"]
@@ -97,7 +81,7 @@ async def test_who_is_blamed_for_a_stream_that_breaks_off(caplog, begun, last, m
     if STEP in begun and isinstance(last, bytes):
         last = BROKEN
     async with running() as served:
-        served.engine.app = streaming(*begun, last)
+        answer_with(served, streaming(*begun, last))
         answer = await served.invoke({"inputs": "a", "stream": True})
         assert answer.status_code == (200 if begun else 500)
         assert message in answer.text.splitlines()[-1]
@@ -106,19 +90,19 @@ async def test_who_is_blamed_for_a_stream_that_breaks_off(caplog, begun, last, m
 
 
 class Counted:
-    """An engine's app that streams so many events, and says how many were taken of it."""
+    """Streams so many events, and says how many were taken of it."""
 
     def __init__(self, events):
+        self.events = events
         self.taken, self.ended = 0, False
-        self.app = streaming(*(b'data: {"n": %d}\n\n' % number for number in range(events)))
 
-    async def __call__(self, scope, receive, send):
-        async def counting(message):
-            await send(message)
-            self.taken += 1
-
+    async def __call__(self, call, sink, usage):
+        sink.stream()
         try:
-            await self.app(scope, receive, counting)
+            for number in range(self.events):
+                await sink.event(b'data: {"n": %d}\n\n' % number)
+                self.taken += 1
+            await sink.end()
         finally:
             self.ended = True
 
@@ -126,7 +110,8 @@ class Counted:
 async def test_an_output_formatter_gets_events_in_order_and_holds_a_bounded_number(tmp_path):
     events = 3 * (WINDOW + AT_ONCE)
     async with running() as served, coded(served, tmp_path, OUTPUT) as held:
-        served.engine.app = engine = Counted(events)
+        engine = Counted(events)
+        answer_with(served, engine)
         answering = asyncio.create_task(served.invoke({"prompt": "a", "stream": True}))
         await held.entered()
         await until_async(lambda: engine.taken >= WINDOW)
@@ -148,7 +133,8 @@ async def test_an_output_formatter_that_stalls_with_a_full_window_ends_the_reque
         assert code
         served.pipeline.code = code
         try:
-            served.engine.app = engine = Counted(1000)
+            engine = Counted(1000)
+            answer_with(served, engine)
             answer = await served.invoke({"prompt": "a", "stream": True})
             assert answer.status_code == 424
             assert "it took longer than" in answer.text

@@ -146,8 +146,8 @@ WALK = [
     "inference/limits",
     "kv_cache/salt",
     "inference/media",
-    "engine/base",
     "inference/relay",
+    "engine/base",
     "observability/objectives",
     "observability/logs",
     "observability/redaction",
@@ -197,20 +197,20 @@ OPENAI = {"prompt": "a b c", "stream": True}
 @pytest.mark.parametrize(
     ("path", "body", "formatter", "decodes"),
     [
-        ("/v1/completions", OPENAI, "", (1, 0, 0)),
-        ("/v1/completions", OPENAI, CODE, (1, 1, 0)),
-        ("/invocations", OPENAI, "", (1, 0, 0)),
-        ("/invocations", BODY, "", (3, 0, 1)),
-        ("/invocations", BODY, CODE, (1, 3, 1)),
+        ("/v1/completions", OPENAI, "", (2, 0, 0)),
+        ("/v1/completions", OPENAI, CODE, (1, 2, 0)),
+        ("/invocations", OPENAI, "", (2, 0, 0)),
+        ("/invocations", BODY, "", (3, 0, 0)),
+        ("/invocations", BODY, CODE, (1, 3, 0)),
     ],
 )
 async def test_how_often_bodies_are_decoded(tmp_path, decoded, path, body, formatter, decodes):
-    """The client's, what a formatter made of it, and the engine's call where it is another body.
+    """The client's, what a formatter made of it, and a body that was made for the engine.
 
-    OpenAI's are decoded once. LMI's are once for their fields, and once by the format, which makes
-    the engine's call of their values: to decode the values that the fields have, one by one, would
-    read every byte just as often. The call is decoded since its limits are those of what the engine
-    gets: parameters are renamed, merged and left out on the way. vLLM decodes it once more.
+    OpenAI's are decoded once for their fields, whose limits protect what follows, and once for the
+    engine, which gets values. LMI's are once for their fields, and once by the format, which makes
+    the engine's values of their values: to decode the values that the fields have, one by one,
+    would read every byte just as often. No body is made for the engine.
     """
     await walked(tmp_path, decoded, formatter, path, body)
     rewritten = body | {"rewritten": True}

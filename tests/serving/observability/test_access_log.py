@@ -104,10 +104,10 @@ async def test_a_client_that_left_is_told(shared, told):
 async def test_a_request_that_is_cancelled_at_the_end_is_told(served, told):
     """Uvicorn does so where the engine does not hear that the server stops."""
 
-    async def hangs(scope, receive, send):
+    async def hangs():
         await asyncio.Event().wait()
 
-    served.engine.app = hangs
+    served.engine.models = hangs
     asked = asyncio.create_task(served.client.get("/v1/models"))
     await until_async(lambda: len(served.server._http.server_state.tasks) == 1)
     served.server.stop()

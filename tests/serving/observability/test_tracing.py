@@ -26,14 +26,7 @@ async def traced(monkeypatch):
         for name, value in collector.environ().items():
             monkeypatch.setenv(name, value)
         async with running(otlp_traces_endpoint=f"{collector.http}/v1/traces") as it:
-            engine, heard = it.engine.app, []
-
-            async def app(scope, receive, send):
-                heard.append(dict(scope["headers"]))
-                await engine(scope, receive, send)
-
-            it.engine.app = app
-            yield it, collector, heard
+            yield it, collector, it.engine.calls
 
 
 async def spans(collector, count):
@@ -70,9 +63,11 @@ async def test_a_request_is_a_span_with_its_parts(traced, path, body, operation)
         "gen_ai.usage.output_tokens": 4,
         "gen_ai.usage.cache_read.input_tokens": 0,
     }
-    (headers,) = heard
-    assert headers[b"traceparent"] == f"00-{TRACE}-{engine.id}-01".encode()
-    assert headers[b"tracestate"] == b"some=thing"
+    (call,) = heard
+    assert call.trace == {
+        "traceparent": f"00-{TRACE}-{engine.id}-01",
+        "tracestate": "some=thing",
+    }
     assert not any(it.failed for it in found)
     assert SECRET not in str([it.span for it in found])
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats and completions past vLLM's app: the same answers as through it, event by event, and the
-ends of a request. In front of an engine that computes nothing (scripts/ceiling/engine.py).
+"""Calls of vLLM's serving objects: the same answers as through its HTTP app, event by event, and
+the ends of a call. In front of an engine that computes nothing (scripts/ceiling/engine.py).
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.parser import ParserManager
@@ -25,10 +27,11 @@ from scripts.harness.wait import until_async
 from scripts.models import tiny
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine import vllm
-from serving.engine.base import CANCELLATION, STEPS
-from serving.engine.direct import VLLM_RENDERS
-from serving.errors import NotReady, TimedOut
-from serving.http.bodies import WRITER
+from serving.engine.base import Call, Usage
+from serving.engine.streams import VLLM_RENDERS
+from serving.engine.vllm_errors import from_engine
+from serving.errors import NotReady, ServingError, TimedOut, shape
+from tests.serving.engine import vllms_app
 
 TRIES, LAST_TRIES = 2, 60
 """Of an answer and the same from vLLM's app: tokens that come close together may share an event.
@@ -117,10 +120,11 @@ OF_CHAT: list[dict[str, Any]] = [
     *({"return_token_ids": True, "n": 2}, {"documents": []}, {"mm_processor_kwargs": {"a": 1}}),
 ]
 RAW = [
-    *(b"", b"{", b"[]", b"null", b"5", b'"a"', b"{}", b"\xff", b'{"a":}', b"[" * 5000),
-    *(b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":1,"top_p":NaN}',),
+    *(
+        b"{}",
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":1,"top_p":NaN}',
+    ),
     *(b'{"prompt":"a","messages":[],"messages":[{"role":"user","content":"b"}],"max_tokens":2}',),
-    b'\xef\xbb\xbf{"prompt":"a","max_tokens":1}',
 ]
 BODIES: list[tuple[str, bytes, str]] = [
     (path, json.dumps({**base, "max_tokens": 4, **more, **stream}).encode(), "application/json")
@@ -180,6 +184,9 @@ def joined(events: list[bytes]) -> dict[bytes, tuple[list[bytes], list[str]]]:
     """
     found: dict[bytes, tuple[list[bytes], list[str]]] = {}
     for event in events:
+        if isinstance(event, tuple):  # an error
+            found[b"error"] = ([event], [""])
+            continue
         choice, token = CHOICE.search(event), TOKEN.search(event)
         frames, text = found.setdefault(choice[1] if choice else b"", ([], [""]))
         frame = TOKEN.sub(b"", event)
@@ -196,8 +203,8 @@ def alike(one: Any, other: Any) -> bool:
 
 
 class Asked:
-    """A request to one of the apps, and what it has answered. Two of three events can be written
-    where they come.
+    """A request to the engine or to vLLM's app, and what it has answered: the sink of its call. Two
+    of three events can be written where they come.
     """
 
     turn = itertools.cycle((True, True, False))
@@ -205,63 +212,95 @@ class Asked:
     def __init__(self, path: str, body: bytes, kind: str = "application/json") -> None:
         self.path, self.body, self.kind = path, body, kind
         self.cancellation = Cancellation()
-        self.status = 0
-        self.headers: dict[bytes, bytes] = {}
+        self.call = Call(
+            *(path, json.loads(body), len(body), self.cancellation, "1" * 32),
+            is_json=kind.partition(";")[0] == "application/json",
+        )
+        self.usage: Usage | None = None
+        self.status, self.content_type = 0, b""
         self.events: list[bytes] = []
+        self.error: ServingError | None = None
+        self.ends = 0
         self.written = 0
         """Of the events, where they came."""
-        self.more: dict[str, Any] = {}
 
-    async def of(self, app: Any, direct: bool = True) -> tuple[int, Any, list[Any]]:
-        headers = [(b"x-request-id", b"1" * 32), (b"content-type", self.kind.encode())]
-        scope: dict[str, Any] = {
-            "type": "http",
-            "http_version": "1.1",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "method": "POST",
-            "scheme": "http",
-            "server": ("a", 80),
-            "client": ("b", 80),
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [it for it in headers if it[1]],
-            **self.more,
-        }
-        if direct:
-            scope |= {CANCELLATION: self.cancellation, WRITER: self}
-        given = iter([{"type": "http.request", "body": self.body, "more_body": False}])
-
-        async def receive():
-            if message := next(given, None):
-                return message
-            return await asyncio.Event().wait()
-
-        try:
-            await app(scope, receive, self.send)
-        except Exception as error:  # which Starlette raises once more
-            self.events.append(type(error).__name__.encode())
+    @property
+    def heard(self) -> tuple[int, bytes, list[Any]]:
+        """The status, the content type, and the parts without what chance has made."""
+        if self.error:
+            told = (type(self.error), str(self.error), getattr(self.error, "parameter", None))
+            status = self.status or shape(self.path).status(self.error)
+            return status, self.content_type, [without_chance(b"".join(self.events)), told]
         whole = b"".join(self.events)
-        if self.headers.get(b"content-type") == b"application/json":
-            # vLLM's app raises after it has answered 500
-            answer = json.loads(without_chance(self.events[0]))
-            return self.status, b"application/json", [answer, *self.events[1:]]
+        if self.content_type == b"application/json":
+            return self.status, self.content_type, [json.loads(without_chance(whole))]
         events = [without_chance(event) for event in whole.split(b"\n\n")]
-        return self.status, self.headers.get(b"content-type"), events
+        return self.status, self.content_type, events
 
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], dict(message["headers"])
-        elif message.get("body"):
-            self.add(message["body"])
+    async def of(self, engine: Any, steps: bool = False) -> tuple[int, bytes, list[Any]]:
+        call = dataclasses.replace(self.call, steps=steps)
+        with contextlib.suppress(Exception):  # which it has answered before
+            assert await engine.generate(call, self) is self.usage
+        if not self.cancellation.cause:
+            assert self.ends == 1
+        return self.heard
+
+    async def of_app(self, app: Any) -> tuple[int, bytes, list[Any]]:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        headers = {"x-request-id": self.call.request_id, "content-type": self.kind}
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            answer = await client.post(
+                self.path,
+                content=self.body,
+                headers={name: it for name, it in headers.items() if it},
+            )
+        self.status = answer.status_code
+        if answer.status_code >= 400:
+            self.status, self.error = 0, self._told(answer.status_code, answer.json()["error"])
+            return self.heard
+        self.content_type = answer.headers["content-type"].encode()
+        before, mark, error = answer.content.partition(b'data: {"error"')
+        self.events = [before]
+        if mark:
+            told = json.loads(b'{"error"' + error.partition(b"\n\n")[0])["error"]
+            self.error = self._told(told["code"], told)
+        return self.heard
+
+    def _told(self, status: int, error: Any) -> ServingError:
+        return from_engine(status, error["message"], error.get("param"), self.call)
+
+    def begin(self, usage: Usage) -> None:
+        self.usage = usage
+
+    async def answer(
+        self, body: bytes, content_type: bytes = b"application/json", headers: Any = ()
+    ) -> None:
+        self.status, self.content_type = 200, content_type
+        self.add(body)
+        self.ends += 1
+
+    def stream(self) -> None:
+        self.status, self.content_type = 200, b"text/event-stream; charset=utf-8"
+
+    async def event(self, event: bytes) -> None:
+        self.add(event)
+
+    async def step(self, step: Any) -> None:
+        raise NotImplementedError
 
     def takes(self) -> bool:
         return bool(self.events) and not self.cancellation.cause and next(self.turn)
 
-    def write(self, part: bytes) -> None:
+    def write(self, event: bytes) -> None:
         self.written += 1
-        self.add(part)
+        self.add(event)
+
+    async def fail(self, error: ServingError) -> None:
+        self.error = error
+        self.ends += 1
+
+    async def end(self) -> None:
+        self.ends += 1
 
     def add(self, event: bytes) -> None:
         self.events.append(event)
@@ -297,13 +336,21 @@ def run():
         yield run
 
 
+def app_of(engine: Any) -> Any:
+    """vLLM's own routes over the same serving objects."""
+    if not hasattr(engine, "vllms_app"):
+        make = vllms_app.embedding if engine.embeds else vllms_app.generating
+        engine.vllms_app = make(engine._state)
+    return engine.vllms_app
+
+
 async def from_both(engine: Any, *request: Any) -> tuple[Any, Any, Asked]:
     """What vLLM's app and ours answer, and our request."""
     for tries in range(TRIES + LAST_TRIES):
         with warnings.catch_warnings():  # of fields that vLLM is to drop, and tools' strictness
             warnings.simplefilter("ignore", DeprecationWarning)
-            vllms = await Asked(*request).of(engine.app._app, direct=False)
-            ours = await (one := Asked(*request)).of(engine.app)
+            vllms = await Asked(*request).of_app(app_of(engine))
+            ours = await (one := Asked(*request)).of(engine)
         if vllms == ours or (tries >= TRIES and alike(vllms, ours)):
             break
     return vllms, ours, one
@@ -336,7 +383,7 @@ def test_the_same_embeddings_as_through_vllms_app():
         """A request that ends early is not answered."""
         one = Asked(EMBEDDINGS, EMBEDDED[0][1])
         one.cancellation.cancel(TimedOut(3))
-        await one.of(engine.app)
+        await one.of(engine)
         assert not one.events
         assert engine._client.get_num_unfinished_requests() == 0
 
@@ -363,18 +410,27 @@ def test_the_bodies_are_of_many_kinds(answers):
 def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
     body = {"inputs": "a", "parameters": {"max_new_tokens": 20, **more}, "stream": True}
 
+    class OfSteps(Asked):
+        async def step(self, step: Any) -> None:
+            self.events += steps.step(step)
+
+        def write_step(self, step: Any) -> None:
+            self.written += 1
+            self.events += steps.step(step)
+
+    call = lmi.parse(json.dumps(body).encode())
+    steps: Any = None
+
     async def lines(engine: Any, direct: bool) -> list[Any]:
-        call = lmi.parse(json.dumps(body).encode())
-        one = Asked(call.path, call.body)
-        steps = call.steps
-        assert call.reply
-        assert steps
+        nonlocal steps
+        steps = lmi.parse(json.dumps(body).encode()).steps
+        one = OfSteps(call.path, json.dumps(call.body).encode())
         if direct:
-            one.more[STEPS] = lambda step: b"\n\n".join([*steps.step(step), b""])
-            _, _, found = await one.of(engine.app)
-            return [json.loads(line) for line in found if line]
-        _, _, events = await one.of(engine.app._app, direct)
-        lines = [call.reply.event(it.removeprefix(b"data: ")) for it in events if it]
+            await one.of(engine, steps=True)
+            assert one.written
+            return [json.loads(line) for line in one.events]
+        _, _, events = await one.of_app(app_of(engine))
+        lines = [steps.event(it.removeprefix(b"data: ")) for it in events if it]
         return [json.loads(line) for line in itertools.chain(*lines)]
 
     async def both(engine: Any) -> None:
@@ -416,7 +472,7 @@ def test_the_same_streams_under_a_parser(run, monkeypatch, names, said, more):
     parser = ParserManager.get_parser(**names, enable_auto_tools=True)
 
     async def both(engine: Any) -> None:
-        chat = engine.app._app.state.openai_serving_chat
+        chat = engine._state.openai_serving_chat
         monkeypatch.setattr(chat, "parser_cls", parser)
         for it in (chat, chat.online_renderer):
             monkeypatch.setattr(it, "enable_auto_tools", True)
@@ -491,7 +547,7 @@ def test_a_request_that_ends_early_is_freed(run, cause, stream, more):
     async def end(engine: Any) -> None:
         body = {"prompt": "a", "max_tokens": 120, "stream": stream, **more}
         one = Asked(TEXT, json.dumps(body).encode())
-        answered = asyncio.ensure_future(one.of(engine.app))
+        answered = asyncio.ensure_future(one.of(engine))
         unfinished = engine._client.get_num_unfinished_requests
         await until_async(lambda: len(one.events) > 2 if stream else unfinished() > 0)
         one.cancellation.cancel(cause)
@@ -513,7 +569,7 @@ def test_a_request_that_is_ended_while_it_is_written_is_freed(run, more):
     async def end(engine: Any) -> None:
         body = {"prompt": "a", "max_tokens": 120, "stream": True, **more}
         one = Ends(TEXT, json.dumps(body).encode())
-        await one.of(engine.app)
+        await one.of(engine)
         await until_async(lambda: engine._client.get_num_unfinished_requests() == 0)
         assert len(one.events) < 10  # Relay drops what was on its way
         await asyncio.sleep(0)  # no interruption is left over

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events written past vLLM's rendering. That they are vLLM's own is tested in front of an engine
-(tests/e2e/test_direct.py).
+(tests/e2e/test_calls.py).
 """
 
 import asyncio
@@ -22,13 +22,10 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.output_processor import (
-    OutputProcessor,
-    RequestOutputCollector,
-    RequestState,
-)
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from serving.engine.direct import Deltas, Stream, Written
+from serving.engine.patches.frontend.outputs import State
+from serving.engine.streams import Deltas, Events, Stream
 
 pytestmark = pytest.mark.anyio
 
@@ -41,26 +38,40 @@ def rendered(text, finish_reason=None):
     return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
 
 
+class Sink:
+    """Takes events; `keeps_up` says whether they can be written at once."""
+
+    def __init__(self):
+        self.events = []
+        self.keeps_up = False
+
+    def takes(self):
+        return self.keeps_up
+
+    def write(self, event):
+        self.events.append(event.decode())
+
+    async def event(self, event):
+        self.write(event)
+
+
 async def streamed(outputs, render=rendered):
     """The results that vLLM's rendering gets of these, and the events."""
-    got, events = [], []
+    got, sink = [], Sink()
 
     async def results():
         for text, tokens, reason in outputs:
             output = SimpleNamespace(text=text, token_ids=tokens, finish_reason=reason)
             yield SimpleNamespace(outputs=[output], prompt_token_ids=[1])
 
-    async def vllms(found):
-        async for result in found:
-            (output,) = result.outputs
-            got.append((output.text, output.token_ids))
-            yield render(output.text, output.finish_reason)
-
-    async def write(event):
-        events.append(event.decode())
-
-    await Stream(vllms, results(), None).run(write)
-    return got, events
+    stream = Events(results(), sink)
+    async for result in stream:
+        (output,) = result.outputs
+        got.append((output.text, output.token_ids))
+        event = render(output.text, output.finish_reason).encode()
+        stream.rendered(event)
+        await sink.event(event)
+    return got, sink.events
 
 
 async def test_vllm_renders_the_first_token_and_the_last_which_brings_the_others():
@@ -106,7 +117,7 @@ class Texts:
         return 0
 
 
-class Client(Written):
+class Client(Stream):
     """A stream that goes to a client, which takes it while it keeps up."""
 
     task: asyncio.Task[None]
@@ -126,11 +137,11 @@ class Client(Written):
         )
         kind, self.texts = RequestOutputKind.DELTA, Texts()
         queue = RequestOutputCollector(kind, "a")
-        self.state: Any = RequestState(
+        self.state: Any = State(
             *("a", "a", None, 0, None, kind, None, [1], None, none, self.texts),
             *(None, 0.0, queue, False, 1),
         )
-        self.begin(self.state)
+        self.begin(self.state, None)
 
     async def results(self):
         """As vLLM takes them of their queue."""
@@ -140,21 +151,19 @@ class Client(Written):
             ended = result.finished
             yield result
 
-    def needs_no_result(self):
-        return not self.needs_result and super().needs_no_result()
+    def needs_no_output(self):
+        return not self.needs_result and super().needs_no_output()
 
     def takes(self):
         return self.keeps_up
 
-    def write(self, part):
-        self.got.append(part.decode())
-
-    def event(self, output, prompt):
+    def put(self, output, prompt):
         if self.fails:
             raise RuntimeError("boom")
-        return output.text.encode()
+        self.got.append(output.text)
+        return True
 
-    async def run(self, write):
+    async def run(self):
         while True:
             result = await self._next()
             self.in_task.append(result.outputs[0].text)
@@ -164,7 +173,7 @@ class Client(Written):
             if result.finished:
                 return
 
-    async def put(self, *texts, end=None):
+    async def feed(self, *texts, end=None):
         """vLLM has read these. The stream's task runs after the last one."""
         for text in texts:
             self.texts.text += text
@@ -177,7 +186,7 @@ class Client(Written):
 @pytest.fixture(params=[False, True], ids=["of parts", "of results"])
 async def client(request):
     it = Client(request.param)
-    it.task = asyncio.create_task(it.run(None))
+    it.task = asyncio.create_task(it.run())
     await asyncio.sleep(0)
     yield it
     it.task.cancel()
@@ -185,32 +194,32 @@ async def client(request):
 
 
 async def test_a_token_that_comes_while_its_request_waits_is_written_at_once(client):
-    await client.put("a", "b")
+    await client.feed("a", "b")
     assert client.got == ["a", "b"]
-    await client.put("c", end=FinishReason.STOP)
+    await client.feed("c", end=FinishReason.STOP)
     assert client.got == ["a", "b", "c"]
     assert client.in_task == ["c"]
 
 
 async def test_tokens_of_a_client_that_does_not_keep_up_are_joined(client):
-    await client.put("a")
+    await client.feed("a")
     client.keeps_up = False
-    await client.put("b")
-    await client.put("c", "d")
+    await client.feed("b")
+    await client.feed("c", "d")
     assert client.got == ["a"]
     client.keeps_up = True
-    await client.put("e")  # its task has not gone on yet
+    await client.feed("e")  # its task has not gone on yet
     assert client.got == ["a"]
     client.read.set()
-    await client.put()
-    await client.put("f")
+    await client.feed()
+    await client.feed("f")
     assert "".join(client.got) == "abcdef"
     assert client.in_task == ["b", "cde"]
 
 
 async def test_an_event_that_cannot_be_made_breaks_off_its_stream_alone(client):
     client.fails = True
-    await client.put("a")
+    await client.feed("a")
     with pytest.raises(RuntimeError, match="boom"):
         await client.task
 
@@ -225,7 +234,7 @@ async def test_the_engine_is_told_of_a_stream_that_is_broken_off(client):
 
 
 async def test_a_call_that_vllm_renders_keeps_its_place_and_is_parsed_once():
-    seen, events = [], []
+    seen = []
 
     def parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished):
         seen.append((delta_text, delta_token_ids, finished))
@@ -239,34 +248,34 @@ async def test_a_call_that_vllm_renders_keeps_its_place_and_is_parsed_once():
             ended = result.finished
             yield result
 
-    async def vllms(found):
+    async def run():
         stream.parsed_by(parser)
-        async for result in found:
+        async for result in stream:
             (output,) = result.outputs
             ended = output.finish_reason is not None
             delta = parser.parse_delta(
                 **{"delta_text": output.text, "delta_token_ids": output.token_ids},
                 **{"request": None, "prompt_token_ids": [1], "finished": ended},
             )
-            yield f'data: {{"delta":{delta.model_dump_json(exclude_unset=True)}}}'
-
-    async def write(event):
-        events.append(event)
+            event = b'data: {"delta":%b}' % delta.model_dump_json(exclude_unset=True).encode()
+            stream.rendered(event)
+            await sink.event(event)
 
     async def put(*texts, end=None):
         for text in texts:
             output = CompletionOutput(0, text, [len(seen)], None, None, finish_reason=end)
-            queue.put(RequestOutput("a", None, [1], None, [output], end is not None))
+            result = RequestOutput("a", None, [1], None, [output], end is not None)
+            if not stream.take(result):
+                queue.put(result)
         await asyncio.sleep(0)
 
     parser = SimpleNamespace(parse_delta=parse_delta)
     queue = RequestOutputCollector(RequestOutputKind.DELTA, "a")
-    writer = SimpleNamespace(takes=lambda: True, write=events.append)
-    stream = Deltas(vllms, results(), writer, None, parses=True, has_blanks=False)
-    state = Client(needs_result=True).state
-    state.queue = queue
-    stream.begin(state)
-    running = asyncio.create_task(stream.run(write))
+    sink = Sink()
+    sink.keeps_up = True
+    stream = Deltas(results(), sink, None, parses=True, has_blanks=False)
+    stream.begin(SimpleNamespace(queue=queue), None)
+    running = asyncio.create_task(run())
     await asyncio.sleep(0)
     await put("a")
     await put("b", "f", "c", "d")
@@ -275,7 +284,7 @@ async def test_a_call_that_vllm_renders_keeps_its_place_and_is_parsed_once():
     assert [(text, ended) for text, _, ended in seen] == [
         *(("a", False), ("b", False), ("f", False), ("cd", False), ("e", True)),
     ]
-    text, call = b'data: {"delta":{"content":"-"}}', b'"name":"f"'
+    events, text, call = sink.events, 'data: {"delta":{"content":"-"}}', '"name":"f"'
     assert events[:2] == [text, text]
     assert call in events[2]
     assert events[3:] == [text, text]
