@@ -234,6 +234,8 @@ def _import() -> None:
     from serving.engine.requests import forms
 
     forms.mend()  # before what reads requests is made of their models
+    import vllm.entrypoints.anthropic.serving
+    import vllm.entrypoints.generate.api_router
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.entrypoints.launchers.cli_args
@@ -360,6 +362,7 @@ async def _serve(client: Any, args: Namespace, in_flight: dict[str, Any]) -> Vll
 
 def _prepare(hears: bool) -> None:
     """What has to be there before vLLM builds its serving objects."""
+    import serving.engine.calls  # noqa: F401  # which takes a while
     from serving.engine.patches.frontend import chat_parsers
 
     if not chat_parsers.applies():
