@@ -268,6 +268,7 @@ class FakeEngine:
                 sink.write(event)
             else:
                 await sink.event(event)
+            await asyncio.sleep(0)
         await sink.event(b"data: [DONE]\n\n")
         await sink.end()
 

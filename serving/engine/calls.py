@@ -149,6 +149,8 @@ class Calls:
                 await stream.run(functools.partial(client.require_success, serving))
             else:
                 await self._events(answer, route, call, sink, client)
+            if call.cancellation.cause:
+                return
             if client.failure:
                 await sink.fail(client.failure)
             else:
@@ -179,6 +181,8 @@ class Calls:
                 if stream:
                     stream.rendered(data)
                 await sink.event(data)
+                if call.cancellation.cause:
+                    return
 
 
 class CallClient:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,8 +307,10 @@ class Asked:
 
 
 @contextlib.contextmanager
-def running(**more: Any) -> Iterator[Run]:
-    """Runs a coroutine function with an engine, on the event loop that has it."""
+def running(without: Collection[str] = (), **more: Any) -> Iterator[Run]:
+    """Runs a coroutine function with an engine, on the event loop that has it. without: options
+    that it does not have.
+    """
     options = {
         "model": str(tiny.make()),
         "served_model_name": ("tiny",),
@@ -320,6 +322,8 @@ def running(**more: Any) -> Iterator[Run]:
         "enable_prompt_tokens_details": True,
         **more,
     }
+    for name in without:
+        del options[name]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("DO_NOT_TRACK", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"):
             patch.setenv(name, os.environ.get(name, "1"))

@@ -133,7 +133,7 @@ def test_what_is_refused_of_adapters(tmp_path):
         return found
 
     async def both() -> tuple[list[str], list[str]]:
-        real = VllmEngine(app, app, client, "generate", False, None)  # type: ignore[arg-type]
+        real = VllmEngine(app.state, None, client, "generate", False, None)  # type: ignore[arg-type]
         return await outcomes(FakeEngine()), await outcomes(real)
 
     double, real = asyncio.run(both())

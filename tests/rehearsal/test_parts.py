@@ -9,7 +9,10 @@ from tests.rehearsal.conftest import ask
 PARTS = (
     "serving.engine.error_handlers",
     "serving.engine.kv_connector",
-    "serving.engine.direct",
+    "serving.engine.calls",
+    "serving.engine.streams",
+    "serving.engine.patches.frontend.outputs",
+    "serving.engine.patches.frontend.chat_parsers",
     "serving.engine.vllm_errors",
     "serving.kv_cache.lmcache.__main__",
     "serving.kv_cache.lmcache.disk_store",

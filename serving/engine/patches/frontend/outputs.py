@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In the server's process: what the engine puts out is told to the call that it belongs to.
+
+What: vLLM's OutputProcessor and what it makes for each request, by subclasses that are built in
+their places at the start.
+Why: no public interface tells what a request has computed when it is broken off, checks the salt
+that a prompt goes to the engine with, or hands out a token without an output object.
+Upstream: vllm/v1/engine/output_processor.py, vllm/v1/engine/logprobs.py, vllm/v1/metrics/stats.py.
+Without it: tokens would be counted for nobody and salts would be checked by nobody, so the engine
+is not started (why_not()). Where only the names that speed needs are not there (is_quick()), vLLM
+makes an output object of every token.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import output_processor
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.metrics.stats import LoRARequestStates
+
+_OF_PROCESSOR = {"tokenizer", "log_stats", "stream_interval", "tracing_enabled", "admission_stats"}
+_OF_REQUEST = ["self", "request", "prompt", "parent_req", "request_index", "queue"]
+_OF_OUTPUT = ["self", "new_token_ids", "pooling_output", "finish_reason"]
+
+
+class InFlight(Protocol):
+    """A call, as the processor knows it."""
+
+    def check(self, request: Any) -> None:
+        """Raise an exception for a request that may not go to the engine."""
+
+    def begin(self, state: Any, request: Any) -> None:
+        """Take vLLM's state of a request that goes to the engine for the call."""
+
+
+class Canary(Protocol):
+    """What verifies hits of the KV cache tiers."""
+
+    def begin(self, request: Any) -> None: ...
+
+    def hit(self, request: Any, unfinished: int) -> None: ...
+
+
+def why_not() -> str | None:
+    """Why requests of the installed vLLM cannot be counted and checked; None where they can."""
+    made, added = _parameters(OutputProcessor), _parameters(OutputProcessor.add_request)
+    if missing := _OF_PROCESSOR - {*made}:
+        return f"vLLM's OutputProcessor does not take {', '.join(sorted(missing))}"
+    if added != _OF_REQUEST:
+        return f"vLLM's OutputProcessor.add_request takes {', '.join(added)}"
+    state = _parameters(RequestState)
+    if missing := {"request_index", "detokenizer", "prompt_embeds", "external_req_id"} - {*state}:
+        return f"vLLM's RequestState does not take {', '.join(sorted(missing))}"
+    return None
+
+
+def is_quick() -> bool:
+    """Whether a token can be handed out without an output object."""
+    return (
+        _parameters(RequestState.make_request_output)[: len(_OF_OUTPUT)] == _OF_OUTPUT
+        and output_processor.RequestState in (RequestState, State)
+        and hasattr(LogprobsProcessor, "_update_sample_logprobs")
+    )
+
+
+def _parameters(function: Any) -> list[str]:
+    return [*inspect.signature(function).parameters]
+
+
+def install(client: Any, calls: Mapping[str, InFlight]) -> None:
+    """Give a client of vLLM, which has not had a request yet, this processor.
+
+    calls: those in flight, by the names under which the engine has their requests.
+    """
+    if is_quick():
+        output_processor.RequestState = State
+    theirs = client.output_processor
+    client.output_processor = Processor(
+        calls,
+        client.renderer.tokenizer,
+        log_stats=theirs.log_stats,
+        stream_interval=theirs.stream_interval,
+        tracing_enabled=theirs.tracing_enabled,
+        admission_stats=theirs.admission_stats,
+    )
+
+
+class Processor(OutputProcessor):  # type: ignore[misc]  # vLLM is not type-checked
+    """vLLM's, which tells calls of their requests."""
+
+    canary: Canary | None = None
+
+    def __init__(self, calls: Mapping[str, InFlight], *rest: Any, **more: Any) -> None:
+        super().__init__(*rest, **more)
+        self._calls = calls
+        self.lora_states = PublicNames(self.log_stats)
+
+    def add_request(self, request: Any, *rest: Any, **more: Any) -> None:
+        call = self._calls.get(request.external_req_id)
+        if call:
+            call.check(request)
+        super().add_request(request, *rest, **more)
+        state = self.request_states[request.request_id]
+        if self.canary:
+            self.canary.begin(request)
+            state.asked = request
+        if call:
+            call.begin(state, request)
+
+    def process_outputs(self, engine_core_outputs: Any, *rest: Any, **more: Any) -> Any:
+        if self.canary:
+            for it in engine_core_outputs:
+                if it.prefill_stats and it.prefill_stats.num_external_cached_tokens:
+                    state = self.request_states.get(it.request_id)
+                    self.canary.hit(getattr(state, "asked", None), len(self.request_states))
+        return super().process_outputs(engine_core_outputs, *rest, **more)
+
+
+class PublicNames(LoRARequestStates):  # type: ignore[misc]  # vLLM is not type-checked
+    """Has vllm:lora_requests_info name adapters as requests do: gateways route by it (the model
+    server protocol of Kubernetes' inference extension).
+    """
+
+    def update_scheduler_stats(self, stats: Any) -> None:
+        super().update_scheduler_stats(stats)
+        if stats is not None:
+            stats.waiting_lora_adapters = _public(stats.waiting_lora_adapters)
+            stats.running_lora_adapters = _public(stats.running_lora_adapters)
+
+
+def _public(counts: Mapping[str, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for inner, count in counts.items():
+        found[inner.rpartition("@")[0] or inner] += count
+    return dict(found)
+
+
+class State(RequestState):  # type: ignore[misc]  # vLLM is not type-checked
+    """vLLM's state of a request. It makes no output of a token that its stream writes at once: that
+    takes half the time in which vLLM reads a token.
+
+    stream: of the request, where it has one that writes tokens at once (streams.Stream). asked: the
+    request, while hits are verified.
+    """
+
+    stream: Any = None
+    asked: Any = None
+
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        stream = self.stream
+        if stream is None:
+            return super().make_request_output(
+                new_token_ids, pooling_output, finish_reason, *rest, **more
+            )
+        try:
+            if finish_reason is None and self.stream_interval == 1 and stream.needs_no_output():
+                text = self.detokenizer.get_next_output_text(False, True)
+                logprobs = self.logprobs_processor.logprobs
+                stream.write_part(text, new_token_ids, logprobs, self.prompt_token_ids)
+                return None
+            output = super().make_request_output(
+                new_token_ids, pooling_output, finish_reason, *rest, **more
+            )
+            taken = isinstance(output, RequestOutput) and stream.take(output)
+        except Exception as error:  # it would end the reading of all outputs
+            self.queue.put(error)
+            return None
+        return None if taken else output
+
+
+class ChosenLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not type-checked
+    """Keeps each chosen token's log probability alone, as a number. vLLM makes objects of all that
+    the engine sends, and a text for each.
+    """
+
+    @classmethod
+    def of(cls, request: Any) -> "ChosenLogprobs":
+        found: ChosenLogprobs = cls.from_new_request(tokenizer=None, request=request)
+        found.logprobs = []
+        return found
+
+    def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
+        self.logprobs += logprobs_lists.logprobs[:, 0].tolist()
