@@ -308,6 +308,10 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "serving/engine/calls.py": {
         "Calls._answer route.read": "a body that was taken whole",
     },
+    "serving/engine/versions/table.py": {
+        "read file.read_text": "a file of this package",
+        "read tomllib.loads": "a file of this package",
+    },
     "serving/engine/kv_connector.py": {
         "FaultTolerantConnector.update_state_after_alloc self._transfers.load": (
             "counts a load that the engine begins; it reads nothing"

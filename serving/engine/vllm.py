@@ -237,6 +237,8 @@ def _import() -> None:
     from serving.engine.patches.frontend import registry
 
     registry.mend_models()
+    import vllm.entrypoints.anthropic.serving
+    import vllm.entrypoints.generate.api_router
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.entrypoints.openai.chat_completion.batch_serving
@@ -363,6 +365,7 @@ def _is_constrained(serving: Any) -> bool:
 
 def _prepare(hears: bool) -> None:
     """What has to be there before vLLM builds its serving objects."""
+    import serving.engine.calls  # noqa: F401  # which takes a while
     from serving.engine.patches.outputs import chat_parsers
 
     chat_parsers.install()
