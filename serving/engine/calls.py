@@ -275,8 +275,9 @@ class CallClient:
         """The call is over: the engine works on nothing of it any more."""
         for name in self._names.values():
             self._in_flight.pop(name, None)
-        if self.stream:
-            await self.stream.aclose()
+        stream, self.stream, self.writer = self.stream, None, None
+        if stream:
+            await stream.aclose()
 
     def _name(self, request_id: str) -> str:
         """What the engine is to call a request. Two calls may have the same name of a client's."""

@@ -100,17 +100,20 @@ class Stream:
         self._results = results
         self._sink = sink
         self._waits = False
+        self._state: Any = None
         self.queue: Any = None
         """vLLM's place for results of which the request's task has not heard yet."""
 
     def begin(self, state: Any, request: Any) -> None:
         """Get the results of a request that the engine is being given. state: vLLM's of it."""
-        self.queue = state.queue
+        self._state, self.queue = state, state.queue
         state.stream = self
 
     async def aclose(self) -> None:
         """Let go of what has hold of it. The engine works on the request no more."""
-        self.queue = None
+        if self._state:
+            self._state.stream = None  # they would keep each other
+            self._state = self.queue = None
         await self._results.aclose()
 
     def put(self, output: Any, prompt: Sequence[int]) -> bool:
