@@ -393,9 +393,11 @@ async def _start(
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()  # of our own: asyncio's cannot be closed while others write to it
     output = asyncio.StreamReader()
-    printed, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading, "rb", 0)
-    )
+    loop = asyncio.get_running_loop()
+    # uvloop closes the descriptor, and then the file once more (handles/handle.pyx): what a thread
+    # has opened in between would be closed, since it has the same number.
+    file = os.fdopen(reading, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
+    printed, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-u", "-m", "handlers.custom"),

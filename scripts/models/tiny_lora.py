@@ -10,20 +10,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-MODULES = {"q_proj": (256, 256), "v_proj": (256, 128), "down_proj": (512, 256)}
+MODULES: Mapping[str, tuple[int, int]] = {
+    "q_proj": (256, 256),
+    "v_proj": (256, 128),
+    "down_proj": (512, 256),
+}
 """In and out of what is changed in each of the tiny model's layers."""
 LAYERS = 4
 NONE: Mapping[str, "torch.Tensor"] = MappingProxyType({})
 
 
-def write(folder: Path, seed: int, rank: int = 8, **config: Any) -> Path:
-    """An adapter as PEFT saves it."""
-    layers = {
+def write(
+    folder: Path,
+    seed: int,
+    rank: int = 8,
+    modules: Mapping[str, tuple[int, int]] = MODULES,
+    layers: int = LAYERS,
+    **config: Any,
+) -> Path:
+    """An adapter as PEFT saves it, that changes these modules of each layer."""
+    named = {
         f"model.layers.{layer}.{'mlp' if module == 'down_proj' else 'self_attn'}.{module}": sides
-        for layer in range(LAYERS)
-        for module, sides in MODULES.items()
+        for layer in range(layers)
+        for module, sides in modules.items()
     }
-    return write_modules(folder, layers, seed, rank, **config)
+    return write_modules(folder, named, seed, rank, **config)
 
 
 def write_modules(

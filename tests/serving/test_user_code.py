@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import os
@@ -11,7 +12,9 @@ import sys
 from pathlib import Path
 from string import ascii_lowercase
 
+import psutil
 import pytest
+import uvloop
 
 from serving.errors import UserCodeFailed
 from serving.observability import logs, redaction
@@ -268,3 +271,34 @@ async def test_it_is_started_again_when_it_has_ended(tmp_path):
     assert b"processed_by" in await code.format_answer(b'{"choices": [{}]}')
     assert code._process is not first
     await code.stop()
+
+
+@pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_descriptors_are_closed_once(monkeypatch, new_loop):
+    """Closed twice, one would be another's by then: a file that a thread has just opened."""
+    twice = []
+
+    class File(io.FileIO):
+        def close(self):
+            if not self.closed and self.closefd:
+                try:
+                    os.fstat(self.fileno())
+                except OSError:
+                    twice.append(self)
+            with contextlib.suppress(OSError):
+                super().close()
+
+    async def opened():
+        code = await start_user_code(COMPAT / "formatters", COMPAT, LIMITS, {})
+        assert code
+        await code.stop()
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(os, "fdopen", lambda fd, mode, _, closefd: File(fd, mode, closefd))
+    loop = new_loop()
+    loop.run_until_complete(opened())
+    before = psutil.Process().num_fds()
+    loop.run_until_complete(opened())
+    assert psutil.Process().num_fds() == before
+    loop.close()
+    assert not twice

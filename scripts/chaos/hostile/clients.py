@@ -136,7 +136,12 @@ async def answered(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     for line in head.split(b"\r\n"):
         if line.startswith(b"content-length:"):
             return status, await reader.readexactly(int(line.partition(b":")[2]))
-    return status, await reader.read()
+    if b"transfer-encoding: chunked" not in head:
+        return status, await reader.read()
+    body = b""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    return status, body
 
 
 # attacks
