@@ -25,9 +25,9 @@ patch is a file in the room of its process, and names what it needs: functions w
 parameters, and attributes of classes. A process compares that with what is installed before it
 applies its patches.
 
-- A patch that keeps tenants or adapters apart, or that bounds what clients can do, **fails
-  closed**: where a name is missing, the start is refused. The last line of the log names the
-  patch, the name and the installed version.
+- A patch **fails closed** that keeps tenants or adapters apart, or without which answers or limits
+  could be wrong: where a name is missing, the start is refused. The last line of the log names
+  the patch, the name and the installed version.
 - Any other patch is **left out**, and one line of the log says which and what happens without it.
 
 Patches for adapters come as a plugin of vLLM's (`serving/engine/patches/engine_core/plugin.py`):
