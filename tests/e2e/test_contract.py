@@ -21,7 +21,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "distributed_executor_backend": None,
         "enable_lora": True,
         "max_lora_rank": 8,
-        "disable_log_stats": False,
+        "disable_log_stats": None,
     },
     "no model": {
         "distributed_executor_backend": f"{QuickNoModel.__module__}.{QuickNoModel.__name__}"
