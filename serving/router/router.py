@@ -46,6 +46,7 @@ from serving.router.http.ports import Responder, WholeResponder
 from serving.router.http.request import Request, Rules
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import FALLBACKS, Tally
+from serving.router.own_copies import OwnCopies
 from serving.router.peers import Link, Peers
 from serving.router.placement import Placement, Routing, Timeouts
 from serving.router.policy.kv_index import KvIndex
@@ -93,13 +94,22 @@ class Router:
         settings: Settings,
         environ: Mapping[str, str],
         link: Link | None = None,
+        copies: OwnCopies | None = None,
     ) -> None:
-        """link: to the router's other processes."""
+        """link: to the router's other processes. copies: of this container, where it stands before
+        those.
+        """
         self._settings = settings
+        self._copies = copies
         self._origins = Origins(settings.cors_allowed_origin, settings.host)
         self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
         self._page = ui.FILES if settings.serves_ui else {}
-        self._access = Access(settings, routes=True, name=link.name if link else "")
+        self._access = Access(
+            settings,
+            routes=True,
+            name=link.name if link else "",
+            closed=bool(copies and copies.closed),
+        )
         self._objectives = Objectives(settings)
         self._tenants = Tenants(settings.cache_salt_header)
         self._tls = ServerTls(settings)
@@ -373,10 +383,13 @@ class Router:
         reads = request.method in (b"GET", b"HEAD")
         match request.path:
             case protocol.PING | protocol.HEALTH if reads:
-                code = 200 if self.pool.ready and not self.draining else 503
+                enough = status.enough(self.pool, self._copies)
+                code = 200 if enough and not self.draining else 503
                 proof = self._access.introduction(request.named.get(protocol.CHALLENGE, b""))
                 lines = [b"%b: %b" % header for header in proof]
-                responder.respond(code, *status.ping(self.pool, self.draining), *lines)
+                responder.respond(
+                    code, *status.ping(self.pool, self.draining, self._copies), *lines
+                )
             case protocol.LIVE if reads:
                 responder.respond(200, b"text/plain", b"ok\n")
             case protocol.METRICS | protocol.SERVER_METRICS if reads:
