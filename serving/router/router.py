@@ -60,6 +60,7 @@ from serving.router.routes import (
     CHANGE,
     END_TO_END,
     INFERENCE,
+    READ,
     Route,
     Routes,
     may_be_added,
@@ -69,6 +70,13 @@ from serving.ui import page as ui
 
 log = logging.getLogger(__name__)
 
+_OWN = frozenset(
+    (
+        *(*protocol.ROUTER_PROBES, protocol.METRICS, protocol.SERVER_METRICS),
+        *(protocol.REPLICAS, protocol.UI_STATUS),
+    )
+)
+"""Paths that a router answers by itself, beside those of its page."""
 SWEEP_S = 1.0
 """Between two looks for what has waited too long."""
 
@@ -352,6 +360,8 @@ class Router:
         Raises ServingError where its sender may not send it.
         """
         route = self.routing.routes.of(request.method, request.path)
+        if self._copies and self._leaves_to_copies(route, request):
+            route = READ
         if request.path not in protocol.ROUTER_PROBES and request.path not in self._page:
             self._identify(request, inference=route is INFERENCE)
         if route is None:
@@ -365,6 +375,15 @@ class Router:
             self._change(responder, request)
             return None
         return route
+
+    def _leaves_to_copies(self, route: Route | None, request: Request) -> bool:
+        """Whether a copy of this container answers what a router would not, as one server does:
+        also where that is a refusal.
+        """
+        if route is BATCH:
+            return not self._settings.batch_folder
+        own = request.path in _OWN or request.path in self._page
+        return route is None and not own
 
     def _identify(self, request: Request, *, inference: bool) -> None:
         """Find out who sends a request. Raises ServingError where they may not."""
