@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of one server, divided among a router and several copies."""
+"""What one server has, divided among a router and several copies: its settings, its series."""
 
 import dataclasses
 import secrets
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from lmi_config.options.declared import Settings
 from lmi_config.plan.copies import Copy
@@ -27,14 +31,18 @@ def secret(settings: Settings) -> str:
     return settings.router_secret or secrets.token_hex(32)
 
 
+def urls(plan: Plan) -> tuple[str, ...]:
+    """Where the router finds the copies."""
+    return tuple(f"http://127.0.0.1:{copy.port}" for copy in plan.copies)
+
+
 def of_router(plan: Plan, shared_secret: str) -> Settings:
     """The router's settings. Its lines would repeat those of the copies, which say more."""
     settings = plan.settings
-    urls = ",".join(f"http://127.0.0.1:{copy.port}" for copy in plan.copies)
     strategy = settings.routing_strategy
     return dataclasses.replace(
         settings,
-        router_replicas=urls,
+        router_replicas=",".join(urls(plan)),
         router_secret=shared_secret,
         router_access_log=False,
         routing_strategy="prefixaware" if strategy == "kvaware" else strategy,
@@ -65,3 +73,21 @@ def of_copy(
 def folder() -> tempfile.TemporaryDirectory[str]:
     """For what the processes of one container share, and nobody else may read."""
     return tempfile.TemporaryDirectory(prefix="slipway-copies-")
+
+
+_OURS = ("slipway_cop", "slipway_kv", "slipway_prefill", "lmcache")
+"""How series begin that only the supervisor has: of copies, and of the cache server."""
+
+
+class _Ours(Collector):
+    def collect(self) -> Iterable[Metric]:
+        return (it for it in REGISTRY.collect() if it.name.startswith(_OURS))
+
+
+def write_series(file: Path) -> None:
+    """Write the supervisor's series for the router, which answers scrapers."""
+    shown = CollectorRegistry()
+    shown.register(_Ours())
+    new = file.with_suffix(".new")
+    new.write_bytes(generate_latest(shown))
+    new.replace(file)

@@ -26,6 +26,7 @@ from lmi_config.options.files import Given
 from lmi_config.plan import explain
 from lmi_config.plan.copies import Copy
 from serving import process
+from serving.aio import in_thread
 from serving.copies import divided
 from serving.copies.child import Child
 from serving.copies.looks import Looks
@@ -66,8 +67,10 @@ _READY = Gauge("slipway_copies_ready", "Those of them that are ready.")
 _RESTARTS = Counter("slipway_copy_restarts", "Starts of a copy after its first.", ["copy"])
 
 
-def supervise(deployment: Deployment, argued: Mapping[str, Given]) -> Exit:
-    """Serve until SIGTERM or SIGINT, or until something has failed."""
+def supervise(
+    deployment: Deployment, argued: Mapping[str, Given], program: Sequence[str] = PROGRAM
+) -> Exit:
+    """Serve until SIGTERM or SIGINT, or until something has failed. program: what a child is."""
     settings = deployment.plan.settings
     raise_open_files()
     try:
@@ -86,7 +89,7 @@ def supervise(deployment: Deployment, argued: Mapping[str, Given]) -> Exit:
     process.adopt_orphans()
     with divided.folder() as folder, listener or contextlib.nullcontext():
         try:
-            return asyncio.run(_life(deployment, argued, listener, Path(folder)))
+            return asyncio.run(_life(deployment, argued, listener, Path(folder), program))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # it ends already
@@ -98,8 +101,9 @@ async def _life(
     argued: Mapping[str, Given],
     listener: socket.socket | None,
     folder: Path,
+    program: Sequence[str],
 ) -> Exit:
-    return await Supervisor(deployment, argued, listener, folder).run()
+    return await Supervisor(deployment, argued, listener, folder, program).run()
 
 
 class Supervisor:
@@ -111,7 +115,7 @@ class Supervisor:
         argued: Mapping[str, Given],
         listener: socket.socket | None,
         folder: Path,
-        program: Sequence[str] = PROGRAM,
+        program: Sequence[str],
     ) -> None:
         """listener: the public socket, which outlives the router. folder: for what the children
         share. program: what takes a part.
@@ -126,7 +130,8 @@ class Supervisor:
         self._secret = divided.secret(self._settings)
         self._began = time.monotonic()
         self._own = OwnCopies(
-            count=len(self._plan.copies),
+            urls=divided.urls(self._plan),
+            series=folder / "series",
             least=self._settings.copies_least,
             closed=bool(self._settings.router_secret),
         )
@@ -290,14 +295,17 @@ class Supervisor:
             await self._looks.look()
             ready = len(self._looks.ready)
             _READY.set(ready)
+            await in_thread(divided.write_series, self._own.series)
             was_met = self._own.met
             if self._own.enough(ready):
                 enough = time.monotonic()
             if self._own.met and not was_met:
                 self._say_ready()
             if self._own.met and time.monotonic() - enough > patience:
-                least = min(self._own.least, self._own.count)
-                reason = f"{ready} copies have been ready for {patience:.0f} s, and not {least}"
+                some = "has" if ready == 1 else "have"
+                reason = (
+                    f"{ready} of {self._own.count} copies {some} been ready for {patience:.0f} s"
+                )
                 self._fail(Exit(DIED, "serving", reason))
                 return
             await asyncio.sleep(WATCH_S)

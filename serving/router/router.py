@@ -7,7 +7,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Set
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 from lmi_config.options.declared import Settings
@@ -16,6 +16,7 @@ from serving import errors, protocol
 from serving.access.access import Access
 from serving.access.limits import Limiter
 from serving.access.objectives import Objectives
+from serving.aio import in_thread
 from serving.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -34,6 +35,7 @@ from serving.lifecycle import SHUTDOWN
 from serving.observability.tracing import tracer
 from serving.process import StopSignals
 from serving.router import status
+from serving.router.fleet import series
 from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
@@ -136,7 +138,7 @@ class Router:
         # replicas
         self.pool = ReplicaPool(self._on_ready, self._on_gone)
         tls = _authorities(settings.router_ca_file)
-        asking = Asking(self._access, tls)
+        asking = self._asking = Asking(self._access, tls)
         self._health = HealthChecks(self.pool, asking)
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
@@ -411,6 +413,8 @@ class Router:
                 )
             case protocol.LIVE if reads:
                 responder.respond(200, b"text/plain", b"ok\n")
+            case protocol.METRICS | protocol.SERVER_METRICS if reads and self._copies:
+                self._later(self._all_series(responder, self._copies))
             case protocol.METRICS | protocol.SERVER_METRICS if reads:
                 self.routing.tally.flush()
                 accept = request.named.get(b"accept", b"")
@@ -459,9 +463,26 @@ class Router:
             raise Overloaded(
                 "there are more bytes of requests than the router has memory for; try again"
             )
-        task = asyncio.create_task(self._to_all(responder, request))
+        self._later(self._to_all(responder, request))
+
+    def _later(self, answering: Coroutine[Any, Any, None]) -> None:
+        """Have something answered that takes a while."""
+        task = asyncio.create_task(answering)
         self._changes.add(task)
         task.add_done_callback(self._on_changed)
+
+    async def _all_series(self, responder: WholeResponder, copies: OwnCopies) -> None:
+        """Answer with the series of this container: the router's, the supervisor's, the copies'."""
+        try:
+            numbers = {url: number for number, url in enumerate(copies.urls)}
+            told = await series.of_copies(self.pool, self._asking, numbers)
+            self.routing.tally.flush()
+            kind, own = status.metrics(self.pool, b"", traced=False)
+            text = own.decode() + copies.supervisors_series()
+            body = await in_thread(series.merged, text, told)
+            responder.respond(200, kind, body.encode())
+        except Exception:
+            responder.fail(errors.unforeseen())
 
     def _on_changed(self, task: asyncio.Task[None]) -> None:
         self._changes.discard(task)

@@ -13,7 +13,7 @@ import yaml
 
 from scripts.harness.wait import until
 from scripts.models import tiny_lora
-from tests.e2e.conftest import ROOT, serving
+from tests.e2e.conftest import ROOT, START_S, serving
 
 PATHS = yaml.safe_load((ROOT / "docs/reference/openapi.yaml").read_text())["paths"]
 METHODS = ("get", "post", "put", "delete")
@@ -51,6 +51,7 @@ def copies(tiny_options, tmp_path_factory):
         "OPTION_KV_L1_SIZE": "512M",
         "OPTION_KV_DISK_SIZE": "0",
         "OPTION_SESSIONS_PATH": str(folder / "sessions"),
+        "OPTION_BATCH_FOLDER": str(folder / "batches"),
     }
     with serving(folder / "log", "./entrypoint.sh", "serve", **environ) as it:
         it.folder = folder
@@ -118,7 +119,8 @@ def test_what_is_refused_is_refused_as_by_one_server(server, copies, path, metho
 
 
 def test_the_apis_are_those_of_one_server(server, copies):
-    asked = {"inputs": "The capital", "parameters": {"max_new_tokens": 5}}
+    parameters = {"max_new_tokens": 5, "do_sample": False}
+    asked = {"inputs": "The capital", "parameters": parameters}
     one, two = server.invoke(asked), copies.invoke(asked)
     assert (two.status_code, two.json()) == (200, one.json())
     stream = copies.lines(asked | {"stream": True})
@@ -127,6 +129,33 @@ def test_the_apis_are_those_of_one_server(server, copies):
         model="lmi", messages=CHAT["messages"], max_tokens=4, stream=True
     )
     assert list(chunks)[-1].choices[0].finish_reason == "length"
+
+
+def test_one_server_has_no_router_and_no_supervisor(server):
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert not any("serving" in " ".join(it.cmdline()) for it in below)
+
+
+def test_what_one_copy_has_computed_another_loads(copies):
+    """The copy that has computed a prompt stands still: the other loads it from the tiers."""
+    prompt = " ".join(f"shared{n}" for n in range(700))
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+    first = copies.client.post("/v1/completions", json=body, headers={"X-Slipway-Route": "1"})
+    usage = first.json()["usage"]
+    at = first.headers["x-slipway-route"].split()[1]
+    stored = "lmcache_mp_l1_write_chunks_total"
+    until(lambda: stored in copies.client.get("/metrics").text, 30)
+    victim = parts(copies)[int(at.rpartition(":")[2])]
+    victim.suspend()  # its copy of the KV cannot be used, and the router asks the other
+    try:
+        until(lambda: ready(copies) == 1, 60)
+        second = copies.client.post("/v1/completions", json=body)
+    finally:
+        victim.resume()
+    until(lambda: ready(copies) == 2, 60)
+    assert second.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
+    cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= 0.95 * (usage["prompt_tokens"] - 128)
 
 
 def test_requests_go_to_both_copies_and_a_client_sees_one_server(copies):
@@ -151,8 +180,8 @@ def test_adapters_are_those_of_all_copies_also_of_one_that_is_started_again(copi
     assert copies.client.post("/adapters", json=body).status_code == 200
     victim, survivors = a_copy(copies)
     victim.kill()
-    until(lambda: ready(copies) < 2, 10)
-    until(lambda: ready(copies) == 2, 120)
+    until(lambda: ready(copies) < 2, 20)
+    until(lambda: ready(copies) == 2, START_S)
     for n in range(6):
         asked = {**LMI, "inputs": f"{n} {LONG}", "adapters": "one"}
         assert copies.invoke(asked).status_code == 200
@@ -181,7 +210,7 @@ def test_a_copy_that_is_killed_comes_back_and_the_other_serves_meanwhile(copies)
         statuses.append(copies.invoke({**LMI, "inputs": f"{len(statuses)}"}).status_code)
         return len(statuses) > 5 and ready(copies) == 2
 
-    until(back, 120)
+    until(back, START_S)
     assert {*statuses} == {200}
     assert not any(it.is_running() and it.status() != "zombie" for it in below)
     assert copies.client.get("/ping").status_code == 200
@@ -192,9 +221,10 @@ def test_a_copy_that_is_killed_comes_back_and_the_other_serves_meanwhile(copies)
 def test_a_router_that_is_killed_comes_back(copies):
     router = parts(copies)[copies.port]
     router.kill()
-    # Connections wait in the socket, which the supervisor has as well.
-    assert copies.client.get("/ping").status_code in (200, 503)
-    until(lambda: copies.client.get("/ping").status_code == 200, 20)
+    # New connections wait in the socket, which the supervisor has as well.
+    assert httpx.get(f"{copies.url}/ping", timeout=60).status_code in (200, 503)
+    until(lambda: httpx.get(f"{copies.url}/ping").status_code == 200, 60)
+    copies.client = httpx.Client(base_url=copies.url, timeout=120)
     assert copies.invoke(LMI).status_code == 200
 
 
