@@ -12,6 +12,7 @@ import psutil
 from serving.aio import in_thread
 from serving.copies.part import Part, hand, told
 from serving.exit import Exit
+from serving.observability.logs import process_handler
 
 KILLED_S = 5.0
 """Processes that were killed are waited for so long."""
@@ -45,6 +46,9 @@ class Child:
                 *(*program, str(handed)),
                 env={**os.environ, **environ},
                 stdin=asyncio.subprocess.DEVNULL,
+                # Not to our own pipe: a child's lines are lines of the log already.
+                stdout=(output := process_handler().stream),
+                stderr=output,
                 pass_fds=kept,
                 start_new_session=True,
             )

@@ -183,7 +183,8 @@ class Supervisor:
             self._plan, folder, self._looks.prefilled, self._looks.hits
         )
         shared = Shared(folder=folder, draft=of_draft, name=name, tiers=self._cache is not None)
-        works = [self._watch(), *(self._keep(copy, shared) for copy in self._plan.copies)]
+        watching = kept("copies", self._watch)
+        works = [watching, *(self._keep(copy, shared) for copy in self._plan.copies)]
         tasks = [asyncio.create_task(work) for work in works]
         for task in tasks:
             task.add_done_callback(self._on_done)

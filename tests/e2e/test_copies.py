@@ -17,7 +17,12 @@ from tests.e2e.conftest import ROOT, START_S, serving
 
 PATHS = yaml.safe_load((ROOT / "docs/reference/openapi.yaml").read_text())["paths"]
 METHODS = ("get", "post", "put", "delete")
-EACH = [(path, method) for path in PATHS for method in METHODS if method in PATHS[path]]
+EACH = [
+    (path, method)
+    for path in PATHS
+    for method in METHODS
+    if method in PATHS[path] and "adapters" not in path  # which the session's server has not
+]
 PROMPT = {"prompt": "Hi", "max_tokens": 3, "temperature": 0, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
 LMI = {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}
@@ -99,8 +104,6 @@ def answered(client, path, method, body=None):
 
 @pytest.mark.parametrize(("path", "method"), EACH)
 def test_every_path_answers_as_one_server_does(server, copies, path, method):
-    if "adapters" in path:
-        pytest.skip("the single server of the session has no adapters")
     for body in (BODIES.get(path), {"inputs": 5, "messages": 5, "prompt": {}}):
         if method == "get" and body:
             continue
@@ -155,7 +158,8 @@ def test_what_one_copy_has_computed_another_loads(copies):
     until(lambda: ready(copies) == 2, 60)
     assert second.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
     cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached >= 0.95 * (usage["prompt_tokens"] - 128)
+    whole = usage["prompt_tokens"] // 128 * 128  # tokens of whole chunks
+    assert cached >= 0.95 * whole
 
 
 def test_requests_go_to_both_copies_and_a_client_sees_one_server(copies):
