@@ -14,7 +14,7 @@ from lmi_config.options.declared import OPTIONS
 from lmi_config.options.parsers import AUTO
 from lmi_config.options.redaction import escaped, masked, secret
 from lmi_config.plan import memory, preflight, vllm
-from lmi_config.plan.copies import Copy
+from lmi_config.plan.devices.copies import Copy
 from lmi_config.plan.kv_tiers import DOCUMENT, NoTiers, Tiers, format_size
 from lmi_config.plan.plan import Plan
 from lmi_config.plan.speculation import draft_id

@@ -20,9 +20,9 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import lmcache, shared_store
 from lmi_config.plan.attention.verdict import WINDOWS_ONLY, Verdict
+from lmi_config.plan.devices.parallelism import Parallelism
 from lmi_config.plan.lmcache import Translation
 from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
-from lmi_config.plan.parallelism import Parallelism
 from lmi_config.plan.shared_store import L2Store
 
 _REMOTE = ("LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE", "LMCACHE_EXTRA_CONFIG")

@@ -10,7 +10,7 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import GPU_MEMORY_UTILIZATION, KV_ON_CPU, Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.devices.parallelism import Parallelism
 
 MIB = 1024**2
 GIB = 1024**3
@@ -223,9 +223,16 @@ def connectors(config: Any) -> Iterator[Mapping[str, Any]]:
         yield from connectors(it)
 
 
-def offloads(connector: str) -> bool:
-    """Whether a connector is vLLM's own, and keeps KV in this machine's memory."""
-    return connector in _OFFLOADING
+def fixed_ports(settings: Settings, tiers: bool) -> str:
+    """Which of the operator's connectors has ports that only one server can have; "" for none.
+    tiers: whether Slipway's connector takes their place.
+    """
+    for it in () if tiers else connectors(settings.kv_transfer_config):
+        connector = it.get("kv_connector")
+        if connector and connector not in (*_OFFLOADING, "MultiConnector"):
+            name = settings.named("kv_transfer_config")
+            return f"{name}: {connector} listens on fixed ports, which only one server can have"
+    return ""
 
 
 def native_offload(settings: Settings) -> int:

@@ -12,13 +12,14 @@ from lmi_config.facts.machine import HELPERS, Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import copies, kv_tiers, lmcache, memory, preflight, speculation, vllm
+from lmi_config.plan import kv_tiers, lmcache, memory, preflight, speculation, vllm
 from lmi_config.plan.attention import verdict as attention
 from lmi_config.plan.attention.verdict import Verdict
-from lmi_config.plan.copies import Copy
+from lmi_config.plan.devices import copies
+from lmi_config.plan.devices.copies import Copy
+from lmi_config.plan.devices.parallelism import Parallelism
 from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from lmi_config.plan.memory import Budget, GpuBudget
-from lmi_config.plan.parallelism import Parallelism
 from lmi_config.plan.refusals import rules as refusals
 from lmi_config.plan.refusals.given import Given
 
@@ -143,9 +144,9 @@ def make(
     if settings.model_folder:
         service = handler.look(settings.model_folder, settings.entry_point)
     wanted = kv_tiers.wanted(settings)
-    number = copies.decide(
-        *(settings, machine, model, draft, service, environ), tiers=wanted, alone=alone
-    )
+    alone = alone or memory.fixed_ports(settings, wanted)
+    about = (settings, machine, model, draft, service, environ)
+    number = copies.decide(*about, tiers=wanted, alone=alone)
     spread, whole = number.spread, machine
     divided = copies.divide(
         *(machine, number, environ),

@@ -14,6 +14,7 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
 from lmi_config.plan import lmcache, vllm
 from lmi_config.plan.attention.verdict import HYBRID, Verdict, whole
+from lmi_config.plan.devices.parallelism import FEW_CPUS, Parallelism, decide
 from lmi_config.plan.kv_tiers import NoTiers, Tiers, block_size, format_size, wanted
 from lmi_config.plan.memory import (
     GIB,
@@ -25,7 +26,6 @@ from lmi_config.plan.memory import (
     loaded,
     talking,
 )
-from lmi_config.plan.parallelism import FEW_CPUS, Parallelism, decide
 
 
 def findings(

@@ -13,7 +13,7 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings, vllm_knows
 from lmi_config.options.parsers import HUB, hub_id, names_repo
 from lmi_config.options.settings import SettingsError, traces_protocol
-from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.devices.parallelism import Parallelism
 
 _DERIVED = {
     "model",  # where it was fetched to

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_late
 from prometheus_client.registry import Collector
 
 from lmi_config.options.declared import Settings
-from lmi_config.plan.copies import Copy
+from lmi_config.plan.devices.copies import Copy
 from lmi_config.plan.plan import Plan
 from serving.server.prepare import Deployment, Shared
 

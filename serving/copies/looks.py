@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import httpx
 
 from lmi_config.options.declared import Settings
-from lmi_config.plan.copies import Copy
+from lmi_config.plan.devices.copies import Copy
 from serving.access.access import Access
 from serving.engine.base import Hits, Prefilled
 from serving.protocol import METRICS, PING

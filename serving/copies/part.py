@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lmi_config.options.declared import Settings
 from lmi_config.options.files import Given
 from serving.exit import DIED, Exit
-from serving.router.own_copies import OwnCopies
+from serving.router.fleet.own_copies import OwnCopies
 from serving.server.prepare import Deployment
 
 LONGEST = 64 * 1024

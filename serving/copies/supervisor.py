@@ -24,7 +24,7 @@ from prometheus_client import Counter, Gauge
 from lmi_config.facts.machine import out_of_memory_kills
 from lmi_config.options.files import Given
 from lmi_config.plan import explain
-from lmi_config.plan.copies import Copy
+from lmi_config.plan.devices.copies import Copy
 from serving import process
 from serving.aio import in_thread
 from serving.copies import divided
@@ -39,7 +39,7 @@ from serving.kv_cache.server import CacheServer
 from serving.lifecycle import SHUTDOWN, Step
 from serving.process import StopSignals
 from serving.protocol import INVOCATIONS
-from serving.router.own_copies import OwnCopies
+from serving.router.fleet.own_copies import OwnCopies
 from serving.server import cache
 from serving.server.prepare import Deployment, Shared
 
@@ -154,6 +154,7 @@ class Supervisor:
             asyncio.create_task(kept("processes", process.reap)),
             asyncio.create_task(self._keep_router()),
         ]
+        tasks[1].add_done_callback(self._on_done)
         starting = asyncio.create_task(self._start())
         try:
             await _first(stop, self._failed, starting)

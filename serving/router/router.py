@@ -35,11 +35,11 @@ from serving.lifecycle import SHUTDOWN
 from serving.observability.tracing import tracer
 from serving.process import StopSignals
 from serving.router import status
-from serving.router.fleet import series
 from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import Asking, HealthChecks
+from serving.router.fleet.own_copies import OwnCopies, merged, series_of
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
@@ -48,7 +48,6 @@ from serving.router.http.ports import Responder, WholeResponder
 from serving.router.http.request import Request, Rules
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import FALLBACKS, Tally
-from serving.router.own_copies import OwnCopies
 from serving.router.peers import Link, Peers
 from serving.router.placement import Placement, Routing, Timeouts
 from serving.router.policy.kv_index import KvIndex
@@ -475,11 +474,11 @@ class Router:
         """Answer with the series of this container: the router's, the supervisor's, the copies'."""
         try:
             numbers = {url: number for number, url in enumerate(copies.urls)}
-            told = await series.of_copies(self.pool, self._asking, numbers)
+            told = await series_of(self.pool, self._asking, numbers)
             self.routing.tally.flush()
             kind, own = status.metrics(self.pool, b"", traced=False)
             text = own.decode() + copies.supervisors_series()
-            body = await in_thread(series.merged, text, told)
+            body = await in_thread(merged, text, told)
             responder.respond(200, kind, body.encode())
         except Exception:
             responder.fail(errors.unforeseen())

@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from serving.http.exposition import exposition
+from serving.router.fleet.own_copies import OwnCopies
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import CurrentSeries, forget
-from serving.router.own_copies import OwnCopies
 from serving.router.policy.policies import Policy, PrefixAware
 
 _JSON = b"application/json"

@@ -18,7 +18,7 @@ from serving.exit import DIED, START_FAILED, Exit
 from serving.http.sockets import CannotListen, bound, raise_open_files
 from serving.observability import logs
 from serving.process import end_with_parent, keep_freed_memory
-from serving.router.own_copies import OwnCopies
+from serving.router.fleet.own_copies import OwnCopies
 from serving.router.peers import links
 from serving.router.router import Router
 

@@ -4,8 +4,8 @@
 The classes are LMCache's own: its storage, and its module for engines that copy by themselves.
 """
 
-import contextlib
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -72,8 +72,7 @@ def cache():
         )
     yield SimpleNamespace(module=module, storage=storage, chunk=chunk)
     storage.close()
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"/dev/shm/{name}")
+    Path(f"/dev/shm/{name}").unlink(missing_ok=True)
 
 
 @pytest.fixture

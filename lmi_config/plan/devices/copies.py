@@ -16,9 +16,8 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AtMost
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import parallelism
-from lmi_config.plan.memory import connectors, offloads
-from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.devices import parallelism
+from lmi_config.plan.devices.parallelism import Parallelism
 
 OPTION = "OPTION_COPIES"
 RANDOM_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
@@ -150,12 +149,6 @@ def _one_server(
     if settings.server_role != "both":
         role = f"{settings.named('server_role')}={settings.server_role}"
         yield f"{role}: routers know a server with a role by its own address"
-    for it in connectors(settings.kv_transfer_config):
-        connector = it.get("kv_connector")
-        multi = connector == "MultiConnector"
-        if connector and not tiers and not multi and not offloads(str(connector)):
-            name = settings.named("kv_transfer_config")
-            yield f"{name}: {connector} listens on fixed ports, which only one server can have"
     if engine.get("nnodes", 1) > 1 or engine.get("distributed_executor_backend") == "ray":
         field = "nnodes" if "nnodes" in engine else "distributed_executor_backend"
         yield f"{settings.named(field)}: other machines take part in the one server"

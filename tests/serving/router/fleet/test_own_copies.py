@@ -3,7 +3,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.router.fleet.series import merged
+from serving.router.fleet.own_copies import merged
 
 OWN = """\
 # HELP slipway_router_requests_total Requests.
