@@ -57,9 +57,9 @@ PATIENCE_S = 600.0
 say."""
 WATCH_S = 0.5
 """Between two looks at which copies are ready."""
-ROUTER_S = SHUTDOWN.drain + SHUTDOWN.farewell + 0.5
+ROUTER_S = SHUTDOWN.drain + SHUTDOWN.farewell + 0.3
 """A router that stops has ended by then ..."""
-COPIES_S = SHUTDOWN.engine + 0.5
+COPIES_S = SHUTDOWN.engine
 """... and so have copies, which have no requests any more."""
 
 _COPIES = Gauge("slipway_copies", "Copies of the model in this container.")

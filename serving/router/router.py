@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 import ssl
@@ -39,7 +40,7 @@ from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import Asking, HealthChecks
-from serving.router.fleet.own_copies import OwnCopies, merged, series_of
+from serving.router.fleet.own_copies import OwnCopies, described, merged, told_by
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
@@ -78,6 +79,7 @@ _OWN = frozenset(
     )
 )
 """Paths that a router answers by itself, beside those of its page."""
+_MANAGED = re.compile(protocol.MANAGED_PATH)
 SWEEP_S = 1.0
 """Between two looks for what has waited too long."""
 
@@ -375,7 +377,15 @@ class Router:
         elif route is CHANGE:
             self._change(responder, request)
             return None
+        elif self._copies and request.method == b"GET" and self._describes(request.path):
+            self._later(self._describe(responder, request, self._copies))
+            return None
         return route
+
+    def _describes(self, path: str) -> bool:
+        """Whether a path asks for what the model is, by a name that it has."""
+        named = path.rpartition("/")[2] in self._settings.names_in_paths
+        return named and bool(_MANAGED.fullmatch(path))
 
     def _leaves_to_copies(self, route: Route | None, request: Request) -> bool:
         """Whether a copy of this container answers what a router would not, as one server does:
@@ -473,12 +483,12 @@ class Router:
     async def _all_series(self, responder: WholeResponder, copies: OwnCopies) -> None:
         """Answer with the series of this container: the router's, the supervisor's, the copies'."""
         try:
-            numbers = {url: number for number, url in enumerate(copies.urls)}
-            told = await series_of(self.pool, self._asking, numbers)
+            told = await told_by(self.pool, self._asking, copies, protocol.METRICS)
+            texts = {number: body.decode(errors="replace") for number, body in told.items()}
             self.routing.tally.flush()
             kind, own = status.metrics(self.pool, b"", traced=False)
             text = own.decode() + copies.supervisors_series()
-            body = await in_thread(merged, text, told)
+            body = await in_thread(merged, text, texts)
             responder.respond(200, kind, body.encode())
         except Exception:
             responder.fail(errors.unforeseen())
@@ -486,6 +496,19 @@ class Router:
     def _on_changed(self, task: asyncio.Task[None]) -> None:
         self._changes.discard(task)
         self._check_idle()
+
+    async def _describe(
+        self, responder: WholeResponder, request: Request, copies: OwnCopies
+    ) -> None:
+        """Answer with what the model's copies say of it together."""
+        try:
+            if not (told := await told_by(self.pool, self._asking, copies, request.path)):
+                raise NotReady(self.pool.trouble())
+            responder.respond(200, b"application/json", described(told))
+        except ServingError as error:
+            responder.fail(error)
+        except Exception:
+            responder.fail(errors.unforeseen())
 
     async def _to_all(self, responder: WholeResponder, request: Request) -> None:
         try:

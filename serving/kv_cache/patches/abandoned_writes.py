@@ -14,6 +14,8 @@ Not covered: a worker that is stopped for longer than LMCache waits (120 s) and 
 into memory that may have another owner by then. The supervisor of several copies starts a copy
 again only when nothing of the one before it is left.
 
+Upstream: docs/upstream/abandoned_writes.md.
+
 Without it: answers from memory that nobody has written, after a copy of the model died while it
 stored. The cache server does not start where `applies()` is false.
 """

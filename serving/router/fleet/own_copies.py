@@ -5,13 +5,13 @@ nothing outside the container can ask them for.
 
 import asyncio
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
 
-from serving.protocol import METRICS
 from serving.router.fleet.health import LARGEST_METRICS, Asking, read
 from serving.router.fleet.replicas import Replica, ReplicaPool
 
@@ -54,39 +54,61 @@ class OwnCopies:
         return ready >= (min(self.least, self.count) if self.met else self.count)
 
 
-async def series_of(
-    pool: ReplicaPool, asking: Asking, numbers: Mapping[str, int]
-) -> dict[str, str]:
-    """Each copy's series, by its number, in Prometheus' text. Copies that do not answer are left
-    out: `slipway_copies_ready` says how many are ready. numbers: the copies' by their addresses.
+async def told_by(
+    pool: ReplicaPool, asking: Asking, copies: OwnCopies, path: str
+) -> dict[int, bytes]:
+    """What each copy answers on a path, by its number. Copies that do not answer are left out:
+    `slipway_copies_ready` says how many are ready.
     """
+    numbers = {url: number for number, url in enumerate(copies.urls)}
     ready = sorted((it for it in pool.ready if it.name in numbers), key=lambda it: numbers[it.name])
     async with asking.session() as client:
-        texts = await asyncio.gather(*(_ask(it, asking, client) for it in ready))
-    return {
-        str(numbers[it.name]): text
-        for it, text in zip(ready, texts, strict=True)
-        if text is not None
-    }
+        answers = await asyncio.gather(*(_ask(it, asking, client, path) for it in ready))
+    found = zip(ready, answers, strict=True)
+    return {numbers[it.name]: answer for it, answer in found if answer is not None}
 
 
-async def _ask(replica: Replica, asking: Asking, client: aiohttp.ClientSession) -> str | None:
+async def _ask(
+    replica: Replica, asking: Asking, client: aiohttp.ClientSession, path: str
+) -> bytes | None:
     try:
-        headers = asking.headers(replica, METRICS)
-        async with client.get(replica.name + METRICS, headers=headers) as answer:
+        headers = asking.headers(replica, path)
+        async with client.get(replica.name + path, headers=headers) as answer:
             body = await read(answer, LARGEST_METRICS)
-            return body.decode(errors="replace") if answer.status == 200 else None
+            return body if answer.status == 200 else None
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None
 
 
-def merged(own: str, copies: Mapping[str, str]) -> str:
+def described(copies: Mapping[int, bytes]) -> bytes:
+    """LMI's description of a model (GET /models/{model}) with a worker for each copy, in one group,
+    as LMI has one for each kind of device. Raises ValueError, LookupError, TypeError for what is no
+    such description.
+    """
+    found = {number: json.loads(body) for number, body in copies.items()}
+    whole = next(iter(found.values()))
+    model = whole[0]["models"][0]
+    group = model["workerGroups"][0]
+    models = {number: it[0]["models"][0] for number, it in found.items()}
+    group["workers"] = [
+        {**worker, "id": number + 1}
+        for number, it in models.items()
+        for worker in it["workerGroups"][0]["workers"]
+    ]
+    group["minWorkers"] = group["maxWorkers"] = len(group["workers"])
+    for name in ("queueSize", "requestInQueue"):
+        model[name] = sum(it[name] for it in models.values())
+    return json.dumps(whole, separators=(",", ":")).encode()
+
+
+def merged(own: str, copies: Mapping[int, str]) -> str:
     """All series as one text. A family's lines stand together, with one HELP and one TYPE; a copy's
     samples get a label with its number. Nothing is summed: most of them are no sums.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
-    for number, text in (("", own), *copies.items()):
+    texts = {"": own} | {str(number): text for number, text in copies.items()}
+    for number, text in texts.items():
         family = ""
         for line in text.splitlines():
             if line.startswith("# "):

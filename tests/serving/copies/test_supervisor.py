@@ -13,6 +13,9 @@ import pytest
 from scripts.harness.process import AS_ENTRYPOINT_SH, Program
 from scripts.harness.wait import until
 from scripts.models import tiny
+from serving.copies import supervisor
+from serving.kv_cache.server import TERM_S
+from serving.lifecycle import GRACE_S, SHUTDOWN
 
 ASK = {"prompt": "a b", "max_tokens": 2}
 
@@ -78,6 +81,9 @@ def test_a_client_sees_one_server(container):
     assert container.get("/ping").json()["detail"] == "2 of 2 copies are ready"
     assert container.get("/v1/models").json()["data"][0]["id"]
     assert container.get("/nothing").status_code == 404
+    (model,) = container.get("/models/lmi").json()[0]["models"]
+    assert [it["id"] for it in model["workerGroups"][0]["workers"]] == [1, 2]
+    assert container.get("/models/other").status_code == 404
 
 
 def test_copies_answer_only_the_router(container):
@@ -181,3 +187,8 @@ def test_the_router_checks_keys_and_the_operators_secret_closes_the_container(tm
         assert it.ask().status_code == 401
         assert it.ask(authorization=f"Bearer {key}").status_code == 200
         assert secret not in it.logged()
+
+
+def test_an_orderly_end_takes_less_than_platforms_allow():
+    whole = supervisor.ROUTER_S + supervisor.COPIES_S + TERM_S + SHUTDOWN.log
+    assert whole < GRACE_S - 0.5
