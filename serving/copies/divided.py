@@ -71,8 +71,10 @@ def of_copy(
 
 
 def folder() -> tempfile.TemporaryDirectory[str]:
-    """For what the processes of one container share, and nobody else may read."""
-    return tempfile.TemporaryDirectory(prefix="slipway-copies-")
+    """For what the processes of one container share, and nobody else may read. One of them may
+    still write there while it is removed.
+    """
+    return tempfile.TemporaryDirectory(prefix="slipway-copies-", ignore_cleanup_errors=True)
 
 
 _OURS = ("slipway_cop", "slipway_kv", "slipway_prefill", "lmcache")
