@@ -463,7 +463,8 @@ class Settings:
         "SERVING_FAIL_FAST",
         section=Section.SERVER,
         default=False,
-        help="Exit when an error rate is exceeded. When the engine dies, the server always exits.",
+        help="Exit when an error rate is exceeded, and of several copies of the model when one "
+        "ends. When the engine of the only copy dies, the server always exits.",
     )
     default_accept: str = _option(
         text,

@@ -179,19 +179,6 @@ def test_copies_answer_nobody_but_the_router(copies):
         assert httpx.get(f"{url}/metrics").status_code == 401
 
 
-def test_adapters_are_those_of_all_copies_also_of_one_that_is_started_again(copies):
-    body = {"name": "one", "src": str(copies.folder / "one")}
-    assert copies.client.post("/adapters", json=body).status_code == 200
-    victim, survivors = a_copy(copies)
-    victim.kill()
-    until(lambda: ready(copies) < 2, 20)
-    until(lambda: ready(copies) == 2, START_S)
-    for n in range(6):
-        asked = {**LMI, "inputs": f"{n} {LONG}", "adapters": "one"}
-        assert copies.invoke(asked).status_code == 200
-    assert all(it.is_running() for it in survivors)
-
-
 def a_copy(served):
     """One of the copies' processes, and the other processes."""
     found = parts(served)
@@ -204,22 +191,28 @@ def ready(served):
     return sum(it["state"] == "ready" for it in replicas)
 
 
-def test_a_copy_that_is_killed_comes_back_and_the_other_serves_meanwhile(copies):
-    victim, _ = a_copy(copies)
+def test_a_copy_that_is_killed_comes_back_with_its_adapters_and_the_other_serves_meanwhile(copies):
+    body = {"name": "one", "src": str(copies.folder / "one")}
+    assert copies.client.post("/adapters", json=body).status_code == 200
+    victim, survivors = a_copy(copies)
     below = victim.children(recursive=True)
     victim.kill()
     statuses = []
 
     def back():
         statuses.append(copies.invoke({**LMI, "inputs": f"{len(statuses)}"}).status_code)
-        return len(statuses) > 5 and ready(copies) == 2
+        return "is started again" in copies.logged() and ready(copies) == 2
 
     until(back, START_S)
     assert {*statuses} == {200}
     assert not any(it.is_running() and it.status() != "zombie" for it in below)
+    assert all(it.is_running() for it in survivors)
     assert copies.client.get("/ping").status_code == 200
     told = [it for it in lines(copies) if "is started again" in it["message"]]
     assert told[-1]["copy"] in (0, 1)
+    for n in range(6):
+        asked = {**LMI, "inputs": f"{n} {LONG}", "adapters": "one"}
+        assert copies.invoke(asked).status_code == 200
 
 
 def test_a_router_that_is_killed_comes_back(copies):

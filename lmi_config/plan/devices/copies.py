@@ -164,6 +164,9 @@ def _one_server(
     if settings.kv_events:
         name = settings.named("kv_events")
         yield f"{name}: routers read the events of one engine at its port"
+    if settings.cors_allowed_origin:
+        name = settings.named("cors_allowed_origin")
+        yield f"{name}: web pages of other origins need headers that a router does not send"
     if tiers and environ.get(RANDOM_IDS, "0") not in ("", "0"):
         yield f"{RANDOM_IDS}: engines with one cache server need random ids of requests"
 

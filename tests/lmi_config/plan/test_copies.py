@@ -129,6 +129,7 @@ ONE_EACH = {TP: "1"}
         ({"OPTION_DISTRIBUTED_EXECUTOR_BACKEND": "ray"}, "OPTION_DISTRIBUTED_EXECUTOR_BACKEND"),
         ({"OPTION_DEVICE_IDS": "[0]"}, "OPTION_DEVICE_IDS"),
         ({"OPTION_KV_EVENTS": "true"}, "OPTION_KV_EVENTS"),
+        ({"SERVING_CORS_ALLOWED_ORIGIN": "*"}, "SERVING_CORS_ALLOWED_ORIGIN"),
         (
             {
                 "OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"NixlConnector","kv_role":"kv_both",'
