@@ -219,6 +219,7 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "told os.read": "no more than LONGEST bytes of our own child's",
     },
     "serving/router/fleet/own_copies.py": {
+        "described json.loads": "an answer of our own copies that read() has limited",
         "OwnCopies.supervisors_series self.series.read_text": "a file that the supervisor writes",
     },
     "handlers/custom.py": {

@@ -79,7 +79,7 @@ def decide(
     """
     asked, name = settings.copies, settings.named("copies")
     number = 1 if asked == "auto" or isinstance(asked, AtMost) else asked
-    reason = alone or next(_one_server(settings, service, environ, tiers), "")
+    reason = next(_one_server(settings, service, environ, tiers), "") or alone
     if number > 1 and reason:
         raise SettingsError([f"{name}={number}: {reason}; leave {name} out, or set it to 1"])
     devices, kind = _devices(machine)
