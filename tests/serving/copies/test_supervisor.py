@@ -166,18 +166,31 @@ def test_fail_fast_ends_the_container_with_its_first_copy(tmp_path):
         assert it.lines()[-1]["reason"].endswith("exit code -9, and SERVING_FAIL_FAST is set")
 
 
-def test_a_copy_that_ends_again_and_again_is_left_out_and_too_few_end_the_container(tmp_path):
+def test_copies_that_end_again_and_again_are_left_out_until_there_is_none(tmp_path):
     may_end = tmp_path / "may"
-    environ = {"OPTION_COPIES_LEAST": "2", "PATIENCE_S": "20", "COPIES_END": str(may_end)}
+    with Container(tmp_path, COPIES_END=str(may_end)) as it:
+        it.ready(120)
+        may_end.touch()
+        _, copies = it.parts()
+        copies[0].kill()
+        until(lambda: "is left out" in it.logged(), 120)
+        assert it.get("/ping").status_code == 200
+        assert it.ask().status_code == 200
+        copies[1].kill()
+        assert it.process.wait(120) == 1
+        assert it.lines()[-1]["reason"].startswith("no copy can serve: copy ")
+
+
+def test_fewer_copies_than_there_have_to_be_end_the_container(tmp_path):
+    may_end = tmp_path / "may"
+    environ = {"OPTION_COPIES_LEAST": "2", "PATIENCE_S": "3", "COPIES_END": str(may_end)}
     with Container(tmp_path, **environ) as it:
         it.ready(120)
         may_end.touch()
         it.parts()[1][1].kill()
         until(lambda: it.get("/ping").status_code == 503, 30)
-        assert it.ask().status_code == 200  # of the other, as long as it can
-        assert it.process.wait(120) == 1
-        assert "is left out" in it.logged()
-        assert it.lines()[-1]["reason"] == "1 of 2 copies has been ready for 20 s"
+        assert it.process.wait(60) == 1
+        assert it.lines()[-1]["reason"] == "1 of 2 copies has been ready for 3 s"
 
 
 def test_the_router_checks_keys_and_the_operators_secret_closes_the_container(tmp_path):
