@@ -30,11 +30,11 @@ from serving.kv_cache.lmcache.kv_events import report_what_all_share
 from serving.kv_cache.lmcache.lookups import Lookups
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
 from serving.kv_cache.lmcache.shared_store import SharedStore
-from serving.kv_cache.patches import forgotten_workers, null_chunks
+from serving.kv_cache.patches import abandoned_writes, forgotten_workers, null_chunks
 
 
 def run() -> None:
-    for patch in (forgotten_workers, null_chunks):
+    for patch in (abandoned_writes, forgotten_workers, null_chunks):
         patch.apply()
     sum_tenants()
     report_what_all_share()
