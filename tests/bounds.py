@@ -271,13 +271,12 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "lmi_config/facts/adapter.py": {
-        "_vllms (folder / 'vllm_adapters.json').read_text": "a file of this package",
-        "_vllms (folder / 'vllm_models.json').read_text": "a file of this package",
+        "_vllms Path(__file__).with_name('vllm_adapters.json').read_text": "a file of this package",
         "_vllms json.loads": "a file of this package",
     },
     "lmi_config/facts/layers.py": {
-        "_vllms file.read_text": "a file of this package",
-        "_vllms json.loads": "a file of this package",
+        "vllm_models file.read_text": "a file of this package",
+        "vllm_models json.loads": "a file of this package",
     },
     "lmi_config/options/declared.py": {
         "_listed Path(__file__).with_name('vllm_options.json').read_text": "a file of this package",
