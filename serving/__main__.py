@@ -132,6 +132,11 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
         logs.set_format(options.log_format)
         logs.set_level(options.log_level)
         asyncio.run(Access(options).require())
+        if deployment.plan.copies:
+            with capture_output():
+                from serving.copies.supervisor import supervise
+
+                return supervise(deployment, argued)
         os.environ.update(deployment.plan.environment)  # vLLM reads it when it is imported
         os.environ.update(logs.engine_environment(environ, options.log_level))
         with capture_output():

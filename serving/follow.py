@@ -37,6 +37,7 @@ What = Literal[
     "batches",
     "cache_server",
     "certificate",
+    "copies",
     "endpoint_picker",
     "health",
     "issuer",

@@ -101,6 +101,7 @@ def _pattern(paths: Iterable[str]) -> str:
 INVOCATIONS_PATH = _pattern(INVOCATIONS)
 ADAPTERS_PATH = _pattern(ADAPTERS)
 MANAGEMENT_PATH = _pattern((*MANAGEMENT, *MANAGED, SERVER_LOGGING))
+MANAGED_PATH = _pattern(MANAGED)
 """The same as regular expressions."""
 OPENAI = "/v1/"
 """What all of OpenAI's begin with."""

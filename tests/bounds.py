@@ -189,6 +189,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_cpu_quota (group / file).read_text",
             "_groups listed.read_text",
             "_kind mounts.read_text",
+            "_nodes file.read_text",
             "_number path.read_text",
             "_table path.read_text",
         ],
@@ -204,6 +205,21 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
 """The table's first column → files → places."""
 
 OTHERS: Mapping[str, Mapping[str, str]] = {
+    "lmi_config/facts/gpus.py": {
+        "_node file.read_text": "a number of the kernel's",
+    },
+    "serving/copies/looks.py": {
+        "Looks._count answer.aiter_bytes": "of our own copies, and no more than LARGEST bytes",
+    },
+    "serving/copies/part.py": {
+        "take pickle.load": "what the supervisor has handed to this process in memory",
+        "told json.loads": "no more than LONGEST bytes of our own child's",
+        "told os.read": "no more than LONGEST bytes of our own child's",
+    },
+    "serving/router/fleet/own_copies.py": {
+        "described json.loads": "an answer of our own copies that read() has limited",
+        "OwnCopies.supervisors_series self.series.read_text": "a file that the supervisor writes",
+    },
     "handlers/custom.py": {
         "Code.answer json.loads": (
             "in the process of model.py: what the server sends it of its own answer"
@@ -251,13 +267,12 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "lmi_config/facts/adapter.py": {
-        "_vllms (folder / 'vllm_adapters.json').read_text": "a file of this package",
-        "_vllms (folder / 'vllm_models.json').read_text": "a file of this package",
+        "_vllms Path(__file__).with_name('vllm_adapters.json').read_text": "a file of this package",
         "_vllms json.loads": "a file of this package",
     },
     "lmi_config/facts/layers.py": {
-        "_vllms file.read_text": "a file of this package",
-        "_vllms json.loads": "a file of this package",
+        "vllm_models file.read_text": "a file of this package",
+        "vllm_models json.loads": "a file of this package",
     },
     "lmi_config/options/declared.py": {
         "_listed Path(__file__).with_name('vllm_options.json').read_text": "a file of this package",

@@ -25,7 +25,7 @@ from lmi_config.options import settings
 from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import Endpoints, replica_source
 from lmi_config.plan import shared_store, vllm
-from lmi_config.plan.parallelism import copies
+from lmi_config.plan.devices.parallelism import copies
 from scripts.hyperpod_local import manifest
 from scripts.hyperpod_local.manifest import ManifestError
 from serving.access.access import Access

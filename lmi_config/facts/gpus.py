@@ -25,6 +25,9 @@ class Gpu:
     """memory: bytes, or None where the driver does not say. driver: its version. cuda: the newest
     CUDA that it runs, forward compatibility included, as 13000 for 13.0; None where it does not
     say. capability: its compute capability, as (9, 0). slice: whether it is a part of a GPU (MIG).
+    uuid: its identifier, by which CUDA_VISIBLE_DEVICES can name it. node: the NUMA node that it is
+    attached to, None where that is unknown. The two say which GPU it is and not what kind, so they
+    do not count when kinds are compared.
     """
 
     name: str
@@ -33,13 +36,18 @@ class Gpu:
     cuda: int | None = None
     capability: tuple[int, int] | None = None
     slice: bool = False
+    uuid: str = dataclasses.field(default="", compare=False)
+    node: int | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """shown: the GPUs. missing: why there are none, in a sentence; empty where there are."""
+    """shown: the GPUs. slices: further slices of GPUs (MIG), of which CUDA gives each process only
+    one. missing: why there are none, in a sentence; empty where there are.
+    """
 
     shown: tuple[Gpu, ...] = ()
+    slices: tuple[Gpu, ...] = ()
     missing: str = ""
 
 
@@ -56,7 +64,7 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
     device = next((it for it in ("nvidia0", "nvidiactl") if (root / "dev" / it).exists()), None)
     try:
         pynvml.nvmlInit()
-        present = dict(_present())
+        present = dict(_present(root))
     except pynvml.NVMLError_LibraryNotFound:
         if device:
             return Found(
@@ -69,36 +77,59 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
     if not present:
         return Found(missing="the NVIDIA driver shows no GPU")
     visible = environ.get(VISIBLE)
-    shown = tuple(_shown(present, visible))
-    if not shown:
+    allowed = [*_allowed(present, visible)]
+    if not allowed:
         most = f"GPUs 0 to {len(present) - 1}" if len(present) > 1 else "GPU 0"
         missing = f"{VISIBLE}={visible!r} shows none of this machine's ({most})"
         return Found(missing=missing)
-    return Found(shown=shown)
+    # Of slices a process gets one, which ends its list.
+    count = next((place for place, it in enumerate(allowed, 1) if it.slice), len(allowed))
+    return Found(
+        shown=tuple(allowed[:count]), slices=tuple(it for it in allowed[count:] if it.slice)
+    )
 
 
-def _present() -> Iterator[tuple[str, Gpu]]:
+def _present(root: Path) -> Iterator[tuple[str, Gpu]]:
     """All GPUs in NVML's order, each slice after its own: identifier and what it is."""
     driver = pynvml.nvmlSystemGetDriverVersion()
     cuda = _told(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     for index in range(pynvml.nvmlDeviceGetCount()):
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         name = pynvml.nvmlDeviceGetName(device)
+        uuid = pynvml.nvmlDeviceGetUUID(device)
         gpu = Gpu(
             name=name,
             memory=_memory(device),
             driver=driver,
             cuda=cuda,
             capability=_told(pynvml.nvmlDeviceGetCudaComputeCapability, device),
+            uuid=uuid,
+            node=_node(device, root),
         )
-        yield pynvml.nvmlDeviceGetUUID(device), gpu
+        yield uuid, gpu
         for place in range(_told(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0):
             part = _told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, place)
             if part:  # places may be empty
+                own = pynvml.nvmlDeviceGetUUID(part)
                 found = dataclasses.replace(
-                    gpu, name=f"a slice of {name}", memory=_memory(part), slice=True
+                    gpu, name=f"a slice of {name}", memory=_memory(part), slice=True, uuid=own
                 )
-                yield pynvml.nvmlDeviceGetUUID(part), found
+                yield own, found
+
+
+def _node(device: Any, root: Path) -> int | None:
+    """The NUMA node by the device's folder in sysfs, which has -1 where the machine has only one.
+    NVML writes the domain of an address with eight digits, and Linux with four.
+    """
+    found = _told(pynvml.nvmlDeviceGetPciInfo, device)
+    address = getattr(found, "busId", "")
+    address = address.decode() if isinstance(address, bytes) else address
+    file = root / "sys/bus/pci/devices" / address.lower()[-12:] / "numa_node"
+    try:
+        node = int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _memory(device: Any) -> int | None:
@@ -115,16 +146,17 @@ def _told(call: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _shown(present: Mapping[str, Gpu], visible: str | None) -> Iterator[Gpu]:
-    """The GPUs that CUDA shows, by the rules of CUDA_VISIBLE_DEVICES (CUDA's programming guide).
+def _allowed(present: Mapping[str, Gpu], visible: str | None) -> Iterator[Gpu]:
+    """The GPUs that CUDA shows, by the rules of CUDA_VISIBLE_DEVICES (CUDA's programming guide),
+    and all slices that it would show one process each.
 
     It lists indices or the beginnings of identifiers; the first that does not exist ends the list.
-    Of slices a process gets one, and where there are any, no whole GPUs beside it.
+    Where there are slices, no whole GPUs are shown beside them.
     """
     whole = [gpu for gpu in present.values() if not gpu.slice]
     slices = [gpu for gpu in present.values() if gpu.slice]
     if visible is None:
-        yield from slices[:1] or whole
+        yield from slices or whole
         return
     for word in visible.split(","):
         wanted = word.strip()
@@ -135,5 +167,3 @@ def _shown(present: Mapping[str, Gpu], visible: str | None) -> Iterator[Gpu]:
         if not found:
             return
         yield found[0]
-        if found[0].slice:
-            return

@@ -11,7 +11,7 @@ import re
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
@@ -66,6 +66,8 @@ class Machine:
     memory: bytes there may be in use, the container's limit or the host's memory, whichever is
     less; limited: whether it is a container's. memory_free: bytes of it that are not in use.
     shm: free bytes of /dev/shm. disk: where the disk tier would be.
+    slices: further slices of GPUs, for other processes. nodes: of each NUMA node its CPUs among
+    ours, by its number; none where the machine has only one node, or does not say.
     no_gpu: why there are none. built_for_cuda: whether the vLLM that is installed wants them.
     ports: free ones on the loopback interface, for helper processes. missing: modules of OPTIONAL
     that are not installed, though vLLM is. extended: whether packages bring vLLM more than it has.
@@ -80,22 +82,32 @@ class Machine:
     disk: Disk
     gpus: tuple[Gpu, ...]
     ports: tuple[int, ...]
+    slices: tuple[Gpu, ...] = ()
+    nodes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     no_gpu: str = ""
     built_for_cuda: bool = False
     missing: tuple[str, ...] = ()
     extended: bool = False
 
 
-def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/")) -> Machine:
+HELPERS = 3
+"""Ports for the cache server: see kv_tiers.Ports."""
+
+
+def look(
+    environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"), servers: int = 0
+) -> Machine:
     """Look at the machine.
 
     disk: the folder of the disk tier, which need not be there yet. root stands before /proc and
-    /sys, which tests bring along.
+    /sys, which tests bring along. servers: that ports are wanted for, beside one for each GPU.
     """
     memory, free, limited = _memory(root)
     found = gpus.look(environ, root)
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    more = max(servers, len(found.shown) + len(found.slices))
     return Machine(
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpus=cpus,
         cpu_quota=_cpu_quota(root),
         memory=memory,
         memory_free=free,
@@ -103,7 +115,9 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
         shm=_free(Path("/dev/shm"))[0],
         disk=_disk(Path(disk), root),
         gpus=found.shown,
-        ports=_ports(environ.get("SAGEMAKER_SAFE_PORT_RANGE")),
+        ports=_ports(environ, HELPERS + more),
+        slices=found.slices,
+        nodes=_nodes(root, cpus),
         no_gpu=found.missing,
         built_for_cuda=gpus.vllm_wants_them(),
         missing=_missing(),
@@ -337,10 +351,29 @@ def _direct(folder: Path) -> bool:
             return False
 
 
-def _ports(safe: str | None, count: int = 3) -> tuple[int, ...]:
-    """Free ports on the loopback interface, in SageMaker's safe range (`low-high`) where given."""
-    low, _, high = (safe or "").partition("-")
-    wanted = range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() else [0] * count
+def _nodes(root: Path, cpus: Collection[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The NUMA nodes that have CPUs of ours, where there are several (`cpulist`: 0-15,32-47)."""
+    found = []
+    for file in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        try:
+            ranges = [part.split("-") for part in file.read_text().strip().split(",") if part]
+            own = {cpu for part in ranges for cpu in range(int(part[0]), int(part[-1]) + 1)}
+        except (OSError, ValueError):
+            return ()
+        if own := own.intersection(cpus):
+            found.append((int(file.parent.name.removeprefix("node")), tuple(sorted(own))))
+    return tuple(sorted(found)) if len(found) > 1 else ()
+
+
+def safe_ports(environ: Mapping[str, str]) -> range | None:
+    """SageMaker's range of ports that helpers may take (`low-high`); None where there is none."""
+    low, _, high = environ.get("SAGEMAKER_SAFE_PORT_RANGE", "").partition("-")
+    return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() else None
+
+
+def _ports(environ: Mapping[str, str], count: int) -> tuple[int, ...]:
+    """Free ports on the loopback interface, in SageMaker's safe range where there is one."""
+    wanted = safe_ports(environ) or [0] * count
     found: list[int] = []
     with contextlib.ExitStack() as held:
         for port in wanted:

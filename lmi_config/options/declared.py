@@ -23,9 +23,11 @@ from lmi_config.options.parsers import (
     adapter_list,
     address,
     amount,
+    at_most,
     boolean,
     choice,
     compilation,
+    copies,
     counts,
     degree,
     dtype,
@@ -461,7 +463,8 @@ class Settings:
         "SERVING_FAIL_FAST",
         section=Section.SERVER,
         default=False,
-        help="Exit when an error rate is exceeded. When the engine dies, the server always exits.",
+        help="Exit when an error rate is exceeded, and of several copies of the model when one "
+        "ends. When the engine of the only copy dies, the server always exits.",
     )
     default_accept: str = _option(
         text,
@@ -579,6 +582,29 @@ class Settings:
         default=1,
         vllm="pipeline_parallel_size",
         help="Stages that the layers are spread over, each on its own devices.",
+    )
+    copies: int | Literal["auto"] = _option(
+        copies,
+        "OPTION_COPIES",
+        section=Section.DEVICES,
+        untrusted=True,
+        default="auto",
+        default_text="auto: visible GPUs, divided by the two above; 1 without GPUs",
+        converted={
+            "SAGEMAKER_NUM_MODEL_WORKERS": at_most,
+            "SERVING_MAX_WORKERS": at_most,
+            "SERVING_GPU_MAX_WORKERS": at_most,
+        },
+        help="Copies of the model in this container, each on devices of its own, behind a router "
+        "that the container starts. LMI's names are upper limits of `auto`.",
+    )
+    copies_least: int = _option(
+        integer(low=1),
+        "OPTION_COPIES_LEAST",
+        section=Section.DEVICES,
+        default=1,
+        help="Of several copies, how many have to be ready for `/ping` to answer 200 once all of "
+        "them have been.",
     )
     gpu_memory_utilization: float | None = _option(
         fraction,

@@ -4,7 +4,8 @@
 from collections.abc import Mapping
 
 _JAVA = "there is no Java server"
-_BATCHING = "vLLM batches requests itself, in one copy of the model"
+_BATCHING = "vLLM batches requests itself"
+_COPIES = "all copies start at once, and OPTION_COPIES or SERVING_MAX_WORKERS limits them"
 _ENGINES = "vLLM is the only engine"
 _WORKER = "there is no separate Python worker"
 _GONE = "vLLM has no such option any more"
@@ -34,21 +35,13 @@ UNUSED: Mapping[str, str] = {
             "OPTION_USE_PASSIVE_WORKERS",
             "OPTION_WAITING_STEPS",
             "SAGEMAKER_MODEL_SERVER_WORKERS",
-            "SAGEMAKER_NUM_MODEL_WORKERS",
             "SERVING_BATCH_SIZE",
-            "SERVING_CPU_MAX_WORKERS",
-            "SERVING_CPU_MIN_WORKERS",
-            "SERVING_GPU_MAX_WORKERS",
-            "SERVING_GPU_MIN_WORKERS",
             "SERVING_GPU_REQUIRED_MEMORY_MB",
             "SERVING_GPU_RESERVED_MEMORY_MB",
             "SERVING_LOAD_ON_DEVICE",
             "SERVING_LOAD_ON_DEVICES",
             "SERVING_MAX_BATCH_DELAY",
             "SERVING_MAX_DYNAMIC_BATCH_SIZE",
-            "SERVING_MAX_IDLE_TIME",
-            "SERVING_MAX_WORKERS",
-            "SERVING_MIN_WORKERS",
             "SERVING_REQUIRED_MEMORY_MB",
             "SERVING_RESERVED_MEMORY_MB",
             "SERVING_RETRY_THRESHOLD",
@@ -56,6 +49,16 @@ UNUSED: Mapping[str, str] = {
             "SERVING_WORKERS",
         ),
         _BATCHING,
+    ),
+    **dict.fromkeys(
+        (
+            "SERVING_CPU_MAX_WORKERS",
+            "SERVING_CPU_MIN_WORKERS",
+            "SERVING_GPU_MIN_WORKERS",
+            "SERVING_MAX_IDLE_TIME",
+            "SERVING_MIN_WORKERS",
+        ),
+        _COPIES,
     ),
     **dict.fromkeys(
         (

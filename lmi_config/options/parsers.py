@@ -222,6 +222,24 @@ def degree(value: str) -> int | Literal["max"]:
     return number
 
 
+class AtMost(int):
+    """As many as there is room for, up to this number."""
+
+
+def copies(value: str) -> int | Literal["auto"]:
+    if value.lower() == "auto":
+        return "auto"
+    try:
+        number: int = integer(low=1)(value)
+    except ValueError:
+        raise ValueError('a whole number, at least 1, or "auto"') from None
+    return number
+
+
+def at_most(value: str) -> AtMost:
+    return AtMost(integer(low=1)(value))
+
+
 DTYPES = {
     "fp32": "float32",
     "fp16": "float16",

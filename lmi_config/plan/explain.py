@@ -14,6 +14,7 @@ from lmi_config.options.declared import OPTIONS
 from lmi_config.options.parsers import AUTO
 from lmi_config.options.redaction import escaped, masked, secret
 from lmi_config.plan import memory, preflight, vllm
+from lmi_config.plan.devices.copies import Copy
 from lmi_config.plan.kv_tiers import DOCUMENT, NoTiers, Tiers, format_size
 from lmi_config.plan.plan import Plan
 from lmi_config.plan.speculation import draft_id
@@ -187,9 +188,12 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if not machine.gpus:
         quota = f", {machine.cpu_quota:g} by quota" if machine.cpu_quota else ""
         yield "devices", f"{len(machine.cpus)} CPUs{quota}", f"tensor parallel {degree} ({given})"
+        yield from _copies(plan)
         return
     names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
-    yield "devices", f"{len(machine.gpus)} x {names}", f"tensor parallel {degree} ({given})"
+    count = len(machine.gpus) + (len(machine.slices) if plan.copies else 0)
+    yield "devices", f"{count} x {names}", f"tensor parallel {degree} ({given})"
+    yield from _copies(plan)
     if plan.gpu:
         tokens = _engine_tokens(plan)
         yield (
@@ -205,6 +209,23 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
         )
         amount = "unknown" if tokens is None else f"about {tokens:,} tokens in all"
         yield "  KV cache", format_size(max(plan.gpu.kv, 0)), amount
+
+
+def _copies(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The copies of the model, where there are several, and what each has."""
+    if not plan.copies:
+        return
+    origin = plan.settings.origins.get("copies", "default: auto")
+    yield "copies", str(len(plan.copies)), f"servers behind a router in this container ({origin})"
+    for copy in plan.copies:
+        if plan.machine.gpus:
+            has = f"{len(copy.machine.gpus)} GPU{'s' * (len(copy.machine.gpus) > 1)}"
+            which = ", ".join(gpu.uuid or "unnamed" for gpu in copy.machine.gpus)
+        else:
+            has = f"{len(copy.machine.cpus)} CPU{'s' * (len(copy.machine.cpus) > 1)}"
+            which = f"CPU {', '.join(map(str, copy.machine.cpus))}"
+        where = "" if copy.node is None else f"NUMA node {copy.node}; "
+        yield f"  copy {copy.number}", has, f"{where}{which}; port {copy.port}"
 
 
 def _engine_tokens(plan: Plan) -> int | None:
@@ -241,13 +262,20 @@ def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     """What will run: a name, and arguments with what is secret hidden."""
     if _service(plan) is handler.Service.ITS_OWN:
         return
-    yield "vLLM, in this process", vllm.arguments(_engine(plan))
+    where = "in each copy" if plan.copies else "in this process"
+    yield f"vLLM, {where}", vllm.arguments(_engine(plan))
     if isinstance(plan.tiers, Tiers):
         shared = plan.tiers.shared
         tiers = dataclasses.replace(
             plan.tiers, shared=shared and dataclasses.replace(shared, adapter=shared.masked)
         )
         yield "lmcache", plan.cache_command(tiers)
+
+
+def _own(plan: Plan, copy: Copy) -> dict[str, str]:
+    """The variables of a copy that are not those of all."""
+    shared = plan.environment.items()
+    return {name: value for name, value in copy.environment.items() if (name, value) not in shared}
 
 
 def as_text(plan: Plan) -> str:
@@ -267,6 +295,9 @@ def as_text(plan: Plan) -> str:
     if plan.environment:
         pairs = (f"{name}={shlex.quote(value)}" for name, value in plan.environment.items())
         lines += ["", "environment:", f"  {' '.join(pairs)}"]
+    for copy in plan.copies:
+        pairs = (f"{name}={shlex.quote(value)}" for name, value in _own(plan, copy).items())
+        lines += [f"  copy {copy.number}: {' '.join(pairs)}"]
     if plan.findings:
         lines += ["", "to know:", *(f"  - {finding}" for finding in plan.findings)]
     return "\n".join(map(escaped, lines))
@@ -295,6 +326,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
             else None
         ),
         "machine": dataclasses.asdict(plan.machine),
+        "copies": [
+            {
+                "number": copy.number,
+                "gpus": [gpu.uuid for gpu in copy.machine.gpus],
+                "cpus": list(copy.machine.cpus),
+                "numa_node": copy.node,
+                "port": copy.port,
+                "environment": _own(plan, copy),
+            }
+            for copy in plan.copies
+        ],
         "memory": {
             "shares": [dataclasses.asdict(share) for share in plan.memory.shares],
             "free": plan.memory.free,

@@ -20,9 +20,9 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import lmcache, shared_store
 from lmi_config.plan.attention.verdict import WINDOWS_ONLY, Verdict
+from lmi_config.plan.devices.parallelism import Parallelism
 from lmi_config.plan.lmcache import Translation
 from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
-from lmi_config.plan.parallelism import Parallelism
 from lmi_config.plan.shared_store import L2Store
 
 _REMOTE = ("LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE", "LMCACHE_EXTRA_CONFIG")
@@ -469,7 +469,7 @@ def _manually(
     shared: L2Store | None,
 ) -> Tiers:
     """The tiers as LMCache's own configuration names them, checked against the machine."""
-    ranks = parallelism.local_workers
+    ranks = parallelism.all_workers
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     found = []
     l1, of_l1 = round(translation.l1_gib * GIB) * ranks, f"max_local_cpu_size{each}"
@@ -549,11 +549,14 @@ def ports(machine: Machine) -> Ports:
     return Ports(*machine.ports[: len(Ports._fields)])
 
 
-def server_arguments(tiers: Tiers, machine: Machine, disk_store: str) -> list[str]:
+def server_arguments(
+    tiers: Tiers, machine: Machine, disk_store: str, servers: int = 1
+) -> list[str]:
     """The command line of `lmcache`. Its ports are open to this machine alone.
 
-    disk_store: the path of the class that keeps the disk tier's files, as `module.Class`. Sizes are
-    in GiB, which LMCache calls GB (`size_gb * (1 << 30)` in its configuration).
+    disk_store: the path of the class that keeps the disk tier's files, as `module.Class`. servers:
+    that it serves. Sizes are in GiB, which LMCache calls GB (`size_gb * (1 << 30)` in its
+    configuration).
     """
     engine, http, prometheus = ports(machine)
     arguments = [
@@ -575,6 +578,9 @@ def server_arguments(tiers: Tiers, machine: Machine, disk_store: str) -> list[st
         arguments.append("--no-l1-use-lazy")
     if not machine.gpus:
         arguments.append("--supported-transfer-mode=auto")
+    if servers > 1:
+        # With one thread a long store of one server would stand before the loads of the others.
+        arguments += [f"--max-gpu-workers={servers}", f"--max-cpu-workers={servers}"]
     if pool := shared_pool(tiers, machine):
         arguments.append(f"--shm-name={pool.name.removeprefix(_POOL)}")
     skip = tiers.skip_l1 and (tiers.disk or tiers.shared)

@@ -10,7 +10,7 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import GPU_MEMORY_UTILIZATION, KV_ON_CPU, Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.devices.parallelism import Parallelism
 
 MIB = 1024**2
 GIB = 1024**3
@@ -21,6 +21,8 @@ SERVER = 768 * MIB
 ENGINE_CORE = 768 * MIB
 WORKER = 1 * GIB
 CUDA_WORKER = 3 * GIB
+ROUTER = 256 * MIB
+"""The router and the supervisor of several copies together; measured 80 MB and 70 MB."""
 CACHE_SERVER = 768 * MIB
 """LMCache's server without its pool; measured 450 MB."""
 SHARED_MEMORY = 256 * MIB
@@ -98,11 +100,15 @@ def budget(
     draft: ModelFacts | None,
 ) -> Budget:
     """Divide the memory that is free now; LMCache's server takes no part yet."""
-    count, copies = parallelism.local_workers, parallelism.local_copies
+    servers = parallelism.servers
+    count, copies = parallelism.all_workers, parallelism.local_copies * servers
     on_gpu = bool(machine.gpus)
-    cores = "server and engine core" if copies == 1 else f"server and {copies} engine cores"
+    if servers > 1:
+        cores = f"{servers} servers and {copies} engine cores"
+    else:
+        cores = "server and engine core" if copies == 1 else f"server and {copies} engine cores"
     shares = [
-        Share(cores, SERVER + copies * ENGINE_CORE, "measured"),
+        Share(cores, servers * SERVER + copies * ENGINE_CORE, "measured"),
         Share(
             f"{count} worker{'s' * (count > 1)}",
             count * (CUDA_WORKER if on_gpu else WORKER),
@@ -110,6 +116,8 @@ def budget(
         ),
         *_weights(settings, parallelism, model, draft, on_gpu),
     ]
+    if servers > 1:
+        shares.append(Share("router and supervisor", ROUTER, "measured"))
     if talk := talking(machine, parallelism, model) * SHARED_MEMORY:
         shares.append(Share("shared memory", min(talk, machine.shm), "/dev/shm counts too"))
     if offloaded := native_offload(settings) * copies:
@@ -137,7 +145,7 @@ def talking(machine: Machine, parallelism: Parallelism, model: ModelFacts) -> in
     count = parallelism.local_workers
     shared = bool(model.parts and model.parts.experts)
     alone = bool(machine.gpus) and parallelism.workers == 1 and not shared
-    return 0 if alone or count == 1 else count
+    return 0 if alone or count == 1 else parallelism.all_workers
 
 
 def _weights(
@@ -147,7 +155,7 @@ def _weights(
     draft: ModelFacts | None,
     on_gpu: bool,
 ) -> list[Share]:
-    count, copies = parallelism.local_workers, parallelism.local_copies
+    count, copies = parallelism.all_workers, parallelism.local_copies * parallelism.servers
     if on_gpu:
         passing = min(model.largest_file * count, model.weight_bytes)
         found = [Share("weights being loaded", passing, "a file in each worker, at most all")]
@@ -215,6 +223,18 @@ def connectors(config: Any) -> Iterator[Mapping[str, Any]]:
         yield from connectors(it)
 
 
+def fixed_ports(settings: Settings, tiers: bool) -> str:
+    """Which of the operator's connectors has ports that only one server can have; "" for none.
+    tiers: whether Slipway's connector takes their place.
+    """
+    for it in () if tiers else connectors(settings.kv_transfer_config):
+        connector = it.get("kv_connector")
+        if connector and connector not in (*_OFFLOADING, "MultiConnector"):
+            name = settings.named("kv_transfer_config")
+            return f"{name}: {connector} listens on fixed ports, which only one server can have"
+    return ""
+
+
 def native_offload(settings: Settings) -> int:
     """Bytes in which vLLM itself keeps a copy's KV in CPU memory, of all its ranks together: by
     kv_offloading_size, or by a connector of vLLM's own.
@@ -264,7 +284,8 @@ def _offload_faults(
     size = native_offload(settings)
     if not size:
         return
-    name, whole = _offloader(settings), size * parallelism.local_copies
+    name = _offloader(settings)
+    whole = size * parallelism.local_copies * parallelism.servers
     if tiers:
         yield (
             f"{name}: vLLM's own KV offload and Slipway's KV cache tiers would need two "

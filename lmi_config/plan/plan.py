@@ -5,18 +5,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from lmi_config.facts import handler
 from lmi_config.facts.chat import Chat
 from lmi_config.facts.draft import Draft
-from lmi_config.facts.machine import Machine
+from lmi_config.facts.machine import HELPERS, Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import kv_tiers, lmcache, memory, parallelism, preflight, speculation, vllm
+from lmi_config.plan import kv_tiers, lmcache, memory, preflight, speculation, vllm
 from lmi_config.plan.attention import verdict as attention
 from lmi_config.plan.attention.verdict import Verdict
+from lmi_config.plan.devices import copies
+from lmi_config.plan.devices.copies import Copy
+from lmi_config.plan.devices.parallelism import Parallelism
 from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from lmi_config.plan.memory import Budget, GpuBudget
-from lmi_config.plan.parallelism import Parallelism
 from lmi_config.plan.refusals import rules as refusals
 from lmi_config.plan.refusals.given import Given
 
@@ -41,7 +44,9 @@ class Plan:
     environment: variables for this process before vLLM is imported. cache_environment: further ones
     for the cache server, with what is secret. options: vLLM's, by its names, in which the model and
     its draft are named as the operator names them. lora_modules: adapters to be registered.
-    verdict: on tiers with this model. findings: what the operator should know, a sentence each.
+    verdict: on tiers with this model. copies: the servers here, where there are several; memory is
+    all of theirs, and gpu is about a GPU of any of them. findings: what the operator should know, a
+    sentence each.
     """
 
     settings: Settings
@@ -59,6 +64,7 @@ class Plan:
     cache_environment: Mapping[str, str] = dataclasses.field(repr=False)
     options: Mapping[str, Any] = dataclasses.field(repr=False)
     lora_modules: tuple[vllm.LoraModule, ...]
+    copies: tuple[Copy, ...]
     findings: tuple[str, ...]
 
     @property
@@ -72,6 +78,13 @@ class Plan:
         if draft:
             options["speculative_config"] = {**options["speculative_config"], "model": draft}
         return options
+
+    def of_copy(self, copy: Copy) -> "Plan":
+        """The plan of one of several servers: its devices, and what follows from them."""
+        environment = {**self.environment, **copy.environment}
+        return dataclasses.replace(
+            self, machine=copy.machine, environment=environment, copies=(), findings=()
+        )
 
     def without_tiers(self, reason: str) -> "Plan":
         """The plan where the cache server did not come up."""
@@ -95,7 +108,9 @@ class Plan:
 
     def cache_command(self, tiers: Tiers) -> list[str]:
         """The command line of `lmcache` for these tiers: as planned, or as they came to be."""
-        return kv_tiers.server_arguments(tiers, self.machine, self.parts.disk_store)
+        return kv_tiers.server_arguments(
+            tiers, self.machine, self.parts.disk_store, servers=self.parallelism.servers
+        )
 
 
 _UNKNOWN = Chat()
@@ -112,22 +127,38 @@ def make(
     to_fetch: int = 0,
     room: int = 0,
     chat: Chat = _UNKNOWN,
+    alone: str = "",
 ) -> Plan:
     """Decide.
 
     lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that have yet
     to be downloaded; room: bytes that are free where they go. chat: the formats of the model's
-    answers.
+    answers. alone: why there can be no router before several copies, where the plan cannot know.
 
     Raises SettingsError where it cannot work.
     """
     settings = memory.settled(settings, machine, environ)
-    spread = parallelism.decide(settings, machine, model, draft)
+    service = None
+    if settings.model_folder:
+        service = handler.look(settings.model_folder, settings.entry_point)
+    wanted = kv_tiers.wanted(settings)
+    alone = alone or memory.fixed_ports(settings, wanted)
+    about = (settings, machine, model, draft, service, environ)
+    number = copies.decide(*about, tiers=wanted, alone=alone)
+    spread, whole = number.spread, machine
+    divided = copies.divide(
+        *(machine, number, environ),
+        lambda share: vllm.environment(settings, share, spread, environ),
+    )
+    if divided:
+        machine = divided[0].machine
+    else:
+        machine = whole = dataclasses.replace(machine, ports=machine.ports[:HELPERS])
     mistyped, noted = lmcache.mistyped(environ, settings.strict)
     faults = (
         mistyped
         + kv_tiers.faults(settings)
-        + memory.offload_faults(settings, machine, spread, kv_tiers.wanted(settings))
+        + memory.offload_faults(settings, machine, spread, wanted)
         + vllm.kv_events_faults(settings, spread.copies)
         + vllm.quantization_faults(settings, machine, model)
         + speculation.faults(settings, model, draft)
@@ -195,7 +226,7 @@ def make(
         raise SettingsError(faults)
     return Plan(
         settings=settings,
-        machine=machine,
+        machine=whole,
         parts=parts,
         parallelism=spread,
         model=model,
@@ -209,8 +240,10 @@ def make(
         cache_environment=cache_environment,
         options=options,
         lora_modules=vllm.lora_modules(settings),
+        copies=divided,
         findings=(
-            *preflight.findings(settings, machine, spread, model, budget, gpu, tiers),
+            *number.notes,
+            *preflight.findings(settings, whole, spread, model, budget, gpu, tiers),
             *noted,
             *preflight.downloads(to_fetch, room),
             *kv_tiers.transfer_findings(settings, environ),

@@ -14,6 +14,7 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import AUTO
 from lmi_config.plan import lmcache, vllm
 from lmi_config.plan.attention.verdict import HYBRID, Verdict, whole
+from lmi_config.plan.devices.parallelism import FEW_CPUS, Parallelism, decide
 from lmi_config.plan.kv_tiers import NoTiers, Tiers, block_size, format_size, wanted
 from lmi_config.plan.memory import (
     GIB,
@@ -25,7 +26,6 @@ from lmi_config.plan.memory import (
     loaded,
     talking,
 )
-from lmi_config.plan.parallelism import FEW_CPUS, Parallelism, decide
 
 
 def findings(
@@ -42,7 +42,7 @@ def findings(
     if wrong := hindrance(machine):
         yield wrong
     yield from _gpus(settings, machine, parallelism, model)
-    yield from _memory(machine, budget)
+    yield from _memory(machine, parallelism, budget)
     quantised = model.quantization or settings.quantize
     experts = loaded(settings, model)[1] if parallelism.copies > 1 else 0
     if gpu and gpu.left <= 0:
@@ -160,11 +160,17 @@ def _gpus(
 ) -> Iterator[str]:
     if not machine.gpus:
         return
-    idle = len(machine.gpus) - parallelism.local_workers
+    total = len(machine.gpus) + len(machine.slices)
+    idle = total - parallelism.all_workers
     if idle > 0 and not settings.engine.keys() & _OTHERS_USE:
         most = decide(dataclasses.replace(settings, tensor_parallel_degree="max"), machine, model)
-        copies = len(machine.gpus) // parallelism.workers
-        if most.tensor > parallelism.tensor:
+        copies = total // parallelism.workers
+        if parallelism.servers > 1 or settings.copies == 1:
+            if parallelism.servers < copies:
+                fix = f"OPTION_COPIES={copies} uses {copies * parallelism.workers}"
+            else:
+                fix = f"they are too few for another copy on {parallelism.workers}"
+        elif most.tensor > parallelism.tensor:
             fix = "set OPTION_TENSOR_PARALLEL_DEGREE=max to use them"
         elif 1 < parallelism.local_copies < copies:
             fix = f"OPTION_DATA_PARALLEL_SIZE={copies} uses {copies * parallelism.workers}"
@@ -175,15 +181,18 @@ def _gpus(
                 f"{parallelism.workers} are the most that attention heads, KV heads and the "
                 "vocabulary can be divided among"
             )
-        yield f"{idle} of {len(machine.gpus)} GPUs will do nothing; {fix}"
+        yield f"{idle} of {total} GPUs will do nothing; {fix}"
 
 
-def _memory(machine: Machine, budget: Budget) -> Iterator[str]:
+def _memory(machine: Machine, parallelism: Parallelism, budget: Budget) -> Iterator[str]:
     if budget.needed > machine.memory_free:
+        several = parallelism.servers > 1
+        who = f"{parallelism.servers} copies want" if several else "the engine wants"
+        fix = f", OPTION_COPIES={parallelism.servers - 1}" if several else ""
         yield (
-            f"the engine wants about {format_size(budget.needed)} of memory, and "
-            f"{format_size(machine.memory_free)} are free; give the container more, or a smaller "
-            "model"
+            f"{who} about {format_size(budget.needed)} of memory, and "
+            f"{format_size(machine.memory_free)} are free; give the container more{fix}, or a "
+            "smaller model"
         )
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmi_config.facts.chat import Chat, Parser
-from lmi_config.facts.machine import Machine
+from lmi_config.facts.machine import HELPERS, Machine
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings, vllm_knows
 from lmi_config.options.parsers import HUB, hub_id, names_repo
 from lmi_config.options.settings import SettingsError, traces_protocol
-from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.devices.parallelism import Parallelism
 
 _DERIVED = {
     "model",  # where it was fetched to
@@ -281,8 +281,8 @@ def environment(
         wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = traces_protocol(environ)
         if "service.name" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
             wanted["OTEL_SERVICE_NAME"] = "slipway"  # vLLM would be an unknown service
-    if "SAGEMAKER_SAFE_PORT_RANGE" in environ and len(machine.ports) > 2:
-        wanted["VLLM_PORT"] = str(machine.ports[-1] + 1)
+    if "SAGEMAKER_SAFE_PORT_RANGE" in environ and len(machine.ports) >= HELPERS:
+        wanted["VLLM_PORT"] = str(machine.ports[HELPERS - 1] + 1)
     if not machine.gpus:
         # oneDNN keeps code for each shape that a batch has had: with its default of 1,024 shapes,
         # 0.3 GiB more within minutes for a tiny model, and a heap that grew to 1.4 GiB in 20 of

@@ -16,7 +16,7 @@ from lmi_config.options import settings as options
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import memory, plan, preflight, vllm
-from lmi_config.plan.parallelism import Parallelism
+from lmi_config.plan.devices.parallelism import Parallelism
 from scripts.rehearsal.shapes import MODELS
 from serving.server.prepare import PARTS
 

@@ -116,6 +116,18 @@ int nvmlDeviceGetP2PStatus(Handle one, Handle other, int what, int *to) {
     *to = machine.major == 9 || machine.memory == 40960 ? SUCCESS : NVLINK_MISSING;
     return SUCCESS;
 }
+// A GPU's address: 00000000:00:00.0, 00000000:01:00.0, and so on.
+typedef struct {
+    char legacy[16];
+    unsigned int domain, bus, device, identifier, subsystem;
+    char address[32];
+} Pci;
+int nvmlDeviceGetPciInfo_v3(Handle device, Pci *to) {
+    memset(to, 0, sizeof *to);
+    to->bus = (unsigned int)place(device) % MOST;
+    snprintf(to->address, sizeof to->address, "00000000:%02X:00.0", to->bus);
+    return SUCCESS;
+}
 int nvmlDeviceGetNumaNodeId(Handle device, unsigned int *to) {
     (void)device, (void)to;
     return NOT_SUPPORTED;

@@ -47,10 +47,12 @@ class Access:
         *,
         routes: bool = False,
         name: str = "",
+        closed: bool = False,
         now: Callable[[], datetime] = _now,
     ) -> None:
         """routes: whether requests go to other servers. name: by which routers sign for us; one of
-        our own where it is "".
+        our own where it is "". closed: whether nobody is let in without a key or a router's word,
+        also where no keys are set.
         """
         self._now = now
         self._file = Path(settings.api_keys_file) if settings.api_keys_file else None
@@ -77,7 +79,8 @@ class Access:
                 ]
             )
         # Of a server that has a secret the router's identity is asked for.
-        others = bool(settings.api_key or self._listed.by_digest or (self._signer and not routes))
+        asked = self._signer and (closed or not routes)
+        others = bool(settings.api_key or self._listed.by_digest or asked)
         self._only_tokens = bool(self._issuer) and not others
         self.closed = others or bool(self._file or self._issuer)
         """Whether nobody is answered without a key."""

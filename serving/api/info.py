@@ -161,9 +161,10 @@ class Management:
         match call.scope["method"]:
             case "PUT":
                 raise Conflict(
-                    "workers are not scaled here: one copy of the model answers, as many requests "
-                    "at a time as OPTION_MAX_ROLLING_BATCH_SIZE allows; start more servers behind "
-                    "the router, or more instances"
+                    "workers are not scaled here: OPTION_COPIES says at the start how many copies "
+                    "of the model there are, and OPTION_MAX_ROLLING_BATCH_SIZE how many requests "
+                    "each answers at a time; start more servers behind the router, or more "
+                    "instances"
                 )
             case "DELETE":
                 raise Conflict(

@@ -43,7 +43,8 @@ def _second(seconds: int) -> str:
 
 class JsonFormatter(logging.Formatter):
     """Writes a record as a JSON object: time (UTC, ISO 8601), level, logger, message, the process
-    where it is not the server's, the request's id, and the call's `extra={"facts": …}`.
+    where it is not the server's, the copy of the model where there are several, the request's id,
+    and the call's `extra={"facts": …}`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -53,6 +54,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        line |= _of_all
         if record.processName != "MainProcess":
             line["process"] = record.processName
         if request := REQUEST_ID.get():
@@ -63,11 +65,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(plain(line))
 
 
+_of_all: dict[str, int] = {}
+"""What every line of this process says."""
+
+
 class TextFormatter(logging.Formatter):
     """Writes the same for people. A call may put it in other words: `extra={"text": …}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"{_stamp(record.created)} {self.body(record)}"
+        said = "".join(f" {name} {value}:" for name, value in _of_all.items())
+        return f"{_stamp(record.created)}{said} {self.body(record)}"
 
     def body(self, record: logging.LogRecord) -> str:
         """A record without its time."""
@@ -279,13 +286,17 @@ def access(line: RequestLine) -> None:
     _handler.write_soon(b"%b%b\n" % (_access_head(int(1000 * time.time())), _encode(line)[1:]))
 
 
-_ACCESS = _encode({"level": "info", "logger": _access.name, "message": "request"})[1:-1]
+def name_copy(number: int) -> None:
+    """Have every line say which copy of the model this process is."""
+    _of_all["copy"] = number
+    _access_head.cache_clear()
 
 
 @functools.lru_cache(maxsize=1)
 def _access_head(ms: int) -> bytes:
     """What each line of a request begins with. ms: milliseconds since 1970."""
-    return b'{"time":"%b",%b,' % (_stamp(ms / 1000).encode(), _ACCESS)
+    said = {"level": "info", "logger": _access.name, "message": "request", **_of_all}
+    return b'{"time":"%b",%b,' % (_stamp(ms / 1000).encode(), _encode(said)[1:-1])
 
 
 def _access_text(facts: Mapping[str, Any]) -> str:

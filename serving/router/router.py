@@ -3,11 +3,12 @@
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Set
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 from lmi_config.options.declared import Settings
@@ -16,6 +17,7 @@ from serving import errors, protocol
 from serving.access.access import Access
 from serving.access.limits import Limiter
 from serving.access.objectives import Objectives
+from serving.aio import in_thread
 from serving.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -38,6 +40,7 @@ from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import Asking, HealthChecks
+from serving.router.fleet.own_copies import OwnCopies, described, merged, told_by
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
@@ -59,6 +62,7 @@ from serving.router.routes import (
     CHANGE,
     END_TO_END,
     INFERENCE,
+    READ,
     Route,
     Routes,
     may_be_added,
@@ -68,6 +72,14 @@ from serving.ui import page as ui
 
 log = logging.getLogger(__name__)
 
+_OWN = frozenset(
+    (
+        *(*protocol.ROUTER_PROBES, protocol.METRICS, protocol.SERVER_METRICS),
+        *(protocol.REPLICAS, protocol.UI_STATUS),
+    )
+)
+"""Paths that a router answers by itself, beside those of its page."""
+_MANAGED = re.compile(protocol.MANAGED_PATH)
 SWEEP_S = 1.0
 """Between two looks for what has waited too long."""
 
@@ -93,13 +105,22 @@ class Router:
         settings: Settings,
         environ: Mapping[str, str],
         link: Link | None = None,
+        copies: OwnCopies | None = None,
     ) -> None:
-        """link: to the router's other processes."""
+        """link: to the router's other processes. copies: of this container, where it stands before
+        those.
+        """
         self._settings = settings
+        self._copies = copies
         self._origins = Origins(settings.cors_allowed_origin, settings.host)
         self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
         self._page = ui.FILES if settings.serves_ui else {}
-        self._access = Access(settings, routes=True, name=link.name if link else "")
+        self._access = Access(
+            settings,
+            routes=True,
+            name=link.name if link else "",
+            closed=bool(copies and copies.closed),
+        )
         self._objectives = Objectives(settings)
         self._tenants = Tenants(settings.cache_salt_header)
         self._tls = ServerTls(settings)
@@ -118,7 +139,7 @@ class Router:
         # replicas
         self.pool = ReplicaPool(self._on_ready, self._on_gone)
         tls = _authorities(settings.router_ca_file)
-        asking = Asking(self._access, tls)
+        asking = self._asking = Asking(self._access, tls)
         self._health = HealthChecks(self.pool, asking)
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
@@ -342,6 +363,8 @@ class Router:
         Raises ServingError where its sender may not send it.
         """
         route = self.routing.routes.of(request.method, request.path)
+        if self._copies and self._leaves_to_copies(route, request):
+            route = READ
         if request.path not in protocol.ROUTER_PROBES and request.path not in self._page:
             self._identify(request, inference=route is INFERENCE)
         if route is None:
@@ -354,7 +377,24 @@ class Router:
         elif route is CHANGE:
             self._change(responder, request)
             return None
+        elif self._copies and request.method == b"GET" and self._describes(request.path):
+            self._later(self._describe(responder, request, self._copies))
+            return None
         return route
+
+    def _describes(self, path: str) -> bool:
+        """Whether a path asks for what the model is, by a name that it has."""
+        named = path.rpartition("/")[2] in self._settings.names_in_paths
+        return named and bool(_MANAGED.fullmatch(path))
+
+    def _leaves_to_copies(self, route: Route | None, request: Request) -> bool:
+        """Whether a copy of this container answers what a router would not, as one server does:
+        also where that is a refusal.
+        """
+        if route is BATCH:
+            return not self._settings.batch_folder
+        own = request.path in _OWN or request.path in self._page
+        return route is None and not own
 
     def _identify(self, request: Request, *, inference: bool) -> None:
         """Find out who sends a request. Raises ServingError where they may not."""
@@ -373,12 +413,17 @@ class Router:
         reads = request.method in (b"GET", b"HEAD")
         match request.path:
             case protocol.PING | protocol.HEALTH if reads:
-                code = 200 if self.pool.ready and not self.draining else 503
+                enough = status.enough(self.pool, self._copies)
+                code = 200 if enough and not self.draining else 503
                 proof = self._access.introduction(request.named.get(protocol.CHALLENGE, b""))
                 lines = [b"%b: %b" % header for header in proof]
-                responder.respond(code, *status.ping(self.pool, self.draining), *lines)
+                responder.respond(
+                    code, *status.ping(self.pool, self.draining, self._copies), *lines
+                )
             case protocol.LIVE if reads:
                 responder.respond(200, b"text/plain", b"ok\n")
+            case protocol.METRICS | protocol.SERVER_METRICS if reads and self._copies:
+                self._later(self._all_series(responder, self._copies))
             case protocol.METRICS | protocol.SERVER_METRICS if reads:
                 self.routing.tally.flush()
                 accept = request.named.get(b"accept", b"")
@@ -427,13 +472,43 @@ class Router:
             raise Overloaded(
                 "there are more bytes of requests than the router has memory for; try again"
             )
-        task = asyncio.create_task(self._to_all(responder, request))
+        self._later(self._to_all(responder, request))
+
+    def _later(self, answering: Coroutine[Any, Any, None]) -> None:
+        """Have something answered that takes a while."""
+        task = asyncio.create_task(answering)
         self._changes.add(task)
         task.add_done_callback(self._on_changed)
+
+    async def _all_series(self, responder: WholeResponder, copies: OwnCopies) -> None:
+        """Answer with the series of this container: the router's, the supervisor's, the copies'."""
+        try:
+            told = await told_by(self.pool, self._asking, copies, protocol.METRICS)
+            texts = {number: body.decode(errors="replace") for number, body in told.items()}
+            self.routing.tally.flush()
+            kind, own = status.metrics(self.pool, b"", traced=False)
+            text = own.decode() + copies.supervisors_series()
+            body = await in_thread(merged, text, texts)
+            responder.respond(200, kind, body.encode())
+        except Exception:
+            responder.fail(errors.unforeseen())
 
     def _on_changed(self, task: asyncio.Task[None]) -> None:
         self._changes.discard(task)
         self._check_idle()
+
+    async def _describe(
+        self, responder: WholeResponder, request: Request, copies: OwnCopies
+    ) -> None:
+        """Answer with what the model's copies say of it together."""
+        try:
+            if not (told := await told_by(self.pool, self._asking, copies, request.path)):
+                raise NotReady(self.pool.trouble())
+            responder.respond(200, b"application/json", described(told))
+        except ServingError as error:
+            responder.fail(error)
+        except Exception:
+            responder.fail(errors.unforeseen())
 
     async def _to_all(self, responder: WholeResponder, request: Request) -> None:
         try:

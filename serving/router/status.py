@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from serving.http.exposition import exposition
+from serving.router.fleet.own_copies import OwnCopies
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import CurrentSeries, forget
@@ -18,11 +19,20 @@ from serving.router.policy.policies import Policy, PrefixAware
 _JSON = b"application/json"
 
 
-def ping(pool: ReplicaPool, draining: bool) -> tuple[bytes, bytes]:
+def enough(pool: ReplicaPool, copies: OwnCopies | None) -> bool:
+    """Whether enough replicas are ready. copies: of this container, where they are those."""
+    ready = len(pool.ready)
+    return copies.enough(ready) if copies else ready > 0
+
+
+def ping(pool: ReplicaPool, draining: bool, copies: OwnCopies | None) -> tuple[bytes, bytes]:
     """The kind and body of an answer to /ping."""
     ready = len(pool.ready)
-    status = "draining" if draining else "ready" if ready else "starting"
-    return _JSON, msgspec.json.encode({"status": status, "detail": f"{ready} replicas are ready"})
+    status = "draining" if draining else "ready" if enough(pool, copies) else "starting"
+    detail = (
+        f"{ready} of {copies.count} copies are ready" if copies else f"{ready} replicas are ready"
+    )
+    return _JSON, msgspec.json.encode({"status": status, "detail": detail})
 
 
 def metrics(pool: ReplicaPool, accept: bytes, *, traced: bool) -> tuple[bytes, bytes]:

@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from multiprocessing.context import ForkProcess
@@ -17,6 +18,7 @@ from serving.exit import DIED, START_FAILED, Exit
 from serving.http.sockets import CannotListen, bound, raise_open_files
 from serving.observability import logs
 from serving.process import end_with_parent, keep_freed_memory
+from serving.router.fleet.own_copies import OwnCopies
 from serving.router.peers import links
 from serving.router.router import Router
 
@@ -33,23 +35,31 @@ QUICK_ENDS = 5
 """A process that has ended so many times in a row within QUICK_S of its start cannot run."""
 
 
-def route(settings: Settings, environ: Mapping[str, str]) -> Exit:
-    """Route until SIGTERM or SIGINT, or until something has failed."""
+def route(
+    settings: Settings,
+    environ: Mapping[str, str],
+    listener: socket.socket | None = None,
+    copies: OwnCopies | None = None,
+) -> Exit:
+    """Route until SIGTERM or SIGINT, or until something has failed.
+
+    listener: where there is one already, for one process. copies: where they are this container's.
+    """
     raise_open_files()  # a request takes two
     keep_freed_memory(FREED)
     try:
-        listener = bound(settings.host, settings.port, shared=True)
+        listener = listener or bound(settings.host, settings.port, shared=True)
     except CannotListen as error:
         return Exit(START_FAILED, "start", str(error))
     with listener:
         if settings.router_processes == 1:
             try:
-                uvloop.run(Router(settings, environ).run(listener))
+                uvloop.run(Router(settings, environ, copies=copies).run(listener))
                 code = 0
             except CannotListen as error:  # an endpoint picker
                 return Exit(START_FAILED, "start", str(error))
         else:
-            code = Supervisor(settings, environ, listener.getsockname()[1]).run()
+            code = Supervisor(settings, environ, listener.getsockname()[1], copies).run()
     return Exit(code, "routing", f"a router process ended with exit code {code}" if code else "")
 
 
@@ -72,10 +82,17 @@ class Worker:
 class Supervisor:
     """Keeps several processes running, each of which listens on the port for itself."""
 
-    def __init__(self, settings: Settings, environ: Mapping[str, str], port: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        environ: Mapping[str, str],
+        port: int,
+        copies: OwnCopies | None = None,
+    ) -> None:
         self._settings = settings
         self._environ = environ
         self._port = port
+        self._copies = copies
         self._links = links(settings.router_processes)
         self._parent = os.getpid()
         self._workers: dict[int, Worker] = {}
@@ -139,7 +156,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent passes it on
         end_with_parent(signal.SIGTERM, self._parent)
         with bound(self._settings.host, self._port, shared=True) as listener:
-            router = Router(self._settings, self._environ, self._links[number])
+            router = Router(self._settings, self._environ, self._links[number], self._copies)
             try:
                 uvloop.run(router.run(listener))
             finally:

@@ -32,13 +32,29 @@ LARGEST = 4 * 2**20
 """Bytes of a template."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What a supervisor has done once for all of its copies. folder, draft: where the model and its
+    draft are. name: the model's folder as the cache server knows it. tiers: whether that server has
+    come up.
+    """
+
+    folder: Path
+    draft: Path | None
+    name: Path
+    tiers: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """What is to be served: a plan, and where the model and its draft come from."""
+    """What is to be served: a plan, and where the model and its draft come from. shared: what a
+    supervisor has done, where this is one of several copies. It listens on loopback alone.
+    """
 
     plan: Plan
     model: Source
     draft: Source | None
+    shared: Shared | None = None
 
 
 _NOTHING: Mapping[str, Given] = {}
@@ -68,14 +84,27 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
             drafted = draft.look(checkpoint)
             to_fetch += _to_fetch(checkpoint, drafted.facts)
     lmcache = _lmcache_file(options)
-    here = machine.look(environ, kv_tiers.disk_path(options, environ, lmcache))
+    servers = 0 if options.copies == "auto" else options.copies
+    here = machine.look(environ, kv_tiers.disk_path(options, environ, lmcache), servers=servers)
     room = source.room()
     made = plan.make(
-        *(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room), chat=formats
+        *(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room),
+        chat=formats,
+        alone=_alone(options),
     )
     if faults := files.faults(made.settings, made.options, made.model, made.lora_modules):
         raise SettingsError(faults)
     return Deployment(made, source, draft_source)
+
+
+def _alone(options: Settings) -> str:
+    """Why a router could not check keys and limits as one server does; "" where it could."""
+    secret = options.router_secret or "0" * 32
+    try:
+        Access(dataclasses.replace(options, router_secret=secret), routes=True)
+    except SettingsError as error:
+        return "; ".join(error.faults)
+    return ""
 
 
 def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:

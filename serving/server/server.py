@@ -48,6 +48,7 @@ from serving.server.startup import Runtime, start
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 WATCH_S = 0.25
 """Between two looks at whether the engine lives."""
 BLAMED_S = 60.0
@@ -69,7 +70,8 @@ def serve(deployment: Deployment) -> Exit:
     settings = deployment.plan.settings
     raise_open_files()
     try:
-        listener = bound(settings.host, settings.port, backlog=2048)
+        host = LOOPBACK if deployment.shared else settings.host
+        listener = bound(host, settings.port, backlog=2048)
     except CannotListen as error:
         return Exit(START_FAILED, "start", str(error))
     for finding in deployment.plan.findings:

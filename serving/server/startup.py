@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +18,7 @@ from handlers.custom import FILE, THREADS
 from lmi_config.facts import adapter
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
-from lmi_config.plan import kv_tiers, memory
-from lmi_config.plan.kv_tiers import DiskTier, NoTiers, Tiers
+from lmi_config.plan.kv_tiers import NoTiers
 from lmi_config.plan.plan import Plan
 from lmi_config.plan.vllm import LORA_MODULES, arguments
 from serving import folders
@@ -29,24 +28,18 @@ from serving.engine.base import Engine, EngineError
 from serving.engine.canary.verdict import Verification
 from serving.engine.none import NoEngine
 from serving.errors import ServingError, UserCodeFailed
-from serving.kv_cache import disk, identity
-from serving.kv_cache import pool as kv_pool
-from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
+from serving.kv_cache.server import CacheServer
 from serving.lifecycle import Note, Step
 from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
 from serving.lora.shared_list import ListBucket, ListFolder, ListStore, SharedList
+from serving.server import cache
 from serving.server.prepare import Deployment
 from serving.sources.hub import OFFLINE, Hub, offline
 from serving.sources.locate import downloads_folder
-from serving.sources.source import Source, SourceError
 from serving.user_code import INITIAL_S, Limits, UserCode, start_user_code
 
 log = logging.getLogger(__name__)
-
-_TRANSFER = Gauge(
-    "slipway_kv_transfer_info", "Servers with the same KV fetch it from each other.", ["kv"]
-)
 
 _TIERS = Gauge(
     "slipway_kv_tiers_info",
@@ -92,33 +85,44 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     gpus = len(plan.machine.gpus)
     if plan.hindrance and not await in_thread(_may_have_code, deployment):
         raise EngineError(plan.hindrance)
-    folder = await _fetch(deployment.model, note)
-    draft = await _fetch(deployment.draft, note) if deployment.draft else None
-    if plan.model.weight_bytes < plan.machine.memory_free / 2:
+    shared = deployment.shared
+    if shared:
+        folder, draft = shared.folder, shared.draft
+    else:
+        folder = await cache.fetch(deployment.model, note)
+        draft = await cache.fetch(deployment.draft, note) if deployment.draft else None
+    if not shared and plan.model.weight_bytes < plan.machine.memory_free / 2:
         threading.Thread(target=read_ahead, args=(folder,), daemon=True).start()
-    async with _beside(_start_cache(plan, folder)) as starting_cache:
+    async with _beside(_start_cache(deployment, folder)) as starting_cache:
         _, code = await asyncio.gather(vllm.load(note), _start_code(deployment, folder))
         if not starting_cache.done():
             note(Step.CACHE_SERVER)
-        cache, name = await starting_cache
+        server, name = await starting_cache
     if code and code.alone:
-        if cache:
-            await cache.stop()
+        if server:
+            await server.stop()
         log.info("vLLM is not started: the handle of %s is the whole service", FILE)
         if names := plan.settings.for_engine:
             log.warning("only the handle of %s may read %s", FILE, ", ".join(names))
         return Runtime(engine=NoEngine(THREADS), adapters=None, code=code, cache=None, gpus=gpus)
     if plan.hindrance:
-        if cache:
-            await cache.stop()
+        if server:
+            await server.stop()
         raise EngineError(plan.hindrance)
-    if not cache:
+    if not (shared.tiers if shared else server):
         plan = plan.without_tiers("the cache server did not start")
     _TIERS.labels(*tiers_info(plan)).set(1)
     options = plan.engine(str(name), str(draft) if draft else None)
     engine = await vllm.start(arguments(options), note, _verification(plan))
     adapters = await _register_adapters(plan, folder, engine)
-    return Runtime(engine=engine, adapters=adapters, code=code, cache=cache, gpus=gpus)
+    return Runtime(engine=engine, adapters=adapters, code=code, cache=server, gpus=gpus)
+
+
+async def _start_cache(deployment: Deployment, folder: Path) -> tuple[CacheServer | None, Path]:
+    """As cache.start(); a supervisor has done it already."""
+    if deployment.shared:
+        return None, deployment.shared.name
+    return await cache.start(deployment.plan, folder, vllm.prefilled, vllm.hits)
 
 
 @contextlib.asynccontextmanager
@@ -334,68 +338,12 @@ def _adapter_files(plan: Plan, folder: Path) -> AdapterFiles:
     )
 
 
-async def _fetch(source: Source, note: Note) -> Path:
-    try:
-        return await in_thread(source.fetch, functools.partial(note, Step.FETCHING))
-    except SourceError as error:
-        raise EngineError(str(error)) from None
-
-
-_ENGINES_COMPARE = ("speculative_config", "block_size", "attention_backend")
-"""Options in which engines that fetch KV from each other may differ, as far as vLLM can do it."""
-
-
-async def _start_cache(plan: Plan, folder: Path) -> tuple[CacheServer | None, Path]:
-    """The cache server, and by which name it knows the model's folder.
-
-    There is none where none is planned, or where it cannot be started.
-    """
-    tiers = plan.tiers
-    if isinstance(tiers, NoTiers):
-        return None, await in_thread(_transferring, plan, folder)
-    try:
-        outlives = bool(tiers.disk or tiers.shared)
-        fingerprint = await in_thread(_fingerprint, plan, folder, tiers.chunk_size, outlives)
-        name = identity.served_path(folder, fingerprint)
-        write_tiers(tiers, plan.settings.port)
-        if tiers.disk:
-            claimed = await in_thread(_claim_disk, tiers.disk, fingerprint)
-            tiers = dataclasses.replace(tiers, disk=claimed)
-        server = _cache_server(plan, tiers, fingerprint)
-        await server.start()
-    except (CacheServerError, OSError) as error:
-        log.error("serving without KV cache tiers: the cache server did not start: %s", error)
-        return None, folder
-    return server, name
-
-
 def tiers_info(plan: Plan) -> tuple[str, str, str]:
     """Labels of the series about tiers: whether they are on, the kind of attention, why not."""
     kind = plan.verdict.kind
     if isinstance(plan.tiers, NoTiers):
         return "off", kind, plan.tiers.word
     return "on", kind, ""
-
-
-def _transferring(plan: Plan, folder: Path) -> Path:
-    """By which name the engine knows the model's folder. Engines that fetch KV from each other have
-    to have the same.
-    """
-    if not kv_tiers.transfers(plan.settings):
-        return folder
-    fingerprint = _fingerprint(plan, folder, 0, whole=True, besides=_ENGINES_COMPARE)
-    _TRANSFER.labels(identity.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
-    return _named(folder, fingerprint)
-
-
-def _fingerprint(
-    plan: Plan, folder: Path, chunk_size: int, whole: bool, besides: Collection[str] = ()
-) -> str:
-    """besides: options that do not count."""
-    options = {name: value for name, value in plan.options.items() if name not in besides}
-    return identity.fingerprint(
-        *(folder, options, chunk_size, whole), machine=plan.machine, environ=os.environ
-    )
 
 
 def _verification(plan: Plan) -> Verification | None:
@@ -410,59 +358,3 @@ def _verification(plan: Plan) -> Verification | None:
         any=settings.kv_tiers_verify_any,
         tiers="+".join(name for name, it in there.items() if it),
     )
-
-
-def _cache_server(plan: Plan, tiers: Tiers, fingerprint: str) -> CacheServer:
-    """tiers: those of the plan, less what the disk cannot give. fingerprint: the model's."""
-    pool = kv_tiers.shared_pool(tiers, plan.machine)
-    if pool:
-        kv_pool.hold(pool)
-    return CacheServer(
-        arguments=plan.cache_command(tiers),
-        environ=plan.cache_environment,
-        http_port=kv_tiers.ports(plan.machine).http,
-        capacity=_capacity(plan, tiers, fingerprint),
-        prefilled=vllm.prefilled,
-        hits=vllm.hits,
-        chunk_size=tiers.chunk_size,
-        pool=pool,
-    )
-
-
-def _capacity(plan: Plan, tiers: Tiers, fingerprint: str) -> Capacity:
-    sizes = {"l1": tiers.l1, "disk": tiers.disk.size if tiers.disk else 0}
-    kept = sizes | {"l1": 0} if tiers.skip_l1 else sizes
-    store = ""
-    if tiers.shared:
-        if tiers.shared.capacity:
-            kept = kept | {"shared": tiers.shared.capacity}
-        store = identity.store_name(tiers.shared.place, fingerprint)
-    token = memory.kv_per_token(plan.settings, plan.model)
-    return Capacity(sizes=sizes, kept=kept, token=token, store=store)
-
-
-def write_tiers(tiers: Tiers, port: int) -> None:
-    """Write down what was decided, for an operator to look at, or to give back as
-    OPTION_LMCACHE_CONFIG_FILE. Servers on one machine differ by their ports.
-    """
-    try:
-        file = folders.make(folders.place(str(port))) / "lmcache.yaml"
-        file.write_text(kv_tiers.yaml(tiers))
-    except OSError as error:
-        log.warning("the decision about KV cache tiers is not written down: %s", error)
-
-
-def _named(folder: Path, fingerprint: str) -> Path:
-    try:
-        return identity.served_path(folder, fingerprint)
-    except OSError as error:
-        log.warning("no KV caches are shared with servers that have the model elsewhere: %s", error)
-        return folder
-
-
-def _claim_disk(tier: DiskTier, fingerprint: str) -> DiskTier | None:
-    try:
-        return disk.claim(tier, fingerprint)
-    except OSError as error:
-        log.error("serving without the disk tier; OPTION_KV_DISK_PATH names another: %s", error)
-        return None

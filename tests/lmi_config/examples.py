@@ -32,7 +32,7 @@ def machine(gpus: int = 0, **more: Any) -> Machine:
         "shm": 8 * GIB,
         "disk": DISK,
         "gpus": (H100,) * gpus,
-        "ports": (5001, 5002, 5003),
+        "ports": tuple(range(5001, 5004 + max(gpus, 4))),
     }
     return Machine(**{**found, **more})
 

@@ -2,6 +2,7 @@
 """The patches of the cache server's process: those of each start, and those of a store."""
 
 from serving.kv_cache.patches import (
+    abandoned_writes,
     disk_files,
     forgotten_workers,
     null_chunks,
@@ -12,7 +13,7 @@ from serving.kv_cache.patches import (
 from serving.patching import patch
 
 START = (
-    *(forgotten_workers.PATCH, null_chunks.PATCH, summed_tenants.PATCH),
+    *(abandoned_writes.PATCH, forgotten_workers.PATCH, null_chunks.PATCH, summed_tenants.PATCH),
     *(shared_events.SALTS, shared_events.TOKENS),
 )
 PATCHES = (*START, disk_files.PATCH, tiered_objects.PATCH)

@@ -22,6 +22,7 @@ import dataclasses, json, os
 from lmi_config.facts.gpus import look
 print(json.dumps(dataclasses.asdict(look(os.environ))))
 """
+ID = "00000000-0000-0000-0000-00000000000"
 TWO = "2,NVIDIA H100,81559,9.0,580.65.06,13000,0,0"
 SLICED = "1,NVIDIA H100,81559,9.0,580.65.06,13000,2,40448"
 OLD = "1,NVIDIA A10G,23028,8.6,535.161.08,12020,0,0"
@@ -66,6 +67,32 @@ def run(libraries, gpus, *words, site="", **environ):
     )
 
 
+def test_each_gpu_is_known_by_its_identifier_and_node(libraries, tmp_path):
+    for bus, node in ((0, 1), (1, -1)):
+        folder = tmp_path / f"sys/bus/pci/devices/0000:0{bus}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+    show = SHOW.replace("look(os.environ)", f"look(os.environ, Path({str(tmp_path)!r}))")
+    told = run(libraries, TWO, "-c", "from pathlib import Path\n" + show).stdout
+    found = [(gpu["uuid"], gpu["node"]) for gpu in json.loads(told)["shown"]]
+    assert found == [(f"GPU-{ID}0", 1), (f"GPU-{ID}1", None)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "others"),
+    [
+        (None, [f"MIG-{ID}1"]),
+        (f"MIG-{ID}1,MIG-{ID}0", [f"MIG-{ID}0"]),
+        (f"MIG-{ID}1", []),
+        ("0", []),
+    ],
+)
+def test_slices_that_another_process_could_have_are_known(libraries, visible, others):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    told = run(libraries, SLICED, "-c", SHOW, **environ).stdout
+    assert [it["uuid"] for it in json.loads(told)["slices"]] == others
+
+
 def shown(libraries, gpus, **environ):
     found = json.loads(run(libraries, gpus, "-c", SHOW, **environ).stdout)
     known = [gpu | {"capability": tuple(gpu["capability"])} for gpu in found["shown"]]
@@ -76,7 +103,6 @@ H100 = Gpu(
     name="NVIDIA H100", memory=81559 << 20, driver="580.65.06", cuda=13000, capability=(9, 0)
 )
 SLICE = dataclasses.replace(H100, name="a slice of NVIDIA H100", memory=40448 << 20, slice=True)
-ID = "00000000-0000-0000-0000-00000000000"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_serving_properties_of_lmis_is_read_as_it_is(tmp_path):
     assert found.notes == (
         "accepted, but does nothing here: serving.properties: option.rolling_batch, "
         "serving.properties: engine (vLLM is the only engine); serving.properties: minWorkers "
-        "(vLLM batches requests itself, in one copy of the model)",
+        "(all copies start at once, and OPTION_COPIES or SERVING_MAX_WORKERS limits them)",
     )
 
 

@@ -408,8 +408,8 @@ def test_lmis_options_that_mean_nothing_here_are_told_in_one_sentence():
     )
     assert settings.notes == (
         "accepted, but does nothing here: JAVA_OPTS (there is no Java server); OPTION_ASYNC_MODE, "
-        "OPTION_ROLLING_BATCH (vLLM is the only engine); SERVING_MIN_WORKERS (vLLM batches "
-        "requests itself, in one copy of the model)",
+        "OPTION_ROLLING_BATCH (vLLM is the only engine); SERVING_MIN_WORKERS (all copies "
+        "start at once, and OPTION_COPIES or SERVING_MAX_WORKERS limits them)",
     )
 
 

@@ -224,7 +224,7 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             {"OPTION_TENSOR_PARALLEL_DEGREE": "1"},
             machine(gpus=4),
             None,
-            "3 of 4 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max",
+            "4 copies of the model, each on one GPU, as LMI starts them; OPTION_COPIES=1 has one",
         ),
         (
             {},
@@ -375,8 +375,9 @@ def test_attention_heads_are_divided_among_all_ranks():
     found = planned({}, machine(gpus=8), nine)
     assert found.parallelism.tensor == 3
     assert found.findings == (
-        "5 of 8 GPUs will do nothing; 3 are the most that attention heads, KV heads and the "
-        "vocabulary can be divided among",
+        "2 copies of the model, each on 3 of 8 GPUs, as LMI starts them; OPTION_COPIES=1 has one "
+        "copy",
+        "2 of 8 GPUs will do nothing; they are too few for another copy on 3",
     )
 
 
@@ -400,8 +401,11 @@ def test_kv_heads_and_the_vocabulary_are_divided_too(more, why):
         "or max",
     )
     found = planned({}, machine(gpus=8), qwen)
-    assert found.parallelism.tensor == 4
+    assert (found.parallelism.tensor, len(found.copies)) == (4, 2)
+    found = planned({"OPTION_ENABLE_EXPERT_PARALLEL": "true"}, machine(gpus=8), qwen)
     assert found.findings == (
+        "one copy of the model, where 2 would fit: OPTION_ENABLE_EXPERT_PARALLEL: all GPUs share "
+        "the experts of one server",
         "4 of 8 GPUs will do nothing; 4 are the most that attention heads, KV heads and the "
         "vocabulary can be divided among",
     )
@@ -786,6 +790,7 @@ def shares(found):
 def test_copies_on_this_machine_count_in_its_memory(more):
     def copies(count, local=None, **others):
         environ = {**ONE_EACH, **more, **others, "OPTION_DATA_PARALLEL_SIZE": str(count)}
+        environ |= {"OPTION_COPIES": "1"}
         environ |= {"OPTION_DATA_PARALLEL_SIZE_LOCAL": str(local)} if local else {}
         return planned(environ, machine(8), model(16))
 
@@ -882,8 +887,8 @@ def test_advice_never_proposes_what_is_there(environ, gpus, facts, fix):
 @pytest.mark.parametrize(
     ("environ", "note"),
     [
-        ({"OPTION_DATA_PARALLEL_SIZE": "1", **ONE_EACH}, "7 of 8 GPUs will do nothing; set "
-         "OPTION_TENSOR_PARALLEL_DEGREE=max to use them"),
+        ({"OPTION_DATA_PARALLEL_SIZE": "1", **ONE_EACH}, ""),
+        ({"OPTION_COPIES": "1", **ONE_EACH}, "7 of 8 GPUs will do nothing; OPTION_COPIES=8 uses 8"),
         ({"OPTION_DATA_PARALLEL_SIZE": "3"}, "2 of 8 GPUs will do nothing; "
          "OPTION_DATA_PARALLEL_SIZE=4 uses 8"),
         ({"OPTION_DATA_PARALLEL_SIZE": "2", "OPTION_TENSOR_PARALLEL_DEGREE": "3"},
@@ -918,6 +923,7 @@ OWN = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_e
 @pytest.mark.parametrize("copies", [1, 2])
 def test_vllms_own_kv_offload_counts(environ, copies):
     environ = {**environ, **ONE_EACH, "OPTION_DATA_PARALLEL_SIZE": str(copies)}
+    environ |= {"OPTION_COPIES": "1"}
     found = planned(environ, machine(2, **ROOMY))
     assert shares(found)["vLLM's KV offload"] == 6 * copies
 

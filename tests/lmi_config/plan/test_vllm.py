@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 
 from lmi_config.options.settings import SettingsError, read
-from lmi_config.plan import parallelism
+from lmi_config.plan.devices import parallelism
 from lmi_config.plan.vllm import arguments, batch, environment, lora_modules, options
 from tests.lmi_config.examples import machine
 from tests.lmi_config.examples import model as model_facts

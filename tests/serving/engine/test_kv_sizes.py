@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from lmi_config.facts.kv import KvShape
 from lmi_config.options.settings import read
+from lmi_config.plan.devices.parallelism import Parallelism
 from lmi_config.plan.memory import kv_of_request
-from lmi_config.plan.parallelism import Parallelism
 from serving.engine.kv_connector import FaultTolerantConnector
 from tests.lmi_config.examples import machine, model
 

@@ -17,13 +17,8 @@ from lmi_config.plan import kv_tiers, plan
 from serving import folders
 from serving.engine.base import EngineError
 from serving.kv_cache import disk
-from serving.server.startup import (
-    _beside,
-    _register_adapters,
-    read_ahead,
-    tiers_info,
-    write_tiers,
-)
+from serving.server.cache import write_tiers
+from serving.server.startup import _beside, _register_adapters, read_ahead, tiers_info
 from tests.fake_engine import FakeEngine
 from tests.lmi_config.examples import DISK, PARTS, machine, model
 from tests.lmi_config.facts.test_model import safetensors

@@ -26,6 +26,7 @@ class Parallelism:
 
     copies: of the model, on all machines (data parallel). local_copies: those that this process
     starts on this machine. machines: that each copy is spread over.
+    servers: on this machine, each with a copy of its own (OPTION_COPIES).
     workerless: whether the engine's core does the only worker's work: without a GPU vLLM has a
     process for it even with one rank, which costs more than it wins where CPUs are few, and would
     not start with the 64 MiB of shared memory that containers get.
@@ -36,6 +37,7 @@ class Parallelism:
     copies: int = 1
     local_copies: int = 1
     machines: int = 1
+    servers: int = 1
     workerless: bool = False
 
     @property
@@ -45,8 +47,13 @@ class Parallelism:
 
     @property
     def local_workers(self) -> int:
-        """Worker processes on this machine, of all copies here."""
+        """Worker processes of one server on this machine, of all copies in it."""
         return -(-self.workers // self.machines) * self.local_copies
+
+    @property
+    def all_workers(self) -> int:
+        """Worker processes of all servers on this machine."""
+        return self.local_workers * self.servers
 
 
 def decide(

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one server has, divided among a router and several copies: its settings, its series."""
+
+import dataclasses
+import secrets
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
+
+from lmi_config.options.declared import Settings
+from lmi_config.plan.devices.copies import Copy
+from lmi_config.plan.plan import Plan
+from serving.server.prepare import Deployment, Shared
+
+_ROUTERS_ALONE: dict[str, Any] = {
+    **dict.fromkeys(("api_key", "api_keys_file", "admin_api_key", "limits_url", "jwt_issuer")),
+    **dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_client_ca_file")),
+    "ui": False,
+}
+"""What the router does for the copies: who may ask, how much, and TLS."""
+
+
+def secret(settings: Settings) -> str:
+    """By which the router signs and the copies check: the operator's, which another router before
+    this container has as well, or one that this start makes.
+    """
+    return settings.router_secret or secrets.token_hex(32)
+
+
+def urls(plan: Plan) -> tuple[str, ...]:
+    """Where the router finds the copies."""
+    return tuple(f"http://127.0.0.1:{copy.port}" for copy in plan.copies)
+
+
+def of_router(plan: Plan, shared_secret: str) -> Settings:
+    """The router's settings. Its lines would repeat those of the copies, which say more."""
+    settings = plan.settings
+    strategy = settings.routing_strategy
+    return dataclasses.replace(
+        settings,
+        router_replicas=",".join(urls(plan)),
+        router_secret=shared_secret,
+        router_access_log=False,
+        routing_strategy="prefixaware" if strategy == "kvaware" else strategy,
+        epp=False,
+    )
+
+
+def of_copy(
+    deployment: Deployment, copy: Copy, shared_secret: str, shared: Shared, adapters: Path
+) -> Deployment:
+    """What one of the copies serves. adapters: a folder for the list of adapters, which a copy
+    that is started again has to have.
+    """
+    plan = deployment.plan
+    settings = plan.settings
+    own = dataclasses.replace(
+        settings,
+        port=copy.port,
+        router_secret=shared_secret,
+        job_queue_size=-(-settings.job_queue_size // len(plan.copies)),
+        adapter_list=settings.adapter_list or (str(adapters) if settings.enable_lora else None),
+        **_ROUTERS_ALONE,
+    )
+    made = dataclasses.replace(plan.of_copy(copy), settings=own)
+    return dataclasses.replace(deployment, plan=made, shared=shared)
+
+
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """For what the processes of one container share, and nobody else may read. One of them may
+    still write there while it is removed.
+    """
+    return tempfile.TemporaryDirectory(prefix="slipway-copies-", ignore_cleanup_errors=True)
+
+
+_OURS = ("slipway_cop", "slipway_kv", "slipway_prefill", "lmcache")
+"""How series begin that only the supervisor has: of copies, and of the cache server."""
+
+
+class _Ours(Collector):
+    def collect(self) -> Iterable[Metric]:
+        return (it for it in REGISTRY.collect() if it.name.startswith(_OURS))
+
+
+def write_series(file: Path) -> None:
+    """Write the supervisor's series for the router, which answers scrapers."""
+    shown = CollectorRegistry()
+    shown.register(_Ours())
+    new = file.with_suffix(".new")
+    new.write_bytes(generate_latest(shown))
+    new.replace(file)

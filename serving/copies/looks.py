@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the supervisor knows of its copies: which are ready, and what their engines computed."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+
+import httpx
+
+from lmi_config.options.declared import Settings
+from lmi_config.plan.devices.copies import Copy
+from serving.access.access import Access
+from serving.engine.base import Hits, Prefilled
+from serving.protocol import METRICS, PING
+
+TIMEOUT_S = 2.0
+COUNTS_S = 2.0
+"""Between two looks at what engines have computed, which the cache server decides by."""
+LARGEST = 8 << 20
+"""Bytes of an answer."""
+
+_PREFILLED = (
+    "vllm:request_prefill_kv_computed_tokens_count",
+    "vllm:request_prefill_kv_computed_tokens_sum",
+    "vllm:request_prefill_time_seconds_sum",
+)
+_HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
+"""The series that serving.engine.vllm reads of its own engine."""
+
+
+class Looks:
+    """Asks the copies. ready: since when each of them is, by its number."""
+
+    def __init__(self, copies: Sequence[Copy], router: Settings) -> None:
+        """router: the router's settings, by whose secret the copies answer."""
+        self.ready: dict[int, float] = {}
+        self._urls = {copy.number: f"http://127.0.0.1:{copy.port}" for copy in copies}
+        self._names: dict[int, str] = {}
+        self._access = Access(router, routes=True)
+        self._client = httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S)
+        self._sums = dict.fromkeys((*_PREFILLED, *_HITS), 0.0)
+        self._last: dict[tuple[int, str], float] = {}
+        self._counted = 0.0
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def gone(self, number: int) -> float:
+        """A copy has ended. For how many seconds it had been ready."""
+        self._names.pop(number, None)
+        for key in [key for key in self._last if key[0] == number]:
+            del self._last[key]
+        since = self.ready.pop(number, None)
+        return 0.0 if since is None else time.monotonic() - since
+
+    async def look(self) -> None:
+        """Ask all of them whether they are ready, and at times what they have computed."""
+        await asyncio.gather(*map(self._ping, self._urls))
+        if time.monotonic() - self._counted > COUNTS_S:
+            self._counted = time.monotonic()
+            await asyncio.gather(*map(self._count, [*self.ready]))
+
+    async def _ping(self, number: int) -> None:
+        challenge = self._access.challenge()
+        try:
+            answer = await self._client.get(self._urls[number] + PING, headers=challenge)
+        except httpx.HTTPError:
+            self.ready.pop(number, None)
+            return
+        self._names[number] = self._access.name_of(challenge, answer.headers)
+        if answer.status_code == 200:
+            self.ready.setdefault(number, time.monotonic())
+        else:
+            self.ready.pop(number, None)
+
+    async def _count(self, number: int) -> None:
+        """Add what a copy has computed since it was last asked. It counts anew after a restart."""
+        headers = self._access.own_headers(self._names.get(number, ""), METRICS)
+        text = bytearray()
+        with contextlib.suppress(httpx.HTTPError):
+            url = self._urls[number] + METRICS
+            async with self._client.stream("GET", url, headers=headers) as answer:
+                async for piece in answer.aiter_bytes():
+                    text += piece
+                    if len(text) > LARGEST:
+                        return
+        for name, value in _sums(text.decode(errors="replace"), self._sums).items():
+            before = self._last.get((number, name), 0.0)
+            self._sums[name] += value - before if value >= before else value
+            self._last[number, name] = value
+
+    def prefilled(self) -> Prefilled:
+        """What all engines have computed, as serving.engine.vllm.prefilled() has it of one."""
+        return Prefilled(*(self._sums[name] for name in _PREFILLED))
+
+    def hits(self) -> Hits:
+        """What they needed not to."""
+        return Hits(*(self._sums[name] for name in _HITS))
+
+
+def _sums(text: str, names: Mapping[str, float]) -> dict[str, float]:
+    """The sums of these series over their labels, in Prometheus' text format."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in names:
+            with contextlib.suppress(ValueError):
+                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return found

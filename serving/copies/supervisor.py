@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several copies of the model in one container: a router, the cache server, and a server for each
+copy, all of them children of this process.
+
+No request passes this process, and no engine is in it. It decides once, starts its children, starts
+them again when they end, and stops them in their order.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client import Counter, Gauge
+
+from lmi_config.facts.machine import out_of_memory_kills
+from lmi_config.options.files import Given
+from lmi_config.plan import explain
+from lmi_config.plan.devices.copies import Copy
+from serving import process
+from serving.aio import in_thread
+from serving.copies import divided
+from serving.copies.child import Child
+from serving.copies.looks import Looks
+from serving.copies.part import CopyPart, RouterPart
+from serving.engine.base import EngineError
+from serving.exit import DIED, START_FAILED, Exit, memory_ran_out
+from serving.follow import kept
+from serving.http.sockets import CannotListen, bound, local_url, raise_open_files
+from serving.kv_cache.server import CacheServer
+from serving.lifecycle import SHUTDOWN, Step
+from serving.process import StopSignals
+from serving.protocol import INVOCATIONS
+from serving.router.fleet.own_copies import OwnCopies
+from serving.server import cache
+from serving.server.prepare import Deployment, Shared
+
+log = logging.getLogger(__name__)
+
+PROGRAM = (sys.executable, "-P", "-m", "serving.copies")
+"""What a child is."""
+RESTART_S = 1.0
+"""Before a copy that has ended is started again."""
+STEADY_S = 60.0
+QUICK_ENDS = 5
+"""A copy that has ended so many times in a row within STEADY_S of being ready is left out."""
+PATIENCE_S = 600.0
+"""How long there may be fewer than OPTION_COPIES_LEAST where OPTION_MODEL_LOADING_TIMEOUT does not
+say."""
+WATCH_S = 0.5
+"""Between two looks at which copies are ready."""
+ROUTER_S = SHUTDOWN.drain + SHUTDOWN.farewell + 0.3
+"""A router that stops has ended by then ..."""
+COPIES_S = SHUTDOWN.engine
+"""... and so have copies, which have no requests any more."""
+
+_COPIES = Gauge("slipway_copies", "Copies of the model in this container.")
+_READY = Gauge("slipway_copies_ready", "Those of them that are ready.")
+_RESTARTS = Counter("slipway_copy_restarts", "Starts of a copy after its first.", ["copy"])
+
+
+def supervise(
+    deployment: Deployment, argued: Mapping[str, Given], program: Sequence[str] = PROGRAM
+) -> Exit:
+    """Serve until SIGTERM or SIGINT, or until something has failed. program: what a child is."""
+    settings = deployment.plan.settings
+    raise_open_files()
+    try:
+        listener = None
+        if settings.router_processes == 1:
+            listener = bound(settings.host, settings.port, backlog=2048)
+    except CannotListen as error:
+        return Exit(START_FAILED, "start", str(error))
+    for finding in deployment.plan.findings:
+        log.warning("%s", finding)
+    _, size, model = next(explain.rows(deployment.plan))
+    count = len(deployment.plan.copies)
+    facts = {"plan": explain.as_json(deployment.plan)}
+    text = f"model: {model}, {size}, {count} copies"
+    log.info("plan", extra={"facts": facts, "text": text})
+    process.adopt_orphans()
+    with divided.folder() as folder, listener or contextlib.nullcontext():
+        try:
+            return asyncio.run(_life(deployment, argued, listener, Path(folder), program))
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # it ends already
+            process.kill(psutil.Process().children(recursive=True))
+
+
+async def _life(
+    deployment: Deployment,
+    argued: Mapping[str, Given],
+    listener: socket.socket | None,
+    folder: Path,
+    program: Sequence[str],
+) -> Exit:
+    return await Supervisor(deployment, argued, listener, folder, program).run()
+
+
+class Supervisor:
+    """The life of a container with several copies."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        argued: Mapping[str, Given],
+        listener: socket.socket | None,
+        folder: Path,
+        program: Sequence[str],
+    ) -> None:
+        """listener: the public socket, which outlives the router. folder: for what the children
+        share. program: what takes a part.
+        """
+        self._deployment = deployment
+        self._plan = deployment.plan
+        self._settings = deployment.plan.settings
+        self._argued = argued
+        self._listener = listener
+        self._folder = folder
+        self._program = program
+        self._secret = divided.secret(self._settings)
+        self._began = time.monotonic()
+        self._own = OwnCopies(
+            urls=divided.urls(self._plan),
+            series=folder / "series",
+            least=self._settings.copies_least,
+            closed=bool(self._settings.router_secret),
+        )
+        self._memory_kills = out_of_memory_kills()
+        self._signals = StopSignals()
+        self._stopping = False
+        self._failed: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._router: Child | None = None
+        self._copies: dict[int, Child] = {}
+        self._left_out: set[int] = set()
+        self._cache: CacheServer | None = None
+        self._looks = Looks(self._plan.copies, divided.of_router(self._plan, self._secret))
+        _COPIES.set(self._own.count)
+
+    async def run(self) -> Exit:
+        """From listening to the end."""
+        self._signals.listen(signal.SIGTERM, signal.SIGINT)
+        stop = asyncio.create_task(self._signals.stop())
+        tasks = [
+            asyncio.create_task(kept("processes", process.reap)),
+            asyncio.create_task(self._keep_router()),
+        ]
+        tasks[1].add_done_callback(self._on_done)
+        starting = asyncio.create_task(self._start())
+        try:
+            await _first(stop, self._failed, starting)
+            if starting.done() and not (stop.done() or self._failed.done()):
+                tasks += starting.result()
+                await _first(stop, self._failed)
+        except EngineError as error:
+            self._failed.set_result(Exit(START_FAILED, "start", str(error)))
+        if self._failed.done():
+            end = self._failed.result()
+            reason = end.reason + memory_ran_out(self._memory_kills)
+            end = end._replace(reason=reason)
+        else:
+            end = Exit(0, "draining" if self._own.met else "start")
+        await self._stop(starting, drains=not self._failed.done())
+        for task in [*tasks, stop, starting]:
+            task.cancel()
+        await asyncio.gather(*tasks, stop, starting, return_exceptions=True)
+        return end
+
+    async def _start(self) -> list[asyncio.Task[None]]:
+        """Fetch the model, start the cache server, and begin to keep the copies."""
+        model, draft = self._deployment.model, self._deployment.draft
+        folder = await cache.fetch(model, _note)
+        of_draft = await cache.fetch(draft, _note) if draft else None
+        self._cache, name = await cache.start(
+            self._plan, folder, self._looks.prefilled, self._looks.hits
+        )
+        shared = Shared(folder=folder, draft=of_draft, name=name, tiers=self._cache is not None)
+        watching = kept("copies", self._watch)
+        works = [watching, *(self._keep(copy, shared) for copy in self._plan.copies)]
+        tasks = [asyncio.create_task(work) for work in works]
+        for task in tasks:
+            task.add_done_callback(self._on_done)
+        return tasks
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        """What keeps or watches copies has failed, which is an error of our own."""
+        if not task.cancelled() and (error := task.exception()):
+            log.error("an error of Slipway's own", exc_info=error)
+            self._fail(Exit(DIED, "unforeseen", f"{type(error).__name__}: {error}"))
+
+    def _fail(self, end: Exit) -> None:
+        if not self._failed.done() and not self._stopping:
+            self._failed.set_result(end)
+
+    # the router
+
+    async def _keep_router(self) -> None:
+        """Keep the router running: connections wait in its socket meanwhile."""
+        quick = 0
+        while not self._stopping:
+            began = time.monotonic()
+            self._router = await self._start_router()
+            end = await self._router.ended()
+            self._router = None
+            if self._stopping:
+                return
+            quick = quick + 1 if time.monotonic() - began < STEADY_S else 1
+            if end.stage in ("options", "start") or quick == QUICK_ENDS:
+                reason = f"the router: {end.reason or 'it ended'}"
+                self._fail(Exit(end.code or DIED, end.stage, reason))
+                return
+            log.error("the router has ended, and is started again: %s", end.reason)
+            await asyncio.sleep(RESTART_S)
+
+    async def _start_router(self) -> Child:
+        report = os.pipe()
+        listener = self._listener.fileno() if self._listener else None
+        part = RouterPart(
+            parent=os.getpid(),
+            report=report[1],
+            argued=self._argued,
+            settings=divided.of_router(self._plan, self._secret),
+            listener=listener,
+            copies=self._own,
+        )
+        return await Child.start(self._program, part, report, self._secrets, listener)
+
+    @property
+    def _secrets(self) -> dict[str, str]:
+        return {"OPTION_ROUTER_SECRET": self._secret}
+
+    # copies
+
+    async def _keep(self, copy: Copy, shared: Shared) -> None:
+        """Keep a copy running, until it cannot."""
+        quick = 0
+        while not self._stopping:
+            child = self._copies[copy.number] = await self._start_copy(copy, shared)
+            end = await child.ended()
+            del self._copies[copy.number]
+            ready_for = self._looks.gone(copy.number)
+            if self._stopping:
+                return
+            facts = {"facts": {"copy": copy.number, "code": end.code}}
+            what = f"copy {copy.number}: {end.reason or 'it ended'}"
+            if not self._own.met:
+                self._fail(Exit(end.code or START_FAILED, end.stage, what))
+                return
+            if self._settings.fail_fast:
+                self._fail(Exit(DIED, "serving", f"{what}, and SERVING_FAIL_FAST is set"))
+                return
+            quick = quick + 1 if ready_for < STEADY_S else 1
+            if quick == QUICK_ENDS:
+                self._left_out.add(copy.number)
+                log.error(
+                    "a copy ended %d times in a row, and is left out: %s",
+                    *(QUICK_ENDS, end.reason),
+                    extra=facts,
+                )
+                if len(self._left_out) == self._own.count:
+                    self._fail(Exit(DIED, "serving", f"no copy can serve: {what}"))
+                return
+            log.error("a copy has ended, and is started again: %s", end.reason, extra=facts)
+            _RESTARTS.labels(str(copy.number)).inc()
+            await asyncio.sleep(RESTART_S)
+
+    async def _start_copy(self, copy: Copy, shared: Shared) -> Child:
+        report = os.pipe()
+        deployment = divided.of_copy(
+            *(self._deployment, copy, self._secret, shared), self._folder / "adapters"
+        )
+        part = CopyPart(
+            parent=os.getpid(),
+            report=report[1],
+            argued=self._argued,
+            number=copy.number,
+            deployment=deployment,
+            cpus=copy.machine.cpus,
+        )
+        environ = {**deployment.plan.environment, **self._secrets}
+        return await Child.start(self._program, part, report, environ)
+
+    async def _watch(self) -> None:
+        """Know which copies are ready, and for how long there have been too few."""
+        patience = self._settings.model_loading_timeout or PATIENCE_S
+        enough = time.monotonic()
+        while True:
+            await self._looks.look()
+            ready = len(self._looks.ready)
+            _READY.set(ready)
+            await in_thread(divided.write_series, self._own.series)
+            was_met = self._own.met
+            if self._own.enough(ready):
+                enough = time.monotonic()
+            if self._own.met and not was_met:
+                self._say_ready()
+            if self._own.met and time.monotonic() - enough > patience:
+                some = "has" if ready == 1 else "have"
+                reason = (
+                    f"{ready} of {self._own.count} copies {some} been ready for {patience:.0f} s"
+                )
+                self._fail(Exit(DIED, "serving", reason))
+                return
+            await asyncio.sleep(WATCH_S)
+
+    def _say_ready(self) -> None:
+        seconds = round(time.monotonic() - self._began, 1)
+        url = local_url(self._settings.host, self._settings.port)
+        body = '{"inputs": "The capital of France is"}'
+        text = (
+            f"{self._own.count} copies are ready after {seconds} s. Try:\n\n"
+            f"curl -s {url}{INVOCATIONS[0]} -d '{body}'\n"
+        )
+        facts = {"elapsed_s": seconds, "copies": self._own.count}
+        log.info("ready", extra={"facts": facts, "text": text, "busy": False})
+
+    # the end
+
+    async def _stop(self, starting: "asyncio.Task[Any]", *, drains: bool) -> None:
+        """Stop the router first: copies would refuse what it still sends. Then copies, which have
+        no more requests, and the cache server last, which they use.
+        """
+        self._stopping = True
+        starting.cancel()
+        if drains and self._own.met:
+            log.info("draining", extra={"text": "stopping once requests in flight are answered"})
+        if router := self._router:
+            router.ask()
+            hurry = asyncio.create_task(self._hurry(router))
+            if not drains:
+                router.ask()
+            await self._gone(lambda: self._router is None, ROUTER_S)
+            hurry.cancel()
+            router.kill()
+        for child in self._copies.values():
+            child.ask()
+        await self._gone(lambda: not self._copies, COPIES_S)
+        for child in self._copies.values():
+            child.kill()
+        await self._gone(lambda: not self._copies, 1.0)
+        if self._cache:
+            await self._cache.stop()
+        await self._looks.close()
+
+    async def _hurry(self, router: Child) -> None:
+        await self._signals.hurry()
+        router.ask()
+
+    async def _gone(self, gone: Callable[[], bool], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not gone() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+
+
+def _note(step: Step, text: str = "") -> None:
+    said = text or step.sentence
+    log.info(said, extra={"text": said, "busy": True})
+
+
+async def _first(*waited: "asyncio.Future[Any]") -> None:
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

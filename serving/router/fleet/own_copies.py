@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router knows that stands before the copies of its own container, and their series, which
+nothing outside the container can ask them for.
+"""
+
+import asyncio
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+
+from serving.router.fleet.health import LARGEST_METRICS, Asking, read
+from serving.router.fleet.replicas import Replica, ReplicaPool
+
+COPY = "copy"
+"""The label that says whose series it is."""
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{)?")
+_SUFFIXES = ("_total", "_created", "_bucket", "_count", "_sum", "_info")
+
+
+@dataclasses.dataclass(kw_only=True)
+class OwnCopies:
+    """urls: of the copies, in their order. series: a file with the supervisor's series, in
+    Prometheus' text, which may not be there yet. least: how many have to be ready once all have
+    been. met: whether they have. closed: whether requests need a key or another router's word, as
+    those of one server would whose operator has set OPTION_ROUTER_SECRET.
+    """
+
+    urls: tuple[str, ...]
+    least: int
+    series: Path
+    met: bool = False
+    closed: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.urls)
+
+    def supervisors_series(self) -> str:
+        """The supervisor's series, as it has written them last."""
+        try:
+            return self.series.read_text()
+        except OSError:
+            return ""
+
+    def enough(self, ready: int) -> bool:
+        """Whether the container is ready with so many copies. A single one would get the requests
+        of all, so at first all have to be.
+        """
+        self.met = self.met or ready >= self.count
+        return ready >= (min(self.least, self.count) if self.met else self.count)
+
+
+async def told_by(
+    pool: ReplicaPool, asking: Asking, copies: OwnCopies, path: str
+) -> dict[int, bytes]:
+    """What each copy answers on a path, by its number. Copies that do not answer are left out:
+    `slipway_copies_ready` says how many are ready.
+    """
+    numbers = {url: number for number, url in enumerate(copies.urls)}
+    ready = sorted((it for it in pool.ready if it.name in numbers), key=lambda it: numbers[it.name])
+    async with asking.session() as client:
+        answers = await asyncio.gather(*(_ask(it, asking, client, path) for it in ready))
+    found = zip(ready, answers, strict=True)
+    return {numbers[it.name]: answer for it, answer in found if answer is not None}
+
+
+async def _ask(
+    replica: Replica, asking: Asking, client: aiohttp.ClientSession, path: str
+) -> bytes | None:
+    try:
+        headers = asking.headers(replica, path)
+        async with client.get(replica.name + path, headers=headers) as answer:
+            body = await read(answer, LARGEST_METRICS)
+            return body if answer.status == 200 else None
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None
+
+
+def described(copies: Mapping[int, bytes]) -> bytes:
+    """LMI's description of a model (GET /models/{model}) with a worker for each copy, in one group,
+    as LMI has one for each kind of device. Raises ValueError, LookupError, TypeError for what is no
+    such description.
+    """
+    found = {number: json.loads(body) for number, body in copies.items()}
+    whole = next(iter(found.values()))
+    model = whole[0]["models"][0]
+    group = model["workerGroups"][0]
+    models = {number: it[0]["models"][0] for number, it in found.items()}
+    group["workers"] = [
+        {**worker, "id": number + 1}
+        for number, it in models.items()
+        for worker in it["workerGroups"][0]["workers"]
+    ]
+    group["minWorkers"] = group["maxWorkers"] = len(group["workers"])
+    for name in ("queueSize", "requestInQueue"):
+        model[name] = sum(it[name] for it in models.values())
+    return json.dumps(whole, separators=(",", ":")).encode()
+
+
+def merged(own: str, copies: Mapping[int, str]) -> str:
+    """All series as one text. A family's lines stand together, with one HELP and one TYPE; a copy's
+    samples get a label with its number. Nothing is summed: most of them are no sums.
+    """
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    texts = {"": own} | {str(number): text for number, text in copies.items()}
+    for number, text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                _, kind, name, *_ = line.split(" ", 3)
+                if kind in ("HELP", "TYPE"):
+                    family = name
+                    described = heads.setdefault(family, [])
+                    if not any(it.startswith(f"# {kind} ") for it in described):
+                        described.append(line)
+            elif line and (found := _SAMPLE.match(line)):
+                if not _of(found[1], family):
+                    family = found[1]
+                samples.setdefault(family, []).append(_labelled(line, found, number))
+    lines = []
+    for family, values in samples.items():
+        lines += [*heads.get(family, ()), *values]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _of(sample: str, family: str) -> bool:
+    """Whether a sample belongs to a family."""
+    return sample == family or any(sample == family + suffix for suffix in _SUFFIXES)
+
+
+def _labelled(line: str, found: "re.Match[str]", number: str) -> str:
+    if not number:
+        return line
+    name, rest = found[1], line[found.end() :]
+    if not found[2]:
+        return f'{name}{{{COPY}="{number}"}}{rest}'
+    comma = "" if rest.startswith("}") else ","
+    return f'{name}{{{COPY}="{number}"{comma}{rest}'

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a start that need no engine: the model's files, and the cache server. The supervisor
+of several copies does them once for all copies.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from prometheus_client import Gauge
+
+from lmi_config.plan import kv_tiers, memory
+from lmi_config.plan.kv_tiers import DiskTier, NoTiers, Tiers
+from lmi_config.plan.plan import Plan
+from serving import folders
+from serving.aio import in_thread
+from serving.engine.base import EngineError, Hits, Prefilled
+from serving.kv_cache import disk, identity
+from serving.kv_cache import pool as kv_pool
+from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
+from serving.lifecycle import Note, Step
+from serving.sources.source import Source, SourceError
+
+log = logging.getLogger(__name__)
+
+_TRANSFER = Gauge(
+    "slipway_kv_transfer_info", "Servers with the same KV fetch it from each other.", ["kv"]
+)
+
+
+async def fetch(source: Source, note: Note) -> Path:
+    """The folder that has a model's files. Raises EngineError where they do not come."""
+    try:
+        return await in_thread(source.fetch, functools.partial(note, Step.FETCHING))
+    except SourceError as error:
+        raise EngineError(str(error)) from None
+
+
+_ENGINES_COMPARE = ("speculative_config", "block_size", "attention_backend")
+"""Options in which engines that fetch KV from each other may differ, as far as vLLM can do it."""
+
+
+async def start(
+    plan: Plan, folder: Path, prefilled: Callable[[], Prefilled], hits: Callable[[], Hits]
+) -> tuple[CacheServer | None, Path]:
+    """The cache server, and by which name it knows the model's folder.
+
+    There is none where none is planned, or where it cannot be started. prefilled, hits: as for
+    CacheServer.
+    """
+    tiers = plan.tiers
+    if isinstance(tiers, NoTiers):
+        return None, await in_thread(_transferring, plan, folder)
+    try:
+        outlives = bool(tiers.disk or tiers.shared)
+        fingerprint = await in_thread(_fingerprint, plan, folder, tiers.chunk_size, outlives)
+        name = identity.served_path(folder, fingerprint)
+        write_tiers(tiers, plan.settings.port)
+        if tiers.disk:
+            claimed = await in_thread(_claim_disk, tiers.disk, fingerprint)
+            tiers = dataclasses.replace(tiers, disk=claimed)
+        server = _cache_server(plan, tiers, fingerprint, prefilled, hits)
+        await server.start()
+    except (CacheServerError, OSError) as error:
+        log.error("serving without KV cache tiers: the cache server did not start: %s", error)
+        return None, folder
+    return server, name
+
+
+def _transferring(plan: Plan, folder: Path) -> Path:
+    """By which name the engine knows the model's folder. Engines that fetch KV from each other have
+    to have the same.
+    """
+    if not kv_tiers.transfers(plan.settings):
+        return folder
+    fingerprint = _fingerprint(plan, folder, 0, whole=True, besides=_ENGINES_COMPARE)
+    _TRANSFER.labels(identity.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
+    return _named(folder, fingerprint)
+
+
+def _fingerprint(
+    plan: Plan, folder: Path, chunk_size: int, whole: bool, besides: Collection[str] = ()
+) -> str:
+    """besides: options that do not count."""
+    options = {name: value for name, value in plan.options.items() if name not in besides}
+    return identity.fingerprint(
+        *(folder, options, chunk_size, whole), machine=plan.machine, environ=os.environ
+    )
+
+
+def _cache_server(
+    plan: Plan,
+    tiers: Tiers,
+    fingerprint: str,
+    prefilled: Callable[[], Prefilled],
+    hits: Callable[[], Hits],
+) -> CacheServer:
+    """tiers: those of the plan, less what the disk cannot give. fingerprint: the model's."""
+    pool = kv_tiers.shared_pool(tiers, plan.machine)
+    if pool:
+        kv_pool.hold(pool)
+    return CacheServer(
+        arguments=plan.cache_command(tiers),
+        environ=plan.cache_environment,
+        http_port=kv_tiers.ports(plan.machine).http,
+        capacity=_capacity(plan, tiers, fingerprint),
+        prefilled=prefilled,
+        hits=hits,
+        chunk_size=tiers.chunk_size,
+        pool=pool,
+    )
+
+
+def _capacity(plan: Plan, tiers: Tiers, fingerprint: str) -> Capacity:
+    sizes = {"l1": tiers.l1, "disk": tiers.disk.size if tiers.disk else 0}
+    kept = sizes | {"l1": 0} if tiers.skip_l1 else sizes
+    store = ""
+    if tiers.shared:
+        if tiers.shared.capacity:
+            kept = kept | {"shared": tiers.shared.capacity}
+        store = identity.store_name(tiers.shared.place, fingerprint)
+    token = memory.kv_per_token(plan.settings, plan.model)
+    return Capacity(sizes=sizes, kept=kept, token=token, store=store)
+
+
+def write_tiers(tiers: Tiers, port: int) -> None:
+    """Write down what was decided, for an operator to look at, or to give back as
+    OPTION_LMCACHE_CONFIG_FILE. Servers on one machine differ by their ports.
+    """
+    try:
+        file = folders.make(folders.place(str(port))) / "lmcache.yaml"
+        file.write_text(kv_tiers.yaml(tiers))
+    except OSError as error:
+        log.warning("the decision about KV cache tiers is not written down: %s", error)
+
+
+def _named(folder: Path, fingerprint: str) -> Path:
+    try:
+        return identity.served_path(folder, fingerprint)
+    except OSError as error:
+        log.warning("no KV caches are shared with servers that have the model elsewhere: %s", error)
+        return folder
+
+
+def _claim_disk(tier: DiskTier, fingerprint: str) -> DiskTier | None:
+    try:
+        return disk.claim(tier, fingerprint)
+    except OSError as error:
+        log.error("serving without the disk tier; OPTION_KV_DISK_PATH names another: %s", error)
+        return None

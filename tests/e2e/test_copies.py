@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two copies of the model in one container, each with the real engine: one start for all tests."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from scripts.harness.wait import until
+from scripts.models import tiny_lora
+from tests.e2e.conftest import ROOT, START_S, serving
+
+PATHS = yaml.safe_load((ROOT / "docs/reference/openapi.yaml").read_text())["paths"]
+METHODS = ("get", "post", "put", "delete")
+EACH = [
+    (path, method)
+    for path in PATHS
+    for method in METHODS
+    if method in PATHS[path] and "adapters" not in path  # which the session's server has not
+]
+PROMPT = {"prompt": "Hi", "max_tokens": 3, "temperature": 0, "seed": 1}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
+LMI = {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}
+BODIES = {
+    **dict.fromkeys(("/invocations", "/predictions", "/predictions/{model}"), LMI),
+    "/models/{model}/invoke": LMI,
+    "/v1/completions": PROMPT,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
+    "/v1/messages": {"model": "lmi", **CHAT},
+    "/v1/messages/count_tokens": {"model": "lmi", "messages": CHAT["messages"]},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+OWN = ("/metrics", "/server/metrics", "/ui/status", "/ping", "/health")
+"""Paths whose bodies are about the router and its copies."""
+LONG = " ".join(f"word{n}" for n in range(200))
+
+
+@pytest.fixture(scope="module")
+def copies(tiny_options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copies")
+    tiny_lora.write(folder / "one", 1)
+    environ = {
+        **tiny_options,
+        "OPTION_COPIES": "2",
+        "OPTION_DTYPE": "float32",
+        "OPTION_ENABLE_LORA": "true",
+        "OPTION_ADAPTER_ROOTS": str(folder),
+        "OPTION_LMCACHE_AUTO_CONFIG": "true",
+        "OPTION_KV_L1_SIZE": "512M",
+        "OPTION_KV_DISK_SIZE": "0",
+        "OPTION_SESSIONS_PATH": str(folder / "sessions"),
+        "OPTION_BATCH_FOLDER": str(folder / "batches"),
+    }
+    with serving(folder / "log", "./entrypoint.sh", "serve", **environ) as it:
+        it.folder = folder
+        it.ready()
+        yield it
+
+
+def lines(served):
+    return [json.loads(it) for it in served.logged().splitlines() if it.startswith("{")]
+
+
+def parts(served):
+    """The children by what they are: "router", 0, 1."""
+    found = {}
+    own = psutil.Process(served.process.pid)
+    for child in own.children():
+        words = " ".join(child.cmdline())
+        if "serving.copies" in words:
+            ports = {it.laddr.port for it in child.net_connections() if it.status == "LISTEN"}
+            found[min(ports, default=0)] = child
+    return found
+
+
+def ports_of(served):
+    replicas = served.client.get("/replicas").json()["replicas"]
+    return [int(it["replica"].rpartition(":")[2]) for it in replicas]
+
+
+def shape(value):
+    """The keys and kinds of an answer, without its values."""
+    if isinstance(value, dict):
+        return {name: shape(it) for name, it in value.items()}
+    if isinstance(value, list):
+        return [shape(it) for it in value[:1]]
+    return type(value).__name__
+
+
+def answered(client, path, method, body=None):
+    url = path.replace("{model}", "lmi").replace("{id}", "missing").replace("{name}", "missing")
+    answer = client.request(method, url, json=body)
+    kind = answer.headers.get("content-type", "")
+    found = shape(answer.json()) if kind.startswith("application/json") else kind
+    return answer.status_code, kind.partition(";")[0], found
+
+
+@pytest.mark.parametrize(("path", "method"), EACH)
+def test_every_path_answers_as_one_server_does(server, copies, path, method):
+    for body in (BODIES.get(path), {"inputs": 5, "messages": 5, "prompt": {}}):
+        if method == "get" and body:
+            continue
+        one = answered(server.client, path, method, body)
+        two = answered(copies.client, path, method, body)
+        assert two[:2] == one[:2]
+        assert path in OWN or two == one or path.startswith(("/v1/files", "/v1/batches"))
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/nothing", "GET"), ("/v1/completions", "PUT"), ("/invocations", "OPTIONS")],
+)
+def test_what_is_refused_is_refused_as_by_one_server(server, copies, path, method):
+    assert answered(copies.client, path, method) == answered(server.client, path, method)
+
+
+def test_the_apis_are_those_of_one_server(server, copies):
+    parameters = {"max_new_tokens": 5, "do_sample": False}
+    asked = {"inputs": "The capital", "parameters": parameters}
+    one, two = server.invoke(asked), copies.invoke(asked)
+    assert (two.status_code, two.json()) == (200, one.json())
+    stream = copies.lines(asked | {"stream": True})
+    assert len(stream) == 5
+    chunks = copies.openai.chat.completions.create(
+        model="lmi", messages=CHAT["messages"], max_tokens=4, stream=True
+    )
+    assert list(chunks)[-1].choices[0].finish_reason == "length"
+
+
+def test_one_server_has_no_router_and_no_supervisor(server):
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert not any("serving" in " ".join(it.cmdline()) for it in below)
+
+
+def test_what_one_copy_has_computed_another_loads(copies):
+    """The copy that has computed a prompt stands still: the other loads it from the tiers."""
+    prompt = " ".join(f"shared{n}" for n in range(700))
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+    first = copies.client.post("/v1/completions", json=body, headers={"X-Slipway-Route": "1"})
+    usage = first.json()["usage"]
+    at = first.headers["x-slipway-route"].split()[1]
+    stored = "lmcache_mp_l1_write_chunks_total"
+    until(lambda: stored in copies.client.get("/metrics").text, 30)
+    victim = parts(copies)[int(at.rpartition(":")[2])]
+    victim.suspend()  # its copy of the KV cannot be used, and the router asks the other
+    try:
+        until(lambda: ready(copies) == 1, 60)
+        second = copies.client.post("/v1/completions", json=body)
+    finally:
+        victim.resume()
+    until(lambda: ready(copies) == 2, 60)
+    assert second.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
+    cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    whole = usage["prompt_tokens"] // 128 * 128  # tokens of whole chunks
+    assert cached >= 0.95 * whole
+
+
+def test_requests_go_to_both_copies_and_a_client_sees_one_server(copies):
+    seen = {
+        copies.invoke({**LMI, "inputs": f"{n} {LONG}"}, **{"X-Slipway-Route": "1"})
+        .headers["x-slipway-route"]
+        .split()[1]
+        for n in range(8)
+    }
+    assert len(seen) == 2
+
+
+def test_copies_answer_nobody_but_the_router(copies):
+    for port in ports_of(copies):
+        url = f"http://127.0.0.1:{port}"
+        assert httpx.post(f"{url}/invocations", json=LMI).status_code == 401
+        assert httpx.get(f"{url}/metrics").status_code == 401
+
+
+def a_copy(served):
+    """One of the copies' processes, and the other processes."""
+    found = parts(served)
+    victim = found.pop(ports_of(served)[0])
+    return victim, [*found.values()]
+
+
+def ready(served):
+    replicas = served.client.get("/replicas").json()["replicas"]
+    return sum(it["state"] == "ready" for it in replicas)
+
+
+def test_a_copy_that_is_killed_comes_back_with_its_adapters_and_the_other_serves_meanwhile(copies):
+    body = {"name": "one", "src": str(copies.folder / "one")}
+    assert copies.client.post("/adapters", json=body).status_code == 200
+    victim, survivors = a_copy(copies)
+    below = victim.children(recursive=True)
+    victim.kill()
+    statuses = []
+
+    def back():
+        statuses.append(copies.invoke({**LMI, "inputs": f"{len(statuses)}"}).status_code)
+        return "is started again" in copies.logged() and ready(copies) == 2
+
+    until(back, START_S)
+    assert {*statuses} == {200}
+    assert not any(it.is_running() and it.status() != "zombie" for it in below)
+    assert all(it.is_running() for it in survivors)
+    assert copies.client.get("/ping").status_code == 200
+    told = [it for it in lines(copies) if "is started again" in it["message"]]
+    assert told[-1]["copy"] in (0, 1)
+    for n in range(6):
+        asked = {**LMI, "inputs": f"{n} {LONG}", "adapters": "one"}
+        assert copies.invoke(asked).status_code == 200
+
+
+def test_a_router_that_is_killed_comes_back(copies):
+    router = parts(copies)[copies.port]
+    router.kill()
+    # New connections wait in the socket, which the supervisor has as well.
+    assert httpx.get(f"{copies.url}/ping", timeout=60).status_code in (200, 503)
+    until(lambda: httpx.get(f"{copies.url}/ping").status_code == 200, 60)
+    copies.client = httpx.Client(base_url=copies.url, timeout=120)
+    assert copies.invoke(LMI).status_code == 200
+
+
+def test_sigterm_lets_requests_finish(copies):
+    """The last of this file: it stops the copies."""
+    asked = {"inputs": "Hi", "parameters": {"max_new_tokens": 400}, "stream": True}
+    with copies.client.stream("POST", "/invocations", json=asked) as answer:
+        got = answer.iter_lines()
+        next(got)
+        os.kill(copies.process.pid, signal.SIGTERM)
+        rest = sum(1 for line in got if line)
+    assert rest == 399
+    assert copies.process.wait(30) == 0
+    assert lines(copies)[-1]["message"] == "stopped"
+    assert not Path(f"/proc/{copies.process.pid}").exists()

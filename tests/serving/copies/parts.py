@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A container with copies whose engine is the fake one: the supervisor, or one of its children.
+
+`python -m tests.serving.copies.parts` is the supervisor; with a descriptor, as the supervisor
+starts it, a child. COPY_FAILS has a copy of that number fail at its start. Copies that start while
+there is a file COPIES_END end a moment later.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from lmi_config.options.settings import SettingsError
+from serving.copies import supervisor
+from serving.copies.__main__ import be, run
+from serving.copies.part import CopyPart, take
+from serving.engine.base import EngineError
+from serving.exit import failure, report
+from serving.http.sockets import bound
+from serving.observability import logs
+from serving.process import adopt_orphans
+from serving.server.prepare import prepare
+from serving.server.server import Server
+from serving.server.startup import Runtime
+from tests.fake_engine import FakeEngine
+
+PROGRAM = (sys.executable, "-P", "-m", "tests.serving.copies.parts")
+
+
+def child(part):
+    if not isinstance(part, CopyPart):
+        return be(part)
+    settings = part.deployment.plan.settings
+    number = str(part.number)
+    subprocess.Popen(["sleep", "1000"])  # a worker of the copy's
+
+    async def start(note):
+        if os.environ.get("COPY_FAILS") == number:
+            raise EngineError("CUDA out of memory")
+        if Path(os.environ.get("COPIES_END", "/nowhere")).exists():
+            threading.Timer(0.2, os._exit, [7]).start()
+        engine = FakeEngine(settings.model_names)
+        return Runtime(engine=engine, adapters=None, code=None, cache=None)
+
+    async def live(listener):
+        return await Server(listener, settings, start).run()
+
+    adopt_orphans()
+    with bound("127.0.0.1", settings.port, backlog=100) as listener:
+        return asyncio.run(live(listener))
+
+
+def main():
+    logs.configure(os.environ)
+    supervisor.RESTART_S = 0.1
+    supervisor.PATIENCE_S = float(os.environ.get("PATIENCE_S", "600"))
+    try:
+        end = supervisor.supervise(prepare(dict(os.environ)), {}, PROGRAM)
+    except SettingsError as error:
+        end = failure(error)
+    report(end)
+    logs.flush()
+    os._exit(end.code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        code = run(take(int(sys.argv[1])), child)
+        time.sleep(0)
+        os._exit(code)
+    main()

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A container with two copies: its processes, and what happens when they end."""
+
+import json
+import signal
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from scripts.harness.process import AS_ENTRYPOINT_SH, Program
+from scripts.harness.wait import until
+from scripts.models import tiny
+from serving.copies import supervisor
+from serving.kv_cache.server import TERM_S
+from serving.lifecycle import GRACE_S, SHUTDOWN
+
+ASK = {"prompt": "a b", "max_tokens": 2}
+
+
+class Container(Program):
+    def __init__(self, folder, **environ):
+        super().__init__(
+            *(sys.executable, "-m", "tests.serving.copies.parts"),
+            log=folder / "log",
+            environ={
+                **AS_ENTRYPOINT_SH,
+                "OPTION_MODEL_ID": str(tiny.make()),
+                "OPTION_COPIES": "2",
+                "OPTION_KV_CACHE_MEMORY_BYTES": "64M",
+                **environ,
+            },
+        )
+
+    def ask(self, **headers):
+        return httpx.post(f"{self.url}/v1/completions", json=ASK, headers=headers, timeout=20)
+
+    def get(self, path, **headers):
+        return httpx.get(self.url + path, headers=headers, timeout=20)
+
+    def replicas(self):
+        return self.get("/replicas").json()["replicas"]
+
+    def ready_copies(self):
+        return sum(it["state"] == "ready" for it in self.replicas())
+
+    def both(self):
+        """Whether both copies listen, and the router knows that they are ready."""
+        if self.ready_copies() < 2:
+            return False
+        try:
+            return len(self.parts()[1]) == 2
+        except KeyError:
+            return False
+
+    def parts(self):
+        """The router, and the copies."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            for it in child.net_connections():
+                if it.status == "LISTEN":
+                    found[it.laddr.port] = child
+        ports = [int(it["replica"].rpartition(":")[2]) for it in self.replicas()]
+        return found[self.port], [found[port] for port in ports]
+
+    def lines(self):
+        return [json.loads(it) for it in self.logged().splitlines() if it.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory):
+    with Container(tmp_path_factory.mktemp("copies")) as it:
+        it.ready(120)
+        yield it
+
+
+def test_a_client_sees_one_server(container):
+    assert container.ask().status_code == 200
+    assert container.get("/ping").json()["detail"] == "2 of 2 copies are ready"
+    assert container.get("/v1/models").json()["data"][0]["id"]
+    assert container.get("/nothing").status_code == 404
+    (model,) = container.get("/models/lmi").json()[0]["models"]
+    assert [it["id"] for it in model["workerGroups"][0]["workers"]] == [1, 2]
+    assert container.get("/models/other").status_code == 404
+
+
+def test_copies_answer_only_the_router(container):
+    for it in container.replicas():
+        assert httpx.post(f"{it['replica']}/v1/completions", json=ASK).status_code == 401
+
+
+def test_metrics_are_those_of_all_with_the_copys_number(container):
+    text = container.get("/metrics").text
+    assert "slipway_copies 2.0" in text
+    assert "slipway_copies_ready 2.0" in text
+    for number in (0, 1):
+        assert f'slipway_build_info{{copy="{number}"' in text
+    assert "slipway_router_requests_total" in text
+
+
+def test_a_copy_that_is_killed_comes_back_and_nothing_of_it_is_left(container):
+    _, (victim, other) = container.parts()
+    worker = next(it for it in victim.children() if it.name() == "sleep")
+    victim.kill()
+    statuses = []
+
+    def ended():
+        statuses.append(container.ask().status_code)
+        return "a copy has ended" in container.logged()
+
+    until(ended, 60)
+    assert not worker.is_running()
+    assert other.is_running()
+    (told,) = [it for it in container.lines() if "copy has ended" in it["message"]]
+    assert told["code"] == -9
+    restarts = f'slipway_copy_restarts_total{{copy="{told["copy"]}"}} 1.0'
+    until(lambda: restarts in container.get("/metrics").text, 30)
+    until(lambda: ended() and container.both(), 60)
+    assert {*statuses} == {200}
+
+
+def test_connections_wait_while_the_router_starts_again(container):
+    router, copies = container.parts()
+    router.kill()
+    assert container.get("/ping").status_code in (200, 503)
+    until(lambda: container.get("/ping").status_code == 200, 30)
+    assert container.ask().status_code == 200
+    assert all(it.is_running() for it in copies)
+
+
+def test_a_port_that_is_taken_ends_the_start(container, tmp_path):
+    second = Container(tmp_path, OPTION_PORT=str(container.port))
+    second.start()
+    assert second.process.wait(60) == 3
+    assert "cannot listen on port" in second.lines()[-1]["reason"]
+
+
+def test_a_stop_finishes_what_is_under_way(container):
+    """The last of those with this container."""
+    asked = {"prompt": "wait", "max_tokens": 2}
+    began = time.monotonic()
+    with pytest.raises(httpx.HTTPError), httpx.Client(timeout=0.5) as client:
+        client.post(f"{container.url}/v1/completions", json=asked)
+    container.process.send_signal(signal.SIGTERM)
+    assert container.process.wait(35) == 0
+    assert time.monotonic() - began < 30
+    assert container.lines()[-1]["message"] == "stopped"
+
+
+def test_a_copy_that_cannot_start_ends_the_container_with_its_reason(tmp_path):
+    with Container(tmp_path, COPY_FAILS="1") as it:
+        assert it.process.wait(120) == 3
+        last = it.lines()[-1]
+        assert (last["message"], last["stage"]) == ("failed", "start")
+        assert last["reason"] == "copy 1: CUDA out of memory"
+        assert "copy" not in last
+
+
+def test_fail_fast_ends_the_container_with_its_first_copy(tmp_path):
+    with Container(tmp_path, SERVING_FAIL_FAST="true") as it:
+        it.ready(120)
+        it.parts()[1][1].kill()
+        assert it.process.wait(60) == 1
+        assert it.lines()[-1]["reason"].endswith("exit code -9, and SERVING_FAIL_FAST is set")
+
+
+def test_copies_that_end_again_and_again_are_left_out_until_there_is_none(tmp_path):
+    may_end = tmp_path / "may"
+    with Container(tmp_path, COPIES_END=str(may_end)) as it:
+        it.ready(120)
+        may_end.touch()
+        _, copies = it.parts()
+        copies[0].kill()
+        until(lambda: "is left out" in it.logged(), 120)
+        assert it.get("/ping").status_code == 200
+        assert it.ask().status_code == 200
+        copies[1].kill()
+        assert it.process.wait(120) == 1
+        assert it.lines()[-1]["reason"].startswith("no copy can serve: copy ")
+
+
+def test_fewer_copies_than_there_have_to_be_end_the_container(tmp_path):
+    may_end = tmp_path / "may"
+    environ = {"OPTION_COPIES_LEAST": "2", "PATIENCE_S": "3", "COPIES_END": str(may_end)}
+    with Container(tmp_path, **environ) as it:
+        it.ready(120)
+        may_end.touch()
+        it.parts()[1][1].kill()
+        until(lambda: it.get("/ping").status_code == 503, 30)
+        assert it.process.wait(60) == 1
+        assert it.lines()[-1]["reason"] == "1 of 2 copies has been ready for 3 s"
+
+
+def test_the_router_checks_keys_and_the_operators_secret_closes_the_container(tmp_path):
+    secret, key = "s" * 40, "k" * 20
+    with Container(tmp_path, OPTION_ROUTER_SECRET=secret, OPTION_ADMIN_API_KEY=key) as it:
+        it.ready(120)
+        assert it.ask().status_code == 401
+        assert it.ask(authorization=f"Bearer {key}").status_code == 200
+        assert secret not in it.logged()
+
+
+def test_an_orderly_end_takes_less_than_platforms_allow():
+    whole = supervisor.ROUTER_S + supervisor.COPIES_S + TERM_S + SHUTDOWN.log
+    assert whole < GRACE_S - 0.5
