@@ -122,6 +122,7 @@ OF_SCRIPTS = {
     "sagemaker_local": set(),
     "hyperpod_local": {"harness", "models"},
     "generate": set(),
+    "prose": set(),
     "rehearsal": set(),
     "release": set(),
 }
