@@ -34,11 +34,11 @@ class Form:
     fields: tuple[tuple[str, str], ...]
 
     def json(self) -> bytes:
-        """The fields as a JSON object of texts; what is a number or a switch is one in it."""
+        """The fields as a JSON object of texts; numbers and switches are converted."""
         return msgspec.json.encode({name: _value(name, value) for name, value in self.fields})
 
     def rendered(self, keys: Mapping[str, object]) -> tuple[bytes, bytes]:
-        """The same form with these fields in the place of those so named, and its content type."""
+        """The same form with these fields replaced, and its content type."""
         kept = [(name, value) for name, value in self.fields if name not in keys]
         fields = [*kept, *((name, f"{value}") for name, value in keys.items())]
         boundary = secrets.token_hex(16).encode()  # which no content can have guessed
@@ -64,8 +64,8 @@ def parse(body: bytes, content_type: str) -> Form:
 class FormReader:
     """Reads a form as it comes.
 
-    All of it raises FormatError: for what is no form, or has no file or more than one, a field
-    twice, or too much.
+    Every function raises FormatError: if the body is not a form, has no file or several, has a
+    field twice, or is too large.
     """
 
     def __init__(self, content_type: str, sink: Callable[[bytes], object]) -> None:
@@ -96,7 +96,7 @@ class FormReader:
             raise _no_form(error) from None
 
     def read(self, data: bytes) -> None:
-        """Take what has come."""
+        """Parse the next bytes."""
         for place in range(0, len(data), _PIECE):
             piece = data[place : place + _PIECE]
             try:
@@ -108,7 +108,7 @@ class FormReader:
                 raise FormatError(f"a form may have at most {FIELDS_SIZE} bytes beside its file")
 
     def require_whole(self) -> None:
-        """There comes no more."""
+        """The body is complete."""
         if not self._ended:
             raise _no_form("it ends in the middle")
         if self.filename is None:
