@@ -23,8 +23,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """memory: bytes, or None where the driver does not say. driver: its version. cuda: the newest
-    CUDA that it runs, forward compatibility included, as 13000 for 13.0; None where it does not
-    say. capability: its compute capability, as (9, 0). slice: whether it is a part of a GPU (MIG).
+    CUDA that it runs, forward compatibility included, as 13000 for 13.0; None if unknown.
+    capability: its compute capability, as (9, 0). slice: whether it is a part of a GPU (MIG).
     """
 
     name: str
@@ -37,7 +37,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """shown: the GPUs. missing: why there are none, in a sentence; empty where there are."""
+    """shown: the GPUs. missing: the reason why there are none, in a sentence; otherwise empty."""
 
     shown: tuple[Gpu, ...] = ()
     missing: str = ""
@@ -52,7 +52,7 @@ def vllm_wants_them() -> bool:
 
 
 def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
-    """Look at the GPUs. root stands before /dev, which tests bring along."""
+    """Look at the GPUs. root: a prefix of /dev, for tests."""
     device = next((it for it in ("nvidia0", "nvidiactl") if (root / "dev" / it).exists()), None)
     try:
         pynvml.nvmlInit()
@@ -78,7 +78,7 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
 
 
 def _present() -> Iterator[tuple[str, Gpu]]:
-    """All GPUs in NVML's order, each slice after its own: identifier and what it is."""
+    """All GPUs in NVML's order, each followed by its slices: identifier and description."""
     driver = pynvml.nvmlSystemGetDriverVersion()
     cuda = _told(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     for index in range(pynvml.nvmlDeviceGetCount()):
@@ -108,7 +108,7 @@ def _memory(device: Any) -> int | None:
 
 
 def _told(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What the driver answers, or None where it refuses."""
+    """The driver's answer, or None if it refuses."""
     try:
         return call(*arguments)
     except pynvml.NVMLError:
@@ -119,7 +119,7 @@ def _shown(present: Mapping[str, Gpu], visible: str | None) -> Iterator[Gpu]:
     """The GPUs that CUDA shows, by the rules of CUDA_VISIBLE_DEVICES (CUDA's programming guide).
 
     It lists indices or the beginnings of identifiers; the first that does not exist ends the list.
-    Of slices a process gets one, and where there are any, no whole GPUs beside it.
+    A process gets one slice, and no whole GPUs beside a slice.
     """
     whole = [gpu for gpu in present.values() if not gpu.slice]
     slices = [gpu for gpu in present.values() if gpu.slice]

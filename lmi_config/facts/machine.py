@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine, or the container on it, really has. look() is the only place that asks."""
+"""The resources of the machine, or of the container on it. look() is the only place that asks."""
 
 import contextlib
 import dataclasses
@@ -60,7 +60,7 @@ class Disk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What there is to work with.
+    """The available resources.
 
     cpus: ids of the CPUs that we may use; cpu_quota: CPUs' worth of time, or None without a limit.
     memory: bytes there may be in use, the container's limit or the host's memory, whichever is
@@ -89,8 +89,8 @@ class Machine:
 def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/")) -> Machine:
     """Look at the machine.
 
-    disk: the folder of the disk tier, which need not be there yet. root stands before /proc and
-    /sys, which tests bring along.
+    disk: the folder of the disk tier, which need not be there yet. root: a prefix of /proc and
+    /sys, for tests.
     """
     memory, free, limited = _memory(root)
     found = gpus.look(environ, root)
@@ -115,15 +115,15 @@ def look(environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"))
 
 
 def _missing() -> tuple[str, ...]:
-    """Without vLLM a plan is made for another machine, and nothing is known of what is there."""
+    """Without vLLM a plan is for another machine, whose installation is unknown."""
     if not PathFinder.find_spec("vllm"):
         return ()
     return tuple(it for it in OPTIONAL if not PathFinder.find_spec(it))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Folders that may hold a controller's files for us, with the version of their cgroup: our own
-    cgroup and all above it, whose limits hold for us too.
+    """Folders that may have a controller's files, with their cgroup version: the own cgroup and all
+    above it, whose limits also apply.
 
     A process sees its own cgroup at the mount's top when the container has a cgroup namespace, and
     under the path in /proc/self/cgroup when it has none. Lines of that file are
@@ -144,7 +144,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no such file, or it says "max"."""
+    """The number in a file; None if there is no such file, or it has "max"."""
     try:
         return int(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -163,10 +163,10 @@ def _table(path: Path) -> dict[str, int]:
 def _memory(root: Path) -> tuple[int, int, bool]:
     """Bytes that may be in use, bytes of them that are free, and whether a container limits them.
 
-    What a cgroup uses counts file pages; those that were not touched lately are given up before
-    anything is killed, so they are free (memory.stat, `inactive_file`). Above memory.high processes
-    are slowed down until they hardly run. In version 1 memory.stat has the least limit of all
-    cgroups above, also of those that a container does not see (`hierarchical_memory_limit`).
+    A cgroup's usage includes file pages. The kernel drops pages that were not touched lately before
+    it kills a process, so they count as free (memory.stat, `inactive_file`). Above memory.high
+    processes are slowed down until they hardly run. In version 1 memory.stat has the least limit of
+    all cgroups above, also of those that a container does not see (`hierarchical_memory_limit`).
     """
     host = _table(root / "proc/meminfo")
     total = host["MemTotal"] * 1024
@@ -192,8 +192,8 @@ def _memory(root: Path) -> tuple[int, int, bool]:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed because our container had no memory left; None
-    where no file says so (`oom_kill` in memory.events, in version 1 memory.oom_control).
+    """The number of processes that the kernel has killed because the container had no memory left;
+    None if no file has it (`oom_kill` in memory.events, in version 1 memory.oom_control).
     """
     for version, group in _groups(root, "memory"):
         file = group / ("memory.events" if version == 2 else "memory.oom_control")
@@ -255,7 +255,7 @@ def reclaimable(path: Path) -> int:
 def kv_folder(path: Path) -> Iterator[int]:
     """The disk tier's own folder below `path`, as a descriptor.
 
-    Raises OSError where there is none, it is a link, or another user's.
+    Raises OSError if it is missing, a link, or belongs to another user.
     """
     with _opened(path / KV, os.O_RDONLY | os.O_DIRECTORY) as home:
         owner = os.fstat(home).st_uid
@@ -268,7 +268,7 @@ def kv_folder(path: Path) -> Iterator[int]:
 def locked(folder: int, how: int) -> Iterator[int]:
     """Hold a folder's lock in the block. how: as for flock(2).
 
-    Raises OSError where there is none, or it cannot be had.
+    Raises OSError if it is missing or held by another process.
     """
     with _opened(LOCK, os.O_RDWR, folder) as lock:
         fcntl.flock(lock, how)
@@ -277,7 +277,7 @@ def locked(folder: int, how: int) -> Iterator[int]:
 
 def unused_caches(home: int) -> Iterator[tuple[str, int]]:
     """The caches in the disk tier's own folder that no server holds: name and descriptor. Each is
-    held until the next. Whatever else there is in the folder is passed over.
+    held until the next. Other entries of the folder are ignored.
     """
     for name in sorted(os.listdir(home)):
         if _CACHE.fullmatch(name):
@@ -290,7 +290,7 @@ def unused_caches(home: int) -> Iterator[tuple[str, int]]:
 
 
 def kv_files(folder: int) -> dict[str, os.stat_result]:
-    """The files of KV in a cache, by name. What others put there is left out."""
+    """The files of KV in a cache, by name. Files of others do not count."""
     found = {}
     for name in os.listdir(folder):
         if _KV_FILE.fullmatch(name):
@@ -303,7 +303,7 @@ def kv_files(folder: int) -> dict[str, os.stat_result]:
 
 @contextlib.contextmanager
 def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
-    """Open what is no link. Raises OSError."""
+    """Open a file that is not a link. Raises OSError."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW, dir_fd=folder)
     try:
         yield descriptor
