@@ -218,8 +218,8 @@ DEFENCES: Mapping[str, Removed] = {
         f"{BATCHES}test_a_refused_batch_changes_nothing",
         {"serving.batch.store:Store._gives_way": forgets_at_once},
     ),
-    "A followed source (keys, certificates, lists, issuers, replicas) becomes invalid, and is never "
-    "read again": Removed(
+    "A followed source (keys, certificates, lists, issuers, replicas) becomes invalid, and is "
+    "never read again": Removed(
         "tests/serving/test_follow.py::test_an_unforeseen_end_is_told_counted_and_begun_anew",
         {"serving.follow:kept": once},
     ),
