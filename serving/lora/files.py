@@ -231,7 +231,7 @@ class AdapterFiles:
     def _make_room(self, place: Path, size: int) -> None:
         """Count so many bytes for a place that is held; files used longest ago make room.
 
-        Raises NoSlot, and removes nothing, where that is not enough.
+        Raises NoSlot, and removes nothing, if that is not enough.
         """
         with self._lock, contextlib.ExitStack() as free:
             others = [it for it in self._places() if it != place]
@@ -254,13 +254,13 @@ class AdapterFiles:
             self._sizes = {**sizes, place: size}
 
     def _places(self) -> list[Path]:
-        """Where files are kept, of whichever server."""
+        """The folder of kept files, for every server."""
         entries = [*self._store.iterdir()] if self._store.is_dir() else []
         return [path for path in entries if _PLACE.fullmatch(path.name) and path.is_dir()]
 
     def _source(self, src: str) -> Path | S3 | HubAdapter:
-        """Where an adapter is, if it may be there. Of a folder and an id of the hub with one name
-        it is the folder, where adapters may be there.
+        """The place of an adapter, if it is allowed. If a folder and a hub id have the same name,
+        it is the folder, if adapters are allowed there.
         """
         scheme = _SCHEME.match(src)
         if scheme and scheme[1] == "s3":
