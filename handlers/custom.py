@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's model.py in a process of its own: `python -m handlers.custom SOCKET FOLDER …`.
+"""A user's model.py in a separate process: `python -m handlers.custom SOCKET FOLDER …`.
 
-Here it may block, print, fill memory and bring modules of its own without harm to the server, which
-ends this process where a call takes too long. The server's side is serving/user_code.py.
+Here it may block, print, fill memory and import its own modules without harm to the server. The
+server ends this process if a call takes too long. The server's side is serving/user_code.py.
 
 Both sides send frames: 4 bytes with the length of the rest, then a msgpack array. From the server
 (call, what, data): call is a number, data what the function gets. Back (call, kind, data), where
 kind is one of Kind.
 
 A handler's answer is held back where its client is slow: of one call at most WINDOW bytes, and the
-part that goes beyond, are on their way until the server asks for more. Each call has a window of
-its own, so none waits for another's client.
+part that goes beyond, are on their way until the server asks for more. Each call has a separate
+window, so no call waits for another's client.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ WINDOW = 256 * 1024
 TOOLKIT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
 """The functions of SageMaker's inference toolkit. Nothing here calls them."""
 RAW = ("image/", "audio/", "tensor/", "application/x-npy")
-"""What content types begin with that only an input formatter or a handler reads."""
+"""Prefixes of content types that only an input formatter or a handler reads."""
 LENGTH = struct.Struct("<I")
 HANDLE_OF_ADAPTER = (
     "handle is called in the model's own model.py, never in an adapter's; an adapter may have an "
@@ -62,7 +62,7 @@ _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\xa0-\xff]*")
 
 
 class What(StrEnum):
-    """What the server asks for."""
+    """A call by the server."""
 
     INPUT = "input"  # data: (a request's body, its Content-Type) → the formatted one's JSON
     WHOLE = "whole"  # data: the engine's JSON answer → the formatted answer
@@ -76,7 +76,7 @@ class What(StrEnum):
 
 
 class Initial(StrEnum):
-    """What becomes of the initialising call of a custom handler."""
+    """The outcome of a custom handler's initial call."""
 
     NEEDED = "needed"  # its failure is the handler's
     TRIED = "tried"  # the engine starts whatever comes of it
@@ -84,7 +84,7 @@ class Initial(StrEnum):
 
 
 class Kind(StrEnum):
-    """What comes back. The first frame is LOADED or FAILED, of call 0."""
+    """The answer to a call. The first frame is LOADED or FAILED, of call 0."""
 
     LOADED = "loaded"  # data: the names of the functions that the file has
     FAILED = "failed"  # data: why, in a line
@@ -96,7 +96,7 @@ class Kind(StrEnum):
 
 
 Formatted = tuple[list[bytes], str | None]
-"""What the output formatter has made of events, one by one, and why not of all of them."""
+"""The output formatter's results, one for each event, and the reason if some are missing."""
 
 
 Head = tuple[int, dict[str, str], int | None]
@@ -104,7 +104,7 @@ Head = tuple[int, dict[str, str], int | None]
 
 
 class Fault(Exception):
-    """What the user's function did wrong, in a line."""
+    """A fault of the user's function, in one line."""
 
 
 class Lazy:
@@ -134,7 +134,7 @@ class Lazy:
 
 
 class Code:
-    """The functions of a loaded file. Raises Fault where it has one that would never be called."""
+    """The functions of a loaded file. Raises Fault if one of them would never be called."""
 
     def __init__(
         self, module: ModuleType, folder: Path, tokenizer: Lazy, of_adapter: bool = False
@@ -186,7 +186,7 @@ class Code:
         yield Kind.DONE, _encoded("the formatter", result)
 
     async def _formatted(self, events: list[bytes]) -> Formatted:
-        """One after the other; in one go of a thread where it is sync."""
+        """Runs one after the other; a sync function runs in a single visit to a thread."""
         function = self.functions["output"]
         texts = [event.decode() for event in events]
         results: list[Any] = []
@@ -240,7 +240,7 @@ class Code:
                 await asyncio.wait([asyncio.wrap_future(job)])
 
     async def _began(self, properties: Mapping[str, str], initial: Initial) -> bytes | None:
-        """Make the initialising call, where there is one to make. Returns the data of INIT's DONE.
+        """Make the initial call, if there is a handler. Returns the data of INIT's DONE.
 
         Raises Fault where the call was needed.
         """
@@ -259,7 +259,7 @@ class Code:
         return b"" if alone else None
 
     async def _initialised(self, properties: Mapping[str, str]) -> bool:
-        """Have the handler initialise itself, with what LMI gives it for that: an empty Input.
+        """Let the handler initialise itself. As in LMI, it gets an empty Input.
 
         Says whether it answers all requests itself: a sync one does in LMI, and so does one that
         has an answer to this.
@@ -279,7 +279,7 @@ class Code:
     async def _handled(
         self, properties: Mapping[str, str], body: bytes
     ) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """What a custom handler answers; DONE with None where it leaves that to the engine."""
+        """A custom handler's answer; DONE with None if it leaves the request to the engine."""
         result = await self._called("handle", _input(properties, body))
         if result is None:
             yield Kind.DONE, None
@@ -312,7 +312,7 @@ class Code:
             await self._finalized(result)
 
     async def _pieces(self, result: Any) -> AsyncGenerator[Any, None]:
-        """An answer in its pieces: what is not streamed is its only one."""
+        """The chunks of an answer. A non-streamed answer is one chunk."""
         if not isinstance(result, Output) or result.stream_content is None:
             yield result
             return
@@ -334,7 +334,7 @@ class Code:
             yield output
 
     async def _finalized(self, result: Any) -> None:
-        """Call what is to be called when an answer has been sent; its failure is only printed."""
+        """Call the answer's finalizer after the answer was sent. Its failure is only printed."""
         if not isinstance(result, Output):
             return
         try:
@@ -368,10 +368,10 @@ def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bo
 def _extras(
     formatter: Callable[..., Any] | None, tokenizer: Lazy, properties: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What the input formatter gets as keyword arguments.
+    """The keyword arguments of the input formatter.
 
-    The tokenizer, where it takes that; the properties, where it takes any, but in the place of none
-    of its own parameters, which LMI leaves alone.
+    The tokenizer, if it has that parameter; the properties, if it takes any keywords. Properties
+    never replace its own parameters, as in LMI.
     """
     if not formatter:
         return {}
@@ -424,7 +424,7 @@ def _encoded(what: str, result: Any) -> bytes:
 
 
 def _piece(result: Any) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and content of what a handler answers, or of a part of it."""
+    """Status, headers and content of a handler's answer, or of a part of it."""
     if isinstance(result, Output):
         headers = {"content-type": "application/json"}
         for name, value in result.properties.items():
@@ -436,7 +436,7 @@ def _piece(result: Any) -> tuple[int, dict[str, str], bytes]:
 
 
 def _status(code: Any) -> int:
-    """The status of an answer. Raises Fault for what is none; 1xx only precede an answer."""
+    """The status of an answer. Raises Fault for an invalid status; 1xx only precede an answer."""
     try:
         status = int(code)
         fits = 200 <= status <= 599 and status == float(code)
@@ -471,7 +471,7 @@ def told(error: BaseException, folder: Path = Path(FILE)) -> str:
 
 
 def load(folder: Path, tokenizer: Lazy, of_adapter: bool = False) -> Code:
-    """Run the folder's model.py. Raises Fault with what is wrong with it."""
+    """Run the folder's model.py. Raises Fault with the reason."""
     sys.modules["djl_python"] = djl_python  # what customers' files import is LMI's package
     sys.path.insert(0, str(folder))
     spec = importlib.util.spec_from_file_location("model", folder / FILE)
@@ -571,7 +571,7 @@ async def frame(reader: asyncio.StreamReader) -> Any:
 
 
 def _isolated(folder: Path, tokenizer: Path, user: int, memory: int) -> tuple[Path, Path]:
-    """Give up what an adapter's code is not to have. Returns by which paths the folders are found.
+    """Give up what an adapter's code is not to have. Returns the paths of the folders.
 
     Raises Fault where the code could not be read after that.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decorators by which a user's model.py says what its functions are for."""
+"""Decorators that mark the functions of a user's model.py."""
 
 import inspect
 from collections.abc import Callable

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code of an adapter is kept from: nobody vouches for it.
+"""The isolation of an adapter's code, which nobody vouches for.
 
-It runs as a user of its own, where the server may choose one, in a domain of Landlock's, where the
-kernel has it, with an environment without secrets, and with no capabilities and no way to more
-rights. That is no sandbox: the network, and every file that all users may read, stay within its
-reach.
+It runs as a separate user, if the server may choose one, and in a Landlock domain, if the kernel
+supports it. Its environment has no secrets, and it has no capabilities and no way to gain rights.
+That is no sandbox: the network, and every file that all users may read, stay within its reach.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ _PASSED_ON = frozenset(
         "TOKENIZERS_PARALLELISM",
     )
 )
-"""What a Python process needs of its environment."""
+"""The environment variables that a Python process needs."""
 
 _CAP_KILL, _CAP_SETGID, _CAP_SETUID = 5, 6, 7  # capabilities(7)
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -66,8 +65,8 @@ def environment(environ: Mapping[str, str], scratch: str | None = None) -> dict[
 def take_user() -> int:
     """The number of a user for an adapter's code, or 0 where we may not choose one.
 
-    No other adapter's has it as long as there are enough. Where we may not choose, the code runs as
-    ourselves, and we keep it from reading our memory and environment.
+    No other adapter's has it as long as there are enough. Otherwise the code runs as the server's
+    user, and the server protects its own memory and environment.
     """
     if not _may_choose():
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -95,10 +94,10 @@ def give_up(user: int, folders: Iterable[Path]) -> Mapping[Path, Path]:
     """Become another user for good, with no way to more rights.
 
     user: its number, which is its group's too, or 0 to stay who one is, where the server may not
-    change users. Returns by which path each of the folders is reached from now on: files under a
-    folder that only root may enter, such as /root, are reached by a descriptor that was opened
-    before, and nothing else is where the kernel has Landlock. The same is done to where modules are
-    imported from. Raises OSError where there cannot be such a user.
+    change users. Returns the new path of each folder. Files under a folder that only root may
+    enter, such as /root, are reached by a descriptor that was opened before. With Landlock,
+    everything else is out of reach. The same is done to where modules are imported from. Raises
+    OSError if there cannot be such a user.
     """
     needed = [str(folder) for folder in folders]
     places = sorted(filter(os.path.isdir, {*needed, *sys.path}))
@@ -137,13 +136,13 @@ def landlock() -> int:
 
 
 def _enter_domain(folders: Sequence[int]) -> None:
-    """Enter a domain of Landlock's: the process can read the memory of itself and of what it starts
-    alone and, from version 6 on, send signals to no others.
+    """Enter a Landlock domain: the process can only read the memory of itself and its children and,
+    from version 6 on, only signal these.
 
-    This thread has to be the only one. folders: descriptors of those that this user reaches by no
-    path. They must not lead to what is beside them, as ".." does: so all that is within reach by a
-    path is allowed, these folders are, and nothing else is. Without them the domain only forbids
-    that block devices are made, as it has to forbid something.
+    This thread must be the only one. folders: descriptors of those that this user reaches by no
+    path. They must not lead outside, as ".." does. So the domain allows all paths that any user can
+    reach, and these folders, and nothing more. Without them the domain only forbids that block
+    devices are made, as it has to forbid something.
     """
     version = landlock()
     if not version:
@@ -171,8 +170,8 @@ def _enter_domain(folders: Sequence[int]) -> None:
 def _within_reach(folders: Sequence[Path]) -> Iterator[tuple[str, int]]:
     """All paths but those within what keeps this user from the folders, and how they may be used.
 
-    Landlock knows no exceptions, so of a folder on the way there each entry is named: what is made
-    in it later is not within reach.
+    Landlock has no exceptions, so each entry of a folder on the way is named. Entries that are made
+    later are out of reach.
     """
     ways = ((*reversed(folder.parents), folder) for folder in folders)
     firsts = (next((it for it in way if not os.access(it, os.X_OK)), None) for way in ways)
@@ -191,7 +190,7 @@ def _within_reach(folders: Sequence[Path]) -> Iterator[tuple[str, int]]:
 
 
 def _import_from(moved: Mapping[str, str]) -> None:
-    """Have Python find modules, and the rest of packages that it has begun with, where they are."""
+    """Make Python find modules, and the rest of already imported packages, at their new paths."""
     sys.path[:] = [moved.get(entry, entry) for entry in sys.path]
     for module in [*sys.modules.values()]:
         if path := getattr(module, "__path__", None):

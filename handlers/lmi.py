@@ -15,7 +15,7 @@ from handlers.records import EngineCall, FormatError, Step, flag, read
 
 DEFAULT_MAX_NEW_TOKENS = 30
 BESIDE = 128 * 1024
-"""Bytes beside `inputs` and `adapters` where they are lists: each of the inputs gets a copy."""
+"""Bytes beside `inputs` and `adapters` if these are lists: each of the inputs gets a copy."""
 
 _RENAMED = {
     "max_new_tokens": "max_tokens",
@@ -32,7 +32,7 @@ _UNDERSTOOD = {
     *("stop", "stop_sequences"),
 }
 _ELSEWHERE = {"adapters", "model", "stream"}
-"""Keys that stand beside the parameters, and count there alone."""
+"""Keys beside the parameters, which count only there."""
 SAMPLING = frozenset(
     (
         *("allowed_token_ids", "bad_words", "do_sample", "frequency_penalty", "ignore_eos"),
@@ -162,7 +162,7 @@ def parse(body: bytes) -> EngineCall:
 
 
 def _take_in(parameters: dict[str, Any], request: dict[str, msgspec.Raw]) -> list[str]:
-    """Add what stands beside `inputs` and means the same among the parameters, which come first.
+    """Move sampling parameters beside `inputs` into the parameters, which take precedence.
 
     Returns the names of the keys that have no effect.
     """
@@ -176,9 +176,10 @@ def _take_in(parameters: dict[str, Any], request: dict[str, msgspec.Raw]) -> lis
 
 
 def split(body: bytes, count: int) -> list[bytes]:
-    """One request for each of the inputs, each with what is beside them and the adapters.
+    """One request for each of the inputs, each with the other fields and its adapter.
 
-    Raises FormatError where there are not so many inputs, and where too much is beside them.
+    Raises FormatError if the numbers of inputs and adapters differ, or the other fields are too
+    large.
     """
     lists = read(_read_lists, body)
     several = bytes(lists.inputs).startswith(b"[")
@@ -268,7 +269,7 @@ class LmiReply:
         return [_encode(line) for line in lines]
 
     def _end(self, line: "_Line", step: Step) -> None:
-        """Have the last object of a stream say what it says of the whole."""
+        """Add the summary of the whole answer to the last object of a stream."""
         line.generated_text = self._full_text(str(self._inputs), "".join(self._text))
         if self._parameters.details:
             line.details = {
@@ -336,7 +337,7 @@ class _Line(msgspec.Struct, tag_field="index", tag=0):
 
 
 def _step(choice: _Choice) -> Step:
-    """A choice, or what an event has of one, as a step."""
+    """A choice, or an event's part of one, as a step."""
     logprobs, prompt = choice.logprobs, choice.prompt_token_ids
     return Step(
         choice.text,
@@ -352,9 +353,8 @@ def _step(choice: _Choice) -> Step:
 def _tokens(step: Step) -> list[_Token]:
     """The tokens of a step. Their texts join to its text, whatever the tokens are.
 
-    A stop sequence cuts text off the end, so each token has what the step's text has in its
-    place. Where that fails (the pieces of a character that several tokens make up have no text of
-    their own) the last token carries it all.
+    A stop sequence cuts text off the end, so each token gets its part of the step's text. If that
+    fails, because several tokens form one character, the last token has the whole text.
     """
     ids: Sequence[int | None] = step.token_ids or (None,)
     logprobs = step.logprobs

@@ -33,11 +33,11 @@ class Form:
     fields: tuple[tuple[str, str], ...]
 
     def json(self) -> bytes:
-        """The fields as a JSON object of texts; what is a number or a switch is one in it."""
+        """The fields as a JSON object of texts; numbers and switches are converted."""
         return msgspec.json.encode({name: _value(name, value) for name, value in self.fields})
 
     def values(self) -> dict[str, Any]:
-        """The fields by their names; those that may be there several times as lists."""
+        """The fields by name. A field that may be repeated is a list."""
         found: dict[str, Any] = {}
         for name, value in self.fields:
             if name.endswith(_LISTED):
@@ -59,8 +59,8 @@ def parse(body: bytes, content_type: str) -> Form:
 class FormReader:
     """Reads a form as it comes.
 
-    All of it raises FormatError: for what is no form, or has no file or more than one, a field
-    twice, or too much.
+    Every function raises FormatError: if the body is not a form, has no file or several, has a
+    field twice, or is too large.
     """
 
     def __init__(self, content_type: str, sink: Callable[[bytes], object]) -> None:
@@ -91,7 +91,7 @@ class FormReader:
             raise _no_form(error) from None
 
     def read(self, data: bytes) -> None:
-        """Take what has come."""
+        """Parse the next bytes."""
         for place in range(0, len(data), _PIECE):
             piece = data[place : place + _PIECE]
             try:
@@ -103,7 +103,7 @@ class FormReader:
                 raise FormatError(f"a form may have at most {FIELDS_SIZE} bytes beside its file")
 
     def require_whole(self) -> None:
-        """There comes no more."""
+        """The body is complete."""
         if not self._ended:
             raise _no_form("it ends in the middle")
         if self.filename is None:

@@ -20,10 +20,10 @@ PROMPT_ALONE: Mapping[str, Mapping[str, object]] = {
     },
     "/v1/messages": _ONE_TOKEN,
 }
-"""By path, the keys with which the engine computes a body's prompt and little else."""
+"""By path, the keys that reduce a body to its prompt, with as little generation as possible."""
 
 
 @functools.cache
 def on(path: str) -> Callable[[bytes], EngineCall]:
-    """What reads the bodies of one of the engine's paths."""
+    """The format of bodies of one engine path."""
     return functools.partial(EngineCall, path)

@@ -11,7 +11,7 @@ import msgspec
 from handlers.records import FormatError
 
 KEYS = ("prompt", "inputs", "messages", "input", "requestType")
-"""One of these is in every JSON request."""
+"""Every JSON request has one of these keys."""
 
 JSON_LINES = ("application/jsonlines", "application/x-jsonlines", "application/jsonl")
 
@@ -27,10 +27,9 @@ LINES = 100_000
 def requests(body: bytes, content_type: str) -> Iterator[bytes]:
     """The requests in a body: one, or for JSON lines one for each line that is not blank.
 
-    content_type: as the header has it. Text is a prompt, unless it is a JSON request after all, and
-    a CSV has its prompts in the column `inputs`; what is of no type that is known counts as JSON.
-    Raises FormatError for text that is not UTF-8, a CSV without the column, lines without any, and
-    too many of them.
+    content_type: as the header has it. Text is a prompt, unless it is a JSON request after all. A
+    CSV has its prompts in the column `inputs`. Unknown types count as JSON. Raises FormatError for
+    text that is not UTF-8, a CSV without the column, lines without any, and too many of them.
     """
     match content_type.partition(";")[0].strip().lower():
         case "text/plain" if not _is_request(body):

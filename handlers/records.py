@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between a wire format and the engine."""
+"""The values between a wire format and the engine."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ T = TypeVar("T")
 class FormatError(ValueError):
     """A request that its format does not allow. The message is meant for the client.
 
-    parameter: the part of the request that is at fault, where one is.
+    parameter: the faulty part of the request, if there is one.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -33,7 +33,7 @@ TOO_DEEP = "the body is nested too deeply; send fewer lists and objects within o
 
 
 def read(decode: Callable[[bytes], T], body: bytes) -> T:
-    """Decode a body. Raises FormatError for what is not JSON, or not of the decoder's type."""
+    """Decode a body. Raises FormatError if the text is not JSON, or not of the decoder's type."""
     try:
         return decode(body)
     except msgspec.ValidationError as error:
@@ -59,7 +59,7 @@ _FLAGS = {
 
 def flag(value: Any) -> Any:
     """The truth value that pydantic reads in its lax mode, in which vLLM reads a body: true in
-    `"true"`, `"on"` and `1`. What is none is returned as it is.
+    `"true"`, `"on"` and `1`. Other values are returned unchanged.
 
     https://docs.pydantic.dev/latest/concepts/conversion_table/
     """
@@ -69,7 +69,7 @@ def flag(value: Any) -> Any:
 
 
 def _half(body: bytes) -> str:
-    """What to say of half of a surrogate pair that a body has, or nothing."""
+    """The message about half of a surrogate pair in a body, or nothing."""
     for half in itertools.islice(_HALF.finditer(body), _TRIES):
         before = body[max(half.start() - 64, 0) : half.start()]
         if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # else its backslash is escaped
@@ -89,14 +89,14 @@ _ONE_HALF = (
 
 
 class Step(msgspec.Struct, gc=False):
-    """What one sequence of a stream has got since the step before."""
+    """The new part of one sequence of a stream since the previous step."""
 
     text: str
     token_ids: Sequence[int] = ()
     texts: Sequence[str] = ()
     """Each token's own."""
     logprobs: Sequence[float | None] = ()
-    """Of the tokens."""
+    """Text of the tokens."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_tokens: int | None = None
@@ -114,7 +114,7 @@ class Reply(Protocol):
 
 
 class StepReply(Reply, Protocol):
-    """One that reads no more of a stream than its steps, so that engines need make no events."""
+    """A reply that reads only the steps of a stream, so that engines need not make SSE events."""
 
     def step(self, step: Step) -> list[bytes]:
         """The JSON objects that a step becomes."""
@@ -124,10 +124,10 @@ class StepReply(Reply, Protocol):
 class EngineCall:
     """A request as a format has read it.
 
-    path: the engine's, which answers it. body: the engine's request: the client's bytes where they
-    are that already, else values that the format has made of them. reply: None where the engine's
-    answer is the format's. steps: the same reply, where the answer is a stream of which it can have
-    the steps. ignored: names of keys and parameters of the request that have no effect.
+    path: the engine's path that answers it. body: the engine's request: the client's bytes if they
+    already are one, otherwise the values that the format has made of them. reply: None where the
+    engine's answer is the format's. steps: the same reply, if the answer is a stream whose steps it
+    can read. ignored: names of keys and parameters of the request that have no effect.
     """
 
     path: str

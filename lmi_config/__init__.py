@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator asked for, what the machine has, and what follows from both. Starts nothing."""
+"""Options, facts about the machine and the model, and the plan that follows from both. Starts
+nothing.
+"""

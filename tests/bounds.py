@@ -91,7 +91,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "Follower._received socket.recv",
         ],
     },
-    "Where a prompt's KV is": {
+    "Addresses of a prompt's KV": {
         "serving/kv_cache/transfer.py": [
             "- msgspec.json.Decoder(_Where).decode",
             "split msgspec.json.decode",
@@ -131,10 +131,10 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_decoded _DATA[kind].decode",
         ],
     },
-    "What `model.py` prints": {
+    "Output of `model.py`": {
         "serving/user_code.py": ["_Process._pass_on_output self._output.read"],
     },
-    "What the engine and the cache server print": {
+    "Output of the engine and the cache server": {
         "serving/observability/capture.py": ["_of_our_form json.loads", "_read lines.readline"],
     },
     "Answers of the cache server": {

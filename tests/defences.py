@@ -223,12 +223,12 @@ DEFENCES: Mapping[str, Removed] = {
         f"{BATCHES}test_a_refused_batch_changes_nothing",
         {"serving.batch.store:Store._gives_way": forgets_at_once},
     ),
-    "What is followed (keys, certificates, lists, issuers, replicas) is made odd, so that it is "
-    "read no more": Removed(
+    "A followed source (keys, certificates, lists, issuers, replicas) becomes invalid, and is "
+    "never read again": Removed(
         "tests/serving/test_follow.py::test_an_unforeseen_end_is_told_counted_and_begun_anew",
         {"serving.follow:kept": once},
     ),
-    "A listed adapter that cannot be used is fetched by every server for ever": Removed(
+    "Every server downloads an unusable listed adapter again and again": Removed(
         "tests/serving/lora/test_shared_list.py::test_what_is_listed_and_of_no_use_is_fetched_once",
         {"serving.lora.registry:REFUSED": 0},
     ),
@@ -333,7 +333,7 @@ DEFENCES: Mapping[str, Removed] = {
         f"{ACCESS}test_access.py::test_administration_is_for_admin_keys",
         {"serving.access.caller:Caller.require_path": nothing},
     ),
-    "Tokens that are forged, expired, for others, or verified by what they say themselves": Removed(
+    "Tokens that are forged, expired, for others, or choose their own verification": Removed(
         f"{ACCESS}test_tokens.py::test_what_is_no_token_of_the_issuers[another audience]",
         {"serving.access.tokens:jwt.decode": believed},
     ),
@@ -346,11 +346,11 @@ DEFENCES: Mapping[str, Removed] = {
         f"{ACCESS}test_access.py::test_an_adapter_of_others_is_as_one_that_is_not_here",
         {"serving.access.caller:Caller.may_use": yes},
     ),
-    "A tenant gets at another's caches, retries or sessions by a header of its own": Removed(
+    "A tenant reaches another's caches, retries or sessions with a header": Removed(
         f"{ACCESS}test_access.py::test_a_key_overrules_the_header_that_names_tenants",
         {"serving.kv_cache.salt:Tenants.tenant": first_tenant},
     ),
-    "What models write, or names of adapters and tenants, becomes HTML or script in `/ui`": Removed(
+    "Model output, or names of adapters and tenants, become HTML or script in `/ui`": Removed(
         "tests/serving/ui/test_page.py::test_the_browser_itself_refuses_html_and_other_hosts",
         {"serving.ui.page:HEADERS": {}},
     ),
@@ -383,7 +383,7 @@ DEFENCES: Mapping[str, Removed] = {
         "::test_events_come_from_the_replicas_own_host[tcp://10.0.0.1:5557]",
         {"serving.router.kv.events:_place": unchanged},
     ),
-    "A replica sends an event without an end in a stream that is to be continued": Removed(
+    "A replica sends an endless event in a continued stream": Removed(
         "tests/serving/router/proxy/test_continuation.py"
         "::test_an_event_without_an_end_reaches_the_client_as_it_is",
         {"serving.router.proxy.continuation:LARGEST_EVENT": math.inf},
@@ -477,8 +477,8 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/api/test_fuzz.py::test_a_refusal_does_not_repeat_the_prompt",
         {"serving.engine.vllm_errors:_repeats_prompt": nothing},
     ),
-    "Another version of vLLM, LMCache or uvicorn, without what keeps tenants apart or bounds "
-    "clients here": Removed(
+    "Another version of vLLM, LMCache or uvicorn lacks a name that separates tenants or limits "
+    "clients": Removed(
         "tests/serving/test_patches.py::test_nothing_is_replaced_where_the_start_is_refused",
         {"serving.patching.patch:Patch.applies": nothing},
     ),

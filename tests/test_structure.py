@@ -123,6 +123,7 @@ OF_SCRIPTS = {
     "hyperpod_local": {"harness", "models"},
     "generate": {"engines"},  # the patches of all processes
     "engines": set(),
+    "prose": set(),
     "rehearsal": set(),
     "release": set(),
 }

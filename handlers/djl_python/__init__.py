@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' model.py files import from LMI's package `djl_python`.
+"""The names that users' model.py files import from LMI's package `djl_python`.
 
-They find it under that name, in a process of their own. Names and signatures are LMI's, as far as a
+They find it under that name, in a separate process. Names and signatures are LMI's, as far as a
 file written for LMI's vLLM path uses them. Nothing large is imported before it is needed.
 """
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LMI's djl_python has and this one has not. Importing it says so, and what to do instead.
+"""The names of LMI's djl_python that this package lacks. Importing one raises an error that names
+the alternative.
 
 docs/reference/djl_python.md lists every name; a test holds that page to this file.
 """
@@ -131,6 +132,6 @@ class _Finder:
 
 
 def explain() -> None:
-    """Have imports of what is not here say why."""
+    """Make imports of missing names raise an error with the reason."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's body by its Content-Type, and an answer's by what the client accepts."""
+"""Decodes a request's body by its Content-Type, and encodes an answer's by the client's Accept."""
 
 import contextlib
 import csv
@@ -19,7 +19,8 @@ def decode(
     key: str | None = None,
     require_csv_headers: bool = True,
 ) -> Any:
-    """What a request says. Raises ValueError when its body is not what content_type says.
+    """The decoded content of a request. Raises ValueError when its body is not what content_type
+    says.
 
     JSON may be anything, and a CSV without headers is an array; whatever else there is comes as
     {"inputs": …}.
@@ -54,7 +55,7 @@ def _guessed(inputs: Input, key: str | None) -> Any:
 def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
     """The column `inputs`, or the rows; without headers an array of numbers.
 
-    Raises ValueError without a header that says which, and for what is no number.
+    Raises ValueError if no header names the key, and for a value that is not a number.
     """
     text = inputs.get_as_string(key)
     if not require_headers:
@@ -79,7 +80,7 @@ def _numbers(text: str) -> Any:
 def encode(
     outputs: Output, prediction: Any, content_type: str | None, key: str | None = None
 ) -> None:
-    """Add a prediction to outputs, in content_type or, where that is not one we write, in JSON."""
+    """Add a prediction to outputs, in content_type, or in JSON if that type cannot be written."""
     content_type = content_type or ""
     if "application/json" in content_type:
         _add_json(outputs, prediction, key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a custom handler gets: one request."""
+"""The argument of a custom handler: one request."""
 
 import csv
 import io
@@ -68,7 +68,7 @@ class Input:
         return self.content.is_empty()
 
     def get_data(self, key: str | None = None) -> Any:
-        """The content as its Content-Type says; None where there is none."""
+        """The content, decoded by its Content-Type; None if there is none."""
         if self.is_empty():
             return None
         content_type = self.get_property("Content-Type", "")
@@ -84,7 +84,7 @@ class Input:
         return self.get_as_bytes(key)
 
     def get_as_bytes(self, key: str | None = None) -> Any:
-        """The content, or None where there is none. Raises KeyError when it has no such part."""
+        """The content, or None. Raises KeyError when it has no such part."""
         if self.is_empty():
             return None
         if key and not self.contains_key(key):

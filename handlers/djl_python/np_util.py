@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of arrays in bytes: NumPy's own files, and DJL's NDList.
 
-An NDList is a count, then each array: the text NDAR, a version, a byte that says whether a name
-follows, the name, the storage's name, the type's, the shape, a layout letter for each dimension, a
-byte for the byte order, and the data with its length before it. Numbers are big-endian; lengths of
-texts have 2 bytes, extents 8, all others 4.
+An NDList is a count, then each array. An array is the text NDAR, a version, a byte that is set if a
+name follows, the name, the names of storage and type, the shape, a layout letter for each
+dimension, a byte for the byte order, the length of the data, and the data. Numbers are big-endian;
+lengths of texts have 2 bytes, extents 8, all others 4.
 """
 
 import io

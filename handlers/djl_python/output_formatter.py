@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decorator's place in LMI's package, with what files import for their annotations."""
+"""LMI's module for the decorator, with the names that files import for annotations."""
 
 from handlers.decorators import output_formatter
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a custom handler returns: an answer, or a piece of one that is streamed."""
+"""The result of a custom handler: an answer, or a chunk of a stream."""
 
 import datetime
 import io
@@ -15,7 +15,7 @@ FAILED = 424
 
 
 class Encoded(bytearray):
-    """What Output.binary_encode() made, which says more of an answer than its content.
+    """The result of Output.binary_encode(), which has more than the content.
 
     fields: by LMI's names: data, last, code and error.
     """

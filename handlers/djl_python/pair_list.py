@@ -15,9 +15,9 @@ class PairList:
         pair_list: Iterable[tuple[str | None, Any]] | None = None,
         pair_map: Mapping[str | None, Any] | None = None,
     ) -> None:
-        """Of keys and values of equal number, else of pairs, else of a dict.
+        """Built from keys and values of equal number, or from pairs, or from a dict.
 
-        Raises ValueError where there are more keys than values, or fewer.
+        Raises ValueError if the numbers of keys and values differ.
         """
         self.keys: list[str | None] = []
         self.values: list[Any] = []

@@ -21,7 +21,7 @@ class Token:
     request_id: int | None = dataclasses.field(default=None, init=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """In LMI's names, without what is not so."""
+        """In LMI's names, without unset flags."""
         told = {"id": self.id, "text": self.text, "log_prob": self.log_prob}
         more = {"special_token": self.special_token, "error_msg": self.error_msg}
         return told | {name: value for name, value in more.items() if value}
@@ -48,7 +48,7 @@ class Iterator:
 
 @dataclasses.dataclass
 class Sequence:
-    """One of the texts that were generated for a request, which is read token by token."""
+    """A generated text of a request, read token by token."""
 
     tokens: list[Token] = dataclasses.field(default_factory=list)
     top_tokens: list[list[Token]] = dataclasses.field(default_factory=list)

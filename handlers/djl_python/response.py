@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an output formatter gets: the engine's whole answer."""
+"""The argument of an output formatter: the engine's whole answer."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,9 +16,9 @@ _ROLLING = (
 class Response(dict[str, Any]):
     """An answer in OpenAI's shape, read and written as vLLM's objects are, or as a dict.
 
-    Attributes are the dict's items, on every level, so what is set is also sent. Where a name is a
-    dict's method too (items, keys, get, copy …), reading the attribute gives the method, without
-    which it could not be serialised; setting it sets the item, which answer["items"] reads.
+    Attributes are the dict's items, on every level, so attributes that are set are also sent. If a
+    name is also a method of dict (items, keys, get, copy …), reading the attribute gives the
+    method, which serialisation needs. Setting it sets the item, which answer["items"] reads.
     """
 
     def __init__(self, answer: Mapping[str, Any] | None = None) -> None:
@@ -42,7 +42,7 @@ class Response(dict[str, Any]):
         del self[name]
 
     def copy(self) -> "Response":
-        """A shallow copy: what is below this level is shared."""
+        """A shallow copy: deeper levels are shared."""
         copy = Response()
         copy.update(self)
         return copy
@@ -66,7 +66,9 @@ class Response(dict[str, Any]):
         return plain
 
     def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
-        """JSON of what model_dump gives. Raises TypeError or ValueError over what was set."""
+        """The result of model_dump as JSON. Raises TypeError or ValueError for values that JSON
+        cannot represent.
+        """
         return dumped(self.model_dump(**options), indent)
 
 

@@ -51,7 +51,7 @@ class StreamingUtils:
         model: Any, tokenizer: Any, inputs: Sequence[str], device: Any, **kwargs: Any
     ) -> HFStreamer:
         """The texts of `model.generate()`, which runs in a thread: first the prompts, then a step
-        after the other. What goes wrong is the last of them. kwargs: generate()'s.
+        after the other. A failure is the last item. kwargs: generate()'s.
         """
         streamer = HFStreamer(tokenizer, skip_special_tokens=True)
         _generate(model, tokenizer, inputs, device, streamer, kwargs)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is: the machine, the model, its draft, adapters."""
+"""Facts about the machine, the model, its draft and adapters."""

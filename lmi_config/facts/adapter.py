@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LoRA adapter's files tell of it, and why it cannot work with a model.
+"""Facts from a LoRA adapter's files, and the reasons why it cannot work with a model.
 
 Only the configuration and the header of the weights are read, so this takes milliseconds however
-large the adapter is. What vLLM 0.32 refuses (vllm/lora/peft_helper.py, lora_model.py) is refused
-here, before its engine sees it: there a fault costs the request that comes first, or the engine.
+large the adapter is. It refuses what vLLM 0.32 refuses (vllm/lora/peft_helper.py, lora_model.py),
+before the engine sees it. In the engine a fault would cost the first request, or the engine itself.
 
 Checkpoints, PEFT and vLLM name the same module differently: transformers has called a language
 model's layers `model.language_model.layers` since 4.52, published files call them `model.layers` or
@@ -31,7 +31,7 @@ LONGEST_HEADER = 32 * 1024 * 1024  # bytes; 90,000 tensors, of all experts in 58
 _BESIDE = 1024 * 1024
 """Bytes of a header that are for no tensor: what a program for training notes of itself."""
 _LONGEST_ENTRY = 512
-"""Bytes of what a header says of a tensor, besides the name that it has in the base model."""
+"""Bytes of a tensor's entry in a header, without its name in the base model."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _UNSUPPORTED = (
@@ -41,7 +41,7 @@ _UNSUPPORTED = (
 # What only sets the first values of the weights; others change the model's own at PEFT's loading.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _PREFIX = "base_model.model."
-"""What PEFT puts before the names of modules, and some programs for training leave out."""
+"""PEFT's prefix of module names, which some training programs leave out."""
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<part>[AB])")
 _COPY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.base_layer\.weight")
@@ -60,10 +60,10 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """rank: the largest of its modules. modules: by their names in PEFT's model, shapes of A,
-    (rank, in), and B, (out, rank); where they are of all experts of a layer, rank is a rank for
-    each of them. copies: of weights of the model, by names of tensors. heads: modules that it
-    brings whole, with the shape of the weight, (labels, in).
+    """rank: the largest of its modules. modules: name in PEFT's model → shapes of A, (rank, in),
+    and B, (out, rank). For all experts of a layer in one tensor, rank is the sum of their ranks.
+    copies: of weights of the model, by names of tensors. heads: modules that it brings whole, with
+    the shape of the weight, (labels, in).
     """
 
     rank: int
@@ -98,7 +98,7 @@ class Experts(StrEnum):
 class Names:
     """An architecture's rules, in vLLM's order (WeightsMapper in model_executor/models/utils.py).
 
-    told: whether they are known; where they are not, only the engine can say what a name means.
+    told: whether the names are known; otherwise only the engine can interpret them.
     pooling: the model does not generate; vLLM then finds modules without a leading `model.`, too.
     """
 
@@ -233,8 +233,8 @@ def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Ad
 
 
 def _tensors_of(name: str, tensor: Tensor) -> int:
-    """How many tensors an adapter can have for one of the model's: more where that is of all
-    experts.
+    """The number of tensors that an adapter can have for one of the model's; more if that contains
+    all experts.
     """
     return 6 * tensor.shape[0] if ".experts." in name and len(tensor.shape) > 2 else 2
 
@@ -242,7 +242,7 @@ def _tensors_of(name: str, tensor: Tensor) -> int:
 def _whole(
     heads: Mapping[str, Mapping[str, tuple[int, ...]]], saved: Any
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the heads' weights. Raises ModelError for what vLLM would not take."""
+    """The shapes of the heads' weights. Raises ModelError for an adapter that vLLM would refuse."""
     if saved and not heads:
         raise ModelError(f"{WEIGHTS} has no weight of modules_to_save={saved!r}")
     if len(heads) > 1:
@@ -374,7 +374,7 @@ def _prefixes(base: Mapping[str, Tensor]) -> set[str]:
 
 
 def _tied(module: str, base: Mapping[str, Tensor]) -> Tensor | None:
-    """The embeddings, where they are the model's lm_head, too."""
+    """The embeddings, if they are also the model's lm_head."""
     if module.rpartition(".")[2] != "lm_head" or f"{module}.weight" in base:
         return None
     found = [it for name, it in base.items() if name.endswith("embed_tokens.weight")]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats in which a model calls tools and reasons, and vLLM's parsers of them.
+"""The formats of a model's tool calls and reasoning, and vLLM's parsers for them.
 
-No file names a parser. What a model writes follows from what it was trained on, and that shows in
-its chat template and its model_type. The rules are vLLM 0.32's: the format that each of its parsers
-reads (vllm/tool_parsers, vllm/reasoning), which of them its users name for which model
+No file names a parser. A model's format follows from its training, and shows in its chat template
+and its model_type. The rules are vLLM 0.32's: the format that each of its parsers reads
+(vllm/tool_parsers, vllm/reasoning), which of them its users name for which model
 (vllm-project/recipes), and the tokens without which a parser does not start. A model that no rule
 fits has none: a wrong parser takes a part of the answer away.
 """
@@ -24,7 +24,7 @@ _DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 @dataclasses.dataclass(frozen=True)
 class Parser:
-    """One of vLLM's parsers, by its name there, and what speaks for it."""
+    """A parser of vLLM, under its name there, and the evidence for it."""
 
     name: str
     reason: str
@@ -32,8 +32,8 @@ class Parser:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """tools: reads calls of tools from what the model writes. reasoning: tells its thoughts from
-    its answer. None: not known.
+    """tools: whether it reads tool calls from the model's output. reasoning: tells its thoughts
+    from its answer. None: not known.
     """
 
     tools: Parser | None = None
@@ -44,8 +44,8 @@ class Chat:
 class _Rule:
     """Which parser, where all of this holds.
 
-    types: beginnings of a model_type, one of which it has to have. marks: what the template has to
-    contain. tokens: what the vocabulary has to.
+    types: prefixes of model_type; one of them must match. marks: what the template has to contain.
+    tokens: what the vocabulary has to.
     """
 
     parser: str | None
@@ -135,13 +135,15 @@ STREAMED_BADLY: Mapping[str, str] = {
     "jamba": "arguments are broken in streams",
     "phi4_mini_json": "streams have no calls",
 }
-"""Parsers of tool calls that read whole answers rightly, and streams not → what is wrong (vLLM
-0.32; tests/serving/engine/test_streamed_calls.py finds out).
+"""Tool call parsers that read whole answers correctly, but not streams → the fault (vLLM 0.32;
+tests/serving/engine/test_streamed_calls.py finds out).
 """
 
 
 def look(checkpoint: Checkpoint, model_type: str | None, template: str | None = None) -> Chat:
-    """What the model's files say of its formats. template: what is used in place of its own."""
+    """The formats according to the model's files. template: the template that replaces the model's
+    own.
+    """
     if template is None and "tekken.json" in checkpoint.sizes:
         # vLLM then takes Mistral's own tokenizer, which has templates in its code.
         return Chat(tools=Parser("mistral", "it has Mistral's own tokenizer, tekken.json"))
@@ -213,7 +215,7 @@ def _added(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Iterable[
 
 
 def _object(checkpoint: Checkpoint, name: str) -> dict[str, object]:
-    """What a JSON file holds; nothing where it cannot be read, of which vLLM complains itself."""
+    """The content of a JSON file; empty if it cannot be read, which vLLM reports itself."""
     with contextlib.suppress(ModelError):
         if name in checkpoint.sizes:
             return json_object(checkpoint, name, *_LIMITS.get(name, ()))

@@ -23,7 +23,9 @@ from lmi_config.facts.model import (
 )
 
 MOST_TOKENS = 32
-"""More drafted tokens than this do not pay: hardly any draft is right so many times in a row."""
+"""More drafted tokens than this do not pay, because hardly any draft has this many accepted in a
+row.
+"""
 
 # speculators_model_type → vLLM's method, and entries without which vLLM cannot read it.
 _SPECULATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -70,7 +72,7 @@ SEEING_WITH_EAGLE3 = (
     *("Qwen2_5_VL", "Qwen3ASR", "Qwen3OmniMoe", "Qwen3VL", "Qwen3VLMoe"),
     *("Qwen3_5", "Qwen3_5Moe", "VibeVoiceAsr"),
 )
-"""Those that vLLM runs with an EAGLE-3 draft (SupportsEagle3), without that ending."""
+"""Architectures that vLLM runs with an EAGLE-3 draft (SupportsEagle3), without their suffix."""
 SEEING_WITHOUT_EAGLE = ("Idefics3", "SmolVLM")
 """Those with which vLLM ends when it loads any EAGLE draft: it looks for `image_token_index`, which
 their configuration has not, and for a `model` in what get_language_model() gives
@@ -104,8 +106,8 @@ class Draft:
 
     method, parallel: for vLLM's speculative_config, as `method` and `parallel_drafting`. tokens:
     how many it is made to guess, None where its files do not say; to be given to vLLM, which does
-    not always read it. architecture: the class that vLLM runs an EAGLE draft with, where that is
-    known. shapes: of its tensors; empty for formats other than safetensors.
+    not always read it. architecture: vLLM's class for an EAGLE draft, if known. shapes: of its
+    tensors; empty for formats other than safetensors.
     """
 
     method: str
@@ -119,7 +121,7 @@ class Draft:
 
 
 def look(checkpoint: Checkpoint) -> Draft:
-    """Look at a draft's files. Raises ModelError where they cannot be used with any model."""
+    """Look at a draft's files. Raises ModelError if no model can use them."""
     config = configuration(checkpoint)
     about = facts(config, weight_files(checkpoint))
     shapes = {name: tensor.shape for name, tensor in tensors(checkpoint).items()}
@@ -216,7 +218,7 @@ def _mtp(about: ModelFacts) -> bool:
 
 
 def _architecture(method: str, about: ModelFacts, config: Config) -> str | None:
-    """The class that vLLM runs an EAGLE draft with; None where it is not said in one word."""
+    """vLLM's class for an EAGLE draft; None if the files do not name exactly one."""
     if method not in ("eagle", "eagle3"):
         return None
     if config.top.get("speculators_model_type") is not None:
@@ -248,11 +250,10 @@ def _tokens(method: str, about: ModelFacts, config: Config) -> int | None:
 
 
 def faults(draft: Draft, target: ModelFacts, tokens: int | None) -> list[str]:
-    """Why the draft cannot work with the target: what is wrong and the fix, for every reason.
+    """The reasons why the draft cannot work with the target, each with the fix.
 
-    tokens: num_speculative_tokens, None where it is not given. What is not known of either model is
-    left for vLLM to find out. Raises ModelError where a value in the draft's configuration is of
-    the wrong type.
+    tokens: num_speculative_tokens, or None. Unknown facts about either model are left to vLLM.
+    Raises ModelError where a value in the draft's configuration is of the wrong type.
     """
     found = [*_token_faults(draft, tokens)]
     match draft.method:
@@ -357,7 +358,7 @@ class _Aux:
 
 
 def _aux(draft: Draft) -> _Aux | None:
-    """What an EAGLE-3 draft reads of the target; None where that is its last state alone."""
+    """The target's layers that an EAGLE-3 draft reads; None if it reads only the last state."""
     config = draft.config
     inner = config.text.get("eagle_config") or {}
     if not isinstance(inner, dict):

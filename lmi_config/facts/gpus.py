@@ -23,11 +23,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """memory: bytes, or None where the driver does not say. driver: its version. cuda: the newest
-    CUDA that it runs, forward compatibility included, as 13000 for 13.0; None where it does not
-    say. capability: its compute capability, as (9, 0). slice: whether it is a part of a GPU (MIG).
-    uuid: its identifier, by which CUDA_VISIBLE_DEVICES can name it. node: the NUMA node that it is
-    attached to, None where that is unknown. The two say which GPU it is and not what kind, so they
-    do not count when kinds are compared.
+    CUDA that it runs, forward compatibility included, as 13000 for 13.0; None if unknown.
+    capability: its compute capability, as (9, 0). slice: whether it is a part of a GPU (MIG).
+    uuid: its identifier, for CUDA_VISIBLE_DEVICES. node: its NUMA node, or None if unknown. uuid
+    and node identify the GPU but not its kind, so comparisons ignore them.
     """
 
     name: str
@@ -42,8 +41,8 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """shown: the GPUs. slices: further slices of GPUs (MIG), of which CUDA gives each process only
-    one. missing: why there are none, in a sentence; empty where there are.
+    """shown: the GPUs. slices: further slices of GPUs (MIG); CUDA gives each process only one.
+    missing: the reason why there are none, in a sentence; otherwise empty.
     """
 
     shown: tuple[Gpu, ...] = ()
@@ -60,7 +59,7 @@ def vllm_wants_them() -> bool:
 
 
 def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
-    """Look at the GPUs. root stands before /dev, which tests bring along."""
+    """Look at the GPUs. root: a prefix of /dev, for tests."""
     device = next((it for it in ("nvidia0", "nvidiactl") if (root / "dev" / it).exists()), None)
     try:
         pynvml.nvmlInit()
@@ -90,7 +89,7 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
 
 
 def _present(root: Path) -> Iterator[tuple[str, Gpu]]:
-    """All GPUs in NVML's order, each slice after its own: identifier and what it is."""
+    """All GPUs in NVML's order, each followed by its slices: identifier and description."""
     driver = pynvml.nvmlSystemGetDriverVersion()
     cuda = _told(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     for index in range(pynvml.nvmlDeviceGetCount()):
@@ -139,7 +138,7 @@ def _memory(device: Any) -> int | None:
 
 
 def _told(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What the driver answers, or None where it refuses."""
+    """The driver's answer, or None if it refuses."""
     try:
         return call(*arguments)
     except pynvml.NVMLError:
@@ -151,7 +150,7 @@ def _allowed(present: Mapping[str, Gpu], visible: str | None) -> Iterator[Gpu]:
     and all slices that it would show one process each.
 
     It lists indices or the beginnings of identifiers; the first that does not exist ends the list.
-    Where there are slices, no whole GPUs are shown beside them.
+    If there are slices, whole GPUs are not shown.
     """
     whole = [gpu for gpu in present.values() if not gpu.slice]
     slices = [gpu for gpu in present.values() if gpu.slice]

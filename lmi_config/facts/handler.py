@@ -9,11 +9,11 @@ FILE = "model.py"
 
 
 LARGEST = 2**20
-"""Bytes of a model.py, of which a tree of it has many times as much."""
+"""Maximum bytes of a model.py; its syntax tree has many times as much."""
 
 
 class Service(StrEnum):
-    """Who answers, by what a model.py has. Values are what a plan says."""
+    """The program that answers, by the functions of a model.py. The values appear in the plan."""
 
     OURS = "formatters; vLLM answers"
     ITS_OWN = "its handle is the whole service; vLLM is not started"
@@ -28,8 +28,8 @@ def look(folder: Path, entry_point: str | None) -> Service | None:
     """Who answers; None where the folder has no model.py, or one that cannot be read or is longer
     than LARGEST.
 
-    entry_point: OPTION_ENTRYPOINT, which names this file or one of LMI's handlers. What a file
-    imports, or makes of names while it runs, is not seen here. The rules are those of
+    entry_point: OPTION_ENTRYPOINT, which names this file or one of LMI's handlers. Imports and
+    names that a file makes at run time are not visible here. The rules are those of
     docs/guides/formatters.md.
     """
     try:

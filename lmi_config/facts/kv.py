@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.32 keeps of each token for attention, by a model's configuration."""
+"""vLLM 0.32's KV per token, by a model's configuration."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ _PACKED = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvShape:
-    """What vLLM keeps of each token for attention, in one copy of the model.
+    """vLLM's KV per token, in one copy of the model.
 
     full: numbers kept by the layers that attend to the whole sequence; windowed: by those that
     attend to the last `window` tokens only. heads: KV heads that can be spread over ranks.
@@ -24,7 +24,7 @@ class KvShape:
     of vllm/v1/kv_cache_interface.py, without what a draft adds.
 
     latent: layers with latent attention. index: bytes of a sparse attention's index (DeepSeek V3.2)
-    in all layers, whatever the cache's format. own: the cache's format where none is asked for.
+    in all layers, whatever the cache's format. own: the default format of the cache.
     """
 
     heads: int
@@ -38,20 +38,19 @@ class KvShape:
     def bytes_per_token(self, cache_dtype: str, model_dtype: str | None) -> int:
         """Bytes of one token in all layers.
 
-        cache_dtype: vLLM's kv_cache_dtype, where "auto" is the model's own; model_dtype: what the
-        model runs in, 16 bits where that is None. Formats below 8 bits count as 8, for
-        their scales.
+        cache_dtype: vLLM's kv_cache_dtype, "auto" is the model's own; model_dtype: the data type of
+        the model, 16 bits if None. Formats below 8 bits count as 8, for their scales.
         """
         return self._bytes(1, 1, cache_dtype, model_dtype)
 
     def bytes_per_request(
         self, tokens: int, in_flight: int, cache_dtype: str, model_dtype: str | None
     ) -> int:
-        """Bytes that vLLM sets aside for a request of so many tokens, prompt and answer together.
+        """Bytes that vLLM reserves for a request of this many tokens, prompt and answer together.
 
-        in_flight: tokens that it may be computing at the same time; what has left a window is freed
-        only after them (SlidingWindowSpec in vllm/v1/kv_cache_interface.py). Blocks are not rounded
-        up.
+        in_flight: tokens that it may be computing at the same time; tokens that have left a window
+        are freed only after them (SlidingWindowSpec in vllm/v1/kv_cache_interface.py). Blocks are
+        not rounded up.
         """
         kept = min(tokens, self.window - 1 + in_flight)
         return self._in_groups()._bytes(tokens, kept, cache_dtype, model_dtype)
@@ -70,7 +69,7 @@ class KvShape:
         return dataclasses.replace(self, full=full, windowed=windowed)
 
     def _bytes(self, full: int, kept: int, cache_dtype: str, model_dtype: str | None) -> int:
-        """Bytes of so many tokens in the layers without a window, and in those with one."""
+        """Bytes of this many tokens in the layers without a window, and in those with one."""
         found = self.own if cache_dtype == "auto" else cache_dtype
         width = _width(found, model_dtype)
         packed = _PACKED.get(found)
@@ -87,7 +86,7 @@ class KvShape:
         return dataclasses.replace(self, full=self.full + self.windowed, windowed=0, window=0)
 
     def plus(self, draft: "KvShape") -> "KvShape":
-        """What is kept of each token for a model and its draft."""
+        """The KV per token for a model and its draft."""
         return dataclasses.replace(
             self,
             heads=min(self.heads, draft.heads),
@@ -99,8 +98,7 @@ class KvShape:
     def copies(self, ranks: int) -> int:
         """How many times tensor-parallel ranks store each token's KV, all together.
 
-        Once while every rank has heads of its own; with more ranks than heads, several hold the
-        same one.
+        Each head is on one rank; with more ranks than heads, several hold the same one.
         """
         return -(-ranks // self.heads)
 
@@ -127,7 +125,7 @@ def latent(config: Numbers) -> bool:
 
 
 def look(config: Numbers, layers: int | None) -> tuple[KvShape | None, KvLayers]:
-    """What is kept of each token, None where the configuration does not tell; and the layers.
+    """The KV per token, None if the configuration does not tell; and the layers.
 
     layers: of the decoder.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kinds of layers a model has, by what vLLM 0.32 keeps of a request for each: the groups of
+"""A model's kinds of layers, by the state that vLLM 0.32 keeps of a request for each: the groups of
 its KV cache (vllm/v1/core/kv_cache_utils.py, get_kv_cache_groups), by a model's configuration.
 """
 
@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Numbers(Protocol):
-    """A model's configuration. top: as it is written. text: what it says of the language model."""
+    """A model's configuration. top: as it is written. text: the configuration of the language
+    model.
+    """
 
     @property
     def top(self) -> Mapping[str, Any]: ...
@@ -24,24 +26,24 @@ class Numbers(Protocol):
         """The first of these that is set."""
 
     def words(self, name: str) -> tuple[str, ...]:
-        """A list of strings at the top, empty where there is none."""
+        """A list of strings at the top level, or empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvLayers:
-    """A model's layers, by what vLLM keeps of a request for them.
+    """A model's layers, by the state that vLLM keeps of a request for them.
 
     full: layers that keep all tokens; windowed: that keep the last `windows` tokens, a size for
     each kind of them; chunked: that keep the tokens of the last chunk (Llama 4), whose size is
     among `windows`, too. latent: whether `full` are of latent attention (MLA). indexed: whether
     some keep an index beside it (sparse attention).
     state: whether layers keep a state of fixed size (Mamba, linear attention, convolutions).
-    cross: whether layers attend to what an encoder made of sound or a text.
+    cross: whether layers attend to the output of an encoder.
     pooled: whether vLLM runs it for embeddings or scores, by its architecture, or because its
     tokens attend to later ones; many of those keep nothing at all.
     shapes: KV heads and head size of each kind of layer; empty where unknown.
-    foreign: why vLLM may run it with a class of which nothing is known; unknown: why the above is
-    not all that there is to know of it; empty where that is not so.
+    foreign: the reason why vLLM may run it with an unknown class; unknown: the reason why the
+    fields above are incomplete; otherwise empty.
     """
 
     full: int = 0
@@ -76,7 +78,7 @@ class KvLayers:
         )
 
     def __str__(self) -> str:
-        """For a person: what they keep of a request."""
+        """The kept state, for people to read."""
         sizes = " or ".join(f"{size:,}" for size in sorted(self.windows))
         told = {
             f"{self.full} keep all tokens": self.full,
@@ -89,7 +91,7 @@ class KvLayers:
         return ", ".join(text for text, there in told.items() if there)
 
     def without_windows(self) -> "KvLayers":
-        """The same where vLLM is told that there are no windows."""
+        """The same layers with vLLM's windows disabled."""
         return dataclasses.replace(
             self, full=self.full + self.windowed, windowed=0, windows=frozenset()
         )
@@ -102,7 +104,7 @@ class Attention(NamedTuple):
     """How many layers attend to everything, to a window and to a chunk, and the size of window or
     chunk in tokens. unread: what decides it otherwise, and is not read here.
 
-    Layers of which nothing is known count as the first, which needs most memory.
+    Unknown layers count as the first kind, which needs most memory.
     """
 
     full: int
@@ -217,8 +219,8 @@ def _sliding(config: Numbers, layers: int, window: int) -> Attention:
 
 @cache
 def vllm_models() -> Mapping[str, frozenset[str]]:
-    """The architectures that vLLM serves, by what is unlike others in them; scripts/generate
-    writes the file.
+    """The architectures that vLLM serves, by their peculiarities; scripts/generate writes the
+    file.
     """
     file = Path(__file__).with_name("vllm_models.json")
     return {kind: frozenset(names) for kind, names in json.loads(file.read_text()).items()}

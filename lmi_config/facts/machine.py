@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine, or the container on it, really has. look() is the only place that asks."""
+"""The resources of the machine, or of the container on it. look() is the only place that asks."""
 
 import contextlib
 import dataclasses
@@ -60,14 +60,14 @@ class Disk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What there is to work with.
+    """The available resources.
 
     cpus: ids of the CPUs that we may use; cpu_quota: CPUs' worth of time, or None without a limit.
     memory: bytes there may be in use, the container's limit or the host's memory, whichever is
     less; limited: whether it is a container's. memory_free: bytes of it that are not in use.
     shm: free bytes of /dev/shm. disk: where the disk tier would be.
-    slices: further slices of GPUs, for other processes. nodes: of each NUMA node its CPUs among
-    ours, by its number; none where the machine has only one node, or does not say.
+    slices: further slices of GPUs, for other processes. nodes: the number of each NUMA node, and
+    those of its CPUs that this process may use; empty if there is only one node, or if unknown.
     no_gpu: why there are none. built_for_cuda: whether the vLLM that is installed wants them.
     ports: free ones on the loopback interface, for helper processes. missing: modules of OPTIONAL
     that are not installed, though vLLM is. extended: whether packages bring vLLM more than it has.
@@ -99,8 +99,8 @@ def look(
 ) -> Machine:
     """Look at the machine.
 
-    disk: the folder of the disk tier, which need not be there yet. root stands before /proc and
-    /sys, which tests bring along. servers: that ports are wanted for, beside one for each GPU.
+    disk: the folder of the disk tier, which need not be there yet. root: a prefix of /proc and
+    /sys, for tests. servers: the number of further servers that need ports, beside one per GPU.
     """
     memory, free, limited = _memory(root)
     found = gpus.look(environ, root)
@@ -129,15 +129,15 @@ def look(
 
 
 def _missing() -> tuple[str, ...]:
-    """Without vLLM a plan is made for another machine, and nothing is known of what is there."""
+    """Without vLLM a plan is for another machine, whose installation is unknown."""
     if not PathFinder.find_spec("vllm"):
         return ()
     return tuple(it for it in OPTIONAL if not PathFinder.find_spec(it))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Folders that may hold a controller's files for us, with the version of their cgroup: our own
-    cgroup and all above it, whose limits hold for us too.
+    """Folders that may have a controller's files, with their cgroup version: the own cgroup and all
+    above it, whose limits also apply.
 
     A process sees its own cgroup at the mount's top when the container has a cgroup namespace, and
     under the path in /proc/self/cgroup when it has none. Lines of that file are
@@ -158,7 +158,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no such file, or it says "max"."""
+    """The number in a file; None if there is no such file, or it has "max"."""
     try:
         return int(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -177,10 +177,10 @@ def _table(path: Path) -> dict[str, int]:
 def _memory(root: Path) -> tuple[int, int, bool]:
     """Bytes that may be in use, bytes of them that are free, and whether a container limits them.
 
-    What a cgroup uses counts file pages; those that were not touched lately are given up before
-    anything is killed, so they are free (memory.stat, `inactive_file`). Above memory.high processes
-    are slowed down until they hardly run. In version 1 memory.stat has the least limit of all
-    cgroups above, also of those that a container does not see (`hierarchical_memory_limit`).
+    A cgroup's usage includes file pages. The kernel drops pages that were not touched lately before
+    it kills a process, so they count as free (memory.stat, `inactive_file`). Above memory.high
+    processes are slowed down until they hardly run. In version 1 memory.stat has the least limit of
+    all cgroups above, also of those that a container does not see (`hierarchical_memory_limit`).
     """
     host = _table(root / "proc/meminfo")
     total = host["MemTotal"] * 1024
@@ -206,8 +206,8 @@ def _memory(root: Path) -> tuple[int, int, bool]:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed because our container had no memory left; None
-    where no file says so (`oom_kill` in memory.events, in version 1 memory.oom_control).
+    """The number of processes that the kernel has killed because the container had no memory left;
+    None if no file has it (`oom_kill` in memory.events, in version 1 memory.oom_control).
     """
     for version, group in _groups(root, "memory"):
         file = group / ("memory.events" if version == 2 else "memory.oom_control")
@@ -269,7 +269,7 @@ def reclaimable(path: Path) -> int:
 def kv_folder(path: Path) -> Iterator[int]:
     """The disk tier's own folder below `path`, as a descriptor.
 
-    Raises OSError where there is none, it is a link, or another user's.
+    Raises OSError if it is missing, a link, or belongs to another user.
     """
     with _opened(path / KV, os.O_RDONLY | os.O_DIRECTORY) as home:
         owner = os.fstat(home).st_uid
@@ -282,7 +282,7 @@ def kv_folder(path: Path) -> Iterator[int]:
 def locked(folder: int, how: int) -> Iterator[int]:
     """Hold a folder's lock in the block. how: as for flock(2).
 
-    Raises OSError where there is none, or it cannot be had.
+    Raises OSError if it is missing or held by another process.
     """
     with _opened(LOCK, os.O_RDWR, folder) as lock:
         fcntl.flock(lock, how)
@@ -291,7 +291,7 @@ def locked(folder: int, how: int) -> Iterator[int]:
 
 def unused_caches(home: int) -> Iterator[tuple[str, int]]:
     """The caches in the disk tier's own folder that no server holds: name and descriptor. Each is
-    held until the next. Whatever else there is in the folder is passed over.
+    held until the next. Other entries of the folder are ignored.
     """
     for name in sorted(os.listdir(home)):
         if _CACHE.fullmatch(name):
@@ -304,7 +304,7 @@ def unused_caches(home: int) -> Iterator[tuple[str, int]]:
 
 
 def kv_files(folder: int) -> dict[str, os.stat_result]:
-    """The files of KV in a cache, by name. What others put there is left out."""
+    """The files of KV in a cache, by name. Files of others do not count."""
     found = {}
     for name in os.listdir(folder):
         if _KV_FILE.fullmatch(name):
@@ -317,7 +317,7 @@ def kv_files(folder: int) -> dict[str, os.stat_result]:
 
 @contextlib.contextmanager
 def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
-    """Open what is no link. Raises OSError."""
+    """Open a file that is not a link. Raises OSError."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW, dir_fd=folder)
     try:
         yield descriptor
@@ -352,7 +352,7 @@ def _direct(folder: Path) -> bool:
 
 
 def _nodes(root: Path, cpus: Collection[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The NUMA nodes that have CPUs of ours, where there are several (`cpulist`: 0-15,32-47)."""
+    """NUMA nodes and those of their CPUs in cpus, if several have any (`cpulist`: 0-15,32-47)."""
     found = []
     for file in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
         try:
@@ -366,13 +366,13 @@ def _nodes(root: Path, cpus: Collection[int]) -> tuple[tuple[int, tuple[int, ...
 
 
 def safe_ports(environ: Mapping[str, str]) -> range | None:
-    """SageMaker's range of ports that helpers may take (`low-high`); None where there is none."""
+    """SageMaker's range of ports for helpers (`low-high`), or None if unset."""
     low, _, high = environ.get("SAGEMAKER_SAFE_PORT_RANGE", "").partition("-")
     return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() else None
 
 
 def _ports(environ: Mapping[str, str], count: int) -> tuple[int, ...]:
-    """Free ports on the loopback interface, in SageMaker's safe range where there is one."""
+    """Free ports on the loopback interface, in SageMaker's safe range if it is set."""
     wanted = safe_ports(environ) or [0] * count
     found: list[int] = []
     with contextlib.ExitStack() as held:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's own files say about it, read without torch and without the weights themselves.
+"""Facts from a model's own files, read without torch and without the weights themselves.
 
-Where vLLM 0.32 has a rule of its own (which files it loads, how long a prompt may be, what it keeps
-of each token) it is followed here, so that what is said before a start is what happens at it.
+The rules are vLLM 0.32's (which files it loads, the length of a prompt, the KV per token), so that
+a plan agrees with the later start.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from lmi_config.facts.layers import UNTOLD, KvLayers, coded
 
 QUANTIZED = "hf_quant_config.json"
 _DESCRIBING = ("quantize_config.json", "quant_config.json", "quantization_config.json")
-"""How the files end in which vLLM looks for how weights are quantised (get_config_filenames)."""
+"""Suffixes of the files with vLLM's quantisation settings (get_config_filenames)."""
 SENTENCES = "modules.json"
 """By which vLLM takes any model for one of embeddings (get_pooling_config)."""
 CONFIGS = ("config.json", "params.json")
@@ -93,7 +93,7 @@ class Folder:
 
 
 class Checks(NamedTuple):
-    """What vLLM looks at before it loads a model. None: the files do not say.
+    """The files that vLLM reads before it loads a model. None: the files do not say.
 
     longest: the most tokens that max_model_len may be. quantised: the files at the top that
     describe quantised weights beside config.json. coded: whether its configuration is read by code
@@ -111,14 +111,14 @@ UNCHECKED = Checks()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a model's files say about it. None: they do not say.
+    """Facts from a model's files. None: they do not say.
 
     weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
-    max_length: tokens that vLLM takes when nothing else is said. layers: of the decoder.
+    max_length: vLLM's default length in tokens. layers: of the decoder.
     attention_heads: which tensor parallelism divides among the ranks. latent: whether vLLM runs it
     with latent attention (MLA). heard: tokens that its encoder makes of the sound that it hears at
-    once, of models like Whisper. kept: its layers, by what vLLM keeps of a request for them. parts:
-    of the weights, where safetensors files tell. checks: what vLLM looks at first.
+    once, of models like Whisper. kept: its layers, by the state that vLLM keeps of a request.
+    parts: of the weights, where safetensors files tell. checks: what vLLM looks at first.
     """
 
     architectures: tuple[str, ...]
@@ -180,7 +180,7 @@ _OF_VOCABULARY = re.compile(r"(^|[._])(embed\w*|lm_head|wte|tok_embeddings|outpu
 
 
 def weight_parts(found: Mapping[str, Tensor]) -> WeightParts | None:
-    """The parts of these tensors, None where there are none."""
+    """The parts of these tensors, or None."""
     sizes = {name: math.prod(it.shape) * _BITS.get(it.dtype, 8) // 8 for name, it in found.items()}
     experts = sum(size for name, size in sizes.items() if _OF_EXPERTS.search(name))
     single = sum(size for name, size in sizes.items() if found[name].dtype == "F32")
@@ -223,7 +223,7 @@ def look(
 
 
 def _mistrals_own(checkpoint: Checkpoint) -> KvLayers:
-    """The layers by params.json, which vLLM reads where there are Mistral's own weights, too."""
+    """The layers by params.json, which vLLM reads if Mistral's own weights are also there."""
     file = CONFIGS[1]
     top = _of_mistral(json_object(checkpoint, file))
     return facts(Config(f"{checkpoint.where}/{file}", top, top), {}).kept
@@ -248,8 +248,8 @@ class Config:
     def whole(self, *names: str) -> int | None:
         """The first of these that is set.
 
-        A list, with a number for each layer, counts as unset, and so does what is below zero or
-        beyond reason: models are published with both, and vLLM then does without.
+        A list with a number for each layer counts as unset, and a negative or absurd value does as
+        well. Models are published with both, and vLLM ignores them.
         """
         for name in names:
             value = self.text.get(name)
@@ -290,7 +290,7 @@ _QWEN = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window":
 
 
 def _windows(size: int, pattern: int, **more: Any) -> Mapping[str, Any]:
-    """A window in all layers but one of so many."""
+    """A window in all layers except one of this many."""
     return {"sliding_window": size, "sliding_window_pattern": pattern, **more}
 
 
@@ -336,10 +336,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def configuration(checkpoint: Checkpoint, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Config:
-    """Read a model's configuration; that of a model in GGUF files alone is empty. overrides: what
-    vLLM puts in place of what is written (_apply_dict_overrides in vllm/config/model.py).
+    """Read a model's configuration; that of a model in GGUF files alone is empty. overrides: values
+    that replace those in the file (_apply_dict_overrides in vllm/config/model.py).
 
-    Raises ModelError where there is none or it is not a JSON object.
+    Raises ModelError if it is missing or not a JSON object.
     """
     name = next((name for name in CONFIGS if name in checkpoint.sizes), None)
     if name is None:
@@ -422,7 +422,7 @@ def _of_modelopt(found: dict[str, Any]) -> dict[str, Any]:
 def weight_files(checkpoint: Checkpoint) -> Mapping[str, int]:
     """The files that vLLM loads the weights from, by the rules of its default loader: name → bytes.
 
-    Raises ModelError where there are none, or one that an index names is missing.
+    Raises ModelError if there are none, or one that an index names is missing.
     """
     present = _top(checkpoint)
     for pattern, index in _WEIGHTS:
@@ -452,7 +452,7 @@ def tensors(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
     """All tensors in the safetensors files that vLLM loads; none where it loads other formats.
 
     The format: 8 bytes with the length of the header, little-endian; the header, a JSON object of
-    name → dtype, shape and offsets; the data, to which the offsets refer.
+    name → dtype, shape and offsets; the data. The offsets count from the start of the data.
 
     Raises ModelError where a file is not whole, or has a header that is not one.
     """
@@ -630,12 +630,12 @@ def header(
     longest: int = LONGEST_HEADER,
     most: int | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of one safetensors file of `size` bytes. longest: bytes of its header. most: of
-    the tensors, where there is a limit.
+    """The tensors of one safetensors file of `size` bytes. longest: bytes of its header. most: the
+    limit on the number of tensors, or None.
 
-    What the safetensors library (0.8) refuses is refused: tensors that overlap, leave holes or are
-    not of the size that their type and shape say. Of types that are not known here the size is not
-    checked. Raises ModelError.
+    It refuses what the safetensors library (0.8) refuses: tensors that overlap, leave gaps, or do
+    not have the size of their type and shape. The size of unknown types is not checked. Raises
+    ModelError.
     """
     file = f"{checkpoint.where}/{name}"
     start = checkpoint.head(name, _FIRST_READ) if size else b""
@@ -713,7 +713,7 @@ def _product(bits: int, shape: Iterable[int]) -> int | None:
 def json_object(
     checkpoint: Checkpoint, name: str, longest: int = LONGEST_JSON, nested: int = MOST_NESTED
 ) -> dict[str, Any]:
-    """The object in a JSON file of at most so many bytes. nested: lists and objects that it may
+    """The object in a JSON file of limited size. nested: lists and objects that it may
     have: an empty one is two bytes in the file and 56 here. Raises ModelError where it holds none.
     """
     file, size = f"{checkpoint.where}/{name}", checkpoint.sizes[name]
@@ -738,10 +738,10 @@ _LONGEST_ENTRY = 2 * 1024 * 1024  # characters of what a header says of one tens
 
 
 def _entries(file: str, content: bytes) -> Iterator[tuple[str, object]]:
-    """What a safetensors header says of each tensor. Its metadata is left out.
+    """The entry of each tensor in a safetensors header. Its metadata is left out.
 
-    The values are decoded one by one, and only what has the form of a tensor's: as objects of any
-    kind a header would take thirty times its bytes, and no other thread would run meanwhile.
+    The values are decoded one by one, and only if they have the form of a tensor's entry. As
+    arbitrary objects, a header would take thirty times its bytes and block all other threads.
     """
     try:
         text = content.decode()

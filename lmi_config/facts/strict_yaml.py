@@ -17,7 +17,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class NotYAML(ValueError):
-    """Says what is wrong and, where that is known, in which line."""
+    """The message has the fault and, if known, the line."""
 
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -25,7 +25,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]  # which of the two it is
-    """Refuses what is given twice, of which PyYAML lets the last win."""
+    """Refuses repeated keys; PyYAML lets the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names: set[Hashable] = set()
@@ -60,13 +60,13 @@ for _kind in ("int", "float"):
 
 
 def read_file(path: Path) -> Any:
-    """What a file holds. Raises NotYAML and OSError."""
+    """The content of a file. Raises NotYAML and OSError."""
     with path.open("rb") as file:
         return read(file.read(LARGEST + 1))
 
 
 def read(content: bytes) -> Any:
-    """What it holds; None where it is empty. Raises NotYAML, also for more than one document."""
+    """The content; None if it is empty. Raises NotYAML, also for more than one document."""
     documents = read_all(content)
     if len(documents) > 1:
         raise NotYAML("not YAML of one document; remove the lines from the second `---` on")
@@ -74,7 +74,7 @@ def read(content: bytes) -> Any:
 
 
 def read_all(content: bytes) -> list[Any]:
-    """What each of its documents holds. Raises NotYAML."""
+    """The content of each document. Raises NotYAML."""
     if len(content) > LARGEST:
         raise NotYAML(f"longer than {LARGEST} bytes")
     try:

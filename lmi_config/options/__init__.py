@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was asked for: options, declared once, and what is read of them."""
+"""The options: their declarations, and the readers of their values."""

@@ -51,16 +51,16 @@ command line says comes before all else. Flags that are on or off need no value:
 
 VERBS = (*_ABOUT, "keys")
 VLLM_PORT = 8000
-"""Where vLLM's image listens."""
+"""The port of vLLM's image."""
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def _of_vllm(words: Sequence[str]) -> list[str] | None:
-    """What a command line without a verb says to vLLM's server: one that begins with a flag or with
-    a model, as vLLM's image takes it, or that starts the server by vLLM's own names. None for any
-    other, and for `--headless`: that node runs vLLM's engine only, for another's server.
-    entrypoint.sh passes the same on.
+    """The command line of vLLM's server without a verb of ours: it begins with a flag or with a
+    model, as in vLLM's image, or starts the server under vLLM's own names. None for any other, and
+    for `--headless`: that node runs vLLM's engine only, for another's server. entrypoint.sh passes
+    the same on.
     """
     first = words[0]
     program = Path(first).name
@@ -73,7 +73,7 @@ def _of_vllm(words: Sequence[str]) -> list[str] | None:
 
 
 def _with_vllms_port(words: Sequence[str], environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment of a command line of vLLM's: with vLLM's port where none is named."""
+    """The environment of vLLM's command line: with vLLM's port if it names none."""
     named = [name for name in environ if environ[name].strip() and settings.option(name) == "port"]
     named += [word for word in words if word.partition("=")[0] == "--port"]
     return environ if named else {**environ, "OPTION_PORT": str(VLLM_PORT)}
@@ -82,7 +82,7 @@ def _with_vllms_port(words: Sequence[str], environ: Mapping[str, str]) -> Mappin
 def called(
     words: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[str, list[str], Mapping[str, str]] | None:
-    """What a command line of the image means: the verb, its arguments, and its environment. None
+    """The meaning of the image's command line: the verb, its arguments, and its environment. None
     where it starts another program.
     """
     if not words or words[0] in VERBS:
@@ -97,7 +97,7 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
-    """The options on a verb's command line: variable's name → what was given.
+    """The options on a verb's command line: variable's name → value.
 
     Values are not checked, and names need not be known. The last of equal flags counts. Raises
     SettingsError where a flag has no value, or there is more than one model.
@@ -145,7 +145,7 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
 def apart(verb: str, arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """A verb's arguments that are no options, by their names, and the words that are left.
 
-    Raises SettingsError where one has no value.
+    Raises SettingsError if one has no value.
     """
     if verb != "tune":
         return {}, [word for word in arguments if verb != "plan" or word != AS_JSON]
@@ -224,7 +224,7 @@ def _with_key(before: Given | None, typed: str, text: str) -> str:
 
 
 def _value(typed: str, read: Reader | None, left: list[str]) -> str:
-    """Take the value of a flag from what is left of the command line."""
+    """Take the value of a flag from the rest of the command line."""
     if read in _BOOLEANS:
         given = left and left[0].lower() in ("true", "false", "1", "0")
         return left.pop(0) if given else "true"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option, declared once: names, what it takes, default, where it goes, what it is for.
+"""Every option, declared once: its names, reader, default, section and help.
 
-`OPTION_*` and the `SERVING_*`, `SAGEMAKER_*`, `HF_*` names beside it are the vocabulary of Amazon
-SageMaker's LMI container, which took some from Hugging Face's text generation inference server.
-Every command-line option of vLLM that is not declared here can be given by its own name as
-`OPTION_<NAME>`; `vllm_options.json` lists them. Names that do nothing here are in `unused.py`.
+`OPTION_*` and the `SERVING_*`, `SAGEMAKER_*` and `HF_*` names beside it are the vocabulary of
+Amazon SageMaker's LMI container, which took some from Hugging Face's Text Generation Inference.
+Every vLLM option that is not declared here can be given under its own name as `OPTION_<NAME>`;
+`vllm_options.json` lists them. Names without effect are in `ignored.py`.
 """
 
 import dataclasses
@@ -60,12 +60,13 @@ from lmi_config.options.parsers import (
 
 PREFIX = "OPTION_"
 VLLM_PREFIX = "SM_VLLM_"
-"""Of the names that AWS's own vLLM container takes: this, and the name of a vLLM option."""
+"""The prefix of AWS's own vLLM container, before the name of a vLLM option."""
 
 SELF_SIGNED = "self-signed"
-"""A certificate that is made at the start, in the place of a file with one."""
+"""The value for a certificate that is generated at the start."""
 MODEL_STORE = "/opt/ml/model"
-"""Where SageMaker puts a model before it starts the container. It is never written to."""
+"""The folder that SageMaker puts a model into before it starts the container. Slipway never writes
+to it."""
 
 REQUIREMENTS = "DISALLOW_REQUIREMENTS_TXT"
 PICKLE_FILES = "DISALLOW_PICKLE_FILES"
@@ -78,7 +79,7 @@ SAGEMAKER_WHOLE_S, SAGEMAKER_STREAM_S = 55, 470
 """Under SageMaker's limits, 60 s for a whole answer and 8 min for a stream, with time to tell."""
 
 LORA_DEFAULTS: Mapping[str, Any] = {"max_loras": 4, "max_lora_rank": 16}
-"""What LMI gives vLLM when `enable_lora` is on and nothing else is said; vLLM's own is 1 and 16."""
+"""LMI's values for vLLM when `enable_lora` is on; vLLM's own defaults are 1 and 16."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's choices of max_lora_rank."""
 LOAD_FORMATS = (
@@ -117,17 +118,17 @@ _OF_ENGINE = (Section.DEVICES, Section.BATCHING, Section.KV_TIERS, Section.SPECU
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What is known of one option.
+    """The declaration of one option.
 
-    names: environment variables that set it; the first that is set wins.
-    converted: names that give it in other units, each with its own reader; they come last, except
-    SAGEMAKER_* ones, which come first.
-    vllm: the vLLM option it becomes. `OPTION_<VLLM>` and `SM_VLLM_<VLLM>` are then names as well,
+    names: environment variables that set it; the first one that is set wins.
+    converted: names with another unit, each with its own reader. They come last, except
+    SAGEMAKER_* names, which come first.
+    vllm: the vLLM option that it sets. `OPTION_<VLLM>` and `SM_VLLM_<VLLM>` are then further names,
     and must agree with the others.
-    default_text: what holds when it is not set, where the default does not say it.
-    secret: whether its value may be in no log and no plan.
-    untrusted: whether a file in an untrusted channel may set it in secure mode. No such option
-    runs code, reads or writes in another place, talks to another host, or lets clients do so.
+    default_text: the value without the option, if `default` does not show it.
+    secret: true if no log and no plan may show its value.
+    untrusted: true if a file in an untrusted channel may set it in secure mode. Such an option
+    neither runs code, nor uses another path or host, nor lets clients do so.
     """
 
     names: tuple[str, ...]
@@ -143,7 +144,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The name to show: LMI's where it has several."""
+        """The name to show: LMI's, if there are several."""
         return next((name for name in self.names if name.startswith(PREFIX)), self.names[0])
 
     @property
@@ -162,7 +163,7 @@ _STATUS = integer(400, 599)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the operator asked for, read and checked. `settings.read()` makes it."""
+    """The operator's options, parsed and validated. `settings.read()` makes it."""
 
     model_id: str = _option(
         text,
@@ -189,9 +190,9 @@ class Settings:
         section=Section.MODEL,
         untrusted=True,
         default="auto",
-        help="The model's task, also by the hub's and older vLLM's names; `auto` reads it from the "
-        "model, and so does a task that nobody knows. `text-embedding` and `feature-extraction` "
-        "make embeddings with a generative model, `score` and `reward` what the model itself does.",
+        help="The model's task, also under the hub's and older vLLM's names. `auto` and unknown "
+        "tasks follow the model. `text-embedding` and `feature-extraction` make embeddings with "
+        "a generative model; `score` and `reward` use the model's own task.",
     )
     served_model_name: tuple[str, ...] = _option(
         words,
@@ -201,14 +202,15 @@ class Settings:
         default=(),
         default_text="the hub id or the folder's name, `lmi`, and the folder or prefix itself",
         vllm="served_model_name",
-        help="Names that requests may give as `model`. The first stands in answers and metrics.",
+        help="Model names that requests may use. Answers and metrics show the first one.",
     )
     endpoint_name: str | None = _option(
         text,
         "OPTION_ENDPOINT_NAME",
         section=Section.MODEL,
         default_text="none",
-        help="A further such name: the SageMaker endpoint's, which OpenAI clients send as `model`.",
+        help="An additional model name: the SageMaker endpoint's, which OpenAI clients send as "
+        "`model`.",
     )
     normalize: bool = _option(
         boolean,
@@ -216,7 +218,7 @@ class Settings:
         section=Section.MODEL,
         untrusted=True,
         default=True,
-        help="Normalise embeddings that are requested with `inputs` to length 1.",
+        help="Normalise embeddings of `inputs` to length 1.",
     )
     dtype: str = _option(
         dtype,
@@ -234,9 +236,9 @@ class Settings:
         section=Section.MODEL,
         untrusted=True,
         vllm="quantization",
-        default_text="what the model's own files say",
-        help="Quantisation of the weights: awq or gptq for files that are quantised so, "
-        "fp8_per_tensor to quantise at the start, or another that vLLM has.",
+        default_text="the model's own",
+        help="Quantisation of the weights: awq or gptq for files with that quantisation, "
+        "fp8_per_tensor to quantise at the start, or another method of vLLM.",
     )
     load_format: str = _option(
         choice(*LOAD_FORMATS),
@@ -245,7 +247,7 @@ class Settings:
         untrusted=True,
         default="auto",
         vllm="load_format",
-        help="How weights are loaded; `dummy` makes random ones, for benchmarks.",
+        help="Load format of the weights; `dummy` makes random weights, for benchmarks.",
     )
     trust_remote_code: bool = _option(
         boolean,
@@ -262,7 +264,7 @@ class Settings:
         section=Section.MODEL,
         vllm="download_dir",
         default_text="`/tmp/slipway/models` for S3, `HF_HOME` for the hub",
-        help="Where models from S3 are kept.",
+        help="The folder for models from S3.",
     )
     entry_point: str | None = _option(
         entry_point,
@@ -270,8 +272,8 @@ class Settings:
         "DJL_ENTRY_POINT",
         section=Section.MODEL,
         untrusted=True,
-        help="`model.py`, which is used wherever it is found, or one of LMI's handlers "
-        "(`djl_python.*`), which are Slipway itself. Others are refused.",
+        help="`model.py`, which is always used if it exists, or one of LMI's handlers "
+        "(`djl_python.*`), which mean Slipway itself. Other values are refused.",
     )
 
     port: int = _option(
@@ -290,7 +292,7 @@ class Settings:
         default="127.0.0.1",
         vllm="host",
         help="The address to listen on: 127.0.0.1 accepts connections from this machine only, "
-        "0.0.0.0 on all IPv4 addresses, `::` also on IPv6. The image sets it to 0.0.0.0.",
+        "0.0.0.0 accepts all IPv4 connections, `::` also IPv6. The image sets 0.0.0.0.",
     )
     cors_allowed_origin: tuple[str, ...] = _option(
         words,
@@ -306,8 +308,8 @@ class Settings:
         "OPTION_UI",
         section=Section.SERVER,
         default_text="true on a loopback address, except in secure mode",
-        help="Serve a page for browsers at `/ui`: the start, the plan, requests, latencies, "
-        "adapters, replicas and a chat; docs/guides/ui.md.",
+        help="Serve a page for browsers at `/ui` with the start, the plan, requests, latencies, "
+        "adapters, replicas and a chat (docs/guides/ui.md).",
     )
     max_request_size: int = _option(
         integer(low=1),
@@ -316,7 +318,7 @@ class Settings:
         section=Section.SERVER,
         default=64 * 1024**2,
         converted={"SAGEMAKER_MAX_PAYLOAD_IN_MB": mebibytes},
-        help="The largest request body in bytes; a larger one is answered 413.",
+        help="The largest request body in bytes; a larger one gets 413.",
     )
     job_queue_size: int = _option(
         integer(low=1),
@@ -325,8 +327,8 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default=1000,
-        help="Requests that may wait for the engine, besides those it is computing; further ones "
-        "get 503 at once.",
+        help="Maximum number of requests that wait for the engine; further requests get 503 at "
+        "once.",
     )
     predict_timeout: int | None = _option(
         integer(low=1),
@@ -339,15 +341,16 @@ class Settings:
         untrusted=True,
         default_text=f"none; on SageMaker real-time endpoints {SAGEMAKER_WHOLE_S}, and "
         f"{SAGEMAKER_STREAM_S} for streams",
-        help="Request deadline in seconds, including queueing; docs/explanation/overload.md.",
+        help="Request deadline in seconds, including the time in the queue "
+        "(docs/explanation/overload.md).",
     )
     throttle_error_http_code: int | None = _option(
         _STATUS,
         "SERVING_THROTTLE_ERROR_HTTP_CODE",
         section=Section.SERVER,
         default_text="503",
-        help="Status of a request that is rejected because the queue is full or its wait would "
-        "exceed its deadline; 429 is the other usual one.",
+        help="Status of a request that is rejected because the queue is full or it would miss its "
+        "deadline; 429 is the usual alternative.",
     )
     wlm_error_http_code: int | None = _option(
         _STATUS,
@@ -410,17 +413,17 @@ class Settings:
         section=Section.SERVER,
         default_text="`OTEL_EXPORTER_OTLP_ENDPOINT`, or no traces",
         vllm="otlp_traces_endpoint",
-        help="Where the OpenTelemetry traces of `serve`, its engine and `route` go. "
-        "`OTEL_SERVICE_NAME` and the SDK's other variables work too; the protocol is `grpc` unless "
-        "they say `http/protobuf`.",
+        help="The OTLP endpoint for traces of `serve`, its engine and `route`. `OTEL_SERVICE_NAME` "
+        "and the SDK's other variables also work; the default protocol is `grpc`, the "
+        "alternative `http/protobuf`.",
     )
     error_rate_wlm: tuple[int, int] | None = _option(
         rate,
         "SERVING_ERROR_RATE_WLM",
         section=Section.SERVER,
         default_text="none",
-        help="Limit on requests rejected for lack of room, as `10/PT1M`; while the rate is above "
-        "it, `/ping` answers 503.",
+        help="Limit on the rate of requests rejected for lack of capacity, such as `10/PT1M`; "
+        "while it is exceeded, `/ping` answers 503.",
     )
     error_rate_server: tuple[int, int] | None = _option(
         rate,
@@ -449,22 +452,22 @@ class Settings:
         section=Section.SERVER,
         default_text="none",
         help="Objective for the time to first token, in milliseconds; `slipway_slo_requests_total` "
-        "counts the requests that meet it and those that miss it.",
+        "counts requests that meet or miss it.",
     )
     slo_itl_ms: int | None = _option(
         integer(low=1),
         "OPTION_SLO_ITL_MS",
         section=Section.SERVER,
         default_text="none",
-        help="The same for the time between two tokens of an answer, on average.",
+        help="Objective for the mean inter-token latency of an answer, in milliseconds.",
     )
     fail_fast: bool = _option(
         boolean,
         "SERVING_FAIL_FAST",
         section=Section.SERVER,
         default=False,
-        help="Exit when an error rate is exceeded, and of several copies of the model when one "
-        "ends. When the engine of the only copy dies, the server always exits.",
+        help="Exit if an error rate is exceeded, or if one of several copies of the model "
+        "ends. If the engine of the only copy dies, the server always exits.",
     )
     default_accept: str = _option(
         text,
@@ -472,8 +475,8 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default="application/json",
-        help="Default `Accept` of requests to `/invocations`; `text/event-stream` makes "
-        "streams server-sent events.",
+        help="Default `Accept` of requests to `/invocations`; with `text/event-stream`, "
+        "streams are SSE events.",
     )
     allowed_media_domains: tuple[str, ...] = _option(
         words,
@@ -481,23 +484,23 @@ class Settings:
         section=Section.SERVER,
         default=(),
         vllm="allowed_media_domains",
-        help="Comma-separated hosts from which images and other media of chats may be fetched; `*` "
-        "is every host with public addresses. `data:` URLs are always allowed.",
+        help="Comma-separated hosts that images and other media of chats may be fetched from; "
+        "`*` is every host with a public address. `data:` URLs are always allowed.",
     )
     max_audio_seconds: int = _option(
         integer(low=1),
         "OPTION_MAX_AUDIO_SECONDS",
         section=Section.SERVER,
         default=1500,
-        help="How long a sound may last that is to be transcribed or translated, or is in a chat. "
-        "While it is heard, 1,500 s take about 0.2 GB.",
+        help="Maximum duration of an audio file, in seconds, for transcription, translation and "
+        "chats. Processing 1,500 s takes about 0.2 GB.",
     )
     trust_request_internals: bool = _option(
         boolean,
         "OPTION_TRUST_REQUEST_INTERNALS",
         section=Section.SERVER,
         default=False,
-        help="Let requests set parameters of the engine's internals: `kv_transfer_params`, "
+        help="Let requests set internal parameters of the engine: `kv_transfer_params`, "
         "`ec_transfer_params`, `vllm_xargs`. Only for servers that only a trusted proxy can "
         "reach, as in disaggregated prefill.",
     )
@@ -506,8 +509,8 @@ class Settings:
         "OPTION_ENABLE_TOKENIZE",
         section=Section.SERVER,
         default_text="true; false in secure mode",
-        help="Answer `/tokenize` and `/detokenize`, by which clients see the model's vocabulary "
-        "and its chat template at work.",
+        help="Answer `/tokenize` and `/detokenize`, which reveal the model's vocabulary and chat "
+        "template to clients.",
     )
     enable_stateful_sessions: bool = _option(
         boolean,
@@ -523,7 +526,7 @@ class Settings:
         "OPTION_SESSIONS_PATH",
         section=Section.SERVER,
         default="/tmp/slipway/sessions",
-        help="The folder where sessions are kept.",
+        help="The folder of the sessions.",
     )
     sessions_expiration: int = _option(
         integer(low=1),
@@ -539,8 +542,8 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default=10_000,
-        help="Maximum number of sessions. A further one replaces the oldest that was never used, "
-        "or else the least recently used.",
+        help="Maximum number of sessions. A further session replaces the oldest one that was never "
+        "used, otherwise the least recently used one.",
     )
     formatter_timeout: int = _option(
         integer(low=1),
@@ -548,16 +551,16 @@ class Settings:
         section=Section.SERVER,
         untrusted=True,
         default=30,
-        help="Timeout of one call of a formatter in a `model.py`, in seconds; "
-        "`OPTION_PREDICT_TIMEOUT` is for custom handlers.",
+        help="Timeout in seconds of one call of a formatter in a `model.py`; "
+        "`OPTION_PREDICT_TIMEOUT` applies to custom handlers.",
     )
     formatter_memory: int = _option(
         size,
         "OPTION_FORMATTER_MEMORY",
         section=Section.SERVER,
         default=4 * 1024**3,
-        help="Memory limit of the process of a `model.py` with formatters, in bytes, like 4G; 0 "
-        "sets none.",
+        help="Memory limit of a `model.py` process with formatters, in bytes, such as 4G; 0 "
+        "removes the limit.",
     )
 
     tensor_parallel_degree: int | Literal["max"] = _option(
@@ -570,8 +573,8 @@ class Settings:
         untrusted=True,
         default="max",
         vllm="tensor_parallel_size",
-        help="Devices that one copy of the model is spread over. `max`: as many of the visible "
-        "GPUs as attention heads and vocabulary can be divided among; 1 without GPUs.",
+        help="Devices for one copy of the model. `max`: as many of the visible GPUs as divide the "
+        "attention heads and the vocabulary; 1 without GPUs.",
     )
     pipeline_parallel_degree: int = _option(
         integer(low=1),
@@ -581,7 +584,7 @@ class Settings:
         untrusted=True,
         default=1,
         vllm="pipeline_parallel_size",
-        help="Stages that the layers are spread over, each on its own devices.",
+        help="Pipeline stages of the layers, each on separate devices.",
     )
     copies: int | Literal["auto"] = _option(
         copies,
@@ -595,7 +598,7 @@ class Settings:
             "SERVING_MAX_WORKERS": at_most,
             "SERVING_GPU_MAX_WORKERS": at_most,
         },
-        help="Copies of the model in this container, each on devices of its own, behind a router "
+        help="Copies of the model in this container, each on separate devices, behind a router "
         "that the container starts. LMI's names are upper limits of `auto`.",
     )
     copies_least: int = _option(
@@ -603,8 +606,8 @@ class Settings:
         "OPTION_COPIES_LEAST",
         section=Section.DEVICES,
         default=1,
-        help="Of several copies, how many have to be ready for `/ping` to answer 200 once all of "
-        "them have been.",
+        help="With several copies: after all copies have been ready once, the number of ready "
+        "copies that `/ping` needs for 200.",
     )
     gpu_memory_utilization: float | None = _option(
         fraction,
@@ -622,10 +625,10 @@ class Settings:
         section=Section.DEVICES,
         untrusted=True,
         vllm="kv_cache_memory_bytes",
-        default_text="what is left of the GPU's share; without a GPU what fits, at most "
+        default_text="the rest of the GPU's share; without a GPU the memory that fits, at most "
         f"{KV_ON_CPU >> 30} GiB",
-        help="Memory of one rank's KV cache in the engine, in bytes. Without a GPU vLLM's own "
-        "variable `VLLM_CPU_KVCACHE_SPACE` does the same, in GiB.",
+        help="KV cache memory of one rank in the engine, in bytes. Without a GPU, vLLM's own "
+        "variable `VLLM_CPU_KVCACHE_SPACE` has the same effect, in GiB.",
     )
     cpu_offload_gb_per_gpu: float | None = _option(
         amount,
@@ -634,7 +637,7 @@ class Settings:
         untrusted=True,
         vllm="cpu_offload_gb",
         default_text="0",
-        help="GiB of each GPU's weights that are kept in CPU memory.",
+        help="Part of each GPU's weights to keep in CPU memory, in GiB.",
     )
     enforce_eager: bool | None = _option(
         boolean,
@@ -674,53 +677,53 @@ class Settings:
         untrusted=True,
         vllm="max_num_batched_tokens",
         default_text="vLLM's own",
-        help="Maximum number of tokens computed in one step, of prompts and answers together.",
+        help="Maximum number of tokens in one step of the engine, for prompts and answers "
+        "together.",
     )
     batch_folder: str | None = _option(
         text,
         "OPTION_BATCH_FOLDER",
         section=Section.BATCHES,
         default_text="there are none",
-        help="The folder in which files and batches are kept, and which turns on `/v1/files` and "
-        "`/v1/batches`. Servers may share it; of a router it says that they do "
-        "(docs/guides/batches.md).",
+        help="The folder for files and batches; it enables `/v1/files` and `/v1/batches`. Servers "
+        "may share it; on a router, it states that they do (docs/guides/batches.md).",
     )
     batch_concurrency: int | None = _option(
         integer(low=1),
         "OPTION_BATCH_CONCURRENCY",
         section=Section.BATCHES,
-        default_text="half of the sequences that the engine works on at once",
-        help="Lines of batches that are under way at once, of all batches together.",
+        default_text="half of the engine's concurrent sequences",
+        help="Maximum number of batch lines in flight, for all batches together.",
     )
     batch_file_size: int = _option(
         size,
         "OPTION_BATCH_FILE_SIZE",
         section=Section.BATCHES,
         default=200 * 1000**2,
-        help="The largest file in bytes; a larger one is answered 413.",
+        help="The largest file in bytes; a larger one gets 413.",
     )
     batch_files: int = _option(
         integer(low=1),
         "OPTION_BATCH_FILES",
         section=Section.BATCHES,
         default=1000,
-        help="Files that there may be, and batches, of one tenant half as many; one more is "
-        "answered 413.",
+        help="Maximum number of files, and of batches; half of it for one tenant. One more "
+        "gets 413.",
     )
     batch_storage: int = _option(
         size,
         "OPTION_BATCH_STORAGE",
         section=Section.BATCHES,
         default=10 * 1000**3,
-        help="Bytes that the folder may have, of one tenant half as many; more are answered 413, "
-        "and a batch that would write more fails with what it has.",
+        help="Maximum size of the folder in bytes; half of it for one tenant. A larger file gets "
+        "413, and a batch that reaches the limit fails and keeps its answers.",
     )
     batch_retention: int = _option(
         integer(low=60),
         "OPTION_BATCH_RETENTION",
         section=Section.BATCHES,
         default=30 * 24 * 3600,
-        help="Seconds that files are kept, and batches after their end.",
+        help="Lifetime of files, and of batches after their end, in seconds.",
     )
 
     lmcache_auto_config: bool = _option(
@@ -729,23 +732,23 @@ class Settings:
         section=Section.KV_TIERS,
         untrusted=True,
         default=False,
-        help="Keep KV caches in CPU memory and on disk, as large as the container allows.",
+        help="Keep KV caches in CPU memory and on disk, sized for the container.",
     )
     lmcache_config_file: str | None = _option(
         text,
         "OPTION_LMCACHE_CONFIG_FILE",
         "LMCACHE_CONFIG_FILE",
         section=Section.KV_TIERS,
-        help="A configuration file of LMCache's, absolute or in the model's folder; `LMCACHE_*` "
-        "variables override it. It is translated to the flags of LMCache's server.",
+        help="An LMCache configuration file, absolute or in the model's folder; `LMCACHE_*` "
+        "variables override it. Slipway translates it to flags of LMCache's server.",
     )
     kv_l2_url: str | None = _option(
         text,
         "OPTION_KV_L2_URL",
         section=Section.KV_TIERS,
         secret=True,
-        help="A store that instances share: `redis://` or `host:6379`, `rediss://`, `valkey://`, "
-        "`valkeys://`, `s3://bucket`, `file:///folder`, `tieredstorage://`.",
+        help="A store that several servers share: `redis://` or `host:6379`, `rediss://`, "
+        "`valkey://`, `valkeys://`, `s3://bucket`, `file:///folder`, `tieredstorage://`.",
     )
     kv_disk_path: str = _option(
         text,
@@ -758,15 +761,15 @@ class Settings:
         size,
         "OPTION_KV_L1_SIZE",
         section=Section.KV_TIERS,
-        default_text="what the engine leaves",
-        help="CPU memory for KV caches, in bytes, like 20g. 0: none is kept there, and the little "
-        "that is taken only holds what is on its way to the disk or the shared store.",
+        default_text="the rest of the memory",
+        help="CPU memory for KV caches, in bytes, such as 20g. With 0, memory is only a small "
+        "buffer for the disk or the shared store.",
     )
     kv_disk_size: int | None = _option(
         size,
         "OPTION_KV_DISK_SIZE",
         section=Section.KV_TIERS,
-        default_text="what is free, less a margin",
+        default_text="the free space, less a margin",
         help="Size of the disk tier in bytes, like 200G; 0 disables it.",
     )
     kv_tiers_verify: int = _option(
@@ -774,19 +777,18 @@ class Settings:
         "OPTION_KV_TIERS_VERIFY",
         section=Section.KV_TIERS,
         default=0,
-        help="One in so many requests that are answered with KV from the tiers is verified: the "
-        "engine computes its first token from that KV and from none, one request at a time and not "
-        "where it has more requests than it can run at once. After 3 of 20 that differ the tiers "
-        "are used no more. 0: none is verified. Media are not verified, nor models that only embed "
-        "or classify.",
+        help="Verify one in this many tier hits, 0 for none. The engine computes the first token "
+        "from the loaded KV and from none, one request at a time, and only while it is not "
+        "full. After 3 differences in 20 verifications, the tiers are switched off. Requests "
+        "with media, embedding models and classifiers are not verified.",
     )
     kv_tiers_verify_top: float = _option(
         amount,
         "OPTION_KV_TIERS_VERIFY_TOP",
         section=Section.KV_TIERS,
         default=0.5,
-        help="A first token differs if the most probable one is another, and its log probability "
-        "differs by more than this.",
+        help="A first token differs if the most probable token is another one, and its log "
+        "probability differs by more than this.",
     )
     kv_tiers_verify_any: float = _option(
         amount,
@@ -794,16 +796,16 @@ class Settings:
         section=Section.KV_TIERS,
         default=2.0,
         help="A first token also differs if the log probability of any of the 20 most probable "
-        "ones differs by more than this.",
+        "tokens differs by more than this.",
     )
     cache_salt_header: str | None = _option(
         text,
         "OPTION_CACHE_SALT_HEADER",
         section=Section.KV_TIERS,
-        help="A request header that names a tenant, which a gateway sets in place of the client's "
-        "own; a request that has it twice is refused. Requests share KV caches, the engine's own "
-        "and all tiers, only with requests of the same tenant. A body's `cache_salt` separates "
-        "them further.",
+        help="A request header that names the tenant. A gateway must set it and replace the "
+        "client's own; a request with two such headers is refused. Requests share KV "
+        "caches, in the engine and in all tiers, only within a tenant. A body's "
+        "`cache_salt` separates them further.",
     )
     kv_transfer_config: Mapping[str, Any] | None = _option(
         json_object,
@@ -811,10 +813,9 @@ class Settings:
         section=Section.KV_TIERS,
         vllm="kv_transfer_config",
         help="vLLM's own connector configuration, passed on unchanged; Slipway then manages no KV "
-        "cache tiers. With OPTION_SERVER_ROLE, NixlConnector is Slipway's own kind of it, which "
-        "fetches the KV that a `prefill` server has computed. LMI's manual mode, "
-        "`LMCacheConnectorV1` with `kv_both`, means the tiers that LMCache's configuration names "
-        "(docs/guides/kv_cache.md).",
+        "cache tiers. With OPTION_SERVER_ROLE, NixlConnector fetches the KV that a `prefill` "
+        "server computed. LMI's manual mode, `LMCacheConnectorV1` with `kv_both`, means the "
+        "tiers of LMCache's configuration (docs/guides/kv_cache.md).",
     )
 
     speculative_config: Mapping[str, Any] | None = _option(
@@ -822,16 +823,16 @@ class Settings:
         "OPTION_SPECULATIVE_CONFIG",
         section=Section.SPECULATION,
         vllm="speculative_config",
-        help="vLLM's configuration of speculative decoding. A `method` that is left out is read "
-        "from the draft's own files.",
+        help="vLLM's configuration of speculative decoding. Without a `method`, the draft's own "
+        "files decide.",
     )
     speculative_draft_model: str | None = _option(
         text,
         "OPTION_SPECULATIVE_DRAFT_MODEL",
         section=Section.SPECULATION,
         vllm="spec_model",
-        help="The draft: a local folder, an `s3://` prefix or a hub id. Its method (EAGLE, "
-        "EAGLE-3, draft model, ...) is read from its own files.",
+        help="The draft: a local folder, an `s3://` prefix or a hub id. Its files determine its "
+        "method (EAGLE, EAGLE-3, draft model, ...).",
     )
     num_speculative_tokens: int | None = _option(
         integer(low=1),
@@ -859,7 +860,7 @@ class Settings:
         untrusted=True,
         vllm="max_loras",
         default_text=str(LORA_DEFAULTS["max_loras"]),
-        help="Adapters that one batch may mix, each with a slot in the engine's memory.",
+        help="Maximum number of adapters in one batch, each with a slot in the engine's memory.",
     )
     max_lora_rank: int | None = _option(
         one_of(*LORA_RANKS),
@@ -878,7 +879,7 @@ class Settings:
         untrusted=True,
         vllm="max_cpu_loras",
         default_text="as `max_loras`",
-        help="Adapters that are kept in CPU memory, including those in the engine's slots.",
+        help="Maximum number of adapters in CPU memory, including those in the engine's slots.",
     )
     max_adapters: int = _option(
         integer(low=1),
@@ -894,23 +895,23 @@ class Settings:
         "OPTION_LMI_PRELOAD",
         section=Section.LORA,
         default=False,
-        help="Load adapters when they are registered, as LMI does, unless `preload=false` says "
-        "otherwise. If false, they are loaded at their first request, unless `preload=true` does.",
+        help="Load adapters at registration, as LMI does, unless `preload=false`. If false, the "
+        "first request loads an adapter, unless `preload=true`.",
     )
     adapters: str = _option(
         text,
         "OPTION_ADAPTERS",
         section=Section.LORA,
         default="adapters",
-        help="Folder whose folders are registered as adapters at the start; relative to that of "
-        "`serving.properties`, or else to the model's.",
+        help="A folder whose subfolders are registered as adapters at the start; relative to the "
+        "folder of `serving.properties`, otherwise to the model's.",
     )
     adapter_roots: tuple[str, ...] = _option(
         words,
         "OPTION_ADAPTER_ROOTS",
         section=Section.LORA,
         default=("/opt/ml/models", "/opt/ml/model"),
-        help="Comma-separated folders under which adapters may be, besides the model's and that of "
+        help="Comma-separated folders that adapters may be in, besides the model's and that of "
         "`serving.properties`.",
     )
     adapter_buckets: tuple[str, ...] = _option(
@@ -933,16 +934,16 @@ class Settings:
         "OPTION_ADAPTER_LIST",
         section=Section.LORA,
         secret=True,
-        help="Folder on a volume that all servers of a model mount, `s3://bucket/prefix`, or "
-        "`valkey://host:6379/0` with a database of its own. What is registered on one of them is "
-        "listed there, and registered on all, also on those that start later.",
+        help="One list of adapters for all servers of a model: a folder on a shared volume, "
+        "`s3://bucket/prefix`, or `valkey://host:6379/0` with a separate database. An adapter "
+        "registered on one server is registered on all, including those that start later.",
     )
     adapter_disk: int = _option(
         size,
         "OPTION_ADAPTER_DISK",
         section=Section.LORA,
         default=20 * 10**9,
-        help="Disk space for adapters from S3, the hub and archives, in bytes, like 20g.",
+        help="Disk space for adapters from S3, the hub and archives, in bytes, such as 20g.",
     )
 
     adapter_code: bool | None = _option(
@@ -951,15 +952,15 @@ class Settings:
         section=Section.LORA,
         default_text="true; false in secure mode",
         help="Run the `model.py` of adapters, isolated from the server and its secrets "
-        "(docs/explanation/security.md). If false, adapters that have one are refused.",
+        "(docs/explanation/security.md). If false, adapters with a `model.py` are refused.",
     )
 
     router_replicas: str | None = _option(
         replicas,
         "OPTION_ROUTER_REPLICAS",
         section=Section.ROUTER,
-        help="Upstream servers of `route`: comma-separated URLs, `file:///path` with one per "
-        "line, `kubernetes://NAMESPACE/LABELS?port=PORT`, labels of EndpointSlices, or "
+        help="Servers behind `route`: comma-separated URLs, `file:///path` with one per line, "
+        "`kubernetes://NAMESPACE/LABELS?port=PORT` with labels of EndpointSlices, or "
         "`inferencepool://NAMESPACE/NAME`.",
     )
     routing_strategy: str = _option(
@@ -967,8 +968,8 @@ class Settings:
         "OPTION_ROUTING_STRATEGY",
         section=Section.ROUTER,
         default="prefixaware",
-        help="How `route` chooses a server for a request. `kvaware` needs OPTION_KV_EVENTS=true on "
-        "the servers, and OPTION_MODEL_ID here, for the tokenizer.",
+        help="The strategy of `route` for choosing a server. `kvaware` needs OPTION_KV_EVENTS=true "
+        "on the servers, and OPTION_MODEL_ID on the router, for the tokenizer.",
     )
     session_key: str | None = _option(
         text,
@@ -977,14 +978,14 @@ class Settings:
         section=Section.ROUTER,
         default_text="the header X-Session-Id, or `session_id`, `user_id`, `user` in the body",
         help="The header, or key of a JSON body, that names a session for the `session` strategy. "
-        "X-Amzn-SageMaker-Session-Id always does.",
+        "X-Amzn-SageMaker-Session-Id always names one.",
     )
     router_processes: int = _option(
         integer(1, 64),
         "OPTION_ROUTER_PROCESSES",
         section=Section.ROUTER,
         default=1,
-        help="Number of `route` processes, which share the port and their state.",
+        help="Number of `route` processes. They share the port and their state.",
     )
     router_paths: tuple[str, ...] = _option(
         routed_paths,
@@ -992,15 +993,15 @@ class Settings:
         section=Section.ROUTER,
         default=(),
         default_text="the paths of Slipway and of other public servers (docs/guides/routing.md)",
-        help="More paths that `route` passes on to one of its servers, for POST: whole ones, and "
-        "prefixes with `/*` at the end, comma-separated, like `/segment,/custom/*`.",
+        help="More paths that `route` forwards to one of its servers, for POST, comma-separated: "
+        "complete paths, and prefixes with `/*` at the end, such as `/segment,/custom/*`.",
     )
     router_objectives: str | None = _option(
         text,
         "OPTION_ROUTER_OBJECTIVES",
         section=Section.ROUTER,
-        help="A YAML file with InferenceObjectives of Gateway API's inference extension: requests "
-        "name one in X-Gateway-Inference-Objective, and get its priority "
+        help="A YAML file with InferenceObjectives of Gateway API's inference extension. A request "
+        "names one in X-Gateway-Inference-Objective and gets its priority "
         "(docs/guides/gateway_api.md).",
     )
     epp: bool = _option(
@@ -1008,37 +1009,37 @@ class Settings:
         "OPTION_EPP",
         section=Section.ROUTER,
         default=False,
-        help="Also be an endpoint picker, with the same decisions, for a gateway that implements "
-        "Gateway API's inference extension (docs/guides/gateway_api.md).",
+        help="Also act as an endpoint picker for a gateway that implements Gateway API's inference "
+        "extension (docs/guides/gateway_api.md).",
     )
     epp_port: int = _option(
         integer(1, 65535),
         "OPTION_EPP_PORT",
         section=Section.ROUTER,
         default=9002,
-        help="The endpoint picker's port, gRPC.",
+        help="The gRPC port of the endpoint picker.",
     )
     epp_certificate: str | None = _option(
         text,
         "OPTION_EPP_CERTIFICATE",
         section=Section.ROUTER,
         default_text="no TLS",
-        help="PEM file with the endpoint picker's certificate, for gateways that want TLS; read "
-        f"anew when it changes. Or `{SELF_SIGNED}`, for gateways that do not verify it.",
+        help="PEM file with the endpoint picker's certificate, for gateways that want TLS; "
+        f"reloaded when it changes. Or `{SELF_SIGNED}`, for gateways that do not verify it.",
     )
     epp_private_key: str | None = _option(
         text,
         "OPTION_EPP_PRIVATE_KEY",
         section=Section.ROUTER,
-        help="PEM file with its private key.",
+        help="PEM file with the private key of that certificate.",
     )
     router_first_byte_timeout: int = _option(
         integer(low=1),
         "OPTION_ROUTER_FIRST_BYTE_TIMEOUT",
         section=Section.ROUTER,
         default=600,
-        help="Timeout in seconds until an answer begins; one that is not streamed has to be "
-        "complete by then.",
+        help="Timeout in seconds until an answer begins; a non-streamed answer must be complete by "
+        "then.",
     )
     router_idle_timeout: int = _option(
         integer(low=1),
@@ -1052,49 +1053,49 @@ class Settings:
         "OPTION_SERVER_ROLE",
         section=Section.ROUTER,
         default="both",
-        help="What `route` has this server do: `prefill` computes long prompts for the servers "
-        "that `decode`, which load them from the shared KV store (OPTION_KV_L2_URL), or fetch them "
-        "with vLLM's NixlConnector (OPTION_KV_TRANSFER_CONFIG).",
+        help="The server's part of a request behind `route`: `prefill` computes long prompts "
+        "for the `decode` servers, which load them from the shared KV store "
+        "(OPTION_KV_L2_URL), or fetch them with vLLM's NixlConnector "
+        "(OPTION_KV_TRANSFER_CONFIG).",
     )
     router_prefill_tokens: int = _option(
         integer(low=1),
         "OPTION_ROUTER_PREFILL_TOKENS",
         section=Section.ROUTER,
         default=4096,
-        help="A prompt with at least so many tokens that a `decode` server has not cached is "
-        "computed on a `prefill` server first. Needs OPTION_ROUTER_SECRET.",
+        help="A prompt with at least this many tokens that the `decode` server has not cached is "
+        "first computed on a `prefill` server. Needs OPTION_ROUTER_SECRET.",
     )
     router_access_log: bool = _option(
         boolean,
         "OPTION_ROUTER_ACCESS_LOG",
         section=Section.ROUTER,
         default=True,
-        help="Whether `route` logs a line for each request that it sends to a server "
-        "(docs/reference/logs.md).",
+        help="Log a line for each request that `route` sends to a server (docs/reference/logs.md).",
     )
     router_continue_streams: bool = _option(
         boolean,
         "OPTION_ROUTER_CONTINUE_STREAMS",
         section=Section.ROUTER,
         default=False,
-        help="Have another replica complete a stream whose replica fails: greedy or seeded chats "
-        "and completions, without tools and log probabilities.",
+        help="Let another replica complete a stream whose replica fails: greedy or seeded "
+        "chats and completions, without tools and log probabilities.",
     )
     kv_events: bool = _option(
         boolean,
         "OPTION_KV_EVENTS",
         section=Section.ROUTER,
         default=False,
-        help="Publish changes to the engine's KV cache, for a router's `kvaware` strategy. Anyone "
-        "who reaches the ports can read prompts: keep them inside the cluster.",
+        help="Publish changes of the engine's KV cache for a router with `kvaware`. Anyone who "
+        "reaches the ports can read prompts: keep them inside the cluster.",
     )
     kv_events_port: int = _option(
         integer(1, 65534),
         "OPTION_KV_EVENTS_PORT",
         section=Section.ROUTER,
         default=5557,
-        help="The port of these events; their log is on the next one. Each data parallel rank has "
-        "two ports of its own: all ranks' events come first, then all logs.",
+        help="The port of these events; the next port has their log. Each data parallel rank "
+        "has two ports: first come the event ports of all ranks, then the log ports.",
     )
 
     api_key: str | None = _option(
@@ -1104,55 +1105,55 @@ class Settings:
         "SM_VLLM_API_KEY",
         section=Section.ACCESS,
         secret=True,
-        default_text="none is asked for",
-        help="The key that all clients send, as `Authorization: Bearer KEY` or `x-api-key`. It "
-        "administers nothing (docs/guides/access.md).",
+        default_text="no key is needed",
+        help="The key of all clients, as `Authorization: Bearer KEY` or `x-api-key`, without admin "
+        "rights (docs/guides/access.md).",
     )
     api_keys_file: str | None = _option(
         text,
         "OPTION_API_KEYS_FILE",
         section=Section.ACCESS,
-        help="A YAML or JSON file with hashes of keys, each with its name, tenant and limits; read "
-        "anew when it changes. `python -m serving keys new NAME` makes a key.",
+        help="A YAML or JSON file with hashes of keys, each with its name, tenant and limits; "
+        "reloaded when it changes. `python -m serving keys new NAME` makes a key.",
     )
     jwt_issuer: str | None = _option(
         text,
         "OPTION_JWT_ISSUER",
         section=Section.ACCESS,
-        default_text="no tokens are taken",
-        help="Take JSON web tokens of this issuer in the place of keys: the `iss` that they have, "
-        "an `https://` URL under which its OpenID discovery is.",
+        default_text="tokens are not accepted",
+        help="Accept JSON web tokens of this issuer: their `iss`, an `https://` URL with OpenID "
+        "discovery.",
     )
     jwt_audience: tuple[str, ...] = _option(
         words,
         "OPTION_JWT_AUDIENCE",
         section=Section.ACCESS,
         default=(),
-        help="Comma-separated: what the issuer calls this server, one of which a token's `aud` has "
-        "to have. OPTION_JWT_ISSUER needs it.",
+        help="Comma-separated names of this server at the issuer; a token's `aud` must have one of "
+        "them. OPTION_JWT_ISSUER needs it.",
     )
     jwt_jwks_url: str | None = _option(
         https_url,
         "OPTION_JWT_JWKS_URL",
         section=Section.ACCESS,
-        default_text="what the issuer's discovery says",
-        help="Where the issuer's public keys are.",
+        default_text="from the issuer's discovery",
+        help="The URL of the issuer's public keys.",
     )
     jwt_tenant_claim: str = _option(
         text,
         "OPTION_JWT_TENANT_CLAIM",
         section=Section.ACCESS,
         default="sub",
-        help="The claim of a token that names its tenant, one that users cannot choose.",
+        help="The claim of a token that names its tenant. Users must not be able to choose it.",
     )
     admin_api_key: str | None = _option(
         key,
         "OPTION_ADMIN_API_KEY",
         section=Section.ACCESS,
         secret=True,
-        default_text="with keys nobody administers, but for those with `admin: true` in the file",
-        help="The key for `/adapters`, `/models`, `/metrics`, `/replicas` and all else that is not "
-        "inference. Alone it closes these and leaves inference open.",
+        default_text="with keys, only those with `admin: true` in the file",
+        help="The key for `/adapters`, `/models`, `/metrics`, `/replicas` and all other paths "
+        "except inference. Alone, it closes these paths and leaves inference open.",
     )
     router_secret: str | None = _option(
         long_key,
@@ -1160,7 +1161,8 @@ class Settings:
         section=Section.ACCESS,
         secret=True,
         help="A secret of at least 32 characters that `route` and its servers share. The router "
-        "then tells them who sends a request, and they answer nobody else without a key of theirs.",
+        "sends the caller's identity to the servers, and they answer only the router and their "
+        "own keys.",
     )
     router_replica_key: str | None = _option(
         key,
@@ -1168,47 +1170,45 @@ class Settings:
         section=Section.ACCESS,
         secret=True,
         default_text="OPTION_ADMIN_API_KEY or OPTION_API_KEY",
-        help="The key by which `route` itself asks servers without OPTION_ROUTER_SECRET, such as "
-        "vLLM's own, for their models and metrics. Requests have their clients' keys.",
+        help="The key for `route`'s own requests for models and metrics to servers without "
+        "OPTION_ROUTER_SECRET, such as vLLM's own. Clients' requests keep the clients' keys.",
     )
     limits_url: str | None = _option(
         store,
         "OPTION_LIMITS_URL",
         section=Section.ACCESS,
         secret=True,
-        default_text="each process counts by itself",
-        help="Where keys' limits are counted for several processes and servers: `valkey://` or "
-        "`redis://HOST:6379`, `valkeys://` or `rediss://` with TLS.",
+        default_text="each process counts separately",
+        help="The store that counts limits of keys for several processes and servers: "
+        "`valkey://` or `redis://HOST:6379`, with TLS `valkeys://` or `rediss://`.",
     )
     tls_cert_file: str | None = _option(
         text,
         "OPTION_TLS_CERT_FILE",
         section=Section.ACCESS,
         default_text="no TLS",
-        help="The certificate of `serve` or `route`, with those between it and its authority, in "
-        "PEM; read anew when it changes.",
+        help="The certificate chain of `serve` or `route`, in PEM; reloaded when it changes.",
     )
     tls_key_file: str | None = _option(
         text,
         "OPTION_TLS_KEY_FILE",
         section=Section.ACCESS,
-        help="Its private key, in PEM and without a password.",
+        help="The private key of the certificate, in PEM and without a password.",
     )
     tls_client_ca_file: str | None = _option(
         text,
         "OPTION_TLS_CLIENT_CA_FILE",
         section=Section.ACCESS,
         default_text="clients need no certificate",
-        help="Authorities, in PEM, one of which has to have signed a client's certificate. Health "
-        "checks need one, too.",
+        help="Certificate authorities of clients, in PEM. Clients must show a certificate, "
+        "also for health checks.",
     )
     router_ca_file: str | None = _option(
         text,
         "OPTION_ROUTER_CA_FILE",
         section=Section.ACCESS,
         default_text="the system's",
-        help="Authorities, in PEM, of the certificates of `https://` servers in "
-        "OPTION_ROUTER_REPLICAS.",
+        help="Certificate authorities, in PEM, of `https://` servers in OPTION_ROUTER_REPLICAS.",
     )
 
     secure_mode: bool = _option(
@@ -1216,24 +1216,24 @@ class Settings:
         "SAGEMAKER_SECURE_MODE",
         section=Section.SECURE,
         default=False,
-        help="Refuse what the controls forbid (docs/explanation/security.md). SageMaker sets this "
-        "and the next two; no file can.",
+        help="Enforce the security controls (docs/explanation/security.md). SageMaker sets "
+        "this and the next two options; files cannot set them.",
     )
     security_controls: tuple[str, ...] = _option(
         some_of(REQUIREMENTS, PICKLE_FILES, REMOTE_CODE, SCRIPTS, TEMPLATE),
         "SAGEMAKER_SECURITY_CONTROLS",
         section=Section.SECURE,
         default=(),
-        help="What is forbidden, comma-separated: `DISALLOW_REQUIREMENTS_TXT`, "
-        "`DISALLOW_PICKLE_FILES`, `DISALLOW_TRUST_REMOTE_CODE`, "
-        "`DISALLOW_CUSTOM_INFERENCE_SCRIPTS`, `DISALLOW_CHAT_TEMPLATE`.",
+        help="Comma-separated controls: `DISALLOW_REQUIREMENTS_TXT`, `DISALLOW_PICKLE_FILES`, "
+        "`DISALLOW_TRUST_REMOTE_CODE`, `DISALLOW_CUSTOM_INFERENCE_SCRIPTS`, "
+        "`DISALLOW_CHAT_TEMPLATE`.",
     )
     untrusted_channels: tuple[str, ...] = _option(
         words,
         "SAGEMAKER_UNTRUSTED_CHANNELS",
         section=Section.SECURE,
         default=(),
-        help="Comma-separated folders whose files are not trusted.",
+        help="Comma-separated untrusted folders.",
     )
 
     config_file: str | None = _option(
@@ -1242,15 +1242,15 @@ class Settings:
         vllm="config",
         section=Section.CONFIGURATION,
         default_text="`slipway.yaml` in the model's folder",
-        help="A YAML file with options, as vLLM's own. What is in the file that `SM_VLLM_CONFIG` "
-        "names comes after other variables.",
+        help="A YAML file with options, as vLLM's own `--config`. If `SM_VLLM_CONFIG` names it, "
+        "other variables take precedence.",
     )
     model_store: str = _option(
         text,
         "SERVING_MODEL_STORE",
         section=Section.CONFIGURATION,
         default=MODEL_STORE,
-        help="The folder that is searched for a model, `serving.properties` and `slipway.yaml`.",
+        help="The folder to search for a model, `serving.properties` and `slipway.yaml`.",
     )
     strict: bool | Literal["auto"] = _option(
         strictness,
@@ -1258,27 +1258,27 @@ class Settings:
         section=Section.CONFIGURATION,
         default="auto",
         default_text="`auto`; `true` in secure mode",
-        help="Which unknown names stop the start. `auto`: those that are surely mistyped, and all "
-        "on the command line and in `slipway.yaml`; other unknown names do nothing, with a "
-        "warning. `true`: all. `false`: none.",
+        help="Unknown names that stop the start. `auto`: clearly mistyped names, and all unknown "
+        "names on the command line and in `slipway.yaml`; others get a warning. `true`: all. "
+        "`false`: none.",
     )
 
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """vLLM options given by their own names, read but not interpreted: name → value."""
+    """vLLM options given under their own names, uninterpreted: name → value."""
     own: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-    """`OPTION_*` that is no option of ours or vLLM's, which a model.py may read: name → value."""
+    """Unknown `OPTION_*` that a model.py may read: name → value."""
     model_folder: Path | None = None
-    """The folder with what belongs to the deployment: option files, model.py, adapters."""
+    """The folder of the deployment's files: option files, model.py, adapters."""
     lmcache: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`LMCACHE_*` variables, as they came."""
+    """`LMCACHE_*` variables, unchanged."""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Field, or name of a vLLM option → the name it was given by. What is not here is default."""
+    """Field, or name of a vLLM option → the name that set it. Missing fields have their default."""
     files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    """Field, name of a vLLM option or LMCACHE_* variable → the file it was given in."""
+    """Field, name of a vLLM option or LMCACHE_* variable → the file that set it."""
     notes: tuple[str, ...] = ()
-    """What the operator should know of the options given: a sentence each."""
+    """Notes for the operator about the options, one sentence each."""
     interactive: bool = False
-    """Whether SageMaker's limits to the time of an answer hold."""
+    """Whether SageMaker's time limits for answers apply."""
 
     @property
     def tokenizes(self) -> bool:
@@ -1305,17 +1305,17 @@ class Settings:
 
     @property
     def whole_timeout(self) -> int | None:
-        """Seconds that an answer which is not streamed may take."""
+        """Time limit of a non-streamed answer, in seconds."""
         return self.predict_timeout or (SAGEMAKER_WHOLE_S if self.interactive else None)
 
     @property
     def stream_timeout(self) -> int | None:
-        """Seconds that a stream may take."""
+        """Time limit of a stream, in seconds."""
         return self.predict_timeout or (SAGEMAKER_STREAM_S if self.interactive else None)
 
     @property
     def properties(self) -> Mapping[str, str]:
-        """The options as LMI tells its handlers of them, by their names in `serving.properties`."""
+        """The options as LMI passes them to handlers, under their names in `serving.properties`."""
         ours = {name: getattr(self, name) for name, it in OPTIONS.items() if not it.secret}
         values = {**self.own, **ours, **self.engine}
         return {
@@ -1326,7 +1326,7 @@ class Settings:
 
     @property
     def for_engine(self) -> tuple[str, ...]:
-        """What was given for vLLM and its KV cache tiers, by the names it was given by."""
+        """The options given for vLLM and its KV cache tiers, under the names that set them."""
         return tuple(
             sorted(
                 name
@@ -1337,7 +1337,7 @@ class Settings:
 
     @functools.cached_property
     def model_names(self) -> tuple[str, ...]:
-        """Names that requests may give as `model`; the first stands in answers."""
+        """Model names that requests may use; answers show the first one."""
         endpoint = (self.endpoint_name,) if self.endpoint_name else ()
         if self.served_model_name:
             return (*self.served_model_name, *endpoint)
@@ -1355,13 +1355,13 @@ class Settings:
         return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 
     def named(self, option: str) -> str:
-        """What the operator called an option, a field or one of vLLM's; else its variable."""
+        """The name by which the operator set a field or a vLLM option; otherwise its variable."""
         return self.origins.get(option, PREFIX + option.upper())
 
     @property
     def names_in_paths(self) -> tuple[str, ...]:
-        """Names that paths may have: as LMI spells them (its lists show the first), and as they
-        are.
+        """Model names in paths: LMI's spelling, which its lists show first, and the unchanged
+        names.
         """
         spelled = (re.sub(r"\W", "_", name, flags=re.ASCII) for name in self.model_names)
         return tuple(dict.fromkeys((*spelled, *self.model_names)))
@@ -1372,7 +1372,7 @@ OPTIONS: Mapping[str, Option] = {
     for field in dataclasses.fields(Settings)
     if "option" in field.metadata
 }
-"""Settings field → what is declared of it."""
+"""Settings field → its declaration."""
 
 
 def sections() -> Mapping[Section, list[Option]]:
@@ -1418,13 +1418,13 @@ def vllm_options() -> Mapping[str, Reader]:
 
 
 def vllm_knows(name: str) -> tuple[str, ...]:
-    """The words that vLLM itself has for an option that takes others, too."""
+    """vLLM's own words for the values of an option that accepts further ones."""
     return tuple(_listed()[name]["known"])
 
 
 @functools.cache
 def flags() -> Mapping[str, tuple[str, Reader | None]]:
-    """Flag → the variable that means the same, and its reader; None where it does nothing."""
+    """Flag → the variable of the same option, and its reader; None if the flag has no effect."""
     found: dict[str, tuple[str, Reader | None]] = {
         flag(name): (name, None) for name in UNUSED if name.startswith(PREFIX)
     }
@@ -1457,7 +1457,7 @@ def vllm_flags() -> frozenset[str]:
 
 
 def flag(name: str) -> str:
-    """The flag that means the same as a variable: its name without the prefix of whose it is."""
+    """The flag of a variable: its name without its owner's prefix."""
     bare = re.sub(r"^(OPTION|SERVING|SAGEMAKER)_", "", name)
     return "--" + bare.lower().replace("_", "-")
 
@@ -1465,7 +1465,7 @@ def flag(name: str) -> str:
 def names_option(name: str) -> bool:
     """Whether a handler would take a property of this name for an option, be it set or not.
 
-    A client's header by such a name would otherwise stand in the place of what is not set.
+    Otherwise a client's header of such a name would replace an option that is not set.
     """
     return name.lower().removeprefix("option.") in _properties()
 

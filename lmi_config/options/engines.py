@@ -13,7 +13,7 @@ _ENGINES: Mapping[str, str] = {
     "sklearn": "scikit-learn",
     "xgboost": "XGBoost",
 }
-"""What is in the value → whose it is."""
+"""Part of the value → its owner."""
 _NAMES = (
     *("OPTION_ROLLING_BATCH", "OPTION_ENGINE", "SERVING_ENGINE"),
     *("OPTION_ENTRYPOINT", "DJL_ENTRY_POINT"),

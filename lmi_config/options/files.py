@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options in files: LMI's serving.properties, and YAML for what no variable can hold."""
+"""Options in files: LMI's serving.properties, and YAML for values that no variable can hold."""
 
 import json
 import re
@@ -30,7 +30,7 @@ class FileFault(ValueError):
 
 
 def model_folder(store: Path, model: Path | None) -> Path | None:
-    """The folder that holds what belongs to the deployment, or None where there is none.
+    """The folder of the deployment's files, or None.
 
     store: the folder that SageMaker fills; model: a local folder that is named as the model. The
     store comes first, as in LMI, unless the options are in the model's own folder alone.
@@ -48,8 +48,8 @@ def model_folder(store: Path, model: Path | None) -> Path | None:
 def _unwrapped(store: Path, must_be_one: bool) -> Path | None:
     """The store, or the only model folder in it.
 
-    LMI's rule: when there is nothing in the store but folders and archives, each is a model of its
-    own; one plain file or hidden name makes the whole store one model.
+    LMI's rule: if the store contains only folders and archives, each is a separate model; one plain
+    file or hidden name makes the whole store one model.
     """
     entries = sorted(store.iterdir()) if store.is_dir() else []
     folders = [entry for entry in entries if entry.is_dir() and any(entry.iterdir())]
@@ -75,9 +75,9 @@ def _unwrapped(store: Path, must_be_one: bool) -> Path | None:
 
 
 def read(folder: Path | None, config_file: str | None) -> dict[str, Given]:
-    """The options in the files of a model folder: variable's name → what was given.
+    """The options in the files of a model folder: variable's name → value.
 
-    What is in the YAML file comes before what is in serving.properties.
+    The YAML file takes precedence over serving.properties.
 
     Raises FileFault when a file cannot be read, and ModuleNotFoundError where the parsers of a file
     that is there are not installed yet.

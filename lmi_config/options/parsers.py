@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of option values: text in, value out, or ValueError saying what it should be."""
+"""Readers of option values: they turn text into a value, or raise ValueError with the expected
+form.
+"""
 
 import ipaddress
 import json
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 from lmi_config.options import spelling
 
 Reader = Callable[[str], Any]
-"""Turns an option's text into its value, or raises ValueError saying what it should be."""
+"""Turns an option's text into its value, or raises ValueError with the expected form."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -23,8 +25,8 @@ def text(value: str) -> str:
 
 
 def key(value: str, shortest: int = 8) -> str:
-    """Read what is sent in a header. What is shorter than 8 characters could not be hidden in a
-    log without making holes into harmless words.
+    """Read a value that is sent in a header. A shorter value could not be masked in a log without
+    masking harmless words.
     """
     if not re.fullmatch(r"[\x21-\x7e]+", value) or len(value) < shortest:
         raise ValueError(f"at least {shortest} characters of ASCII, without spaces")
@@ -63,7 +65,7 @@ def https_url(value: str) -> str:
 def words(value: str) -> tuple[str, ...]:
     """Read a JSON list, JSON objects one after the other, or words between commas.
 
-    What is no string in JSON stays JSON. (As AWS's vLLM container reads them.)
+    JSON values other than strings stay JSON. (As AWS's vLLM container reads them.)
     """
     if value.startswith("["):
         return tuple(it if isinstance(it, str) else json.dumps(it) for it in _json(value))
@@ -176,8 +178,8 @@ def fraction(value: str) -> float:
 def size(value: str) -> int:
     """Read a number with vLLM's suffixes, or with units.
 
-    k, m, g, t are powers of 1000, K, M, G, T of 1024; kB to TB and KiB to TiB are what they are, in
-    any case.
+    k, m, g, t are powers of 1000, K, M, G, T of 1024; kB to TB and KiB to TiB keep their usual
+    meaning, in any case.
     """
     if unit := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt])(i?)b", value, re.IGNORECASE):
         number, letter, binary = unit.groups()
@@ -413,7 +415,7 @@ _ELSEWHERE = {
 
 
 def task(value: str) -> str:
-    """Read a task. What nobody knows is "auto", as in LMI: the caller tells (UNKNOWN_TASK)."""
+    """Read a task. An unknown task is "auto", as in LMI; the caller logs a note (UNKNOWN_TASK)."""
     name = value.lower().replace("_", "-")
     if name in _TASKS:
         return name
@@ -590,7 +592,7 @@ MOST_PATHS, LONGEST_PATH = 64, 200
 _SEGMENT = r"/[\w:@~-][\w.:@~-]*"
 _PATH = re.compile(rf"(?:{_SEGMENT})+(?:/\*)?", re.ASCII)
 BELOW = re.compile(rf"(?:{_SEGMENT})+", re.ASCII)
-"""What may follow a prefix: nothing that a server could read as another path."""
+"""The characters after a prefix, which no server can read as another path."""
 _ADMINISTERS = re.compile(
     # Slipway's own
     r"adapters|metrics|ping|health|files|batches|"
@@ -605,7 +607,9 @@ _ADMINISTERS = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _OWN = re.compile(r"/(?:models|workflows|server|replicas|ui|livez)(?:/.*)?", re.IGNORECASE)
-"""Slipway's and LMI's own, of which others have some deeper, like KServe's /v2/models/M/infer."""
+"""Slipway's and LMI's own paths. Others have some of them at a deeper level, like KServe's
+/v2/models/M/infer.
+"""
 _BROAD = ("/v1/*", "/v2/*", "/api/*")
 """Below these servers have paths that administer them."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is secret: a value by the name that it was given under, a part of a text by its shape. And
-what no value may have, or no terminal get.
+"""Recognises secrets: a value by the name of its option, a part of a text by its shape. Also the
+characters that no value may have, and no terminal should get.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ HIDDEN = "[secret]"
 _OBEYED = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What a terminal would obey rather than show, or has no bytes: control characters, directions of
-text, and halves of surrogate pairs.
+"""Characters that a terminal would obey, or that have no bytes: control characters, text
+directions, and halves of surrogate pairs.
 """
 
 _WORDS = re.compile(r"[A-Z0-9]+")
@@ -34,7 +34,7 @@ def escaped(text: str) -> str:
 
 
 def no_text(value: str) -> str:
-    """What a value has that no text has; "" for nothing. JSON may write it with escapes."""
+    """The invalid part of a value, or "". JSON may write it with escapes."""
     if "\\u" in value:
         with contextlib.suppress(ValueError, RecursionError):
             decoded = json.dumps(json.loads(value), ensure_ascii=False)
@@ -71,7 +71,7 @@ _DECLARED = {
 
 
 def parts(name: str, value: str) -> Iterator[str]:
-    """What of a variable's value should not be read: all of it, its lines, or the login of a URL.
+    """The secret parts of a variable's value: all of it, its lines, or the login of a URL.
 
     Headers for collectors come as key=value pairs, URL-encoded and with commas between them
     (OpenTelemetry's specification of the OTLP exporter); each value is secret alone.

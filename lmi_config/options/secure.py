@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SageMaker's secure mode: what files that nobody vouches for may hold, and what they may decide.
+"""SageMaker's secure mode: the allowed contents and effects of untrusted files.
 
-The platform says what is forbidden (SAGEMAKER_SECURITY_CONTROLS) and in which folders
+The platform sets the controls (SAGEMAKER_SECURITY_CONTROLS) and the untrusted folders
 (SAGEMAKER_UNTRUSTED_CHANNELS). LMI checks the same in its plugin `secure-mode`; beyond it, links
 that lead out of a folder are refused, templates are found in every file that transformers reads
-them from, and adapters are looked at for all of it. What the environment says is the operator's,
-except what a control forbids by name.
+them from, and adapters are looked at for all of it. The environment belongs to the operator, except
+for options that a control forbids by name.
 """
 
 import functools
@@ -36,12 +36,13 @@ _WITH_TEMPLATES = (
     "chat_template.json",
 )
 LARGEST = 16 * 2**20
-"""Bytes of one of these; of a longer one nobody can say whether it has a template."""
+"""Maximum bytes of such a file; a longer one cannot be checked for a template."""
 _TOLD = 3  # files of one kind that a fault names
 
 _MODELS = ("model_id", "speculative_draft_model")
-"""A file in an untrusted channel may set these where they lead into one: what is there is looked
-at."""
+"""A file in an untrusted channel may set these if they lead into an untrusted channel, which is
+checked.
+"""
 
 _FILES = {
     "chat_template": TEMPLATE,
@@ -63,7 +64,7 @@ class File(NamedTuple):
 
 
 def look(folder: Path) -> list[File]:
-    """Everything in a folder, at any depth. Raises OSError for what cannot be read."""
+    """Everything in a folder, at any depth. Raises OSError for unreadable files."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -115,7 +116,7 @@ def faults(
     """Why it may not be served like this: a sentence each.
 
     channels: what look() found in each untrusted channel; None where there is no such folder. own:
-    what is at the top of the folders whose model.py would be run, wherever they are.
+    the top-level names of the folders whose model.py would run, wherever they are.
     """
     if not settings.secure_mode:
         return []
@@ -142,7 +143,7 @@ def faults(
 
 
 def file_faults(controls: Collection[str], folder: str, files: Iterable[File]) -> list[str]:
-    """What is forbidden of the files in a folder, or in an adapter: a sentence for each kind."""
+    """The violations of a folder or an adapter, one sentence for each kind."""
     named = [(file, PurePosixPath(file.name).name.lower()) for file in files]
     found = []
     for control, is_it, why in _FORBIDDEN:
@@ -172,7 +173,7 @@ _FORBIDDEN: tuple[tuple[str | None, Callable[[File, str], bool], str], ...] = (
 
 
 def _option_faults(settings: Settings) -> list[str]:
-    """Options that come from where they may not, or lead where they may not."""
+    """Options with a forbidden source or a forbidden target."""
     found = []
     given = {**dict.fromkeys(settings.lmcache), **settings.engine}
     given |= {field: getattr(settings, field) for field in OPTIONS}

@@ -67,7 +67,7 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
 
     argued: what the command line says (`arguments.read`). It comes before all else.
 
-    Empty variables count as not set, but for vLLM's switches by their SM_VLLM_ names. Raises
+    Empty variables count as not set, except vLLM's switches under their SM_VLLM_ names. Raises
     SettingsError with all faults at once: values that cannot be read, names of one option that
     disagree, files that cannot be read, and names that are not known, as far as OPTION_STRICT
     refuses them. Raises ModuleNotFoundError where a file's parser is not installed yet.
@@ -95,8 +95,8 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
 
 
 def _require_text(given: Mapping[str, Given], ours: Set[str]) -> None:
-    """Raise SettingsError for what no program could be given. ours: names that are surely meant for
-    us; of the environment's others many are not.
+    """Raise SettingsError for values that no program can receive. ours: names that are surely meant
+    for us; of the environment's others many are not.
     """
     faults = [
         f"{it.name}: it has {fault}, which no text has; remove it"
@@ -120,8 +120,8 @@ def _entered(given: Mapping[str, Given], folder: Path | None) -> dict[str, Given
 
 
 def _own(given: Mapping[str, Given]) -> dict[str, str]:
-    """What is no option of ours or vLLM's, by the names that LMI's handlers know it by: as it is
-    written in serving.properties, else in lower case.
+    """Options that neither Slipway nor vLLM has, under the names that LMI's handlers use: as
+    written in serving.properties, otherwise in lower case.
     """
     found = {}
     for name, it in given.items():
@@ -133,7 +133,7 @@ def _own(given: Mapping[str, Given]) -> dict[str, str]:
 
 
 def _without(given: Mapping[str, Given], argued: Mapping[str, Given]) -> dict[str, Given]:
-    """What was given, without the options that the command line sets, by whichever name."""
+    """The given options, without those that the command line sets under any name."""
     options = set(map(option, argued))
     return {name: it for name, it in given.items() if option(name) not in options}
 
@@ -144,7 +144,7 @@ def option(name: str) -> str:
 
 
 def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
-    """What is set, by the names that LMI and AWS's vLLM container take those of variables for.
+    """The given options, under the names by which LMI and AWS's vLLM container read variables.
 
     Raises SettingsError where two spellings of one name say different things.
     """
@@ -166,8 +166,8 @@ _CAMEL = ("entryPoint", "pythonExecutable")
 
 
 def _spelled(name: str) -> str:
-    """The variable that is meant. LMI reads what is no capital letter of OPTION_X as it is typed,
-    so its own spelling is known to it, and no other; AWS's container takes any case.
+    """The variable that is meant. LMI keeps lower-case letters of OPTION_X, so it knows only its
+    own spelling; AWS's container accepts any case.
     """
     if name.startswith(PREFIX):
         typed = name.removeprefix(PREFIX)
@@ -212,8 +212,8 @@ def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
 def _traced(given: dict[str, Given]) -> dict[str, Given]:
     """OpenTelemetry's variables, as far as they say where traces go, as one of them.
 
-    The endpoint for all signals is a base URL where it is spoken to over HTTP. (OpenTelemetry's
-    specifications of environment variables and of the OTLP exporter.)
+    Over HTTP, the endpoint for all signals is a base URL. (OpenTelemetry's specifications of
+    environment variables and of the OTLP exporter.)
     """
     values = {name: it.text for name, it in given.items()}
     off = (
@@ -242,7 +242,7 @@ def merged(
     folder: Path | None = None,
     argued: Mapping[str, Given] = _NOTHING,
 ) -> Settings:
-    """Settings from what the environment gives, files do, and the command line says.
+    """Settings from the environment, files and the command line.
 
     Raises as `read` does.
     """
@@ -312,7 +312,7 @@ class _Resolved:
 
 
 class _Resolver:
-    """One pass over what was given: faults and notes come together on the way."""
+    """One pass over the given options, which collects faults and notes."""
 
     def __init__(self, given: Mapping[str, Given], from_files: frozenset[str]) -> None:
         self.given = given
@@ -373,7 +373,7 @@ class _Resolver:
         return any(it in self.given and self.given[it].text == _MODEL_PY for it in _ENTRY_POINT)
 
     def _strict(self, values: Mapping[str, Any]) -> bool | Literal["auto"]:
-        """Which unknown names are refused: all, none, or by default what is surely mistyped."""
+        """The unknown names to refuse: all, none, or by default those that are clearly mistyped."""
         strict: bool | Literal["auto"] = values.get("strict", "auto")
         return True if strict == "auto" and values.get("secure_mode") else strict
 
@@ -438,7 +438,7 @@ class _Resolver:
             )
 
     def _without_effect(self) -> Iterator[str]:
-        """What was given and is known to do nothing, in one sentence."""
+        """The given options that have no effect, in one sentence."""
         unused: dict[str, list[str]] = {}
         for name in sorted(self.given.keys() & UNUSED.keys()):
             unused.setdefault(UNUSED[name], []).append(self.given[name].name)
@@ -487,7 +487,7 @@ class _Resolver:
         return read(self.given[name].text)
 
     def _wrong(self, name: str, read: Reader) -> str | None:
-        """Why a value cannot be read: a sentence, or None where it can."""
+        """The reason why a value cannot be read, or None."""
         try:
             read(self.given[name].text)
         except (ValueError, RecursionError, OverflowError) as error:
@@ -509,7 +509,9 @@ class _Resolver:
         )
 
     def _look_twice(self, name: str, strict: bool | Literal["auto"]) -> None:
-        """Note a variable that is none of ours, and nearly one: others have such prefixes too."""
+        """Note an unknown variable that nearly matches a known one; other programs use these
+        prefixes as well.
+        """
         if spelling.of_kubernetes(name, self.given[name].text):
             return
         if name.startswith(_VLLMS) and name not in vllm_environment():
@@ -537,7 +539,7 @@ class _Resolver:
 
 
 def _unread(name: str) -> str:
-    """What to say of a variable that this vLLM does not read."""
+    """The note about a variable that this vLLM does not read."""
     option = PREFIX + name.removeprefix(_VLLMS)
     instead = f"set {option}" if option in _known() else ""
     if not instead and (near := spelling.nearest(name, vllm_environment(), _LETTER)):
@@ -551,7 +553,7 @@ def _assigned(name: str) -> str:
 
 
 def nearly(name: str, sought: str, known: Mapping[str, str]) -> Iterator[str]:
-    """What to say of a variable that does nothing and is nearly one that does: a sentence or none.
+    """The note about a variable without effect that nearly matches a known one, or nothing.
 
     sought: what of its name is compared. known: the same of the names that do something → those.
     """
@@ -604,7 +606,8 @@ def vllm_environment() -> frozenset[str]:
 
 
 def _placed(found: Mapping[str, Given]) -> dict[str, Given]:
-    """What files give, where a name has the prefix of another place: LMI's users mix them up.
+    """The options of files; a name may have the prefix of another place, because LMI's users mix
+    them up.
 
     `normalize=false` in serving.properties is option.normalize, and option.job_queue_size is
     job_queue_size.

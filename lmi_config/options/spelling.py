@@ -11,14 +11,14 @@ SHORTEST = 6  # letters of a name in which a slip is sure to be one
 
 
 def nearest(name: str, known: Collection[str], near: float = _NEAR) -> str | None:
-    """The name to suggest for one that is not known, or None where nothing is near."""
+    """The suggestion for an unknown name, or None."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=near)), None)
 
 
 def mistyped(name: str, known: Mapping[str, str]) -> str | None:
-    """The known name that was surely meant: a slip of the fingers away, as nothing else is.
+    """The known name that was clearly meant: one typing error away, and the only one.
 
-    known: name → what it means; two names of one option are no rivals.
+    known: name → meaning; two names of one option do not compete.
     """
     found = {meaning: other for other, meaning in known.items() if _slip(name, other)}
     return next(iter(found.values())) if len(found) == 1 else None
@@ -36,8 +36,8 @@ def of_kubernetes(name: str, value: str) -> bool:
 def other_prefix(name: str, prefixes: Collection[str], known: Collection[str]) -> str | None:
     """The known name that is meant by one whose prefix is nearly one of these, or None.
 
-    OPTIONS_SEED, SAGMAKER_BIND_TO_PORT, SM_VLM_SEED: the rest has to be right, or this would be a
-    guess.
+    OPTIONS_SEED, SAGMAKER_BIND_TO_PORT, SM_VLM_SEED: the rest must be right; otherwise this would
+    be a guess.
     """
     if name.startswith(tuple(prefixes)):
         return None
@@ -70,7 +70,7 @@ def _slip(one: str, other: str) -> bool:
 
 
 def _slips(one: str, other: str) -> int | None:
-    """How many letters are wrong in a word, or None where it is another word."""
+    """The number of wrong letters in a word, or None if it is another word."""
     longest = max(len(one), len(other))
     edits = _edits(one, other)
     allowed = 0 if longest <= _SHORT_WORD else 1 if longest < _LONG_WORD else 2

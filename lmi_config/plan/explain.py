@@ -23,7 +23,7 @@ from lmi_config.plan.speculation import draft_id
 def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """Each option: its name, its value for a person, and where it was given.
 
-    What follows from other things is "derived", by vLLM's names; the rest is "default".
+    Derived options are "derived", under vLLM's names; the rest is "default".
     """
     settings = plan.settings
     for name, origin in settings.origins.items():
@@ -40,7 +40,7 @@ def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _engine(plan: Plan) -> dict[str, Any]:
-    """vLLM's options, with what is secret hidden."""
+    """vLLM's options, with secrets masked."""
     return {name: _safe(name, value) for name, value in plan.options.items()}
 
 
@@ -57,7 +57,7 @@ classifier_from_token: what looks like a secret's name is none."""
 
 
 def _safe(name: str, value: Any) -> Any:
-    """The value, with what is secret in it hidden."""
+    """The value, with secrets masked."""
     if name in _CONFIGURATIONS:
         return _masked(value)
     if value and secret(name):
@@ -73,7 +73,7 @@ def _safe(name: str, value: Any) -> Any:
 
 
 def _masked(value: Any) -> Any:
-    """The value, with what has the shape of a secret hidden, and passwords by their names."""
+    """The value, with secrets masked by their shape, and passwords by their names."""
     if isinstance(value, Mapping):
         return {
             key: "(hidden)" if isinstance(it, str) and _NO_FIELD.search(str(key)) else _masked(it)
@@ -95,7 +95,7 @@ _NO_FIELD = re.compile(
 
 
 def _shown(name: str, value: Any) -> str:
-    """A value for a person, with what is secret in it hidden."""
+    """A value for people to read, with secrets masked."""
     value = _safe(name, value)
     if isinstance(value, Mapping):
         return json.dumps(value)
@@ -103,13 +103,13 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _tokens(size: int, each: int) -> str:
-    """How much KV fits into so many bytes."""
+    """The amount of KV that fits into this many bytes."""
     tokens = size // each
     return f"{tokens:,} tokens, {tokens // DOCUMENT:,} documents of {DOCUMENT // 1000}k"
 
 
 def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The plan as a table: what, how much, and why or what that means. A name of "" goes on."""
+    """The plan as a table: label, amount, and the reason or meaning. A name of "" goes on."""
     settings, machine, model = plan.settings, plan.machine, plan.model
     each = memory.kv_per_token(settings, model)
     about = [settings.model_id, *model.architectures[:1], model.dtype, model.quantization]
@@ -159,13 +159,13 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _service(plan: Plan) -> handler.Service | None:
-    """Whose the service is, where there is a model.py in the deployment."""
+    """Whether vLLM or a model.py is the service, if the deployment has a model.py."""
     folder = plan.settings.model_folder
     return handler.look(folder, plan.settings.entry_point) if folder else None
 
 
 def _chat(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The parsers of what the model writes."""
+    """The parsers of the model's output."""
     if not vllm.generates(plan.settings):
         return
     titles = {"tool_call_parser": "tool calls", "reasoning_parser": "reasoning"}
@@ -212,7 +212,7 @@ def _devices(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _copies(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The copies of the model, where there are several, and what each has."""
+    """The copies of the model with their devices; nothing for a single copy."""
     if not plan.copies:
         return
     origin = plan.settings.origins.get("copies", "default: auto")
@@ -229,7 +229,7 @@ def _copies(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _engine_tokens(plan: Plan) -> int | None:
-    """The tokens whose KV the engine's cache holds, None where that is unknown."""
+    """The tokens whose KV the engine's cache holds, None if unknown."""
     cache = preflight.engine_cache(
         plan.settings, plan.machine, plan.parallelism, plan.model, plan.memory, plan.gpu
     )
@@ -259,7 +259,7 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
 
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
-    """What will run: a name, and arguments with what is secret hidden."""
+    """The programs that will run: a name, and arguments with secrets masked."""
     if _service(plan) is handler.Service.ITS_OWN:
         return
     where = "in each copy" if plan.copies else "in this process"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where KV caches are kept beside the engine's own memory: sizes, LMCache's arguments, the reasons.
+"""KV cache tiers beside the engine's own memory: sizes, LMCache's arguments, the reasons.
 
 Tiers: L1 is memory of LMCache's server; L2 is a folder on this machine's disk, or a store that
 instances share. A tier that would be too small to help is left out, and the reason is reported.
@@ -26,11 +26,12 @@ from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
 from lmi_config.plan.shared_store import L2Store
 
 _REMOTE = ("LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE", "LMCACHE_EXTRA_CONFIG")
-"""By which HyperPod's operator names the shared store. What else it sets are sizes and the like of
-LMCache within vLLM. (LMCache's blog, "LMCache on Amazon SageMaker HyperPod", April 2026.)"""
+"""By which HyperPod's operator names the shared store. Its other settings are sizes and the like of
+LMCache inside vLLM. (LMCache's blog, "LMCache on Amazon SageMaker HyperPod", April 2026.)
+"""
 POLICY, POLICY_SKIPPING_L1 = "slipway", "slipway_skip_l1"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"
-"""Slipway's own parts in LMCache's server, by the names under which it registers them."""
+"""Slipway's own parts in LMCache's server, under their registered names."""
 STORES = {"native_plugin": "disk", "fs_native": "folder"}
 """LMCache's names of its kinds of stores that would say nothing to an operator, and ours."""
 IN_PROCESS = "LMCacheConnectorV1"
@@ -38,7 +39,7 @@ IN_PROCESS = "LMCacheConnectorV1"
 _IN_PROCESS = (IN_PROCESS, "LMCacheConnectorV1Dynamic", "LMCacheConnector")
 """It, by the name of LMCache's own copy of it, and by that of older versions of vLLM."""
 TRANSFERRING = "NixlConnector"
-"""vLLM's connector by which an engine fetches KV from the one that has computed it."""
+"""vLLM's connector that fetches KV from the engine that computed it."""
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 """vLLM's variable for the host where it tells others how to fetch: localhost if it is not set."""
 
@@ -67,7 +68,7 @@ DOCUMENT = 10_000
 DISK_MARGIN = 0.1
 """Part of the disk that stays free."""
 COMPILED = 2 * GIB
-"""Room on the same disk for what vLLM compiles and for logs."""
+"""Reserved space on the same disk for vLLM's compiled code and for logs."""
 _STEP = GIB // 8
 _POOL = "lmcache_l1_pool_"  # before the name of LMCache's files in /dev/shm
 LAZY = 20
@@ -123,9 +124,7 @@ def wanted(settings: Settings) -> bool:
 
 
 def asked_by(settings: Settings) -> str:
-    """By what the operator names tiers of their own, beside automatic ones; empty where nothing
-    does.
-    """
+    """The options that name explicit tiers, beside automatic ones; may be empty."""
     if settings.lmcache_config_file:
         return settings.named("lmcache_config_file")
     if settings.kv_l2_url:
@@ -152,14 +151,14 @@ def _manual(settings: Settings) -> bool:
 
 
 def _connector(settings: Settings) -> lmcache.Connector:
-    """What LMI's connector says beside its name."""
+    """The other settings of LMI's connector."""
     if not _manual(settings):
         return lmcache.Connector({}, (), ())
     return lmcache.of_connector(settings.kv_transfer_config or {}, settings.server_role)
 
 
 def faults(settings: Settings) -> list[str]:
-    """What contradicts itself among the options for KV caches."""
+    """Contradictions among the options for KV caches."""
     found = []
     if wanted(settings) and settings.engine.get("nnodes", 1) > 1:
         found.append(
@@ -199,7 +198,7 @@ def transfers(settings: Settings) -> bool:
 
 
 def transfer_findings(settings: Settings, environ: Mapping[str, str]) -> list[str]:
-    """What an operator should know of servers that fetch KV from each other."""
+    """Notes for the operator about servers that fetch KV from each other."""
     if not transfers(settings) or settings.server_role != "prefill" or SIDE_CHANNEL in environ:
         return []
     return [
@@ -311,8 +310,8 @@ def disk_path(
 def _translated(
     settings: Settings, file: Mapping[str, object] | None, environ: Mapping[str, str]
 ) -> Translation | None:
-    """LMCache's own configuration; None where it has no say. What the connector says comes first,
-    then variables, then the file, as in LMCache.
+    """LMCache's own configuration, or None. The connector's settings take precedence, then
+    variables, then the file, as in LMCache.
     """
     if file is None and not (_manual(settings) and not settings.lmcache_auto_config):
         return None
@@ -428,7 +427,7 @@ def _l1(free: int, least: int, asked: int | None) -> tuple[int, str]:
 
 
 def _document(settings: Settings, model: ModelFacts) -> int:
-    """Bytes of KV of a long document, or of the longest prompt where that is less."""
+    """Bytes of KV of a long document, or of the longest prompt if that is shorter."""
     tokens = min(DOCUMENT, model.max_length or DOCUMENT)
     return tokens * (kv_per_token(settings, model) or 0)
 
@@ -545,7 +544,7 @@ class Ports(NamedTuple):
 
 
 def ports(machine: Machine) -> Ports:
-    """Of the machine's free ports those that the cache server gets."""
+    """The cache server's ports, from the machine's free ones."""
     return Ports(*machine.ports[: len(Ports._fields)])
 
 
@@ -600,7 +599,7 @@ def server_arguments(
 
 
 def shared_pool(tiers: Tiers, machine: Machine) -> Path | None:
-    """The file of L1 where it is in shared memory, which is twice as fast as being sent it.
+    """The file of L1 if it is in shared memory, which is twice as fast as sending.
 
     With GPUs LMCache copies between them and its own memory instead.
     """
@@ -610,8 +609,8 @@ def shared_pool(tiers: Tiers, machine: Machine) -> Path | None:
 
 
 def server_environment(tiers: Tiers) -> dict[str, str]:
-    """Variables for the cache server, with what is secret. The shared store is among them: a
-    command line would show its password.
+    """Variables for the cache server, including secrets. The shared store is among them: a command
+    line would show its password.
     """
     if not tiers.shared:
         return {}
@@ -640,7 +639,7 @@ def connector(tiers: Tiers, machine: Machine, path: str) -> dict[str, Any]:
 
 def transferring(settings: Settings, path: str) -> dict[str, Any]:
     """The operator's kv_transfer_config for servers that fetch KV from each other. path: of the
-    connector, as `module.Class`. vLLM looks for what it needs by the class's name.
+    connector, as `module.Class`. vLLM detects its needs by the class's name.
     """
     module, _, name = path.rpartition(".")
     own = settings.kv_transfer_config or {}
@@ -650,7 +649,7 @@ def transferring(settings: Settings, path: str) -> dict[str, Any]:
 def yaml(tiers: Tiers) -> str:
     """The decision as a configuration file of LMCache's, with the reason for each figure.
 
-    It can be given back as OPTION_LMCACHE_CONFIG_FILE where there is one rank.
+    With one rank, it can be passed back as OPTION_LMCACHE_CONFIG_FILE.
     """
     lines = [
         f"chunk_size: {tiers.chunk_size}  # tokens: {tiers.reasons['chunk_size']}",

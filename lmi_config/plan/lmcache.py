@@ -71,11 +71,11 @@ _count = integer(low=1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Vocabulary:
-    """Names of options, by what becomes of them.
+    """Names of options, by their treatment.
 
     readers: those that are translated.
-    refused: those that may only be off: name → why, and what would do.
-    needless: those that may say what they like, as patterns: → why nothing has to be done.
+    refused: options that must be off: name → the reason and the alternative.
+    needless: patterns of options without effect → the reason.
     """
 
     readers: Mapping[str, Reader]
@@ -86,13 +86,13 @@ class _Vocabulary:
         return name in self.readers or name in self.refused or self.reason(name) is not None
 
     def reason(self, name: str) -> str | None:
-        """Why nothing has to be done for a needless option."""
+        """The reason why a needless option has no effect."""
         reasons = (why for it, why in self.needless.items() if fnmatchcase(name, it))
         return next(reasons, None)
 
     @property
     def names(self) -> list[str]:
-        """Those that are known by their whole name, in order."""
+        """The options known by their full name, in order."""
         needless = (it for it in self.needless if "*" not in it)
         return sorted((*self.readers, *self.refused, *needless))
 
@@ -262,16 +262,16 @@ class Disk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Translation:
-    """What LMCache's in-process options come to for its server and for vLLM's connector.
+    """Translates LMCache's in-process options for its server and for vLLM's connector.
 
     Sizes are for each rank of the engine, as LMCache means them in process: one server for N ranks
     needs N times as much.
 
-    chunk_size: tokens (--chunk-size); None where they do not say.
+    chunk_size: tokens (--chunk-size), or None.
     l1_gib: GiB of memory (--l1-size-gb); 0: no more than staging takes.
     disk: a tier on disk, or None.
     remote: a store that other servers may share, or None.
-    skip_l1: memory only stages what goes to the tiers below (--l2-store-policy skip_l1).
+    skip_l1: memory is only a buffer for the tiers below (--l2-store-policy skip_l1).
     eviction: --eviction-policy.
     connector: keys for kv_connector_extra_config.
     ignored: "option: reason" for each option that asks for nothing here.
@@ -336,7 +336,7 @@ _EXTRA_OF_CONNECTOR = {
 
 
 class Connector(NamedTuple):
-    """What LMCacheConnectorV1's configuration says: options of LMCache's, notes, and faults."""
+    """The result of LMCacheConnectorV1's configuration: options of LMCache, notes, and faults."""
 
     options: Mapping[str, object]
     notes: tuple[str, ...]
@@ -345,8 +345,8 @@ class Connector(NamedTuple):
 
 def of_connector(config: Mapping[str, Any], role: str) -> Connector:
     """Read vLLM's kv_transfer_config for LMCache within vLLM, as LMCache 0.5.6 does: keys of
-    kv_connector_extra_config that begin with "lmcache." are options of its own. role: of the
-    server (OPTION_SERVER_ROLE).
+    kv_connector_extra_config that begin with "lmcache." are LMCache options. role: of the server
+    (OPTION_SERVER_ROLE).
     """
     notes, faults = [], []
     options: dict[str, object] = {}
@@ -398,7 +398,7 @@ def mistyped(names: Iterable[str], strict: object) -> tuple[list[str], list[str]
 def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Translation:
     """Translate LMCache's in-process options. Null counts as not set; defaults are LMCache's.
 
-    environ: for what a store's URL leaves out.
+    environ: for parts that a store's URL leaves out.
 
     Raises SettingsError with every option that the server cannot honour or that does not exist.
     """
@@ -487,7 +487,7 @@ def _sift(
     ignored: list[str],
     faults: list[str],
 ) -> dict[str, Any]:
-    """The values of the options that are translated. What becomes of the others is noted."""
+    """The values of the options that are translated. The others get a note."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = f"{prefix}{key}"
@@ -581,7 +581,7 @@ def _remote(url: str, extra: Mapping[str, Any], environ: Mapping[str, str]) -> L
 
 
 def _with_login(hosts: str, extra: Mapping[str, Any], user: str, password: str) -> str:
-    """What follows a URL's scheme, with the login of extra_config where it has one."""
+    """The part of a URL after its scheme, with extra_config's login if it has one."""
     if user not in extra and password not in extra:
         return hosts
     login = ":".join(quote(extra.get(key, ""), safe="") for key in (user, password))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets how much of the machine's memory: the engine first, what is left is for KV caches."""
+"""Divides the machine's memory: the engine comes first, the rest is for KV caches."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -28,20 +28,21 @@ CACHE_SERVER = 768 * MIB
 SHARED_MEMORY = 256 * MIB
 """What two ranks exchange through /dev/shm at most, each."""
 CUDA_OVERHEAD = 3 * GIB
-"""Of a GPU's memory: context, activations and CUDA graphs. An estimate."""
+"""Part of a GPU's memory for context, activations and CUDA graphs. An estimate."""
 MARGIN = 0.1
 """Part of the memory that is left to page cache, growth and mistakes in the figures above."""
 
 
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-"""vLLM's older way to size the KV cache without a GPU, in GiB. Where it is set, vLLM (0.32) passes
-over kv_cache_memory_bytes (vllm/platforms/cpu.py)."""
+"""vLLM's older way to size the KV cache without a GPU, in GiB. If it is set, vLLM (0.32) ignores
+kv_cache_memory_bytes (vllm/platforms/cpu.py).
+"""
 
 
 def settled(settings: Settings, machine: Machine, environ: Mapping[str, str]) -> Settings:
     """The settings with the size of the KV cache that vLLM will take from VLLM_CPU_KVCACHE_SPACE.
 
-    Raises SettingsError where that is no size, or an option says another.
+    Raises SettingsError if it is not a size, or an option has another.
     """
     given = environ.get(KV_SPACE, "")
     if machine.gpus or not given:
@@ -72,9 +73,8 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The container's memory. shares: what is spoken for; kv: bytes of the engine's KV cache in
-    each rank where it is in this memory, else None; free: bytes that are left for tiers, never
-    less than 0.
+    """The container's memory. shares: reserved memory; kv: bytes of the engine's KV cache in each
+    rank if it is in this memory, otherwise None; free: bytes left for tiers, at least 0.
     """
 
     shares: tuple[Share, ...]
@@ -332,7 +332,7 @@ def kv_of_request(
     kv: KvShape,
     tokens: int,
 ) -> int:
-    """Bytes that a request of so many tokens takes of a copy's KV cache in the engine, at most."""
+    """Maximum bytes of a copy's KV cache in the engine for a request of this many tokens."""
     if settings.engine.get("disable_hybrid_kv_cache_manager"):
         kv = kv.without_windows()
     # One step for each stage, and one that is scheduled ahead (VllmConfig.max_in_flight_tokens).
@@ -341,7 +341,7 @@ def kv_of_request(
 
 
 def _kv_dtypes(settings: Settings, model: ModelFacts) -> tuple[str, str | None]:
-    """vLLM's kv_cache_dtype, and what the model runs in; None: 16 bits."""
+    """vLLM's kv_cache_dtype, and the model's data type; None: 16 bits."""
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if settings.dtype == "auto" and model.dtype == "float32":
         dtype = None  # vLLM runs it in 16 bits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `serve` will do here, decided once, from what is known."""
+"""The plan: all decisions of `serve` on this machine, made once from the known facts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -41,12 +41,12 @@ class EngineParts:
 class Plan:
     """Everything that was decided. `make()` makes it.
 
-    environment: variables for this process before vLLM is imported. cache_environment: further ones
-    for the cache server, with what is secret. options: vLLM's, by its names, in which the model and
-    its draft are named as the operator names them. lora_modules: adapters to be registered.
-    verdict: on tiers with this model. copies: the servers here, where there are several; memory is
-    all of theirs, and gpu is about a GPU of any of them. findings: what the operator should know, a
-    sentence each.
+    environment: variables for this process before vLLM is imported. cache_environment: further
+    variables for the cache server, with secrets. options: vLLM's options under vLLM's names; they
+    name the model and its draft as the operator does. lora_modules: adapters to register.
+    verdict: whether tiers are correct for this model. copies: the servers on this machine; empty
+    for a single one. memory: of all copies together. gpu: a GPU of any copy. findings: notes for
+    the operator, a sentence each.
     """
 
     settings: Settings
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def hindrance(self) -> str | None:
-        """Why vLLM cannot start on this machine, whatever it is to serve; it is a finding, too."""
+        """The reason why vLLM cannot start here with any model; findings has it as well."""
         return preflight.hindrance(self.machine)
 
     def engine(self, model: str, draft: str | None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Plan:
         return options
 
     def of_copy(self, copy: Copy) -> "Plan":
-        """The plan of one of several servers: its devices, and what follows from them."""
+        """The plan of one copy among several: its devices, and their consequences."""
         environment = {**self.environment, **copy.environment}
         return dataclasses.replace(
             self, machine=copy.machine, environment=environment, copies=(), findings=()
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def cache_server(self) -> list[str] | None:
-        """The command line of `lmcache`, or None where there are no tiers."""
+        """The command line of `lmcache`, or None without tiers."""
         return None if isinstance(self.tiers, NoTiers) else self.cache_command(self.tiers)
 
     def cache_command(self, tiers: Tiers) -> list[str]:

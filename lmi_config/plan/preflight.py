@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is likely to go wrong here, before anything is started: a sentence each, with the fix."""
+"""Likely problems, found before anything is started: a sentence each, with the fix."""
 
 import dataclasses
 from bisect import bisect_right
@@ -37,7 +37,7 @@ def findings(
     gpu: GpuBudget | None,
     tiers: Tiers | NoTiers,
 ) -> Iterator[str]:
-    """What an operator should know."""
+    """Notes for the operator."""
     yield from settings.notes
     if wrong := hindrance(machine):
         yield wrong
@@ -120,7 +120,7 @@ def hindrance(machine: Machine) -> str | None:
 
 
 def _enough(gpu: GpuBudget, machine: Machine, parallelism: Parallelism, experts: int) -> str:
-    """What to do for a share of the weights to leave room for a KV cache on GPUs like these.
+    """The fix that leaves room for a KV cache beside the weights on such GPUs.
 
     experts: bytes that all copies share, so that more of them need fewer each.
     """
@@ -143,7 +143,7 @@ def _enough(gpu: GpuBudget, machine: Machine, parallelism: Parallelism, experts:
 
 
 def downloads(to_fetch: int, room: int) -> Iterator[str]:
-    """Whether what has yet to be downloaded finds room. Both in bytes."""
+    """Whether the remaining download fits the disk. Both in bytes."""
     if to_fetch > room:
         yield (
             f"{format_size(to_fetch)} have yet to be downloaded, and {format_size(room)} are free "
@@ -152,7 +152,7 @@ def downloads(to_fetch: int, room: int) -> Iterator[str]:
 
 
 _OTHERS_USE = ("data_parallel_rank", "data_parallel_external_lb", "device_ids")
-"""vLLM's options by which other processes may use the other GPUs."""
+"""vLLM's options that let other processes use the other GPUs."""
 
 
 def _gpus(
@@ -267,11 +267,11 @@ def priced(
 
 
 _OTHER_SIZES = {"decode_context_parallel_size", "kv_cache_dtype", "num_gpu_blocks_override"}
-"""vLLM's options with which its KV cache holds another number of tokens."""
+"""vLLM's options that change the number of tokens in its KV cache."""
 
 
 def longest_request(settings: Settings, model: ModelFacts) -> int | None:
-    """Tokens of the longest request, before vLLM shortens it to what fits."""
+    """Tokens of the longest request, before vLLM shortens it to fit."""
     length = settings.max_model_len
     return model.max_length if length in (None, AUTO) else length
 
@@ -279,7 +279,7 @@ def longest_request(settings: Settings, model: ModelFacts) -> int | None:
 class EngineCache(NamedTuple):
     """The KV cache in the engine, all ranks of a copy together; on GPUs an estimate.
 
-    size: bytes. need: the bytes of it that a request of so many tokens takes.
+    size: bytes. need: the bytes for a request of this many tokens.
     """
 
     size: int

@@ -20,7 +20,7 @@ class L2Store:
 
     kind: the adapter's name, LMCache's or that of one of ours.
     adapter: LMCache's JSON object for it. It may have a password in it.
-    env: variables for the server's process; they carry what is secret.
+    env: variables for the server's process, including secrets.
     shown: the URL, with its password masked.
     note: what an operator should know, or "".
     """
@@ -53,8 +53,8 @@ _HOSTS = re.compile(r"[\w.-]+:\d{1,5}(,[\w.-]+:\d{1,5})*", re.ASCII)
 
 
 def read(url: str, environ: Mapping[str, str]) -> L2Store:
-    """Read the URL of an L2 store. What it leaves out is taken from the environment: an S3 URL's
-    region from AWS_REGION or AWS_DEFAULT_REGION, the node's address from NODE_IP.
+    """Read the URL of an L2 store. Missing parts come from the environment: an S3 URL's region from
+    AWS_REGION or AWS_DEFAULT_REGION, the node's address from NODE_IP.
 
     `redis://[user:password@]host[:6379][/database]`, `valkey://…`: Redis or Valkey, through
         Valkey's client: LMCache's own for `resp` hangs on a key that was evicted, and does not
@@ -71,7 +71,7 @@ def read(url: str, environ: Mapping[str, str]) -> L2Store:
 
     `capacity_gb`, in GiB, makes the server remove what it used least, in all but HyperPod's.
 
-    Raises ValueError in one sentence. It never repeats what may be part of a password.
+    Raises ValueError in one sentence. It never repeats a possible part of a password.
     """
     url = url.strip()
     if _HOSTS.fullmatch(url):
@@ -178,7 +178,7 @@ def _redis(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
 
 
 def _s3(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
-    """LMCache reaches a bucket by a host name of its own, and puts its keys at the top of it."""
+    """LMCache reaches a bucket by its own host name, and puts its keys at the top level."""
     _without_login(parts)
     query = _query(parts, region=text, endpoint=text, capacity_gb=positive)
     bucket, endpoint = parts.netloc, query.get("endpoint")

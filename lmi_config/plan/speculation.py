@@ -13,7 +13,7 @@ from lmi_config.options.declared import SPECULATIVE_TOKENS, Settings
 
 
 def draft_id(settings: Settings) -> str | None:
-    """What is named as the draft: a folder, an S3 prefix, a hub id; None where there is none."""
+    """The named draft: a folder, an S3 prefix, a hub id, or None."""
     config = settings.speculative_config or {}
     model = settings.speculative_draft_model or config.get("model")
     return model if isinstance(model, str) and model else None
@@ -36,8 +36,8 @@ def config(settings: Settings, draft: Draft | None) -> dict[str, Any] | None:
 
 
 def kept(draft: Draft) -> KvLayers:
-    """A draft's layers, by what vLLM keeps for them. EAGLE drafts run with classes of vLLM's own,
-    whatever their architectures are called.
+    """A draft's layers, by the state that vLLM keeps for them. EAGLE drafts run with classes of
+    vLLM's own, whatever their architectures are called.
     """
     found = draft.facts.kept
     own = draft.method in ("eagle", "eagle3") and draft.architecture

@@ -51,7 +51,7 @@ def options(
 ) -> dict[str, Any]:
     """vLLM's options for these settings on this machine, by vLLM's names.
 
-    derived: options that follow from what else is known, by vLLM's names; they come before the
+    derived: options that follow from other facts, under vLLM's names; they take precedence over the
     operator's.
 
     Raises SettingsError for a word of a list that vLLM would take for another option, and for an
@@ -97,8 +97,8 @@ _REUSE = "enable_prefix_caching"
 _HEARING = 4096  # tokens of a step without a GPU: two sounds of Whisper's, or more
 
 LORA_MODULES = "lora_modules"
-"""vLLM's option of adapters, each with a name. They are registered here: left to vLLM they would be
-outside of what checks adapters, lists them, and says which key may use them.
+"""vLLM's option of adapters, each with a name. They are registered here. In vLLM's hands they would
+bypass the checks, the lists, and the access rules for keys.
 """
 _LORA_FORMS = 'write name=path, or {"name": NAME, "path": PATH}'
 _LORA_KEYS = {"name", "path", "base_model_name", "is_3d_lora_weight"}
@@ -146,7 +146,7 @@ def lora_modules(settings: Settings) -> tuple[LoraModule, ...]:
 
 
 def _lora_module(word: str) -> LoraModule:
-    """One of them. Raises ValueError with what is wrong and what to do."""
+    """One of them. Raises ValueError with the fault and the fix."""
     if "=" in word and "," not in word:
         name, _, path = word.partition("=")
     else:
@@ -182,7 +182,7 @@ def pools(settings: Settings, model: ModelFacts) -> bool:
 
 
 def parsers(settings: Settings, chat: Chat) -> dict[str, Any]:
-    """vLLM's options that find tool calls and thoughts in answers, where nobody has set them."""
+    """vLLM's options for parsers of tool calls and reasoning, if they are not set."""
     given = settings.engine
     found: dict[str, Any] = {}
     if not generates(settings):
@@ -264,7 +264,7 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
 def environment(
     settings: Settings, machine: Machine, parallelism: Parallelism, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables to set before vLLM is imported. What the operator has set stays as it is."""
+    """Variables to set before vLLM is imported. Options of the operator stay unchanged."""
     wanted = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_MAX_AUDIO_DECODE_DURATION_S": str(settings.max_audio_seconds),
@@ -350,7 +350,7 @@ _QUANTISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq")
 
 
 def quantization_faults(settings: Settings, machine: Machine, model: ModelFacts) -> list[str]:
-    """Where options and the model's own files disagree about numbers: a sentence each.
+    """Numbers that differ between options and the model's own files: a sentence each.
 
     vLLM compares them in ModelConfig._verify_quantization, and the KV cache in its attention layer.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What thousands of LoRA adapters cost: registering, first use, and requests to the base model.
+"""The cost of thousands of LoRA adapters: registration, first use, and requests to the base model.
 
 Plain vLLM and Slipway serve the same tiny model with the same arguments and 4 slots, side by side.
-Slipway registers --adapters of them; vLLM's own way is to load each. First use is set against what
-it is for vLLM: loading the adapter, and one request. Requests to the base model go to the one and
+Slipway registers --adapters of them; vLLM's own way is to load each. First use is compared with
+vLLM's own work: loading the adapter, and one request. Requests to the base model go to the one and
 the other in turn, after all are registered. Printed are medians and, in brackets, quartiles.
 """
 

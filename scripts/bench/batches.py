@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What interactive requests take while a batch runs, beside none, and beside the same lines in a
-body of JSON lines, which has a place in the queue as every other request.
+"""The time of interactive requests while a batch runs, without a batch, and beside the same lines
+in a body of JSON lines, which has a place in the queue like every other request.
 
 Users ask one thing after the other. Each round has all three arms; the ratios are of its P90s.
 """
@@ -90,7 +90,7 @@ ARMS = {"alone": alone, "with a batch": batch, "with JSON lines": json_lines}
 
 
 def p90(client: httpx.Client, users: int, tokens: int, seconds: float) -> float:
-    """Of requests in a row by so many users at a time, in ms."""
+    """Times of consecutive requests by this many concurrent users, in ms."""
     until_s = time.perf_counter() + seconds
     numbers = itertools.count(LINES)
 

@@ -13,16 +13,16 @@ and --slo-itl-ms are the objectives of its goodput: requests/s that met both. It
 answer's average.
 
 A second URL gets the same load after the first, and its figures are also printed as multiples of
-the first's. Each URL has documents of its own.
+the first's. Each URL has separate documents.
 
-TTFT, ITL and tokens/s are of what begins after --warm-up seconds. TTFT: seconds until the first
-text. ITL: ms between two events of a stream. tokens/s: of answers, by the endpoint's own count
-where it reports one. cached: prompt tokens that the endpoint reports as cached. $/M tokens: $ for
-a million tokens of answers, from all machines' price per hour. The exit code is 1 when a request
-failed. One request goes before all: where it fails, no load is put on the endpoint.
+TTFT, ITL and tokens/s count requests that begin after --warm-up seconds. TTFT: seconds until the
+first text. ITL: ms between two events of a stream. tokens/s: of answers, by the endpoint's own
+count where it reports one. cached: prompt tokens that the endpoint reports as cached. $/M tokens: $
+for a million tokens of answers, from all machines' price per hour. The exit code is 1 when a
+request failed. One request goes before all: where it fails, no load is put on the endpoint.
 
-A key in the environment variable OPENAI_API_KEY is sent. Machines of clients are to be others than
-those of servers; a client process carries some thousand tokens/s.
+A key in the environment variable OPENAI_API_KEY is sent. Use other machines for clients than for
+servers; a client process handles some thousand tokens/s.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from serving.tune.workload import Level, Workload, WorkloadError
 STARTED_S = 120.0
 """Within which all client processes have started."""
 AFTER_FAULT_S = 0.2
-"""Users wait so long after a failed request, which may have failed at once."""
+"""Pause of users after a failed request, which may have failed at once."""
 TOLD = 200
 """Characters of an endpoint's error."""
 TEXT = ("content", "reasoning", "reasoning_content")
@@ -70,7 +70,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """What one URL gets. rate: requests/s; None for users who wait for answers, as many as
+    """The load on one URL. rate: requests/s; None for users who wait for answers, as many as
     concurrency. shared: of requests. run: what sets documents apart from another run's.
     """
 
@@ -106,7 +106,7 @@ class Load:
 
 @dataclass
 class Found:
-    """What one process, or all, have measured. requests: all; faults: of these, by what was told.
+    """The measurements of one process, or of all. requests: all; faults: failed ones, by message.
     ttfts, gaps: seconds, of requests after the warm-up. tokens: of answers, that came between the
     warm-up and the end. prompt, cached: tokens; cached is None where the endpoint does not say.
     """
@@ -207,7 +207,7 @@ class Client:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
-    """Raises Failed, and what aiohttp raises."""
+    """Raises Failed, and aiohttp's errors."""
     times: list[float] = []
     usage: dict[str, object] = {}
     async with session.post(f"{url}/v1/chat/completions", data=body) as response:
@@ -309,8 +309,8 @@ FIRST: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def choose_model(url: str, named: str | None, kind: str, timeout: float) -> str:
-    """The model that is named, or the first that the endpoint lists. Exits with the reason where it
-    does not answer a request for it.
+    """The model that is named, or the first that the endpoint lists. Exits with the reason if it
+    does not answer.
     """
     path, body = FIRST[kind]
     where = "/v1/models"
@@ -383,7 +383,7 @@ def of_level(found: Measured, price_per_hour: float | None) -> Figures:
 
 
 def _per_million(tokens: float, price_per_hour: float | None) -> float | None:
-    """$ for a million tokens, of so many each second."""
+    """$ for a million tokens, at this many tokens per second."""
     if price_per_hour is None or not tokens:
         return None
     return price_per_hour / 3600 / tokens * 1e6
@@ -401,7 +401,7 @@ def cells(figures: Figures, columns: Mapping[str, str]) -> list[str]:
 
 
 def ratios(one: Figures, base: Figures) -> list[str]:
-    """Of each figure of the one ÷ the base's."""
+    """Each figure ÷ the base's."""
     pairs = [(one[name], base[name]) for name in base]
     return [f"{it / of:.2f}" if it is not None and of else "-" for it, of in pairs]
 
@@ -430,7 +430,7 @@ OF_STEADY = (
     *("context", "documents", "shared", "output", "concurrency", "rate", "warm_up"),
     *("duration", "processes", "ignore_eos", "seed"),
 )
-"""What a workload says in other words."""
+"""A workload's keys → their meaning here."""
 
 
 def parsed() -> argparse.Namespace:
@@ -552,7 +552,7 @@ def measure_workload(
 def measure_steady(
     options: argparse.Namespace, urls: list[str], prices: list[float | None]
 ) -> list[str]:
-    """Put the steady load on each URL, and print what is measured. What failed."""
+    """Put the steady load on each URL, and print the measurements. What failed."""
     models = [choose_model(url, options.model, "chat", options.timeout) for url in urls]
     pace = f"{options.concurrency} users"
     if options.rate is not None:

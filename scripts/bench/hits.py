@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hit of each KV cache tier takes, and where the time of a hit goes.
+"""The time of a hit in each KV cache tier, and its parts.
 
 One server with the engine's prefix cache, memory and disk as tiers. The engine's own memory has
-room for two documents and what is asked of them, so that of several that are asked in turn none is
-still there. A round asks about new documents and about the same ones again:
+room for two documents and their questions, so with several documents in turn none is still there. A
+round asks about new documents and about the same ones again:
 
     miss    for the first time; its KV is stored
     prefix  right after that: the engine's own prefix cache, the best there can be
@@ -14,7 +14,7 @@ Whether each answer came from there is checked with the tokens that the server c
 not is a fault, and the exit code is 1. Printed are medians over all documents, and ratios to
 `prefix` in the same round. `waited` is vLLM's queue: `lookup` of it is asking the cache server,
 `load` is taking the KV over; `prefill` is computing the tokens that were not found, and the rest of
-TTFT is HTTP and tokenising. What of loads and stores is copying is told from the server's log.
+TTFT is HTTP and tokenising. The server's log tells the time of copying in loads and stores.
 
 With several --chunk-sizes or --transfers there is a server for each, asked in turn.
 """
@@ -48,7 +48,7 @@ TRANSFERS = ("auto", "engine_driven", "lmcache_driven")
 ENGINE = 2
 """Documents that the engine's own memory holds."""
 SPARE = 1.5
-"""Room in a tier, as a multiple of what is to be kept: eviction begins at 80%."""
+"""Size of a tier, as a multiple of the documents: eviction begins at 80%."""
 COUNTED_S = 3
 """The cache server's counts are as old as that."""
 SUMS = {
@@ -59,7 +59,7 @@ SUMS = {
     "engine's": "vllm:prefix_cache_hits_total",
     "tiers'": "vllm:external_prefix_cache_hits_total",
 }
-"""vLLM's series that grow by what one request took: seconds and tokens."""
+"""vLLM's series of seconds and tokens that grow with one request."""
 COPIED = re.compile(r"Retrieved \d+ tokens in ([\d.]+) seconds")
 STORED = re.compile(r"Stored \d+ tokens in ([\d.]+) seconds")
 """In the cache server's log: from its answer where the KV is, or will be, until it was copied."""
@@ -76,7 +76,7 @@ class Asked:
 
 
 class Server:
-    """A server with tiers and what it answered. chunk: tokens; None for Slipway's own choice.
+    """A server with tiers and its answers. chunk: tokens; None for Slipway's own choice.
     transfer: of TRANSFERS.
     """
 
@@ -114,7 +114,7 @@ class Server:
             self.faults.append(f"{self.name}: document {document}, {kind}: it came from {where}")
 
     def forget(self) -> None:
-        """Empty the cache server's memory. What is on its way to the disk gets there first."""
+        """Empty the cache server's memory. Pending writes to the disk finish first."""
         time.sleep(COUNTED_S)
         (process,) = self._program.children("kv_cache.lmcache")
         port = next(it for it in process.cmdline() if it.startswith("--http-port=")).split("=")[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What KV cache tiers win for long documents that are asked about again: TTFT and total time.
+"""The gain of KV cache tiers for long documents with repeated questions: TTFT and total time.
 
 The load is that of `lmcache bench engine --workload long-doc-qa`, which can be repeated against any
 other server: after some short prompts to warm up it asks about each document once, and then about
@@ -8,7 +8,7 @@ often as it is long, which is about one token each; every answer is as long as a
 `--published` sets the size of the figures that AWS published. The exit code is 1 when a request
 failed or an arm with tiers got nothing from them.
 
-The arms, one after the other, each with a server of its own:
+The arms, one after the other, each with a separate server:
 
     none    everything is computed again
     prefix  vLLM's own prefix cache, with room for every document: the best there can be
@@ -30,9 +30,9 @@ latter that came from behind the cache server's memory (lmcache_mp_lookup_hit_l2
 
 TTFT is the time to the first chunk with content. Gains are the arm `none` ÷ this arm.
 
---unique asks about every document once, which is the price of a miss: nothing can be found, and the
-arms with tiers store all of it. "CPU s" is what the server's processes have used meanwhile, the
-engine's and the cache server's too; on a machine that does much else it says more than times.
+--unique asks about every document once, which measures the price of a miss: there are no hits, and
+the arms with tiers store everything. "CPU s" is the CPU time of the server's processes, including
+the engine and the cache server; on a busy machine it says more than times.
 
 --sweep looks for where tiers begin to pay instead: with vLLM's own prefix cache in both, an engine
 alone and one with the memory of the cache server behind it, the engine's cache has room for
@@ -79,7 +79,7 @@ PUBLISHED = {"documents": 46, "length": 10_000, "output": 100, "in_flight": 4}
 SWEEP = (0.5, 1.0, 2.0, 4.0)
 WARM_UPS, WARM_UP_LENGTH = 5, 1000
 ROUND = 256
-"""Requests are rounded up to so many tokens, with as much again for chat templates. It is a
+"""Requests are rounded up to this many tokens, with as much again for chat templates. It is a
 multiple of a chunk.
 """
 COUNTED_S = 3
@@ -92,8 +92,8 @@ SPARE = 1.5
 class Room:
     """Sizes of KV caches for each rank, in bytes.
 
-    token: of one token. longest: tokens of the longest request. flight: what is in flight, and a
-    document more; everything: all documents as well.
+    token: of one token. longest: tokens of the longest request. flight: requests in flight, and one
+    more document; everything: all documents as well.
     """
 
     token: int
@@ -203,7 +203,7 @@ def warm_up(url: str, length: int) -> None:
 
 
 def load(url: str, options: argparse.Namespace, folder: Path, repeat: int = 1) -> Round:
-    """Ask about each document so often, by LMCache's own benchmark."""
+    """Ask about each document this often, with LMCache's own benchmark."""
     command = [
         *(str(Path(sys.executable).with_name("lmcache")), "bench", "engine"),
         *("--engine-url", url, "--workload", "long-doc-qa", "--no-interactive", "--no-warmup"),
@@ -236,7 +236,7 @@ def load(url: str, options: argparse.Namespace, folder: Path, repeat: int = 1) -
 
 
 def hits(url: str) -> Hits:
-    """What the server has counted so far."""
+    """The server's counters."""
     counted = httpx.get(f"{url}/metrics").text
     return Hits(
         engine=round(metrics.total(counted, "vllm:prefix_cache_hits_total")),

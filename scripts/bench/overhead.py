@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Slipway costs over plain vLLM: requests/s, latency and streamed tokens/s, as ratios.
+"""Slipway's cost over plain vLLM: requests/s, latency and streamed tokens/s, as ratios.
 
 Plain vLLM and Slipway serve the same tiny model with the same arguments, side by side. Rounds of
 load go to the one and the other in turn, so that what else the machine does falls on both, and each
 round's figure is set against plain vLLM's of the same round. Printed are the medians over the
 rounds and, in brackets, the quartiles. Neither server writes an access log.
 
-LMI's streams report every token's id and log probability, which a plain stream does not. What vLLM
-itself takes for those shows in the arm "plain vLLM, logprobs". The formatter's arm is a server with
-a model.py whose output formatter parses each event and writes it anew.
+LMI's streams report every token's id and log probability, which a plain stream does not. The arm
+"plain vLLM, logprobs" shows vLLM's own cost of those. The formatter's arm is a server with a
+model.py whose output formatter parses each event and writes it again.
 
 With --before, a checkout of another version is measured in the same rounds. The servers share a GPU
-where OPTION_GPU_MEMORY_UTILIZATION=0.5 lets them: vLLM wants so much of it to be free at a start.
+with OPTION_GPU_MEMORY_UTILIZATION=0.5: vLLM needs this part of it free at a start.
 """
 
 import argparse
@@ -44,7 +44,7 @@ STREAM_CONCURRENCY = 8
 
 
 def planned(environ: Mapping[str, str]) -> Plan:
-    """What Slipway decides with these options."""
+    """Slipway's plan with these options."""
     return prepare({**os.environ, **environ}).plan
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router in front of replicas costs: requests/s, CPU, latency and streams, as ratios.
+"""The cost of a router in front of replicas: requests/s, CPU, latency and streams, as ratios.
 
 The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or
 for streams both, without a router), vllm-router with its cheapest policy and as many threads as it
@@ -10,8 +10,9 @@ figure is set against vllm-router's of the same round. Printed are medians over 
 brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
-never comes again. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. Where
-load, replicas and router share two of them, requests/s tell of all three; CPU of the router alone.
+never comes again. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. If
+load, replicas and router share two cores, requests/s depend on all three, and CPU only on the
+router.
 
 With --before, a checkout of another version is measured in the same rounds.
 """
@@ -95,7 +96,7 @@ class Round(NamedTuple):
 
 Rounds = dict[str, list[Round]]
 Arm = tuple[Sequence[int], Program | None]
-"""Ports to load, and the router where there is one."""
+"""Ports to load, and the router if there is one."""
 
 
 class Failed(Exception):
@@ -103,7 +104,7 @@ class Failed(Exception):
 
 
 class Load:
-    """What the connections of one round share."""
+    """The shared state of one round's connections."""
 
     numbers = itertools.count()
 
@@ -118,7 +119,7 @@ class Load:
         self.done = asyncio.get_running_loop().create_future()
 
     def request(self, conversation: int, prompt: int) -> tuple[bytes, bytes]:
-        """What goes before and after the number at the end of a prompt."""
+        """The parts before and after the number at the end of a prompt."""
         text = f"{conversation:02} {'word ' * (prompt // 5)}"
         begin = b'{"model":"stub","messages":[{"role":"user","content":"' + text.encode()
         end = b'"}],"max_tokens":%d,"stream":%b}' % (

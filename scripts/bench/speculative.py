@@ -4,8 +4,8 @@
 The same prompts go, one after the other or so many at a time, greedily, to a server for each method
 and each number k of proposed tokens, set by Slipway's options. A step that proposes k tokens yields
 1 and those that are accepted; position p counts as accepted where all before it were. The figures
-are vLLM's own counters. On a CPU they are what counts: there a draft costs more than it saves. With
-a GPU the rate is shown too, as a ratio to that without speculation in the same run.
+are vLLM's own counters. On a CPU only they count, because there a draft costs more than it saves.
+With a GPU the rate is shown too, as a ratio to that without speculation in the same run.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def measured(
 
 
 def _round(client: httpx.Client, prompts: list[str], tokens: int, concurrency: int) -> Figures:
-    """Each prompt once, or as often as it takes to have so many in flight."""
+    """Each prompt once, or often enough to keep this many in flight."""
 
     def ask(prompt: str) -> None:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each routing strategy finds in the KV caches of three real engines.
+"""The prefix cache hits of each routing strategy on three real engines.
 
-Three servers with a tiny model, each with room for a third of what is asked in its KV cache, and
-for every strategy in turn a router in front of them. Chats of several turns, which begin with a
-system prompt that all share, and questions about documents, in random order. Every strategy and
-round gets texts of its own, so that nobody finds what another has left. The figures are vLLM's
-counters (vllm:prefix_cache_hits ÷ vllm:prefix_cache_queries). Times on a machine whose cores the
-engines share say little, and are not shown; scripts/dev simulate has those.
+Three servers with a tiny model, each with a KV cache for a third of the working set, and a router
+in front of them for every strategy in turn. Chats of several turns, which begin with a system
+prompt that all share, and questions about documents, in random order. Every strategy and round gets
+new texts, so that none finds another's KV. The figures are vLLM's counters (vllm:prefix_cache_hits
+÷ vllm:prefix_cache_queries). Times on a machine whose cores the engines share say little, and are
+not shown; scripts/dev simulate has those.
 
 --tiers measures KV cache tiers and routing together instead, in arms:
 
@@ -17,12 +17,12 @@ engines share say little, and are not shown; scripts/dev simulate has those.
     all       prefixaware, L1 and L2
 
 Several clients ask one question after the other about documents, in random order: first one about
-each, and then --questions about each, which count. Every arm and round gets as many requests, about
-documents of its own. An engine's cache holds a sixth of the documents and a server's memory half of
-them. With every round the servers start anew. TTFT is the time to the first text; where prompts'
-tokens came from is what vLLM counts; $ per 1,000 tokens of answers are for three replicas, whatever
-they have of tiers. Percentages are changes against the baseline. Times are those of three engines
-on this machine's cores.
+each, and then --questions about each, which count. Every arm and round gets the same number of
+requests, about separate documents. An engine's cache holds a sixth of the documents and a server's
+memory half of them. The servers restart in every round. TTFT is the time to the first text; where
+prompts' tokens came from is what vLLM counts; $ per 1,000 tokens of answers are for three replicas,
+whatever they have of tiers. Percentages are changes against the baseline. Times are those of three
+engines on this machine's cores.
 """
 
 import argparse
@@ -113,7 +113,7 @@ async def asked(client: aiohttp.ClientSession, path: str, body: object) -> bytes
 async def load(
     name: str, engines: Sequence[Program], router: Program, chats: int, documents: int
 ) -> Figures:
-    """Chats and questions through the router, and what the engines counted of them."""
+    """Chats and questions through the router, and the engines' counts."""
     drawn = random.Random(name)
     system = words(drawn, SYSTEM_WORDS)
     before = [await counters(it) for it in engines]
@@ -147,8 +147,8 @@ Start = Callable[[Path, Mapping[str, str]], Program]
 
 @contextmanager
 def warm() -> Iterator[Start]:
-    """Servers that are forked, so that nine start in a minute. Without threads of their own: three
-    engines on a few cores would only wait for each other.
+    """Servers that are forked, so that nine start in a minute. Without separate threads, because
+    three engines on a few cores would only wait for each other.
     """
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         python = WarmPython("scripts.harness.warm_engine", Path(folder))
@@ -239,19 +239,19 @@ ARMS = (
     Arm("routing", "none", "prefixaware"),
     Arm("all", "L1 + L2", "prefixaware"),
 )
-"""The first is what the others are compared with."""
+"""The others are compared with the first."""
 OF_ENGINE, OF_L1 = 1 / 6, 1 / 2
-"""Of the documents, what an engine's cache has room for, and a server's memory."""
+"""The share of the documents that fits into an engine's cache, and into a server's memory."""
 FULL = 0.8
-"""Of a tier, from which on LMCache evicts."""
+"""The usage of a tier from which LMCache evicts."""
 ROUNDED = 256
-"""A document with its question and answer takes so many tokens more at most, in whole blocks."""
+"""Maximum additional tokens of a document's question and answer, in whole blocks."""
 PROMPTS = {
     "computed": "vllm:request_prefill_kv_computed_tokens_sum",
     "tiers": "vllm:external_prefix_cache_hits_total",
     "engines": "vllm:prefix_cache_hits_total",
 }
-"""Where prompts' tokens came from, by vLLM's series."""
+"""The sources of prompt tokens, by vLLM's series."""
 ANSWERED = "vllm:request_success_total"
 FLOAT32 = {"OPTION_DTYPE": "float32"}
 """Quicker than 16 bits on many CPUs."""
@@ -259,8 +259,8 @@ FLOAT32 = {"OPTION_DTYPE": "float32"}
 
 @dataclass
 class Measured:
-    """What an arm has answered. ttfts: seconds, of each request. seconds: from the first question
-    to the last answer. tokens: of answers. prompts: tokens, by the names of PROMPTS.
+    """The answers of an arm. ttfts: seconds, of each request. seconds: from the first question to
+    the last answer. tokens: of answers. prompts: tokens, by the names of PROMPTS.
     """
 
     ttfts: list[float] = field(default_factory=list)
@@ -290,7 +290,7 @@ def questions(name: str, documents: int, each: int, length: int, drawn: random.R
 
 
 async def ask_all(url: str, texts: Sequence[str], clients: int, measured: Measured) -> None:
-    """So many clients, each with one question at a time until none is left."""
+    """A number of clients, each with one question at a time until none is left."""
     left = iter(texts)
 
     async def client(session: aiohttp.ClientSession) -> None:
@@ -319,7 +319,7 @@ async def ask_all(url: str, texts: Sequence[str], clients: int, measured: Measur
 
 
 def counted(engines: Sequence[Program], requests: float = 0) -> dict[str, float]:
-    """All engines' counts, once they have counted so many requests: later than they answer."""
+    """All engines' counts, once they include this many requests; they lag behind the answers."""
 
     def count() -> bool:
         texts = [httpx.get(f"{it.url}/metrics").text for it in engines]

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many requests and tokens the server in front of an engine carries: nothing is computed.
+"""The capacity of the server in front of an engine that computes nothing, in requests and tokens.
 
-Plain vLLM and Slipway run the same engine core, vLLM's own with its scheduler and sockets, in
-which an executor stands that has no model (engine.py): the first token is there at once, and others
+Plain vLLM and Slipway run the same engine core, vLLM's own with its scheduler and sockets, in which
+an executor stands that has no model (engine.py): the first token is there at once, and others
 follow at 50 tokens/s. Rounds of load go to the arms in turn, and each round's figure is set against
 plain vLLM's of the same round. Printed are medians over the rounds and, in brackets, quartiles. CPU
 is that of the serving process, in user and kernel, and of a model.py's; the engine's own and the
-load's are left out. Where they share the machine's cores, rates tell of all of them, CPU of the
-server alone. Events are those of a stream for each of its tokens: vLLM joins tokens where the
-server does not keep up. "one core" is how many streams of that rate one core carries by the CPU of
-a token. The knee is searched with ever more streams, until the server does not keep up.
+load's are left out. If they share the machine's cores, rates depend on all of them, and CPU only on
+the server. Events are those of a stream for each of its tokens: vLLM joins tokens where the server
+does not keep up. "one core" is how many streams of that rate one core carries by the CPU of a
+token. The knee is searched with ever more streams, until the server does not keep up.
 
-With --before, a checkout of another version is measured in the same rounds. --soak sends so many
-streams to Slipway and prints its memory; nothing else.
+With --before, a checkout of another version is measured in the same rounds. --soak only sends this
+many streams to Slipway and prints its memory.
 """
 
 import argparse
@@ -35,7 +35,7 @@ STREAMS, TOKENS = 64, 128
 STEP_MS = 20.0  # engine.py's
 KNEE = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 KEEPS_UP = 0.8
-"""Of the tokens offered, from which on a server counts as keeping up. Events are no measure: vLLM
+"""The share of offered tokens from which a server counts as keeping up. Events are no measure: vLLM
 joins tokens after each hiccup of the machine.
 """
 
@@ -104,7 +104,7 @@ def knee(found: dict[str, Program], arms: list[Arm]) -> None:
 
 
 def soak(found: dict[str, Program], arms: list[Arm], streams: int) -> None:
-    """Memory after each twentieth of so many streams of 8 tokens, over all arms in turn."""
+    """Memory after each twentieth of this many streams of 8 tokens, over all arms in turn."""
     share = max(streams // 20, 64)
     for number in range(20):
         arm = arms[number % len(arms)]

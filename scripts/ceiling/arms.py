@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers over an engine without a model, and what they are asked."""
+"""The servers over an engine without a model, and their requests."""
 
 import hashlib
 import json
@@ -103,7 +103,7 @@ def servers(
     before: Path | None,
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Program]:
-    """Those of these names, started together. more: options that all of them have besides."""
+    """The arms of these names, started together. more: options that all of them have besides."""
     model = str(tiny.make())
     asked = {
         "OPTION_MODEL_ID": model,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector's checks of a step's stores cost, beside LMCache's own work for them.
+"""The cost of the connector's checks of a step's stores, beside LMCache's own work for them.
 
-Prompts that have just been computed, of so many blocks each; no engine and no server.
+Prompts that have just been computed, with this many blocks each; no engine and no server.
 
     .venv/bin/python -m scripts.ceiling.kv_checks
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A closed loop over a few connections, as cheap as Python can be, and what it measured."""
+"""A closed loop over a few connections, as cheap as Python can be, and its measurements."""
 
 import asyncio
 import json
@@ -135,7 +135,7 @@ def measured(
     count: int,
     key: str = "",
 ) -> Round:
-    """Put the load on a server. tokens: of each answer, where they are to be counted; else 0."""
+    """Put the load on a server. tokens: of each answer, if they count; otherwise 0."""
 
     async def run() -> tuple[Load, float]:
         load = Load(path, body, tokens, count, key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CPU time of the serving process goes: py-spy's samples on the ceiling bench.
+"""The CPU time of the serving process by function: py-spy's samples on the ceiling bench.
 
 One arm after the other gets load for --seconds while py-spy looks at the serving process, a hundred
 times a second. Printed are the functions in which most samples were (self), and those that most

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults under load: what is lost, what is wrong, and what grows. It should be nothing.
+"""Faults under load: it counts lost and wrong answers, and growing processes. All should be 0.
 
 Two servers with a tiny model, KV cache tiers, adapters and a formatter, a Valkey that they share
 behind a proxy (or HyperPod's tiered storage: its stand-in), and the router in front of them. While
 mixed traffic goes on, faults come one after the other in a random order: engine processes, the
-cache server and the shared store are killed or hang, tiered storage lies about places, a
-server is asked to stop, the network to the store hangs, a disk is full. All along
-adapters are registered, updated and deleted, and clients send garbage or leave in the middle. In
-the end all of it is asked to stop under load. What ends is started again, as Docker or Kubernetes
-would do it.
+cache server and the shared store are killed or hang, tiered storage lies about places, a server is
+asked to stop, the network to the store hangs, a disk is full. All along adapters are registered,
+updated and deleted, and clients send garbage or leave in the middle. In the end all of it is asked
+to stop under load. Ended processes are started again, as Docker or Kubernetes would do it.
 
 Prompts are greedy, in float32, and their answers are recorded before from a server that does
 nothing else, so that a wrong answer, or one of another request or adapter, is seen. The ledger that
@@ -18,8 +17,8 @@ without its fault, and neither memory nor file descriptors grew.
 --prefill has the first server compute long prompts of the others, so that faults come in between.
 --soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
 --hostile has clients attack the servers and the router beside it (hostile/clients.py), and a second
-router whose replicas, store and files are hostile (hostile/gate.py). With --soak it says what has
-grown.
+router whose replicas, store and files are hostile (hostile/gate.py). With --soak it prints the
+growth.
 """
 
 import argparse
@@ -40,17 +39,17 @@ from scripts.chaos.users import Users
 from scripts.chaos.world import World, say, until
 
 WARM_S = 15.0
-"""Of traffic before the first quiet moment, and after the last fault."""
+"""Seconds of traffic before the first quiet moment, and after the last fault."""
 IDLE_S = 80.0
-"""Longer than connections are kept on which nothing is sent, which attacks leave behind."""
+"""Longer than the life of silent connections, which attacks leave behind."""
 ROUND_S = 180.0
-"""Of attacks, between two quiet moments of --soak."""
+"""Seconds of attacks between two quiet moments of --soak."""
 SOAK_WARM_S = 600.0
-"""Of --soak with attacks, in which what has grown does not count."""
+"""Seconds of --soak with attacks before growth counts."""
 
 
 class Chaos:
-    """One run: the world, its users, and what happens to them."""
+    """One run: the world, its users, and the faults."""
 
     def __init__(
         self, options: argparse.Namespace, folder: Path, closing: contextlib.ExitStack
@@ -111,7 +110,7 @@ class Chaos:
         self.compared = table(before, after)
 
     async def _stop(self) -> None:
-        """One server, as in a rolling update, then the router, then what is left."""
+        """One server, as in a rolling update, then the router, then the rest."""
         first, *rest = self.world.servers
         await first.stop_at_last()
         await asyncio.sleep(1)
@@ -122,7 +121,7 @@ class Chaos:
         await self.users.pause()
 
     async def quiet(self) -> dict[str, Sample]:
-        """Let all requests end, see that nothing is left of them, and measure."""
+        """Let all requests end, check that nothing is left of them, and measure."""
         await self.users.pause()
         await self.users.client.close()
         if not await until(self.world.idle, 20):
@@ -131,8 +130,8 @@ class Chaos:
         return self.world.samples()
 
     async def _hostile(self) -> None:
-        """Have clients attack for as long as asked. --soak: in turns with quiet moments, in which
-        memory, files and tasks are measured.
+        """Have clients attack for as long as asked. --soak: traffic alternates with quiet moments
+        that measure memory, files and tasks.
         """
         options, ledger = self.options, self.ledger
         ended = time.monotonic() + 60 * options.minutes
@@ -186,7 +185,7 @@ def handed_over(prefills: Mapping[str, int]) -> int:
 
 
 async def chaos(options: argparse.Namespace, folder: Path) -> bool:
-    """Whether all was as it should be."""
+    """Whether everything was right."""
     task = asyncio.current_task()
     assert task
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

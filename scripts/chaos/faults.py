@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in chaos, one fault after the other, and how soon all is well again."""
+"""The faults of chaos, one after the other, and the time to recover."""
 
 import asyncio
 import random

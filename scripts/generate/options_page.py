@@ -17,43 +17,43 @@ INTRODUCTION = """\
 <!-- Written by scripts/generate/options_page.py from lmi_config; do not edit. -->
 
 Options are environment variables, or arguments of `serve`, `plan`, `tune` and `route`, as in vLLM:
-`OPTION_MAX_MODEL_LEN=8k` is `--max-model-len 8k`, `SERVING_JOB_QUEUE_SIZE=9` is
-`--job-queue-size 9`, and the model may stand without a flag: `serve Qwen/Qwen3-0.6B`. Options that
-are on or off need no value: `--enable-lora`, `--no-enable-prefix-caching`.
+`OPTION_MAX_MODEL_LEN=8k` is `--max-model-len 8k`, and `SERVING_JOB_QUEUE_SIZE=9` is
+`--job-queue-size 9`. The model needs no flag: `serve Qwen/Qwen3-0.6B`. Switches need no value:
+`--enable-lora`, `--no-enable-prefix-caching`.
 
-Each can also stand in a file in the model's folder, or in `/opt/ml/model` (`SERVING_MODEL_STORE`):
+Files in the model's folder, or in `/opt/ml/model` (`SERVING_MODEL_STORE`), can also set options:
 
-- `serving.properties`, as LMI has it: `option.max_model_len=8192` is `OPTION_MAX_MODEL_LEN`, and
+- `serving.properties`, as in LMI: `option.max_model_len=8192` is `OPTION_MAX_MODEL_LEN`, and
   `job_queue_size=100` is `SERVING_JOB_QUEUE_SIZE`.
-- `slipway.yaml`, or the file that `OPTION_CONFIG_FILE` names: `max_model_len: 8192`. Values may be
-  mappings and lists, and longer than the 1,024 bytes that SageMaker allows a variable.
+- `slipway.yaml`, or the file in `OPTION_CONFIG_FILE`: `max_model_len: 8192`. Values may be mappings
+  and lists, and longer than SageMaker's limit of 1,024 bytes for a variable.
 
-Where an option is given several times, this counts, first to last: arguments, `SAGEMAKER_*`
-variables, YAML, `serving.properties`, `HF_*`, `OPTION_*`, the other names in their row from left to
-right, the default. `OPTION_<NAME>` and `SM_VLLM_<NAME>`, with the name of the vLLM option that is
-shown, are further names; what they say must agree with the rest. Empty variables count as not set.
-A switch of vLLM's is on by an empty `SM_VLLM_<NAME>`, as in AWS's vLLM container.
+If several places set an option, the first of these counts: arguments, `SAGEMAKER_*` variables,
+YAML, `serving.properties`, `HF_*`, `OPTION_*`, the other names in its row from left to right, the
+default. `OPTION_<NAME>` and `SM_VLLM_<NAME>`, with the vLLM name in the row, are further names;
+their values must agree with the rest. Empty variables count as not set, except that an empty
+`SM_VLLM_<NAME>` enables a switch of vLLM's, as in AWS's vLLM container.
 
 `OPTION_` names are in capitals, or exactly as LMI spells them (`OPTION_max_model_len`,
-`OPTION_entryPoint`); `SM_VLLM_<NAME>` also stands for each `OPTION_<NAME>`, in any case.
+`OPTION_entryPoint`). `SM_VLLM_<NAME>` also works for each `OPTION_<NAME>`, in any case.
 
-**What would silently serve something else than asked is refused; what only does nothing is noted.**
-Values that cannot be read, names that disagree and unknown names, as far as `OPTION_STRICT` refuses
-them, stop the start, all reported at once. `scripts/plan` shows every option that is set and where
-it was given.
+**Slipway refuses an option if ignoring it would change the answers, and only logs a note if
+ignoring it changes nothing.** The start stops, with all faults at once, for invalid values, values
+that disagree, and the unknown names that `OPTION_STRICT` refuses. `scripts/plan` shows every option
+that is set, and the place that set it.
 """
 
 UNTRUSTED = """\
 
-An option file in an untrusted channel may name a model and a draft that are in one, and set
+An option file in an untrusted channel may name a model and a draft in an untrusted channel, and set
 """
 
 VLLM = """\
 
 ## vLLM's own options
 
-Every other option of vLLM's works by its own name, as `OPTION_<NAME>` or `SM_VLLM_<NAME>`; switches
-take `true` and `false`, lists are JSON or have commas:
+Every other vLLM option works under its own name, as `OPTION_<NAME>` or `SM_VLLM_<NAME>`. Switches
+take `true` and `false`; lists are JSON or comma-separated:
 """
 
 REFUSED_INTRODUCTION = """\
@@ -65,15 +65,15 @@ REMOVED_INTRODUCTION = """\
 
 ## Names that were removed
 
-Options of LMI's and of older versions of vLLM are accepted, each with a warning that says what to
-do instead:
+Slipway accepts options of LMI and of older versions of vLLM, each with a warning that names the
+alternative:
 """
 
 UNUSED_INTRODUCTION = """\
 
-## Names that do nothing
+## Names without effect
 
-LMI's options that mean nothing here are accepted, with one warning at the start:
+Slipway accepts LMI's options that have no effect here, with one warning at the start:
 """
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in a process of its own: the one supervisor of tests, benchmarks and chaos."""
+"""A server in a separate process: the one supervisor of tests, benchmarks and chaos."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 SERVE = ("./entrypoint.sh", "serve")
 ROUTE = ("./entrypoint.sh", "route")
 PYTHON_SERVES = (sys.executable, "-m", "serving", "serve")
-"""What entrypoint.sh runs, for a Forkable."""
+"""The command that entrypoint.sh runs, for a Forkable."""
 AS_ENTRYPOINT_SH = MappingProxyType({"DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)})
 START_S = 500.0  # far above what a start takes, for machines that do much else
 STOP_S = 40.0  # above the 30 s after which platforms kill
@@ -158,7 +158,8 @@ class Program:
 class Forkable(Program):
     """A program that is forked where our own Python runs it: from one that is warm.
 
-    python: where that is, called when it is needed. Without it the program starts as any other.
+    python: gives the warm Python, called when it is needed. Without it the program starts as any
+    other.
     """
 
     log: Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP proxy that lets only so many bytes through in a second, for tests and benchmarks.
+"""A TCP proxy with a limit on bytes per second, for tests and benchmarks.
 
 As a program: `slow_link.py PORT BYTES_PER_SECOND OWN_PORT`.
 """

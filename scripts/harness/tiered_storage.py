@@ -36,7 +36,7 @@ SEGMENT = Path("/dev/shm/ai_toolkit_cache")
 PIECE = 256 << 10
 """Bytes that an object's pieces are made of."""
 Pieces = list[dict[str, Any]]
-"""Of an object: where each is, in bytes."""
+"""The offset of each page of an object, in bytes."""
 
 
 def misplaced(lease: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +67,8 @@ class _Object:
 class Daemon:
     """Its objects, and its API.
 
-    size: bytes of the segment. miss_s: how long it looks for what it has not. answered: may change
-    what a lease answers, for tests of what a client believes.
+    size: bytes of the segment. miss_s: time to look for a missing object. answered: may change the
+    answer to a lease, for tests of a client's checks.
     """
 
     def __init__(self, segment: Path = SEGMENT, size: int = 64 << 20, miss_s: float = 0) -> None:
@@ -115,7 +115,7 @@ class Daemon:
         return web.Response()
 
     def _room(self, count: int) -> list[int] | None:
-        """So many pages, of which none is another's."""
+        """Free pages, or None if there are too few."""
         unused = sorted((it.used, name) for name, it in self._objects.items() if not it.pinned())
         for _, name in unused:
             if len(self._free) >= count:
@@ -164,7 +164,7 @@ async def _serve(daemon: Daemon, port: int, opened: "Future[int]", stop: asyncio
 
 @contextlib.contextmanager
 def running(daemon: Daemon, port: int = 0) -> Iterator[int]:
-    """The port on which it answers, on this machine. Its segment goes with it."""
+    """Its port, on this machine. Its segment goes with it."""
     opened: Future[int] = Future()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 

@@ -51,7 +51,8 @@ class NotWarm(Exception):
 
 
 class Forked:
-    """A process that a warm Python has forked, with what harnesses use of subprocess.Popen.
+    """A process that a warm Python has forked, with the parts of subprocess.Popen that harnesses
+    use.
 
     It is killed when the process that holds this object ends.
     """
@@ -115,9 +116,10 @@ class Forked:
 class WarmPython:
     """The process that others are forked from. It ends with this one.
 
-    prepared: a module to import; that is what takes the time. It names as PROGRAMS the beginnings
-    of the arguments of what forked processes fork in turn, and has forked(), which every forked
-    process calls with its arguments before it runs. folder: for sockets; its path is to be short.
+    prepared: the module to import, which takes most of the time. It names as PROGRAMS the
+    beginnings of the arguments of what forked processes fork in turn, and has forked(), which every
+    forked process calls with its arguments before it runs. folder: for sockets; its path must be
+    short.
     """
 
     def __init__(self, prepared: str, folder: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where models that are made here are kept: a folder in the user's cache, each made once."""
+"""The folder of generated models in the user's cache; each is made once."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that is served where none is named: SmolLM2-135M-Instruct, as a Hugging Face folder.
+"""The default model: SmolLM2-135M-Instruct, as a Hugging Face folder.
 
 `python -m scripts.models.default VERB [ARGUMENT ...]` makes it and prints its path, or prints
 nothing where these arguments, variables or files name another model.

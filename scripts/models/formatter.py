@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's output formatter that parses each event of a stream and writes it anew."""
+"""A user's output formatter that parses each event of a stream and writes it again."""
 
 from pathlib import Path
 
 NAME = "formatted"
-"""What it stamps on answers."""
+"""The stamp on answers."""
 
 CODE = f'''"""Says who has processed an answer."""
 

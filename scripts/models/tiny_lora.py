@@ -15,7 +15,7 @@ MODULES: Mapping[str, tuple[int, int]] = {
     "v_proj": (256, 128),
     "down_proj": (512, 256),
 }
-"""In and out of what is changed in each of the tiny model's layers."""
+"""Input and output sizes of the adapted modules in each of the tiny model's layers."""
 LAYERS = 4
 NONE: Mapping[str, "torch.Tensor"] = MappingProxyType({})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version, which pyproject.toml states, and the other places that repeat it.
+"""Compare the version in pyproject.toml with the other places that repeat it.
 
 `scripts/check` compares them, and `scripts/check --fix` writes them.
 """
@@ -18,11 +18,12 @@ REPEATED = (
     ("deploy/helm/slipway/Chart.yaml", r"^version: (.+)$"),
     ("deploy/helm/slipway/Chart.yaml", r"^appVersion: (.+)$"),
 )
-RELEASED = r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$"
+RELEASED = r"^## \[(\d.*)\] - (\d{4}-\d\d-\d\d|not released)$"
+"""The heading of a version in CHANGELOG.md. It has a date only once the version is released."""
 
 
 def found(file: Path, pattern: str) -> re.Match[str]:
-    """The first line of a file that has a version."""
+    """The first line of a file with a version. Raises SystemExit if there is none."""
     match = re.search(pattern, file.read_text(), re.MULTILINE)
     if not match:
         raise SystemExit(f"{file} has no line like {pattern}")
@@ -34,7 +35,7 @@ def version(root: Path) -> str:
 
 
 def faults(root: Path) -> list[str]:
-    """The places that have another version, a line each."""
+    """One line for each place with another version."""
     wanted = version(root)
     places = (*REPEATED, ("CHANGELOG.md", RELEASED))
     has = [(name, found(root / name, pattern)[1]) for name, pattern in places]
@@ -44,7 +45,7 @@ def faults(root: Path) -> list[str]:
 
 
 def write(root: Path) -> None:
-    """Repeat the version wherever it is repeated. CHANGELOG.md is written by people."""
+    """Write the version to every place except CHANGELOG.md, which people write."""
     for name, pattern in REPEATED:
         match = found(root / name, pattern)
         start, end = match.span(1)
@@ -52,8 +53,12 @@ def write(root: Path) -> None:
 
 
 def notes(root: Path) -> str:
-    """What CHANGELOG.md says of the version."""
+    """CHANGELOG.md's section of the version. Raises SystemExit if its heading has no date."""
     heading = found(root / "CHANGELOG.md", RELEASED)
+    if heading[2] == "not released":
+        raise SystemExit(
+            f"CHANGELOG.md: write the date of the release into the heading of {heading[1]}"
+        )
     return heading.string[heading.end() :].partition("\n## ")[0].strip()
 
 

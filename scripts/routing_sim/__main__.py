@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulate the router's strategies, and those of others, in front of seven engines with GPUs.
 
-scripts/routing_sim/README.md says what is simulated, whose strategies they are, and how far to
-believe it.
+scripts/routing_sim/README.md describes the simulation, the sources of the strategies, and the
+limits of the results.
 
 Columns: percentiles of the time to first token (TTFT) in seconds, over the requests of all seeds;
 "gap": time between the tokens of an answer; "hit": prompt tokens from an engine's cache / prompt

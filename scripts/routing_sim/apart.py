@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode apart: from which load it pays, and from which length of prompts."""
+"""Prefill and decode apart: the load and the length of prompts from which it pays."""
 
 import math
 import random
@@ -12,12 +12,12 @@ from scripts.routing_sim.report import Outcome, percentile, simulate
 
 STRATEGY = "prefixaware"
 LONG = 0.15
-"""Of the requests."""
+"""Share of the requests."""
 SECONDS = 120.0
 LOADS = (5, 10, 20, 30, 40, 50)
 MIDDLE = 20
 PREFILLING = (0, 1, 2, 3)
-"""Of the replicas."""
+"""Share of the replicas."""
 LEAST = 4096
 LEASTS = (1024, 2048, 4096, 8192, 16_384)
 COLUMNS = ("", "TTFT P50", "P90", "gap P50", "gap P90", "gap P99", "tokens/s", "failed")

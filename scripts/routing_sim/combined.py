@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache tiers and routing together: the same users before every arm, and what tokens cost."""
+"""KV cache tiers and routing together: the same users in every arm, and the price of tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ STORES = {
 whose daemon each replica has beside it.
 """
 TIMES = 10
-"""What all documents together are, of one replica's engine's cache."""
+"""The size of all documents, as a multiple of one engine's cache."""
 SECONDS = 120.0
 
 
@@ -88,7 +88,7 @@ Changes = tuple[float, float, float, float]
 
 
 def changes(it: Outcome, base: Outcome) -> Changes:
-    """Of TTFT P50, P90, tokens/s and cost. The cost's does not depend on the price."""
+    """Changes of TTFT P50, P90, tokens/s and cost. The cost's does not depend on the price."""
     rate = it.rate / base.rate
     return (
         it.ttft(0.5) / base.ttft(0.5) - 1,

@@ -39,7 +39,7 @@ class Run:
 
 
 class Clock:
-    """What happens when, in order."""
+    """The events, in order of time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -112,7 +112,7 @@ class Blocks:
 
 
 class Listener(Protocol):
-    """What an engine reports to: the fleet that it is in."""
+    """The fleet that an engine reports to."""
 
     def first(self, run: Run) -> None: ...
 
@@ -144,7 +144,7 @@ class Engine:
         self.restart()
 
     def restart(self) -> None:
-        """Empty again. Nothing of what was under way comes to an end."""
+        """Empty again. Requests in flight do not finish."""
         self._version += 1
         self._blocks = Blocks(self.profile.kv_tokens // BLOCK)
         self._waiting: deque[Run] = deque()
@@ -182,7 +182,7 @@ class Engine:
         self._clock.at(self._since + seconds, partial(self._stepped, self._version))
 
     def _took(self, steps: int, prefill: int) -> float:
-        """Seconds of so many steps: each adds a token of context for each sequence."""
+        """Seconds of this many steps; each step adds a token of context to each sequence."""
         it = self.profile
         context = steps * self._context + len(self._decoding) * steps * (steps - 1) / 2
         return self.slow * (steps * it.step_s + prefill / it.rate + it.context_s * context)

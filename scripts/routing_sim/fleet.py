@@ -17,7 +17,7 @@ from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 EVENTS_S = 0.005
 """How old KV events are when they arrive."""
 HANDOVER_S = 2.0
-"""How long a prompt's KV is waited for where it is handed over."""
+"""Time limit for a handed-over prompt's KV."""
 WARM_UP, DRAIN_S, DOWN_S = 1 / 3, 60.0, 20.0
 """The share of a run that only fills caches; seconds after the last request in which all may end;
 seconds that a lost replica is away."""
@@ -136,7 +136,7 @@ class Fleet:
                 self._blocks.apply(engine.name, 0, event)
 
     def _restart(self) -> None:
-        """The last replica is lost; what it had under way goes elsewhere. It comes back empty."""
+        """The last replica is lost; its requests in flight go to others. It comes back empty."""
         down = self._up.pop()
         self._engines.pop(down.name).restart()
         for memory in (self._policy, self._index, self._blocks):

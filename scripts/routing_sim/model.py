@@ -77,7 +77,7 @@ def chain(parts: Parts, size: int, seed: int = 0) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a client wants, and what it got. after: the request that follows its end, and when.
+    """A client's request and its result. after: the request that follows its end, and when.
     cached, of_l1, of_l2: prompt tokens from the engine's cache and from each tier.
     """
 
@@ -101,7 +101,7 @@ class Request:
 
 
 class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
-    """What strategies know of a request, and for those of others its text as well."""
+    """The facts that strategies know of a request; the rivals also know its text."""
 
     parts: Parts
 
@@ -138,8 +138,8 @@ class Apart:
 @dataclass(frozen=True)
 class Case:
     """A workload at a load, which is requests/s or users. slow: how many times as long the first
-    replica takes. restart: whether one is lost in the middle of what is measured. replicas: how
-    many there are; adapter_slots: adapters that each keeps. l1: memory behind each engine's cache;
+    replica takes. restart: whether one is lost in the middle of the measurement. replicas: how many
+    there are; adapter_slots: adapters that each keeps. l1: memory behind each engine's cache;
     l2: the store behind all of them. apart: prefill and decode apart.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulation finds: figures of each arm, tables, targets, and a plot."""
+"""The results of a simulation: figures of each arm, tables, targets, and a plot."""
 
 import math
 import random
@@ -95,7 +95,7 @@ Found = list[dict[str, Outcome]]
 
 
 def run(cases: Sequence[Case], arms: Sequence[str], seeds: int) -> Found:
-    """What each arm makes of each case; printed as it comes."""
+    """The result of each arm in each case, printed at once."""
     found: Found = []
     for case in cases:
         users = case.requests is chat

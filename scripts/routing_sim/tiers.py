@@ -8,9 +8,9 @@ from typing import NamedTuple
 from scripts.routing_sim.model import BLOCK, Profile, Tier
 
 CHUNK = 2
-"""Blocks of what tiers keep: 256 tokens, LMCache's chunks."""
+"""Blocks of the tiers: 256 tokens, LMCache's chunks."""
 BACKLOG_S = 5.0
-"""What would wait longer to be written is not stored."""
+"""KV that would wait longer to be written is not stored."""
 
 
 class Link:
@@ -45,8 +45,8 @@ class Chunks:
         return self._since.get(link, 0.0)
 
     def add(self, links: Sequence[int], since: float) -> None:
-        """Those that are there already are only used again. The first of them go last, since the
-        others are of no use without them.
+        """Existing ones are only marked as used. The first of them go last, since the others are of
+        no use without them.
         """
         for link in reversed(links):
             self._since.setdefault(link, since)

@@ -45,7 +45,7 @@ def readers(rng: random.Random, load: float, *, length: int, number: int) -> Ite
 
 
 def chat(rng: random.Random, load: float) -> Iterator[Request]:
-    """Users of one application: 8 turns, then anew."""
+    """Users of one application: 8 turns, then a new conversation."""
     for at in sorted(rng.uniform(0, 80) for _ in range(round(load))):
         yield _turn(random.Random(rng.random()), at, ((1, 600),), 0, "")
 

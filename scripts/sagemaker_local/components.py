@@ -15,7 +15,7 @@ KIND = "InferenceComponent"
 
 
 class Components:
-    """The operations on inference components. What takes time goes on in the background.
+    """The operations on inference components. Slow work runs in the background.
 
     posts: how often an adapter is registered.
     """
@@ -83,7 +83,7 @@ class Components:
         self._copies.begin(self._start_adapter(component, base))
 
     def _recipe(self, component: Component, specification: Record) -> Recipe:
-        """Raises Refused where there is nothing to run."""
+        """Raises Refused if there is nothing to run."""
         container = specification.get("Container", {})
         if name := specification.get("ModelName"):
             model = self._records.find("Model", name).described["PrimaryContainer"]
@@ -122,7 +122,7 @@ class Components:
         return copy
 
     async def _restart(self, component: Component) -> None:
-        """SageMaker replaces a copy that exits, and registers its adapters anew."""
+        """SageMaker replaces a copy that exits, and registers its adapters again."""
         async with component.lock:
             if component.copy and not component.copy.healthy:
                 await self._copies.stop(component.copy)

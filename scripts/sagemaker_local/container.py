@@ -30,15 +30,15 @@ DOCKER = shlex.split(os.environ.get("DOCKER", "docker"))
 STARTING_PING_S = 0.2  # between attempts; SageMaker asks every 5 s, for which nobody wants to wait
 REASON = 1024  # characters of a FailureReason
 _CONFIGURING = ("AWS_", "OPTION_", "SERVING_", "SAGEMAKER_", "SM_", "HF_MODEL_ID", "LMCACHE_")
-"""Variables of our own that a process does not get: its model brings them or nobody does."""
+"""Variables of ours that a process does not get."""
 
 
 class Failed(Exception):
-    """A copy that does not start, or a call that it does not answer as it should."""
+    """A copy that does not start, or that answers a call wrongly."""
 
 
 class Limits(NamedTuple):
-    """What SageMaker allows a container, in seconds and bytes."""
+    """SageMaker's limits for a container, in seconds and bytes."""
 
     answer_s: float = 60
     stream_s: float = 8 * 60
@@ -60,7 +60,7 @@ class Artifact(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What a copy is made of.
+    """The definition of a copy.
 
     channels: further artifacts by their channels' names. startup_s, scrape_s: as the endpoint's
     configuration has them. memory: MiB of the container, at most. gpus: how many it gets.
@@ -79,7 +79,7 @@ class Recipe(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a container answered to a call that is not streamed."""
+    """A container's non-streamed answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -106,7 +106,7 @@ def bring(store: Path | None, artifact: Artifact, folder: Path) -> None:
 
 
 def locate(store: Path | None, artifact: Artifact) -> Path:
-    """Where an artifact is on this machine. Raises Failed where it is not."""
+    """The path of an artifact on this machine. Raises Failed if it is missing."""
     if store is None:
         raise Failed(f"{artifact.url}: there is no S3 here; --s3 FOLDER stands for it")
     if not artifact.url.startswith("s3://"):
@@ -251,7 +251,7 @@ class Copy:
         return (what + last)[:REASON]
 
     async def ping(self) -> str | None:
-        """Ask once whether it is healthy. Returns what is wrong."""
+        """Ask once whether it is healthy. Returns the fault."""
         try:
             answer = await self.call("GET", "/ping", seconds=self._limits.ping_s)
         except Failed as fault:
@@ -289,7 +289,7 @@ class Copy:
     ) -> None:
         """Unpack an adapter and register it, as often as `times` says. Raises Failed.
 
-        name: the component's. adapter: the id by which the container knows it.
+        name: the component's. adapter: its id in the container.
         """
         now = time.time_ns()
         folder = self._ml / "models" / f"container_{account}-{name}-{now // 10**6}-{now % 10**6:06}"
@@ -385,7 +385,7 @@ class Copy:
                 yield response
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL for what is left after the limit."""
+        """SIGTERM, and SIGKILL for the rest after the limit."""
         self.healthy = False
         for task in self._tasks:
             task.cancel()
@@ -437,7 +437,7 @@ def _described(error: BaseException) -> str:
 
 
 def _listed(folder: Path) -> dict[str, tuple[int, int]]:
-    """What is in a folder, with sizes and times of change."""
+    """The content of a folder, with sizes and modification times."""
     return {
         str(path): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in folder.rglob("*")

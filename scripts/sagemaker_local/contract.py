@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SageMaker's contract, rule by rule, against a container that runs: which of them it keeps.
 
-Each rule is a function that returns what it saw, or raises Broken or NotTried. They run one after
-the other, and those that may end the container last.
+Each rule is a function that returns its observation, or raises Broken or NotTried. They run one
+after the other, and those that may end the container last.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ CLOSED_PATHS = (
 
 
 class Broken(Exception):
-    """A rule that the container does not keep; the message says what was seen."""
+    """A rule that the container does not keep; the message has the observation."""
 
 
 class NotTried(Exception):
@@ -97,7 +97,7 @@ class Container:
         seconds: float = ANSWER_S,
         accept_s: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer, from its head on. body: bytes, or what becomes JSON."""
+        """An answer, from its head on. body: bytes, or a value to encode as JSON."""
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         data = None if content is None else io.BytesIO(content)
         async with aiohttp.ClientSession(
@@ -562,7 +562,7 @@ def _padded(body: Mapping[str, Any], size: int) -> bytes:
 
 
 async def _running(container: Container) -> float | None:
-    """How many requests vLLM says are running; None where it does not say."""
+    """The number of running requests according to vLLM, or None."""
     lines = (await container.ask("GET", "/metrics")).body.decode(errors="replace").splitlines()
     found = [float(it.split()[-1]) for it in lines if it.startswith("vllm:num_requests_running")]
     return sum(found) if found else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies of containers that run for endpoints and components, and what is done meanwhile."""
+"""The running copies of containers for endpoints and components, and their background work."""
 
 import asyncio
 import logging
@@ -70,7 +70,7 @@ class Copies:
         await asyncio.gather(*(copy.stop() for copy in self._running))
 
     def check_image(self, image: str) -> None:
-        """Raise Refused for a program that nobody has named when the stand-in was started."""
+        """Raise Refused for a program that the command line of the stand-in did not name."""
         program = image.removeprefix(PROCESS)
         if program != image and Path(program).resolve() not in self._programs:
             raise Refused(
@@ -90,7 +90,7 @@ class Copies:
                     raise Refused(str(fault)) from None
 
     def overview(self) -> Record:
-        """What runs, and which calls of the platform's own each copy has seen."""
+        """The running copies, and the platform's own calls to each."""
         return {
             "copies": [
                 {

@@ -2,7 +2,7 @@
 """Make a SageMaker endpoint from an image, and delete it again.
 
 All that `deploy NAME` makes is called NAME: the model, the endpoint configuration, the endpoint and
-its base inference component. What the container could not start with is refused before anything is
+its base inference component. Options that would stop the container are refused before anything is
 sent. Region, credentials and endpoints (AWS_ENDPOINT_URL) are those that boto3 finds.
 """
 
@@ -46,7 +46,7 @@ GPUS: Mapping[str, Mapping[str, int]] = {
 """GPUs of an instance, by family and size (aws.amazon.com/ec2/instance-types)."""
 
 MAX_ENTRIES, MAX_BYTES, MAX_ALL = 100, 1024, 32 * 1024
-"""What CreateModel takes as environment: variables, bytes of a name or value, bytes in all."""
+"""CreateModel's limits on the environment: variables, bytes of a name or value, bytes in total."""
 
 PENDING = ("Creating", "Updating", "SystemUpdating", "RollingBack")
 ABSENT = ("ValidationException", "ResourceNotFound")  # Describe's errors for what is not there
@@ -56,7 +56,7 @@ DELETE_S = PROVISION_S + 2 * 3600
 
 
 class Failed(Exception):
-    """What went wrong, and what to do."""
+    """A failure and its fix."""
 
 
 def say(text: str) -> None:
@@ -146,8 +146,8 @@ def deployment(options: argparse.Namespace) -> list[Request]:
 
 
 def _gpus(options: argparse.Namespace) -> int:
-    """GPUs that one copy needs: as many as it is spread over, which are by default its share of
-    the instance's. Raises Failed where that is not known, or the instance has fewer.
+    """GPUs that one copy needs: as many as it is spread over, which are by default its share of the
+    instance's. Raises Failed if the number is unknown, or the instance has fewer.
     """
     instance = options.instance_type
     if not GPU_INSTANCE.match(instance):
@@ -190,7 +190,7 @@ def _artifact(options: argparse.Namespace) -> str | None:
 
 
 def notes(environment: Mapping[str, str], artifact: str | None) -> list[str]:
-    """What to know of a container's environment. Raises Failed where it cannot be used.
+    """Notes about a container's environment. Raises Failed if it cannot be used.
 
     artifact: where the model's files come from when they are not named in the environment.
     """
@@ -223,7 +223,7 @@ def notes(environment: Mapping[str, str], artifact: str | None) -> list[str]:
 
 
 def describe(client: Any, kind: str, name: str) -> dict[str, Any] | None:
-    """What Describe says, or None where there is no such thing."""
+    """Describe's answer, or None."""
     call = getattr(client, botocore.xform_name(f"Describe{kind}"))
     try:
         found: dict[str, Any] = call(**{f"{kind}Name": name})
@@ -260,7 +260,7 @@ def in_service(client: Any, kind: str, name: str, limit_s: float) -> None:
 
 
 def remove(client: Any, kind: str, names: Iterable[str]) -> None:
-    """Delete them all, and wait until they have gone. What has gone already is no error."""
+    """Delete them all, and wait until they have gone. A missing resource is not an error."""
     left, requested = list(names), set[str]()
     for _ in looks(DELETE_S):
         for name in left[:]:

@@ -47,7 +47,7 @@ class Endpoints:
         return copies
 
     async def _copy(self, endpoint: Endpoint, variant: Record) -> Copy:
-        """A copy of a variant's model. Raises Failed where it does not start."""
+        """A copy of a variant's model. Raises Failed if it does not start."""
         model = self._records.get("Model", variant["ModelName"])
         if not model:
             raise Failed(f"The model {variant['ModelName']} was deleted")

@@ -19,7 +19,7 @@ KINDS = {
     "Endpoint": "endpoint",
     "InferenceComponent": "inference component",
 }
-"""Kinds, and what messages call them."""
+"""Kinds → their names in messages."""
 FILTERS = {"NameContains", "StatusEquals", "EndpointNameEquals"}
 
 Record = dict[str, Any]
@@ -35,7 +35,7 @@ class Thing:
 
     @property
     def arn(self) -> Record:
-        """What an operation that creates or updates it answers."""
+        """The answer of an operation that creates or updates it."""
         return {f"{self.kind}Arn": self.described[f"{self.kind}Arn"]}
 
     @property
@@ -87,7 +87,7 @@ class Endpoint(Thing):
 
 @dataclasses.dataclass(kw_only=True)
 class Component(Thing):
-    """adapter: the id by which its base's container knows it; a base component has none.
+    """adapter: its id in the base's container; a base component has none.
 
     lock: held by a base component while its copy or its adapters change.
     """
@@ -119,7 +119,7 @@ class Records:
         return self._things[kind].get(name or "")
 
     def find(self, kind: str, name: str) -> Any:
-        """The thing of this name. Raises Refused where there is none."""
+        """The thing of this name. Raises Refused if there is none."""
         found = self.get(kind, name)
         if not found:
             raise Refused(f'Could not find {KINDS[kind]} "{self._arn(kind, name)}".')
@@ -132,7 +132,7 @@ class Records:
                 yield it
 
     def new(self, kind: str, request: Record, status: str | None = None) -> Record:
-        """What Describe says of something new. Raises Refused where its name is taken."""
+        """Describe's answer for a new resource. Raises Refused where its name is taken."""
         name = request[f"{kind}Name"]
         arn = self._arn(kind, name)
         if name in self._things[kind]:

@@ -53,9 +53,9 @@ SESSION = "X-Amzn-SageMaker-Session-Id"
 
 class Options(NamedTuple):
     """s3: the folder that stands for S3. work: for containers' files and logs, or None for one that
-    goes away. seed: of what is left to chance. duplicate_posts: register adapters twice, since
-    nobody knows that SageMaker does not. broken_streams: the share of streams that end early. key:
-    that requests are to be signed with; None for a new one. programs: that an Image may name as
+    goes away. seed: of random choices. duplicate_posts: register adapters twice, since nobody knows
+    that SageMaker does not. broken_streams: the share of streams that end early. key: for
+    signatures of requests; None makes a new one. programs: that an Image may name as
     `process:PROGRAM`.
     """
 
@@ -161,7 +161,7 @@ class StandIn:
     async def _invocation(
         self, request: web.Request, name: str
     ) -> tuple[Target, dict[str, str], bytes]:
-        """What answers an invocation, and what it gets. Raises Refused."""
+        """The copy that answers an invocation, and its input. Raises Refused."""
         body = await self._require_signed(request)
         shape = operation("sagemaker-runtime", name).input_shape
         assert shape
@@ -187,7 +187,7 @@ class StandIn:
         return target, headers | target.headers, body
 
     async def _require_signed(self, request: web.Request) -> bytes:
-        """A request's body. Raises Refused for what is not signed with our key."""
+        """A request's body. Raises Refused if a request is not signed with our key."""
         body = await self._body(request)
         url = f"http://{request.host}{request.raw_path}"
         check_signature(self._key, request.method, url, request.headers, body, time.time())
@@ -275,7 +275,7 @@ class StandIn:
         await response.write(end)
 
     def _cut(self, data: bytes) -> list[bytes]:
-        """Pieces of random lengths; the last one, often empty, waits for what comes next."""
+        """Pieces of random lengths; the last one, often empty, waits for more bytes."""
         cuts = sorted(self._random.choices(range(len(data) + 1), k=self._random.randint(0, 3)))
         places = [0, *cuts, len(data), *([len(data)] * self._random.randint(0, 1))]
         pieces = [data[a:b] for a, b in itertools.pairwise(places)]
@@ -384,9 +384,9 @@ async def serve(options: Options, opened: "Future[str]", stop: asyncio.Event) ->
 
 @contextlib.contextmanager
 def running(**options: Any) -> Iterator[str]:
-    """A stand-in on a thread of its own: the URL for boto3's endpoint_url.
+    """A stand-in on a separate thread: the URL for boto3's endpoint_url.
 
-    options: the fields of Options and of Limits. What still runs at the end is stopped.
+    options: the fields of Options and of Limits. Running containers are stopped at the end.
     """
     limits = Limits(**{name: options.pop(name) for name in Limits._fields if name in options})
     whole = Options(limits=limits, **options)

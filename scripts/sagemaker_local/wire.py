@@ -46,14 +46,14 @@ _TIME = "%Y%m%dT%H%M%SZ"
 
 
 class Key(NamedTuple):
-    """What requests are signed with: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+    """The key for signatures of requests: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
 
     id: str
     secret: str
 
 
 def new_key() -> Key:
-    """What nobody can guess."""
+    """An unguessable text."""
     return Key(f"LOCAL{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends a request, and what they may do: a value that keys, and identities that a router has
-signed, are read into.
+"""The sender of a request and its rights, a value made from keys and from identities that a router
+has signed.
 """
 
 import re
@@ -15,8 +15,8 @@ _FOR_ALL = re.compile(f"{INVOCATIONS_PATH}|{EXECUTION_PARAMETERS}")
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a caller may use up; None is no limit. requests, tokens: in a minute. concurrent:
-    requests at once.
+    """A caller's limits; None is no limit. requests, tokens: in a minute. concurrent: requests at
+    once.
     """
 
     requests: int | None = None
@@ -25,13 +25,13 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 Phase = Literal["", "prefill", "decode"]
-"""Of a request that a router has two servers answer: one computes its prompt, and the other loads
-what that has stored. "" for all of it.
+"""The part of a request that this server runs, if a router uses two: one computes the prompt, and
+the other loads its KV. "" for all of it.
 """
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """What a router has put in front of a request's body: where the engine gets the prompt's KV.
+    """The address of the prompt's KV, which a router puts in front of a request's body.
 
     size: bytes. digest: their SHA-256, in hex digits.
     """
@@ -47,12 +47,12 @@ OPERATOR = "\0operator"
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who sends a request.
 
-    name: its key's, "" where nobody has to have one. tenant: those who share caches, None where a
-    key says nothing of it. models, adapters: the names that may be asked for, None for all.
+    name: its key's, "" if no keys are needed. tenant: those who share caches, None where a key says
+    nothing of it. models, adapters: the names that may be asked for, None for all.
     priority: at the engine, the lowest first. sheddable: whether its requests are refused where the
     engine has no room for them. admin: whether it may administer. counted: whether a router has
     held it to its limits already. phase: what of its request a router has a server do. hand_over:
-    what it is given for that. paths: the only ones that it may ask for; None for all.
+    the address of the KV. paths: the only ones that it may ask for; None for all.
     """
 
     name: str = ""
@@ -70,12 +70,12 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def limited(self) -> bool:
-        """Whether it is to be held to limits here."""
+        """Whether limits apply to it here."""
         return not self.counted and self.limits != _UNLIMITED
 
     @property
     def shown_tenant(self) -> str:
-        """Its tenant as people call it, "" where it has none."""
+        """Its tenant's readable name, or ""."""
         return "" if self.tenant is None or self.tenant == OPERATOR else self.tenant
 
     def require_path(self, path: str, *, inference: bool = False) -> None:
@@ -106,5 +106,5 @@ ANYBODY = Caller(admin=True)
 
 
 def administers(path: str) -> bool:
-    """Whether a path is for admin keys alone: all are, but for inference and health checks."""
+    """Whether a path is only for admin keys: all paths except inference and health checks."""
     return not (is_api(path) or _FOR_ALL.fullmatch(path) or path in PROBES)

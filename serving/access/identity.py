@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router says to a server of who sends a request: a JSON web token (RFC 7519), signed with a
-secret that both have, for that one server.
+"""The identity of a request's sender, from a router to a server: a JSON web token (RFC 7519),
+signed with a shared secret, for that one server.
 
 A server proves by its answer to /ping that it has the secret, and says its name: it signs the
-router's challenge. An address that does not prove this gets nothing that is signed. Somebody in the
-middle can pass a challenge on to a server, and gets what is signed for that server alone; TLS keeps
-them out.
+router's challenge. An address that does not prove this gets nothing that is signed. An attacker in
+the middle can pass a challenge on to a server, but gets only identities for that server; TLS
+prevents this.
 """
 
 import functools
@@ -26,7 +26,7 @@ LEEWAY_S = 30
 signed.
 """
 RENEWED_S = 15
-"""A token is used for so long by who has signed it."""
+"""The router uses a signed token for this long."""
 
 _ALGORITHM = "HS256"
 _INTRODUCTION = "slipway-router"
@@ -37,7 +37,7 @@ _CHALLENGE = re.compile(rb"[0-9a-f]{32}")
 
 
 def new_name() -> str:
-    """What nobody else is called, as a server or a challenge."""
+    """A unique name, for a server or a challenge."""
     return secrets.token_hex(16)
 
 
@@ -47,8 +47,8 @@ class _Introduction(msgspec.Struct):
 
 
 class Signer:
-    """Signs who callers are, and reads what others have signed. secret: theirs and ours. name: by
-    which others sign for us.
+    """Signs who callers are, and reads what others have signed. secret: theirs and ours. name: this
+    server's name, which others sign for.
     """
 
     def __init__(self, secret: str, name: str = "") -> None:
@@ -62,8 +62,8 @@ class Signer:
         return self._signed(caller, tuple(names), int(time.time()) // RENEWED_S)
 
     def caller(self, token: bytes) -> Caller:
-        """Who is meant. Raises Unauthorized for what was not signed with the secret, or for
-        another server, and for what is out of date.
+        """Who is meant. Raises Unauthorized for a token that was not signed with the secret, is for
+        another server, or has expired.
         """
         caller, until = self._read(token)
         if until < time.time():

@@ -28,7 +28,7 @@ DISCOVERY = "/.well-known/openid-configuration"
 REFRESH_S = 300.0
 """Between two fetches of the keys."""
 RETRY_S = 10.0
-"""The same where one has failed, or where a token has a key that is not known."""
+"""The same after a failure, or for a token with an unknown key."""
 FETCH_S = 10.0
 """For all of a fetch."""
 MAX_BYTES = 1024 * 1024
@@ -42,7 +42,7 @@ NOTED_S = 10.0
 class Issuer:
     """Says whose the tokens of an issuer are.
 
-    Raises SettingsError where it cannot be asked for its keys.
+    Raises SettingsError if its keys cannot be requested.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -126,7 +126,7 @@ class Issuer:
         return True
 
     async def follow(self) -> None:
-        """Fetch the keys again and again, until cancelled; at once where there are none yet."""
+        """Fetch the keys repeatedly until cancelled; at once if there are none yet."""
         fresh = bool(self._keys) or await self.refresh()
         while True:
             await asyncio.sleep(RETRY_S)
@@ -159,7 +159,7 @@ class Issuer:
         self._verifier.use(found)
 
     async def _discovered(self, client: "httpx.AsyncClient") -> str:
-        """Where the issuer says that its keys are. Raises ValueError."""
+        """The URL of the issuer's keys, from its discovery. Raises ValueError."""
         url = self._name.rstrip("/") + DISCOVERY
         content = await _get(client, url)
         try:

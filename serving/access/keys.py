@@ -2,8 +2,8 @@
 """API keys: how they are made, and the file that has their hashes.
 
 A key has 256 random bits, so its SHA-256 tells nothing of it and needs neither salt nor stretching.
-Keys are looked up by their hash: what the time of a look-up could tell is about hashes, which
-nobody can choose.
+Keys are looked up by their hash: the time of a lookup reveals only facts about hashes, which nobody
+can choose.
 """
 
 import hashlib
@@ -20,24 +20,24 @@ from serving.access.caller import Caller, Limits
 from serving.errors import NotPermitted
 
 PREFIX = "sk-slipway-"
-"""What keys begin with, so that they are known for secrets wherever they turn up."""
+"""The prefix of keys, which marks them as secrets everywhere."""
 TOKEN = "jwt:"
-"""What a caller's name begins with who has a token of an issuer. No key's name has a colon."""
+"""The prefix of a caller's name with a token of an issuer. No key's name has a colon."""
 
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _Amount = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Key(NamedTuple):
-    """What a key is for, and when it ends."""
+    """A key's rights and its expiry."""
 
     caller: Caller
     expires: datetime | None = None
 
 
 class Keys(NamedTuple):
-    """What a file says. by_digest: keys by their SHA-256, in hexadecimal digits. by_tenant: what
-    tokens of an issuer allow, "" for tenants that are not named; None where it does not say so.
+    """The content of a keys file. by_digest: keys by their SHA-256, in hexadecimal digits.
+    by_tenant: the rights of an issuer's tokens, "" for unnamed tenants; None if the file has none.
     """
 
     by_digest: Mapping[str, Key] = {}
@@ -58,7 +58,7 @@ class Keys(NamedTuple):
 
 
 class _Allowed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What an entry in the file allows."""
+    """The rights of an entry in the file."""
 
     models: tuple[str, ...] | None = None
     adapters: tuple[str, ...] | None = None
@@ -92,7 +92,7 @@ class _Row(_Allowed, forbid_unknown_fields=True, kw_only=True):
 
 
 class _TokenRow(_Allowed, forbid_unknown_fields=True, kw_only=True):
-    """What tokens of a tenant allow, or of all tenants that are not named."""
+    """The rights of a tenant's tokens, or of all unnamed tenants."""
 
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
 
@@ -116,8 +116,8 @@ def made() -> str:
 
 
 def parsed(content: bytes) -> Keys:
-    """The keys in a file of YAML or JSON. Raises ValueError for what cannot be used, without
-    repeating it.
+    """The keys in a file of YAML or JSON. Raises ValueError for an invalid file, without repeating
+    its values.
     """
     try:
         file = msgspec.convert(_plain(strict_yaml.read(content)), _File)
@@ -156,7 +156,7 @@ def _key(row: _Row) -> Key:
 
 
 def _of_tokens(rows: list[_TokenRow]) -> Mapping[str, Caller]:
-    """What tokens allow, by their tenants. Raises ValueError."""
+    """The rights of tokens, by tenant. Raises ValueError."""
     found: dict[str, Caller] = {}
     for row in rows:
         tenant = row.tenant or ""
@@ -173,7 +173,7 @@ def _of_tokens(rows: list[_TokenRow]) -> Mapping[str, Caller]:
 
 
 def _plain(value: Any) -> Any:
-    """What YAML has read, without the dates that it makes of what looks like one.
+    """The parsed YAML, with dates turned back into text.
 
     Raises ValueError for a name without a value: `adapters:` with all of its lines commented out is
     not meant to allow every adapter.

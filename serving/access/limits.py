@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 
 LEASE_S = 60
-"""A process that has died gives its requests' places back after so long."""
+"""A dead process's concurrent requests are released after this long."""
 RENEWED_S = 20.0
 STORE_S = 1.0
 """For an answer of the store."""
 CONNECTIONS, TURN_S = 32, 2.0
 """To the store at most, and for how long a request waits for them in all; then it counts here."""
 PAUSE_S = 5.0
-"""After the store has failed it is not asked for so long. Then one request asks, and the others
+"""After a failure the store is left alone for this long. Then one request asks, and the others
 count here until it has an answer.
 """
 LATE = 1000
-"""Places that the store may have given after all, and is told to take back once it answers."""
+"""Places that the store may have granted after all; they are released once it answers."""
 WINDOWS = 1000
 """In memory, before those that have ended are let go: tokens name tenants without end."""
 NAMESPACE = "slipway-limits"
-"""What keys in the store begin with."""
+"""The prefix of keys in the store."""
 
 _TAKE = """
 local time = redis.call('TIME')
@@ -65,15 +65,15 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 
 
 _FAULTS = (RedisError, OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
-"""What asking raises of a store that is away, or answers with something else."""
+"""The exceptions of a store that is away, or answers nonsense."""
 _LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 
 T = TypeVar("T")
 
 
 class Taken(NamedTuple):
-    """A request that was let in. headers: what its answer says of the limits. place: in the store,
-    among the caller's requests at once; "" where it is counted in memory.
+    """A request that was let in. headers: what its answer says of the limits. place: the request's
+    place in the store; "" if it is counted in memory.
     """
 
     caller: Caller
@@ -163,7 +163,7 @@ class Limiter:
         self._warned: set[str] = set()
 
     async def take(self, caller: Caller) -> Taken:
-        """Let a request in, which has to be given back. Raises RateLimited."""
+        """Admit a request, which must be released later. Raises RateLimited."""
         limits = caller.limits
         if not caller.limited:
             return Taken(caller, [])
@@ -202,7 +202,7 @@ class Limiter:
                 del self._at_once[taken.caller.name]
 
     def charge(self, caller: Caller, tokens: int) -> None:
-        """A caller has used so many tokens. What exceeds a minute's is not carried over."""
+        """Count tokens that a caller has used. Usage above a minute's limit is not carried over."""
         limit = caller.limits.tokens
         if not limit or not tokens:
             return
@@ -228,7 +228,7 @@ class Limiter:
         return let_in, *await self._window("requests", name, limit, until)
 
     async def _window(self, what: str, name: str, limit: int, until: float) -> tuple[int, int]:
-        """What is left in this minute, and seconds until it ends."""
+        """The rest of this minute's quota, and the seconds until it ends."""
         item = RateLimitItemPerMinute(limit)
         try:
             stats = await self._ask(lambda it: it.get_window_stats(item, what, name), until)
@@ -237,7 +237,7 @@ class Limiter:
         return min(stats.remaining, limit), _until(stats.reset_time)
 
     async def _place(self, name: str, limit: int, until: float) -> str | None:
-        """A place among the caller's requests at once; None where there is none."""
+        """A place among the caller's concurrent requests, or None."""
         if self._store:
             key, place = f"{NAMESPACE}:at-once:{name}", uuid.uuid4().hex
             self._places[place] = key  # so that it is given back whatever becomes of this
@@ -277,14 +277,14 @@ class Limiter:
                 count("limits")
 
     async def _run(self, script: str, key: str, *more: str, until: float | None = None) -> Any:
-        """What a script says of a key in the store. Raises Silent."""
+        """A script's answer about a key in the store. Raises Silent."""
         store = self._store
         return await self._ask(lambda _: store.eval(script, 1, key, *more), until)  # type: ignore[union-attr]
 
     async def _ask(
         self, ask: Callable[[FixedWindowRateLimiter], Awaitable[T]], until: float | None = None
     ) -> T:
-        """What the store says. until: by the loop's clock, how long a connection is waited for.
+        """The store's answer. until: by the loop's clock, how long a connection is waited for.
 
         Raises Silent: by what it has caused that is, or where it was not asked by nothing.
         """
@@ -355,7 +355,7 @@ class Limiter:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Finish what is under way, and let the store go."""
+        """Finish pending calls, and close the store."""
         if self._renewing:
             self._renewing.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -80,7 +80,7 @@ class Objectives:
         )
 
     async def follow(self) -> None:
-        """Read the file anew until cancelled; nothing where there is none."""
+        """Reload the file until cancelled; does nothing without a file."""
         if not self._file:
             return
         faults = FaultLog("the objectives", self._file, "objectives")

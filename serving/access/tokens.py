@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON web tokens of an issuer: which are valid, and whose they are (RFC 7519, RFC 8725).
 
-Signatures are asymmetric ones only, and each key verifies the algorithms of its own kind: no token
-says what it is verified by.
+Only asymmetric signatures are accepted, and each key verifies only algorithms of its type. A token
+cannot choose its verification.
 """
 
 import functools
@@ -21,9 +21,9 @@ MAX_TOKEN = 8192
 MAX_TENANT = 256
 """In characters."""
 RSA_BITS, MOST_RSA_BITS = 2048, 16_384
-"""Of an RSA key, at least (RFC 7518, 3.3) and at most, as OpenSSL has it."""
+"""Bits of an RSA key: the minimum (RFC 7518, 3.3), and OpenSSL's maximum."""
 MOST_KEYS = 100
-"""Of an issuer: to read each takes time."""
+"""Maximum keys of an issuer, because parsing each takes time."""
 
 _ALGORITHMS: Mapping[tuple[str, str | None], tuple[str, ...]] = {
     ("RSA", None): ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
@@ -32,7 +32,7 @@ _ALGORITHMS: Mapping[tuple[str, str | None], tuple[str, ...]] = {
     ("EC", "P-521"): ("ES512",),
     ("OKP", "Ed25519"): ("EdDSA",),
 }
-"""What a key may verify, by its type and curve (RFC 7518, RFC 8037)."""
+"""The algorithms of a key, by its type and curve (RFC 7518, RFC 8037)."""
 
 
 class Refused(Exception):
@@ -56,7 +56,7 @@ class TokenKey(NamedTuple):
 
 
 def key_set(content: bytes) -> tuple[TokenKey, ...]:
-    """The keys of a JWKS (RFC 7517) that tokens can be verified with. Raises ValueError where there
+    """The keys of a JWKS (RFC 7517) that tokens can be verified with. Raises ValueError if there
     are none.
     """
     try:
@@ -95,7 +95,7 @@ def _token_key(given: Any) -> TokenKey | None:
 
 
 class Rules(NamedTuple):
-    """What a token has to say. tenant: the claim that names it."""
+    """The required claims of a token. tenant: the claim that names it."""
 
     issuer: str
     audiences: tuple[str, ...]
@@ -111,7 +111,7 @@ class Verified(NamedTuple):
 
 
 class Verifier:
-    """Says whose a token is, by keys of which it is told."""
+    """Verifies tokens, and finds their tenant, with keys that the issuer publishes."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -140,7 +140,7 @@ class Verifier:
         return found.tenant
 
     def _verify(self, token: bytes) -> Verified:
-        """What a token says, whenever that is valid."""
+        """A token's claims, whatever their validity."""
         try:
             key = self._key(jwt.get_unverified_header(token))
             claims = jwt.decode(

@@ -58,7 +58,7 @@ _read_new_batch = msgspec.json.Decoder(_NewBatch).decode
 
 
 class FilesAndBatches:
-    """Answers the paths of files and batches. store: None where there are none.
+    """Answers the paths of files and batches. store: None without files and batches.
 
     runner: is None until there is an engine.
     """
@@ -225,7 +225,7 @@ class FilesAndBatches:
 
 
 def _administers(call: HttpCall) -> bool:
-    """Whether a request's key is an administrator's; without keys nobody is one here."""
+    """Whether a request has an admin key; without keys nobody is an administrator here."""
     return call.record.caller.admin and bool(call.record.caller.name)
 
 
@@ -295,7 +295,7 @@ def _page(call: HttpCall, found: Sequence[T], default: int, most: int) -> dict[s
 
 
 def _number(text: str) -> int:
-    """A whole number of at most 9 digits, without those that say nothing; -1 for what is none."""
+    """A whole number of at most 9 digits without leading zeros; -1 if it is not one."""
     digits = text.lstrip("0") or text[:1]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
 
@@ -321,7 +321,7 @@ def _require_small(metadata: dict[str, str] | None) -> None:
 
 
 def _life(fields: dict[str, str]) -> int | None:
-    """Seconds that a file is to be kept, where its form says so."""
+    """The lifetime of a file in seconds, if its form sets it."""
     anchor, seconds = (fields.get(f"expires_after[{key}]") for key in ("anchor", "seconds"))
     if seconds is None:
         return None
@@ -329,7 +329,7 @@ def _life(fields: dict[str, str]) -> int | None:
 
 
 def _lives(name: str, anchor: str, seconds: int) -> int:
-    """Seconds that a file is to be kept from its creation on."""
+    """The lifetime of a file in seconds, from its creation."""
     if anchor != ANCHOR:
         raise BadRequest(f"{name}: anchor={anchor!r:.40}; it should be {ANCHOR!r}", name)
     if not LEAST_LIFE <= seconds <= MOST_LIFE:

@@ -3,8 +3,8 @@
 
 Both are OpenAI's (platform.openai.com/docs/guides/batch). As there, a batch whose input is at fault
 fails as a whole, and says which lines are at fault; a body that cannot be answered is the fault of
-its line alone. Faults have the codes that Azure's documentation of the same API lists
-(learn.microsoft.com/azure/ai-services/openai/how-to/batch, Error codes), and two of our own.
+its line alone. Faults have the codes of Azure's documentation of the same API
+(learn.microsoft.com/azure/ai-services/openai/how-to/batch, Error codes), and two further ones.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ EXPIRED = {
 
 
 def digest(custom_id: str) -> bytes:
-    """What is kept in memory of a custom_id, of which a batch has many: 16 bytes."""
+    """The digest of a custom_id in memory, 16 bytes, because a batch has many."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -92,7 +92,7 @@ def _lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
 
 
 def _fault(line: bytes, number: int, endpoint: str, longest: int, seen: set[bytes]) -> Fault | None:
-    """What is wrong with a line; its custom_id is then among those seen, where it has one."""
+    """The fault of a line; its custom_id, if any, then counts as seen."""
     if len(line) > longest:
         return Fault("invalid_request", f"the line is longer than {longest} bytes", number)
     try:

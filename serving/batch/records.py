@@ -12,10 +12,10 @@ import msgspec
 from serving.access.caller import Caller
 
 FILE, BATCH = "file-", "batch_"
-"""What ids begin with."""
+"""Prefixes of ids."""
 ID = re.compile("(file-|batch_)[0-9a-f]{32}")
 INPUT, OUTPUT = "batch", "batch_output"
-"""Purposes of files: what clients send, and what batches write."""
+"""Purposes of files: input of clients, and output of batches."""
 
 
 def new_id(kind: str) -> str:
@@ -24,7 +24,7 @@ def new_id(kind: str) -> str:
 
 
 class Status(StrEnum):
-    """Where a batch is, in OpenAI's words. Of CANCELLING a file beside the batch tells."""
+    """The status of a batch, in OpenAI's words. Of CANCELLING a file beside the batch tells."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -107,14 +107,14 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class OwnedFile(msgspec.Struct, frozen=True):
-    """A file, and whose it is. owner: a digest of the tenant, None where there are none."""
+    """A file, and whose it is. owner: a digest of the tenant, None without tenants."""
 
     file: File
     owner: str | None
 
 
 class OwnedBatch(msgspec.Struct, kw_only=True):
-    """A batch, and what its lines are run with.
+    """A batch, and the rights that its lines run with.
 
     caller: who made it. tenant: its tenant's header, where a header has it. output, errors: ids of
     the files that are being written, and lives: seconds that they live, None for as long as all do.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answers of a batch, in two files: those without errors, and those with.
 
-They are all that is kept of what was done. An answer counts once the disk has it, and what is on
-disk is not computed again.
+They are the only record of finished work. An answer counts once it is on disk, and is then not
+computed again.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class _Entry(NamedTuple):
 class Results:
     """A batch's two files. `output` and `errors`: their paths.
 
-    Raises OSError where they cannot be written; then nothing more may be.
+    Raises OSError if they cannot be written; no further writes are allowed then.
     """
 
     def __init__(self, output: Path, errors: Path) -> None:
@@ -71,7 +71,7 @@ class Results:
         return done
 
     async def written(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait for the current write."""
         if self._writing:
             await asyncio.wait([self._writing])
 

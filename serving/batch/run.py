@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch, from its input's validation to its end: each line is a request of its own, in the
-background of all others.
+"""One batch, from its input's validation to its end. Each line is a separate request, below all
+other traffic.
 
 A batch may begin anywhere: its files say which lines have answers.
 """
@@ -46,11 +46,13 @@ from serving.protocol import BATCHES, REQUEST_ID
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Between two looks at whether a batch is to end, each of which writes how far it is."""
+"""Seconds between two checks for the end of a batch; each also writes the progress."""
 ROOM_LOOKS = 20
-"""One look in so many is at the folder's size as well."""
+"""One check in this many also measures the folder."""
 STARTS = 3
-"""A batch that was begun so often without one more answer has ended what ran it, and fails."""
+"""After this many starts without a new answer, a batch has ended its process each time, and
+fails.
+"""
 READ = 64 * 1024
 """Bytes of bodies that are read at a time."""
 SETTLES_S = 1.0
@@ -66,8 +68,8 @@ _GONE = Fault("missing_input_file", "the input file is gone")
 
 
 class _Ends(ServingError):
-    """A batch ends before all its lines have answers. status: its last one; None where it is left
-    to be taken up again.
+    """A batch ends before all its lines have answers. status: its last one; None if another run
+    resumes it.
     """
 
     def __init__(self, status: Status | None, fault: Fault | None = None) -> None:
@@ -117,7 +119,7 @@ class Run:
         self._looks = 0
 
     def leave(self) -> None:
-        """End what is under way, and leave the batch to be taken up again."""
+        """Cancel the lines in flight, and leave the batch for another run."""
         self._end.cancel(_Ends(None))
 
     async def run(self) -> None:
@@ -163,7 +165,7 @@ class Run:
         batch.errors = Faults(faults)
 
     async def _begin(self) -> None:
-        """Note that it begins, and end it where it has ended this process too often."""
+        """Record the start, and fail the batch if it has ended this process too often."""
         owned, answered = self._owned, sum(self._results.counts)
         owned.starts = 1 if answered > owned.answered else owned.starts + 1
         owned.answered = answered
@@ -211,7 +213,7 @@ class Run:
         return self._input.open("rb")
 
     async def _turn(self) -> Taken | None:
-        """What a line takes of its caller's limits, and a slot; None where the batch ends first.
+        """A line's share of its caller's limits, and a slot; None if the batch ends first.
 
         While the caller may not ask for more, others have the slot.
         """
@@ -343,7 +345,7 @@ class Run:
         await in_thread(lambda: self._store.save(self._owned, durable=durable))
 
     async def _over(self) -> None:
-        """Make its files known, and end it, unless it is to be taken up again."""
+        """Publish its files, and end it, unless another run resumes it."""
         end = self._end.cause
         status = end.status if isinstance(end, _Ends) else Status.COMPLETED
         if not status:
@@ -372,7 +374,7 @@ class Run:
         log.info("batch", extra={"facts": {"batch": batch.id, "status": status, **counts}})
 
     def _file(self, name: str, what: str, number: int) -> str | None:
-        """Make one of its files known; None where there is nothing in it."""
+        """Publish one of its files; None if it is empty."""
         size = self._results.sizes[number]
         if not size:
             self._store.content(name).unlink(missing_ok=True)

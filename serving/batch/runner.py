@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 FIND_S = 5.0
 """Between two looks for batches that other servers made, or no longer run."""
 SWEEP_S = 60.0
-"""Between two looks for what has been kept for long enough."""
+"""Seconds between two removals of expired files and batches."""
 PAUSE_S = 10.0
-"""After which a batch is tried again that failed for no fault of its own."""
+"""Seconds until the retry of a batch that failed through no fault of its lines."""
 BATCHES, ALL_BATCHES = 8, 32
-"""Of one owner that run at once, and of all; each reads its input, and keeps some 6 MB of digests
-of its lines.
+"""Running batches of one owner, and of all; each reads its input, and keeps some 6 MB of digests of
+its lines.
 """
 
 
@@ -73,7 +73,7 @@ class Runner:
                 await asyncio.wait_for(self._wake.wait(), FIND_S)
 
     async def stop(self) -> None:
-        """Leave batches where they are, to be taken up again."""
+        """Leave the batches for another run."""
         self._stopping.set()
         self._wake.set()
         for run in self._runs:
@@ -82,8 +82,8 @@ class Runner:
             await asyncio.wait(list(self._tasks.values()))
 
     def _may_run(self, owned: OwnedBatch) -> bool:
-        """Whether it is to be run; one that is to end is, however many its owner has. Where others
-        wait, the last places are for owners that have none.
+        """Whether to run it; a batch that must end always runs, however many its owner has. While
+        others wait, the last places are for owners without a running batch.
         """
         if self._stopping.is_set() or self._running.total() >= 2 * ALL_BATCHES:
             return False

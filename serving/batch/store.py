@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder in which files and batches are. Every function here may block; threads call them.
+"""The folder of files and batches. Every function here may block; threads call them.
 
-A file is its content and, beside it, what is known of it, which is written last: without that
-there is no file. Servers may share the folder. Each batch is written by the one that has its lock
-(flock), which ends with the process; others only ask for its end, by a file beside it.
+A file is its content and, beside it, its record, which is written last: without a record there is
+no file. Servers may share the folder. Each batch is written by the one that has its lock (flock),
+which ends with the process; others only ask for its end, by a file beside it.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from serving.errors import BadRequest, Conflict, NotFound, StorageFull
 T = TypeVar("T")
 
 UPLOAD = ".upload-"
-"""What the names of files begin with that are being received."""
+"""The prefix of incomplete uploads."""
 SHARE = 0.5
-"""Of all room, which one tenant may have where there are tenants: others always find some."""
+"""The share of all space for one tenant, so that others always find some."""
 UPLOAD_S = 24 * 3600
 """After which one of these is of nobody."""
 
 
 def owner(tenant: str | None) -> str | None:
-    """What is kept of a tenant, None where tenants are not distinguished."""
+    """The stored digest of a tenant, None without tenants."""
     return None if tenant is None else hashlib.sha256(tenant.encode()).hexdigest()
 
 
 class Store:
-    """Files and batches in a folder, each its owner's. Raises OSError where that cannot be used.
+    """Files and batches in a folder, each its owner's. Raises OSError if the folder cannot be used.
 
     clock: seconds since 1970.
     """
@@ -83,7 +83,7 @@ class Store:
 
     @contextlib.contextmanager
     def reading(self, name: str, owner: str | None) -> Iterator[Path]:
-        """A path by which a content can be read to its end, even if it is deleted meanwhile: its
+        """A path that keeps a content readable to its end, even if it is deleted meanwhile; its
         bytes count until then. Raises FileNotFoundError.
         """
         descriptor = os.open(self.content(name), os.O_RDONLY | os.O_NOFOLLOW)
@@ -113,8 +113,8 @@ class Store:
             )
 
     def begin(self, owned: OwnedBatch) -> None:
-        """Keep a new batch, in whose place the owner's oldest goes that has ended, where there are
-        many. Raises NotFound and BadRequest for its input, and StorageFull; then nothing changes.
+        """Keep a new batch. If there are many, it replaces the owner's oldest that has ended.
+        Raises NotFound and BadRequest for its input, and StorageFull; then nothing changes.
         """
         with self._lock:
             oldest = self._gives_way(owned.owner)
@@ -129,9 +129,7 @@ class Store:
                 self._forget(oldest)
 
     def _gives_way(self, owner: str | None) -> str | None:
-        """The batch in whose place another one of this owner's is kept; None for none. Raises
-        StorageFull.
-        """
+        """The batch that a new one of this owner replaces, or None. Raises StorageFull."""
         self.require_space(owner)
         if sum(it.owner == owner for it in self._owned(self._files, OwnedFile)) >= self._most_files:
             raise StorageFull(
@@ -154,7 +152,7 @@ class Store:
         return len(owners) >= most or (owner is not None and owners.count(owner) >= most * SHARE)
 
     def require_space(self, owner: str | None) -> None:
-        """Raise StorageFull where the folder, or what the owner has in it, may not grow."""
+        """Raise StorageFull if the folder, or the owner's part of it, may not grow."""
         most = self._most_bytes
         if self.used() > most or (owner is not None and self._used_by(owner) > most * SHARE):
             raise StorageFull(
@@ -186,7 +184,7 @@ class Store:
         return path
 
     def keep(self, upload: Path, owned: OwnedFile) -> None:
-        """Make what was written a file."""
+        """Publish a written content as a file."""
         _sync(upload)
         upload.rename(self.content(owned.file.id))
         self.add(owned)
@@ -198,7 +196,7 @@ class Store:
     def described(
         self, name: str, filename: str, purpose: str, size: int, lives: int | None = None
     ) -> File:
-        """A file that begins now. lives: seconds, where that is less than all do."""
+        """A file that begins now. lives: lifetime in seconds, if shorter than the default."""
         now = self.now()
         seconds = min(lives or self._retention, self._retention)
         return File(
@@ -269,7 +267,7 @@ class Store:
         return sorted(batches, key=lambda it: (it.batch.created_at, it.batch.id), reverse=True)
 
     def open_batches(self) -> list[OwnedBatch]:
-        """Those in which there is something to be done, the oldest first."""
+        """The batches with work left, the oldest first."""
         found = (self.any_batch(path.stem) for path in self._records(self._batches))
         batches = [it for it in found if it and it.batch.status.open]
         return sorted(batches, key=lambda it: (it.batch.created_at, it.batch.id))
@@ -287,7 +285,9 @@ class Store:
             return None
 
     def lock(self, name: str) -> BinaryIO | None:
-        """What, until it is closed, has this process alone run a batch; None where another does."""
+        """The lock that lets only this process run a batch until it is closed; None if another
+        process holds it.
+        """
         file = open(self._batches / f"{name}.lock", "ab", opener=_for_this_user)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,7 +303,7 @@ class Store:
     # Retention
 
     def sweep(self) -> None:
-        """Remove what has been kept for long enough, but for what batches still read or write."""
+        """Remove expired files and batches, except those that batches still read or write."""
         now, used = self._clock(), set[str]()
         for path in list(self._records(self._batches)):
             found = _read(path, OwnedBatch)
@@ -374,7 +374,7 @@ def _write(path: Path, value: object, *, durable: bool = True) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have what is written in a file or a folder outlive the machine's losing power."""
+    """Make a file or a folder survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

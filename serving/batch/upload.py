@@ -20,7 +20,7 @@ OPTION = "OPTION_BATCH_FILE_SIZE"
 
 
 class Upload(NamedTuple):
-    """What a form had. filename: the client's. size: the file's, in bytes."""
+    """The content of a form. filename: the client's. size: the file's, in bytes."""
 
     fields: dict[str, str]
     filename: str

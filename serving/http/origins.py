@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which web pages may call. A browser sends the requests of any page, also to what listens on its
-own machine alone, and the page need not see the answer to have done harm.
+"""Which web pages may call. A browser sends the requests of any page, even to servers that listen
+only on its own machine. A page can do harm without seeing the answer.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serve and route demand of every HTTP request, wherever it goes."""
+"""The rules of serve and route for every HTTP request."""
 
 MAX_HEAD = 64 * 1024
 """Bytes of a request's line and headers, and of a replica's answer's."""
@@ -13,14 +13,14 @@ KEEP_ALIVE_S = 75.0
 """Seconds between two requests: longer than the 60 after which load balancers drop a connection."""
 LEAST_RATE = 8 * 1024
 """Bytes a second of a body. A client may fall behind this by BEHIND_S, so that is also how long
-nothing at all may come. Time in which the server does not read does not count.
+nothing at all may come. Time while the server does not read does not count.
 """
 BEHIND_S = 30.0
 AHEAD = 1_000
 """Requests that a client may send ahead of their answers."""
 LINGER_S = 2.0
-"""A client that is still sending when it is refused gets so long to read why. Closed with something
-unread, its connection would be reset, and the answer lost.
+"""Time for a refused client that is still sending to read the reason. Closed with something unread,
+its connection would be reset, and the answer lost.
 """
 NOT_HTTP = "the request is not HTTP/1.1"
 TOO_MANY_AHEAD = "too many requests were sent ahead of their answers; wait for some of them"

@@ -28,8 +28,8 @@ def bound(
     host: str, port: int, *, shared: bool = False, backlog: int | None = None
 ) -> socket.socket:
     """A socket that is bound. host: an address; `::` is all, also those of IPv4. shared: whether
-    several processes listen on the port. backlog: of connections, where it is to listen already.
-    Raises CannotListen.
+    several processes listen on the port. backlog: of connections, if it already listens. Raises
+    CannotListen.
     """
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -47,8 +47,8 @@ def bound(
 
 
 def local_url(host: str, port: int, *, scheme: str = "http", own: str = "localhost") -> str:
-    """What reaches a listener from its own machine. own: what names that where it listens on all
-    addresses.
+    """An address that reaches a listener from its own machine. own: what names that where it
+    listens on all addresses.
     """
     if host in ("0.0.0.0", "::"):
         host = own
@@ -86,7 +86,7 @@ class Place:
     def __init__(self, of: "Connections", context: ssl.SSLContext | None) -> None:
         self._of = of
         self.context = context
-        """What it shakes hands by."""
+        """The transport of its handshake."""
         self.spare = False
         """Whether it has one of the descriptors that are kept for /ping."""
         self.abort: Callable[[], object] = _nothing
@@ -94,7 +94,7 @@ class Place:
         self.retire: Callable[[], object] = _nothing
         """Ends it after the answers that are under way."""
         self.certificate: bytes | None = None
-        """The client's, in DER. None where it has shown none, or not yet."""
+        """The client's, in DER. None if it has shown none, or not yet."""
 
     def opened(self, transport: asyncio.Transport, retire: Callable[[], object]) -> None:
         """Its protocol has it, after the handshake. It is idle."""
@@ -133,18 +133,18 @@ class Connections:
     """The connections of a server, of which there are `most` and SPARE.
 
     One more takes the place of the one that has been idle for longest, that is, on which no request
-    is being answered: also one that has not shaken hands. So nobody can keep a health check out
-    with connections alone.
+    is being answered: also one that has not shaken hands. So connections alone cannot lock out a
+    health check.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.open: set[Place] = set()
         self.idle: dict[Place, None] = {}
-        """Those on which no request is being answered, the longest idle first."""
+        """The idle connections, the longest idle first."""
 
     def add(self, place: Place, *, scarce: bool, last: bool) -> None:
-        """Another one was accepted, and another one is let go where there is no room for both.
+        """Register an accepted connection, and close an idle one if there is no room for both.
         scarce: whether few descriptors are left. last: whether hardly any are.
         """
         self.open.add(place)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS towards clients: a certificate and authorities that are read anew when their files change."""
+"""TLS towards clients: a certificate and authorities that are reloaded when their files change."""
 
 import asyncio
 import functools
@@ -36,7 +36,7 @@ def _now() -> datetime:
 
 
 class Authorities:
-    """Those that sign clients' certificates, as a file in PEM has them."""
+    """The authorities of clients' certificates, from a PEM file."""
 
     def __init__(self, content: bytes) -> None:
         try:
@@ -49,8 +49,8 @@ class Authorities:
         return not before._all or not before._all <= self._all
 
     def trusted(self, certificates: Set[bytes]) -> set[bytes]:
-        """Those of the certificates, in DER, that lead to an authority of these. One whose client
-        showed certificates in between does not.
+        """The certificates, in DER, that lead to one of these authorities. One whose client showed
+        certificates in between does not.
         """
         return {it for it in certificates if self._trusts(it)}
 
@@ -82,14 +82,15 @@ def _signed(certificate: x509.Certificate, signer: x509.Certificate) -> bool:
 
 
 class ServerTls:
-    """What a server shows its clients. Raises SettingsError where it cannot be used."""
+    """The certificate that a server shows its clients. Raises SettingsError if it cannot be
+    used.
+    """
 
     def __init__(self, settings: Settings, now: Callable[[], datetime] = _now) -> None:
         self._now = now
         self.context: ssl.SSLContext | None = None
         """For new connections: another one each time that the files have changed, since a context
-        forgets no authority, and takes up the sessions that it has let in before. None where there
-        is no TLS.
+        forgets no authority, and takes up the sessions that it has let in before. None without TLS.
         """
         self.on_distrust: Callable[[Authorities], Awaitable[None]] | None = None
         """Is called once an authority of clients was taken out, with those that are left."""
@@ -147,7 +148,7 @@ class ServerTls:
         return [content(file) for file in self._files]
 
     def _renewed(self, content: list[bytes]) -> "_Shown":
-        """What is in the files now. Raises ValueError."""
+        """The current content of the files. Raises ValueError."""
         try:
             return self._load(content)
         except (OSError, ValueError) as error:
@@ -180,7 +181,7 @@ class _Shown(NamedTuple):
 
 @functools.cache
 def _expiry() -> "Gauge":
-    """Made where there is TLS: without a certificate the series would say that it expired."""
+    """Created only with TLS; without a certificate the series would report an expired one."""
     from prometheus_client import Gauge  # a router sets its environment before this is imported
 
     return Gauge(
@@ -191,13 +192,13 @@ def _expiry() -> "Gauge":
 
 
 def warning_due(expires: datetime, now: datetime) -> int | None:
-    """Which of WARNED_DAYS has come before a certificate expires; None where none has."""
+    """The one of WARNED_DAYS that a certificate's expiry has reached, or None."""
     left = (expires - now).total_seconds() / 86400
     return next((days for days in WARNED_DAYS if left <= days), None)
 
 
 def pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
-    """A certificate and its key, in PEM. Raises ValueError where they cannot be used."""
+    """A certificate and its key, in PEM. Raises ValueError if they cannot be used."""
     try:
         found = content(certificate), content(key)
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One version of an adapter, its states, and how it comes into the engine and leaves it.
 
-The engine loads an adapter when it is first used, once for all who wait. What is in use is never
+The engine loads an adapter when it is first used, once for all who wait. An adapter in use is never
 unloaded. Inside, an adapter is called `name@digest`, so that no cache of the engine's can take one
 version of it for another.
 """
@@ -35,12 +35,14 @@ _LOADS = Histogram(
 _FAILED = Counter("slipway_adapter_load_failures", "Loads that failed.")
 
 CodeStarter = Callable[[Path], Awaitable[UserCode | None]]
-"""Starts a folder's model.py, where it has one that does something."""
+"""Starts a folder's model.py, if it has functions to call."""
 
 
 @dataclass(frozen=True)
 class AdapterHost:
-    """What all adapters of a server share: the engine with its slots, and where files come from."""
+    """The parts that all adapters of a server share: the engine with its slots, and the sources of
+    files.
+    """
 
     engine: Engine
     batch: BatchSlots["Adapter"]
@@ -51,7 +53,7 @@ class AdapterHost:
 
 
 class State(enum.StrEnum):
-    """Where an adapter is in its life.
+    """The states of an adapter.
 
     REGISTERED: the engine does not have it. GONE: nor will it ever again.
     """
@@ -155,7 +157,7 @@ class Adapter:
         self.src = located.src
 
     async def unload(self) -> None:
-        """Leave the engine. To be called where it is loaded, and not used."""
+        """Leave the engine. Call only if it is loaded and not in use."""
         self._begin(State.UNLOADING, self._unload())
         await self._changed(State.UNLOADING)
 
@@ -178,7 +180,7 @@ class Adapter:
         self._host.slots.touch(self)
 
     async def _load(self, located: Located) -> None:
-        """From LOADING to LOADED, or to REGISTERED where that fails or nobody waits for it."""
+        """From LOADING to LOADED, or to REGISTERED if the load fails or nobody waits for it."""
         reached = State.REGISTERED
         try:
             if await self._host.slots.take(self):
@@ -245,7 +247,7 @@ class Adapter:
         self._state = state
 
     async def _changed(self, state: State) -> None:
-        """Wait for the change that is under way, and raise what it raised if it left this state."""
+        """Wait for the current change, and raise its exception if it left this state."""
         change, left = self._change, self._state
         assert change
         await asyncio.wait({change})

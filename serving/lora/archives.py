@@ -3,8 +3,8 @@
 
 Python's tarfile holds the bodies of extended headers in memory whatever their size, seeks to where
 negative sizes lead, and follows sparse maps of any length. So only its parser of a single header is
-used here. An archive is read in one direction; what is not the content of a file has a limit of its
-own, and nothing but files and folders is made.
+used here. An archive is read in one direction. Bytes outside of files' contents have a separate
+limit, and only files and folders are created.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _RECORD = re.compile(rb"[1-9][0-9]{0,5} ")  # of a pax header: its length, "key=
 
 
 class ArchiveError(ValueError):
-    """An archive that is damaged, or has what is not unpacked. The message says what."""
+    """An archive that is damaged, or has members of a forbidden kind. The message says what."""
 
 
 class _Member(NamedTuple):
@@ -41,14 +41,14 @@ class _Member(NamedTuple):
     """Relative."""
     size: int
     content: Iterator[bytes] | None
-    """Of a file; it has to be read before the next member is asked for."""
+    """The content of a file; read it before the next member."""
 
 
 def size(archive: Path, limit: int) -> int:
-    """The bytes of all files in an archive, which is read to its end; nothing is written.
+    """The bytes of all files in an archive, which is read to its end without writing.
 
-    Where they are more than `limit` it is not read further. Raises ArchiveError, and OSError where
-    it cannot be read.
+    Where they are more than `limit` it is not read further. Raises ArchiveError, and OSError if it
+    cannot be read.
     """
     total = 0
     with _members_of(archive) as members:
@@ -64,7 +64,7 @@ def size(archive: Path, limit: int) -> int:
 def unpack(archive: Path, folder: Path, limit: int) -> None:
     """Write an archive's files into an empty folder. limit: bytes, as size() counted them.
 
-    Raises as size() does, and ArchiveError where there are more bytes. Some files are then there.
+    Raises as size() does, and ArchiveError if there are more bytes. Some files are then there.
     """
     left = limit
     with _members_of(archive) as members:
@@ -83,7 +83,7 @@ def unpack(archive: Path, folder: Path, limit: int) -> None:
 
 @contextlib.contextmanager
 def _members_of(archive: Path) -> Iterator[Iterator[_Member]]:
-    """An open archive's members. What is wrong with it is raised as an ArchiveError."""
+    """An open archive's members. Faults of the archive are raised as ArchiveError."""
     try:
         with gzip.open(archive) as file:
             yield _members(_Stream(file))
@@ -149,7 +149,7 @@ def _members(stream: _Stream) -> Iterator[_Member]:
 
 
 def _extension(header: tarfile.TarInfo, stream: _Stream) -> dict[str, str]:
-    """What an extended header says of the next member, by pax's keys."""
+    """An extended header's facts about the next member, by pax's keys."""
     body = stream.extension(header.size)
     if header.type == tarfile.GNUTYPE_LONGNAME:
         return {"path": body.partition(b"\0")[0].decode("utf-8", "surrogateescape")}

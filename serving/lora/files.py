@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where adapters' files come from: folders, archives and S3. All of it blocks."""
+"""The sources of adapters' files: folders, archives and S3. All of it blocks."""
 
 import contextlib
 import dataclasses
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 FILES = 10_000  # in the folder of an adapter that has code
 LARGE = 64 * 1024 * 1024
-"""Bytes of a file beside the weights from which on its time counts instead of its content."""
+"""Size in bytes from which a file beside the weights counts by its time instead of its content."""
 _PACKED = (".tar.gz", ".tgz")
 _HELD = "held"
-"""The file in a place by whose lock servers hold it."""
+"""The lock file by which a server holds a place."""
 _PLACE = re.compile(r"[0-9a-f]{24}")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CHANGED = ("it has changed since it was registered", "delete it and register it again")
@@ -50,7 +50,9 @@ class Located:
     src: str
     digest: str
     listing: Listing | HubListing | None = None
-    """What S3 or the hub listed, of which the digest is. Where there is none, it is asked again."""
+    """The listing of S3 or the hub that the digest covers. Where there is none, it is asked
+    again.
+    """
 
     @property
     def packed(self) -> bool:
@@ -68,12 +70,11 @@ class LocalCopy:
 class AdapterFiles:
     """The adapters' files: finds them, and brings those that are elsewhere or packed onto disk.
 
-    roots: folders under which adapters on this machine may be. buckets: those of S3 whose adapters
-    may be had. repos: those of the hub, as `org/name` or `org/*`. offline: the hub is not asked.
-    store: where files from elsewhere are kept, at most `limit` bytes of them; those
-    used longest ago make room. Servers may share it: what one of them uses has a lock (flock) of
-    its, which the others respect and which ends with its process. controls: those of secure mode,
-    where it is on.
+    roots: folders that local adapters may be in. buckets: those of S3 whose adapters may be had.
+    repos: those of the hub, as `org/name` or `org/*`. offline: the hub is not asked.
+    store: where files from elsewhere are kept, at most `limit` bytes of them; those used longest
+    ago make room. Servers may share it: each locks (flock) the files that it uses. The others
+    respect the lock, which ends with its process. controls: those of secure mode, if it is on.
 
     Its methods raise BadRequest and Conflict for places that are not allowed, SourceError,
     ModelError or OSError for what cannot be read, and NoSlot where the limit is too low.
@@ -119,9 +120,9 @@ class AdapterFiles:
 
     @contextlib.contextmanager
     def look(self, located: Located) -> Iterator[Checkpoint]:
-        """What is known of an adapter without its weights.
+        """The facts about an adapter without its weights.
 
-        An archive has to be fetched and unpacked for that; it stays until the block ends.
+        An archive must be fetched and unpacked for that; it stays until the block ends.
         """
         src = located.src
         if located.packed:
@@ -146,7 +147,7 @@ class AdapterFiles:
             raise BadRequest("; ".join(faults))
 
     def fetch(self, located: Located) -> LocalCopy:
-        """Bring a version's files onto disk, where they are not there already.
+        """Bring a version's files onto disk, if they are not there already.
 
         Raises SourceError where another version is there now.
         """
@@ -230,7 +231,7 @@ class AdapterFiles:
     def _make_room(self, place: Path, size: int) -> None:
         """Count so many bytes for a place that is held; files used longest ago make room.
 
-        Raises NoSlot, and removes nothing, where that is not enough.
+        Raises NoSlot, and removes nothing, if that is not enough.
         """
         with self._lock, contextlib.ExitStack() as free:
             others = [it for it in self._places() if it != place]
@@ -253,13 +254,13 @@ class AdapterFiles:
             self._sizes = {**sizes, place: size}
 
     def _places(self) -> list[Path]:
-        """Where files are kept, of whichever server."""
+        """The folder of kept files, for every server."""
         entries = [*self._store.iterdir()] if self._store.is_dir() else []
         return [path for path in entries if _PLACE.fullmatch(path.name) and path.is_dir()]
 
     def _source(self, src: str) -> Path | S3 | HubAdapter:
-        """Where an adapter is, if it may be there. Of a folder and an id of the hub with one name
-        it is the folder, where adapters may be there.
+        """The place of an adapter, if it is allowed. If a folder and a hub id have the same name,
+        it is the folder, if adapters are allowed there.
         """
         scheme = _SCHEME.match(src)
         if scheme and scheme[1] == "s3":
@@ -349,7 +350,7 @@ def _used_at(place: Path) -> float:
 
 
 def _held(place: Path) -> BinaryIO:
-    """Make a place where it is not there. While the lock is open, nobody removes it."""
+    """Make a place if it is missing. While the lock is open, nobody removes it."""
     while True:
         place.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
@@ -365,7 +366,7 @@ def _held(place: Path) -> BinaryIO:
 
 
 def _free(place: Path) -> BinaryIO | None:
-    """A lock by which this server alone may remove a place; None where another one holds it."""
+    """A lock that lets only this server remove a place; None if another one holds it."""
     try:
         lock = (place / _HELD).open("a+b")
     except OSError:

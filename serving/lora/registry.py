@@ -2,7 +2,7 @@
 """The adapter registry: which adapters there are, by name. No HTTP.
 
 When an adapter is registered, its files are checked and a digest of them is made; it is loaded when
-it is first used. One that is unregistered goes when its last request has ended.
+it is first used. An unregistered adapter is removed when its last request has ended.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 CHECKS = 8
 """Adapters whose files are checked at the same time."""
 LABELS = 100
-"""Adapters that have a series of their own, the first ones that are used; the others share one."""
+"""Number of adapters with a separate series, the first ones in use; the others share one."""
 
 _LIST = "/"
-"""What the list as a whole is called among what was logged: no name of an adapter."""
+"""The name of the whole list among logged faults; no adapter can have it."""
 REFUSED = 1_000
 """Versions of adapters' files that are known to be of no use: they are not fetched again."""
 
@@ -66,11 +66,11 @@ class _Failed(NamedTuple):
 class AdapterRegistry:
     """The adapters by name, each in its current version.
 
-    base: the model's tensors. names: by which vLLM knows them. max_rank: of an adapter.
+    base: the model's tensors. names: their names in vLLM. max_rank: of an adapter.
     batch_slots: how many adapters a batch of the engine has room for. engine_slots: how many the
     engine does. limit: how many may be registered. start_code: starts the model.py of a folder;
     None where adapters may have none. model_names: the model's own, which no adapter may have.
-    shared: the list of what is registered on all servers; None where each has its own.
+    shared: the list of adapters of all servers; None if each has its own.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class AdapterRegistry:
         *,
         share: bool = True,
     ) -> None:
-        """Change an adapter's content or how it is kept. Where that fails it stays as it was; what
-        is None stays in any case.
+        """Change an adapter's content or how it is kept. If that fails it stays unchanged; None
+        keeps a value.
 
         Raises as register() does, and NotFound.
         """
@@ -251,9 +251,9 @@ class AdapterRegistry:
                     changes.create_task(self._follow(name, entry))
 
     async def catch_up(self) -> None:
-        """Have what the shared list has. Raises OSError where it cannot be read.
+        """Have what the shared list has. Raises OSError if it cannot be read.
 
-        What cannot be registered here is logged, and tried again at the next call.
+        Adapters that cannot be registered here are logged, and tried again at the next call.
         """
         changed = await self._differences(self._shared) if self._shared else {}
         async with asyncio.TaskGroup() as changes:
@@ -261,8 +261,8 @@ class AdapterRegistry:
                 changes.create_task(self._follow(name, entry))
 
     async def _differences(self, shared: SharedList) -> dict[str, Entry | None]:
-        """What the shared list has otherwise than this server: name → entry, None where it is to
-        go. Raises OSError where the list cannot be read.
+        """The differences between the shared list and this server: name → entry, None for a
+        removal. Raises OSError where the list cannot be read.
         """
         self._changed_here.clear()
         listed, faults = await in_thread(shared.read)
@@ -303,7 +303,7 @@ class AdapterRegistry:
             self._changing.discard(name)
 
     def _is_due(self, name: str, entry: Entry) -> bool:
-        """Whether an adapter is to be made as it is listed: now, not after its next pause."""
+        """Whether to register an adapter as listed now, instead of after its next pause."""
         failed = self._failed.get(name)
         return not failed or failed.entry != entry or time.monotonic() >= failed.until
 
@@ -389,8 +389,8 @@ class AdapterRegistry:
         return located
 
     def _faults(self, located: Located) -> str:
-        """What these files, and no others, are refused for; "" for nothing. Raises SourceError and
-        OSError where they cannot be had, which may be otherwise the next time.
+        """The reason why exactly these files are refused, or "". Raises SourceError and OSError if
+        they cannot be fetched, which may work the next time.
         """
         try:
             with self._files.look(located) as checkpoint:

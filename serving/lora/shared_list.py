@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of adapters that servers share: a folder on a volume that all of them mount, a prefix in
-S3, or a hash in a Valkey or Redis, with a file for each. Each server writes what is registered on
-it, and registers what others have written.
+S3, or a hash in a Valkey or Redis, with a file for each. Each server writes its registrations, and
+registers those of others.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ SUFFIX = ".json"
 FILES = 10_000
 """In a list: more are an OSError."""
 LARGEST = 64 * 1024
-"""Bytes of a file in it, of which no more is read: it is no adapter's then."""
+"""Maximum bytes of a file in it; a longer one is ignored."""
 RIGHTS = "s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject"
 
 
@@ -36,13 +36,13 @@ class Entry(msgspec.Struct, frozen=True):
 
     src: str
     digest: str
-    """Of its files as they were then."""
+    """Digest of its files at that time."""
     preload: bool = False
     pin: bool = False
 
 
 class Place(Protocol):
-    """Where the list's files are. The methods block, and raise OSError where it cannot be used."""
+    """The place of the list's files. The methods block, and raise OSError if it cannot be used."""
 
     pause_s: float
     """Seconds between two looks at it."""
@@ -54,7 +54,7 @@ class Place(Protocol):
         """Remove a file, if it is there."""
 
     def read(self) -> Mapping[str, bytes]:
-        """All files: name → content. Those that are as they were are not read again."""
+        """All files: name → content. Unchanged files are not read again."""
 
 
 def _require_few(count: int) -> None:
@@ -73,7 +73,7 @@ class ListFolder:
     pause_s = 1.0
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError where it cannot be made."""
+        """Raises OSError if it cannot be made."""
         self._folder = folder
         self._known: dict[str, _Read] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class ListBucket:
     pause_s = 10.0  # each look is a call that is paid for
 
     def __init__(self, uri: str) -> None:
-        """Raises OSError where there cannot be such a place."""
+        """Raises OSError if there cannot be such a place."""
         from boto3.session import Session  # it takes long to import
 
         parts = urlsplit(uri)
@@ -150,7 +150,7 @@ class ListBucket:
         return {name: it.content for name, it in self._known.items()}
 
     def _look(self, ends: float) -> dict[str, _Read]:
-        """All files. ends: when nobody waits for them any more, by time.monotonic()."""
+        """All files. ends: the time when nobody waits for them any longer, by time.monotonic()."""
         found: dict[str, _Read] = {}
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix
@@ -185,14 +185,14 @@ class ListBucket:
 class ListStore:
     """A list in a Valkey or Redis: a hash of the files.
 
-    A deletion is an entry, too. What is missing without one the store has lost, as where it has
+    A deletion is also an entry. What is missing without one the store has lost, as where it has
     started anew without its data: who has seen it writes it again.
     """
 
     pause_s = 1.0
     KEY = "slipway-adapters"
     KEPT_S = 24 * 3600
-    """Deletions are kept for so long."""
+    """Deletions are kept for this many seconds."""
     _VERSION = b"version"
     """A field beside the files: another value after each change."""
     _FORGET = """
@@ -278,11 +278,11 @@ class ListStore:
 
 
 _DELETED = re.compile(rb"deleted (\d{1,12})")
-"""What stands for a deletion: when that was, in seconds since the epoch."""
+"""The record of a deletion: its time, in seconds since the epoch."""
 
 
 def _age(content: bytes) -> float:
-    """Seconds since a deletion; 0 for what is none."""
+    """Seconds since a deletion; 0 for other entries."""
     deleted = _DELETED.fullmatch(content)
     return time.time() - int(deleted[1]) if deleted else 0.0
 
@@ -301,11 +301,11 @@ class SharedList:
         self._place.put(name + SUFFIX, msgspec.json.encode(entry))
 
     def drop(self, name: str) -> None:
-        """List an adapter no more."""
+        """Remove an adapter from the list."""
         self._place.drop(name + SUFFIX)
 
     def read(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        """The adapters by name, and by name what is wrong with files that are none."""
+        """The adapters by name, and the faults of invalid files by name."""
         found: dict[str, tuple[bytes, Entry]] = {}
         faults: dict[str, str] = {}
         for file, content in self._place.read().items():

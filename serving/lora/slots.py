@@ -3,8 +3,8 @@
 
 vLLM (0.32) passes over a request whose adapter has no room in the batch, for as long as requests of
 those that have it keep coming; with pinned adapters it forgets that they take room, and dies. So an
-adapter here has a slot in the batch or waits for one. It keeps the slot while it has requests, but
-when others wait, it has to let its requests end and wait in its turn.
+adapter here has a slot in the batch or waits for one. It keeps the slot while it has requests; when
+others wait, its requests end and it queues again.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class BatchSlots(Generic[T]):
     async def acquire(self, adapter: T) -> AsyncIterator[None]:
         """Wait for a slot, which one request then has until the block ends.
 
-        Raises NoSlot where there are none at all.
+        Raises NoSlot if there are none at all.
         """
         if self._admits(adapter) and (adapter in self._slots or not self._waiting):
             self._enter(adapter, 1)
@@ -89,7 +89,7 @@ class BatchSlots(Generic[T]):
             self._leave(adapter)
 
     def assign(self) -> None:
-        """Give what is free to those that wait; to be called when there may be more slots."""
+        """Give free slots to waiting adapters; call it when there may be more slots."""
         for adapter in list(self._waiting):
             if self._admits(adapter):
                 # Not those that have given up, and will hear of it in a moment.

@@ -26,7 +26,7 @@ class Histogram(prometheus_client.Histogram):
         self._total += amount
 
     def flush(self) -> None:
-        """Add what was gathered to the series."""
+        """Add the gathered numbers to the series."""
         self._sum.inc(self._total)
         for bucket, count in zip(self._buckets, self._counts, strict=True):
             bucket.inc(count)
@@ -124,7 +124,7 @@ def forget(replica: str) -> None:
 
 
 class Tally:
-    """What is counted for every request, kept as plain numbers until series are read."""
+    """Counters of every request, kept as plain numbers until a scrape."""
 
     def __init__(self) -> None:
         self.requests: Counts[tuple[str, int, str]] = Counts()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What router processes on one port tell each other: which request went where.
+"""Messages between router processes on one port: the placement of each request.
 
 Each process announces its choices to the others, within milliseconds, and several times a second
 how many requests it has under way, so that what a lost message or a dead process has left is put
@@ -21,13 +21,15 @@ from serving.router.policy.policies import Share
 from serving.router.policy.request import RoutingRequest
 
 CHOICES_S = 0.002
-"""For so long choices are gathered: a datagram for each would cost more than the choice."""
+"""Seconds that choices are gathered, because a datagram for each would cost more than the
+choice.
+"""
 LINKS = 5_000
 """Links of chains that fit into a datagram (Linux takes 200 kB)."""
 LOADS_S = 0.2
-"""Between two messages about what is under way."""
+"""Seconds between two messages about requests in flight."""
 FORGET_S = 2.0
-"""A process that has sent nothing for so long has ended."""
+"""A process that has been silent for this many seconds has ended."""
 
 _NOTHING: Share = (0, 0, 0)
 
@@ -62,11 +64,11 @@ class Link(NamedTuple):
     inbox: socket.socket
     outboxes: list[socket.socket]
     name: str
-    """Of the router that they all are, by which others sign for it."""
+    """The name of the whole router, which others sign for."""
 
 
 def links(processes: int) -> list[Link]:
-    """The links of so many processes, to be made before they are forked."""
+    """The links between processes, made before the fork."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(processes)]
     for end in (end for pair in pairs for end in pair):
         end.setblocking(False)
@@ -87,8 +89,8 @@ class Peers:
         bind: Callable[[str, str], None],
         link: Link | None = None,
     ) -> None:
-        """replicas: whose loads are sent and set. learn: is called with what another process has
-        chosen for a request. bind: is called with a session and the replica that has begun it.
+        """replicas: whose loads are sent and set. learn: called with another process's choice for a
+        request. bind: is called with a session and the replica that has begun it.
         """
         self._replicas = replicas
         self._learn = learn

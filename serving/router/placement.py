@@ -60,7 +60,7 @@ class Timeouts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a request on its way needs of its router."""
+    """The parts of the router that a routed request needs."""
 
     pool: ReplicaPool
     look: Callable[[], Awaitable[None]]
@@ -69,7 +69,7 @@ class Routing:
     policy: Policy
     """Chooses replicas for inference, by the strategy of this name."""
     fallback: Policy
-    """Chooses them for requests that any replica answers alike."""
+    """Chooses replicas for requests that any replica can answer."""
     affinity: SessionAffinity
     peers: Peers
     limiter: Limiter
@@ -80,7 +80,7 @@ class Routing:
     """Knows the authorities of encrypted replicas."""
     tally: Tally
     placements: set["Placement"]
-    """Of requests that are with a replica."""
+    """The requests in flight at a replica."""
     access_log: bool
     """Whether each request leaves a line in the log."""
     tracer: Tracer | None
@@ -88,9 +88,9 @@ class Routing:
     tokenise: Tokenise | None
     """Adds a request's tokens, where the strategy wants them."""
     identity: Callable[[Caller, Sequence[str], Phase], bytes | None]
-    """What tells replicas of these names who sends a request, and which phase of it to do."""
+    """The identity of the sender and the phase, for replicas of these names."""
     prefill_tokens: int
-    """Uncached tokens from which on prompts are computed apart; 0 for never."""
+    """Uncached tokens from which a prompt is computed on another server; 0 for never."""
     continues: bool
     """Whether streams are completed by another replica where theirs fails."""
     routes: Routes
@@ -105,8 +105,7 @@ class Routing:
 
 class Fetch(NamedTuple):
     """A prompt's KV that the replica which answers is to fetch. by: the one that has computed it.
-    front: what says where it is, which is put in front of the body. digest: its SHA-256, in hex
-    digits.
+    front: the address of the KV, put in front of the body. digest: its SHA-256, in hex digits.
     """
 
     by: Replica
@@ -122,7 +121,7 @@ class Outcome(NamedTuple):
 
     end: as its series has it. status: of its replica's answer, 0 without one. began, first_byte:
     when it and its answer did, by the clock. sent: bytes of the answer's body, with its framing.
-    error: what it was answered with instead.
+    error: the answer instead.
     """
 
     end: str
@@ -152,7 +151,7 @@ class RoutedLine(logs.RequestLine):
 
 
 class Placement:
-    """One request's replica, those it was tried on, and what it is to them."""
+    """One request's replica, the replicas tried before, and its cost there."""
 
     def __init__(self, routing: Routing, *, inference: bool, among: Set[str] | None = None) -> None:
         """inference: whether the strategy chooses its replica. among: the endpoints that it may go
@@ -167,7 +166,7 @@ class Placement:
         self._prefilled_on = ""
         self._prefilled: Fetch | None = None  # what the replica that is chosen next gets
         self.fetch: Fetch | None = None
-        """What the replica that it is with gets."""
+        """The request for its current replica."""
         self._phase: Phase = ""  # of the request, that replicas are to do
         self._uncharged = 0  # tokens of a prompt that one replica computed, until another answers
         self._answers = False  # whether its replica answers with more than an error
@@ -184,7 +183,7 @@ class Placement:
         """When its replica last did something for it; None while it waits for its client."""
 
     def read(self, request: Request, body: bytes | bytearray) -> None:
-        """Learn of the request what the strategy wants to know, but for its tokens."""
+        """Read the strategy's keys from the request, without its tokens."""
         self._routing.retries.earn()
         self.once = creates(request.method, request.path)
         if self.inference:
@@ -279,7 +278,7 @@ class Placement:
         return self._routing.identity(caller, names, phase)
 
     def choose(self) -> Replica | None:
-        """Have it go to the best replica that was not tried. None where there is none."""
+        """Have it go to the best replica that was not tried. None if there is none."""
         routing, features = self._routing, self.features
         now = time.monotonic()
         candidates = self.candidates(now)
@@ -309,7 +308,7 @@ class Placement:
             self.fetch, self._prefilled_on = None, ""
 
     def alternatives(self) -> list[Replica]:
-        """Where it would go next, one after the other, as things are now."""
+        """The next replicas in order of preference, in the current state."""
         now = time.monotonic()
         policy = copy.copy(self._policy)  # for what is not asked for no turn is taken
         tried = [*self.tried]
@@ -357,7 +356,7 @@ class Placement:
 
     @property
     def strategy(self) -> str:
-        """What has chosen its replica."""
+        """The rule that chose its replica."""
         if not self.inference:
             return "roundrobin"
         return "session" if self._reason[1] else self._routing.strategy
@@ -385,7 +384,7 @@ class Placement:
             self.replica.breaker.moved(now)
 
     def first_byte(self, waited: float) -> None:
-        """Its answer's first byte is here, after so many seconds, so its prompt is computed."""
+        """Record the first byte of its answer after this many seconds: its prompt is computed."""
         self._routing.pool.first_bytes.append(waited)
         self.computed()
         self.heard()

@@ -3,8 +3,8 @@
 
 
 class RetryBudget:
-    """What keeps retries from being a load of their own: a tenth of the requests, and 100 in a row
-    for when a replica dies with all that it had.
+    """The retry budget, which keeps retries from overloading the fleet: a tenth of the requests,
+    and 100 in a row for the death of a replica.
     """
 
     SHARE = 0.1

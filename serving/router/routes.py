@@ -31,7 +31,7 @@ from serving.protocol import (
 )
 
 END_TO_END = frozenset((ADAPTER_ID, SESSION_ID, VLLM_SESSION_ID, b"content-type", REQUEST_ID))
-"""Headers that say what a request is about, and so are not about a connection."""
+"""Headers about a request, and not about a connection."""
 
 
 class Route(enum.Enum):
@@ -42,7 +42,7 @@ class Route(enum.Enum):
     READ = "GET, HEAD"
     """Any replica: they all say the same."""
     CHANGE = "POST, DELETE"
-    """All replicas: what it changes they all have."""
+    """All replicas, because it changes state that they all have."""
     BATCH = "GET, HEAD, POST, DELETE"
     """Any replica: they share the folder of files and batches."""
 
@@ -115,12 +115,12 @@ def route_of(method: bytes, path: str) -> Route | None:
 
 
 def generates(path: str) -> bool:
-    """Whether what is asked for on a path may be text for a prompt, which two replicas can make."""
+    """Whether a path may generate text for a prompt, which two replicas can do."""
     return bool(_GENERATES.fullmatch(path))
 
 
 def creates(method: bytes, path: str) -> bool:
-    """Whether what is asked for on a path is made anew each time: a file, a batch."""
+    """Whether each request on a path creates something new: a file, a batch."""
     return method == b"POST" and path in (FILES, BATCHES)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica has which of SageMaker's stateful sessions: its answer says so."""
+"""The replica of each stateful SageMaker session, learned from its answers."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class SessionAffinity:
         self._replicas: OrderedDict[str, str] = OrderedDict()
 
     def replica(self, session: str) -> str | None:
-        """The name of the replica that has the session, where that is known."""
+        """The name of the session's replica, if known."""
         if session not in self._replicas:
             return None
         self._replicas.move_to_end(session)

@@ -13,7 +13,7 @@ from lmi_config.facts.model import LONGEST_HEADER
 
 WHOLE = 64 * 2**30
 """Bytes of a model up to which all of it is read: SHA-256 takes about 1 s for 1.5 GB on each core,
-while vLLM is imported. Of larger models a sixteenth is read.
+while vLLM is imported. A sixteenth of larger models is read.
 """
 SAMPLE = 2**20  # bytes
 EVERY = 16 * SAMPLE  # bytes from one sample to the next

@@ -16,8 +16,8 @@ _TRAINING = re.compile(r"(optimizer|scheduler|scaler|rng_state.*|training_args)\
 def needed(sizes: Mapping[str, int]) -> dict[str, int]:
     """Leave out the files that serving does not read, by name.
 
-    These are hidden files, what training left, formats vLLM has no loader for, and weights that a
-    folder has in a better format too. sizes: file name → bytes.
+    These are hidden files, leftovers of training, formats without a loader in vLLM, and weights
+    that a folder also has in a better format. sizes: file name → bytes.
     """
     left = {
         name: size

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # huggingface_hub takes long to import
 
 
 class _Listing(NamedTuple):
-    """What the hub has, or the cache where the hub cannot be had.
+    """Files of the hub, or of its cache if the hub cannot be reached.
 
     commit: that the revision stands for. sizes: the needed files, in bytes. cached: the cache's
     whole copy, where the hub could not be asked. reason: why it could not.
@@ -218,7 +218,7 @@ class Hub:
             raise SourceError(self.repo_id, *self._fault(error)) from error
 
     def _fault(self, error: Exception) -> tuple[str, str]:
-        """What went wrong and what to do."""
+        """The fault and the fix."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):
@@ -291,7 +291,7 @@ def _absent(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bar(progress: Progress) -> type:
-    """What huggingface_hub takes for a progress bar."""
+    """A replacement for huggingface_hub's progress bar."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types

@@ -134,7 +134,7 @@ class _File:
 
 
 def _files(answer: Any) -> tuple[str, dict[str, _File]]:
-    """A revision's commit, and what the hub says of its files, by name."""
+    """A revision's commit, and the hub's facts about its files, by name."""
     commit = str(answer["sha"])
     found = {}
     for file in answer["siblings"]:
@@ -148,7 +148,7 @@ def _files(answer: Any) -> tuple[str, dict[str, _File]]:
 
 
 def _fault(status: int, code: str) -> tuple[str, str]:
-    """What the hub's refusal means and what to do."""
+    """The meaning of the hub's refusal, and the fix."""
     if code == "GatedRepo":
         return "it is gated", "accept its licence on the hub and set HF_TOKEN"
     if code == "RevisionNotFound":
@@ -167,7 +167,8 @@ class HubListing:
     """An adapter's files as the hub listed them once, in a commit.
 
     What is looked at and fetched has to be of these versions: a file of another size, or where the
-    hub names it another SHA-256, is a SourceError. folder: where fetch() makes one of its own.
+    hub names it another SHA-256, is a SourceError. folder: the parent of the folder that fetch()
+    makes.
     """
 
     source: HubAdapter
@@ -243,7 +244,7 @@ class HubListing:
 
 
 def _as_listed(file: _File, came: int, sha256: str) -> bool:
-    """Whether so many bytes, with this hash, are what the hub listed."""
+    """Whether this size and hash match the hub's list."""
     return came == file.size and file.sha256 in (None, sha256)
 
 

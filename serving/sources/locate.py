@@ -49,13 +49,13 @@ def locate(
 
 
 def downloads_folder(configured: str | None) -> Path:
-    """Where models from S3 are kept."""
+    """The folder of models from S3."""
     return Path(configured) if configured else folders.place("models")
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A folder of this machine. It may be mounted read-only: nothing is written to it."""
+    """A folder of this machine. It may be mounted read-only, because Slipway never writes to it."""
 
     folder: Path
 

@@ -54,7 +54,7 @@ class _Object:
         """Whether the file has the object's size, and its time as we set it at the end.
 
         A file that was cut short or written by others has another time, down to the nanosecond.
-        Objects that replace each other within a second are told apart by their ETags.
+        ETags distinguish objects that replace each other within a second.
         """
         try:
             status = file.stat()
@@ -72,13 +72,13 @@ class S3:
     prefix: str
     """Empty, or with a slash at its end."""
     downloads: Path
-    """The folder below which fetch() makes one of its own."""
+    """The parent of the folder that fetch() makes."""
     only: str = ""
     """The name of the one object that is wanted, or empty for all of them."""
 
     @property
     def folder(self) -> Path:
-        """Where the files are fetched to."""
+        """The folder of the fetched files."""
         where = f"{self.bucket}/{self.prefix}"
         digest = hashlib.sha256(where.encode()).hexdigest()[:12]
         return self.downloads / f"{PurePosixPath(where).name}-{digest}"
@@ -116,7 +116,7 @@ class S3:
 
     def _objects(self, client: "S3Client", ends: float) -> dict[str, _Object]:
         """All objects: name below the prefix → object. ends: when no further page is asked for, by
-        time.monotonic(). Raises SourceError where there are more then, or more than OBJECTS.
+        time.monotonic(). Raises SourceError if there are more then, or more than OBJECTS.
         """
         pages = client.get_paginator("list_objects_v2").paginate(
             Bucket=self.bucket, Prefix=self.prefix + self.only
@@ -259,7 +259,7 @@ class Listing:
         progress = Progress(uri, sum(item.size for item in objects.values()), note)
 
         class Transfer(BaseSubscriber):
-            """What one transfer needs to know of its object, and does when it ends."""
+            """The facts that one transfer needs about its object, and its final step."""
 
             def __init__(self, item: _Object, file: Path) -> None:
                 self.item, self.file = item, file
@@ -339,7 +339,7 @@ _FAULTS = {
     "NoSuchKey": ("an object was removed while it was fetched", "start again"),
     "PreconditionFailed": _CHANGED,
 }
-"""Error code of S3 → what it means and what to do."""
+"""Error code of S3 → its meaning and the fix."""
 
 
 @contextlib.contextmanager

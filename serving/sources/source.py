@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all kinds of sources have in common: their interface, errors, downloads and time-outs."""
+"""The common parts of all sources: their interface, errors, downloads and time-outs."""
 
 import contextlib
 import fcntl
@@ -32,7 +32,7 @@ class SourceError(ValueError):
 
 
 class Unusable(SourceError):
-    """The same of files whose content is at fault: those are of no use the next time, too."""
+    """The same for files with faulty contents, which a retry cannot mend."""
 
 
 class Source(Protocol):
@@ -46,7 +46,7 @@ class Source(Protocol):
         """
 
     def checkpoint(self) -> Checkpoint:
-        """What can be known of the model without its weights; takes seconds at most."""
+        """The facts about the model without its weights; takes seconds at most."""
 
     def fetch(self, note: Callable[[str], None]) -> Path:
         """A local folder with all that serving needs; `note` hears how far the download is."""

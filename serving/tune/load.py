@@ -37,7 +37,7 @@ class Objectives:
 
     def excess(self, found: "Measured") -> float:
         """How the 99th percentiles compare with the objectives: up to 1 both are met, at 2 one of
-        them is missed by as much again. 0 where there are none.
+        them is missed by as much again. 0 if there are none.
         """
         pairs = ((found.ttft_p99, self.ttft), (found.itl_p99, self.itl))
         return max((value / wanted for value, wanted in pairs if wanted), default=0.0)
@@ -45,7 +45,7 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a level has shown. Percentiles in milliseconds. itl: of answers' averages. tokens: of
+    """The results of a level. Percentiles in milliseconds. itl: of answers' averages. tokens: of
     answers, each second. goodput: requests/s that met the objectives; None without any.
     """
 
@@ -131,7 +131,7 @@ def _prompts(workload: Workload) -> dict[str, Any]:
 
 
 def run(words: list[str], level: Level, *, result: Path, log: Path, key: str | None) -> Measured:
-    """Run such a command. log: gets what it prints. key: the endpoint's API key.
+    """Run such a command. log: gets its output. key: the endpoint's API key.
 
     Raises LoadError.
     """
@@ -164,7 +164,7 @@ def _reason(said: str, code: int) -> str:
 
 
 def measured(raw: Mapping[str, Any], level: Level) -> Measured:
-    """What the file of a load says. Raises LoadError where requests failed."""
+    """The content of a load's file. Raises LoadError where requests failed."""
     if failed := raw["failed"]:
         why = next((it for it in raw.get("errors", ()) if it), "no reason given")
         told = redacted(" ".join(str(why).split()))[:_TOLD]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep as a picture, in SVG: for each configuration the tokens/s of its levels, and what the
-99th percentiles of TTFT and ITL are there. Right and low is good.
+"""A sweep as a picture, in SVG: for each configuration the tokens/s of its levels, and their 99th
+percentiles of TTFT and ITL. Right and low is good.
 """
 
 import math
@@ -79,7 +79,7 @@ def _panel(
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to at least so much."""
+    """Round numbers from 0 to at least this value."""
     step = 10 ** math.floor(math.log10(most or 1))
     step = next(it for it in (step / 5, step / 2, step, step * 2) if most / it <= 6)
     return [step * n for n in range(math.ceil((most or 1) / step) + 1)]

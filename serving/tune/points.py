@@ -22,15 +22,15 @@ same one differ by as much.
 """
 
 Options = Mapping[str, Any]
-"""By slipway.yaml's names. Those of a point come on top of the operator's own, or in their place;
-None takes one away.
+"""By slipway.yaml's names. Options of a point extend or replace the operator's; None removes
+one.
 """
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What is tried of one option. values: beside what is planned without it. reason: why these,
-    or why none.
+    """The values to try for one option. values: besides the planned one. reason: why these, or why
+    none.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Axis:
 @dataclass(frozen=True)
 class Point:
     """A configuration that has been tried. levels: none where it could not be measured; reason:
-    why, or why it was left at that level. again: whether it is the second measurement of what is
-    planned.
+    why, or why it was left at that level. again: whether it is the second measurement of the
+    planned configuration.
     """
 
     options: Options
@@ -52,8 +52,8 @@ class Point:
 
 
 def axes(plan: Plan, workload: Workload, removable: frozenset[str]) -> tuple[Axis, ...]:
-    """What to try. plan: without any of it. removable: options of the operator's that are in no
-    other place than slipway.yaml, so that a file without them takes them away.
+    """The configurations to try. plan: without any of it. removable: options of the operator's that
+    are in no other place than slipway.yaml, so that a file without them takes them away.
     """
     return (
         _sequences(plan, workload),
@@ -64,7 +64,7 @@ def axes(plan: Plan, workload: Workload, removable: frozenset[str]) -> tuple[Axi
 
 
 def _set(plan: Plan, field: str) -> Axis | None:
-    """What the operator has set is not tried."""
+    """Options that the operator has set are not tried."""
     if origin := plan.settings.origins.get(field):
         return Axis(OPTIONS[field].vllm or field, (), f"{origin} sets it")
     return None
@@ -208,8 +208,8 @@ def walk(
 ) -> tuple[Options, Options | None]:
     """The best options so far, and those to try next; None where all has been tried.
 
-    What is planned is tried a second time, last, where another would be chosen: a machine that was
-    busy at first makes all that comes later look better.
+    If another configuration would win, the planned one is measured again at the end, because a
+    machine that was busy at first makes all later measurements look better.
     """
     points = list(points)
     tried = {key(point.options): point for point in points if not point.again}

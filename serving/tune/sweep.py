@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a sweep: what was to be found out, and each point that is finished, a line of JSON
-each. An interrupted sweep goes on from it.
+"""The folder of a sweep: its parameters, and one line of JSON for each finished point. An
+interrupted sweep goes on from it.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Sweep:
 
 
 def _lines(path: Path) -> list[Any]:
-    """What is in the file, up to a line that was cut off."""
+    """The content of the file, up to an incomplete line."""
     found: list[Any] = []
     if path.exists():
         for line in path.read_text().splitlines():

@@ -32,9 +32,9 @@ from serving.tune.sweep import Sweep, SweepError
 from serving.tune.workload import Level, Workload, WorkloadError
 
 INTERRUPTED = 130
-"""The exit code of what Ctrl-C has ended, as shells have it."""
+"""The exit code after Ctrl-C, as in shells."""
 RESULTS = "tune"
-"""The folder of a sweep where none is named."""
+"""The default folder of a sweep."""
 _CONFIG = "OPTION_CONFIG_FILE"
 _COLUMNS = ("load", "requests", "TTFT P50", "P99 ms", "ITL P50", "P99 ms", "tokens/s", "goodput/s")
 
@@ -108,7 +108,7 @@ class _Tuning:
         )
 
     def run(self) -> None:
-        """Measure what has not been measured yet."""
+        """Measure the remaining configurations."""
         print("\n".join(_told(self._axes)))
         if done := len(self.sweep.points):
             print(f"{self.sweep.folder} has {_count(done)} already; going on")
@@ -161,12 +161,12 @@ class _Tuning:
         return Point(options, tuple(levels))
 
     def _planned(self, options: Options, file: Path) -> Deployment:
-        """Write the file that a server is started with, and have it planned."""
+        """Write the options file of a server, and plan it."""
         file.write_text(_yaml(points.applied(self._own, options)))
         return prepare(self._environ, {_CONFIG: Given(str(file), "--config")})
 
     def _unfit(self, options: Options, plan: Plan, file: Path) -> str:
-        """Why the plan would be no other without these options; "" where it would."""
+        """The reason why the plan is the same without these options, or ""."""
         if not options.get("lmcache_auto_config"):
             return ""
         if isinstance(plan.tiers, NoTiers):
@@ -281,7 +281,7 @@ def _count(number: int) -> str:
 
 
 def _told(axes: Sequence[Axis]) -> list[str]:
-    """What will be tried, a line for each option."""
+    """The values to try, one line for each option."""
     lines = []
     for axis in axes:
         values = " | ".join(

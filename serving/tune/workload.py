@@ -85,13 +85,13 @@ class Workload:
         return self.prefix + math.ceil(most)
 
     def requests(self, level: Level) -> int:
-        """How many are measured at a level: ten of each user's, or what comes within 20 s."""
+        """The number of measured requests at a level: ten per user, or those within 20 s."""
         if self.count:
             return self.count
         return max(10, 10 * (level.users or 0) if level.rate is None else round(20 * level.rate))
 
     def warm_ups(self, level: Level) -> int:
-        """How many come before these: one of each user's, since a server compiles what it needs at
+        """The number of requests before the measurement: one per user, because a server compiles at
         first use.
         """
         return (level.users or 1) if self.warm_up is None else self.warm_up
@@ -272,8 +272,7 @@ _FIELDS: Mapping[tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {
     ("model", "model_names"): ("model", _text),
     ("tokenizer",): ("tokenizer", _text),
 }
-"""Names of AIPerf's for one option → the field, and its reader, whose errors say what it should be.
-"""
+"""AIPerf's names of one option → the field, and its reader, whose errors have the expected form."""
 _KEYS = {name: to for names, to in _FIELDS.items() for name in names}
 _NOT_HERE = {
     "url": "the endpoint is named on the command line",

@@ -58,6 +58,12 @@ def test_notes_are_the_changelogs_section(copy):
     assert version.notes(copy) == "### Added\n\n- new"
 
 
+def test_a_version_without_a_date_has_no_notes(copy):
+    (copy / "CHANGELOG.md").write_text("# Changelog\n\n## [0.2.0] - not released\n\n- new\n")
+    with pytest.raises(SystemExit, match=r"write the date of the release .* 0\.2\.0"):
+        version.notes(copy)
+
+
 def test_a_changelog_that_starts_no_release_is_named(copy):
     (copy / "CHANGELOG.md").write_text("# Changelog\n")
     with pytest.raises(SystemExit, match=r"CHANGELOG\.md has no line"):

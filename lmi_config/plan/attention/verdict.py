@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether KV cache tiers are right for a model, by what its layers keep of a request.
+"""Whether KV cache tiers are correct for a model, by the state that its layers keep of a request.
 
 The rules are those of vLLM 0.32 and LMCache 0.5.6. Tiers hold pages of the engine's KV cache, found
 again by the tokens before them. That is right for layers that keep a page for every token. vLLM
@@ -18,12 +18,12 @@ from lmi_config.facts.layers import KvLayers
 from lmi_config.options.declared import Settings
 
 HYBRID = "disable_hybrid_kv_cache_manager"
-"""vLLM's option by which layers with a window keep all tokens where other layers do, too."""
+"""vLLM's option that makes layers with a window keep all tokens, if other layers do."""
 EMBEDDINGS = "enable_prompt_embeds"
 WINDOWS_ONLY = "windows_only"
 """The kind of models whose layers all have a window, or attend in chunks."""
 CHUNKED = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
-"""vLLM's variable; where it is 0, layers that attend in chunks keep all tokens."""
+"""vLLM's variable; if it is 0, layers with chunked attention keep all tokens."""
 
 SMALLEST_BLOCK = {False: 32, True: 16}
 """Tokens, by whether there are GPUs: what blocks are multiples of (get_supported_kernel_block_sizes
@@ -39,8 +39,8 @@ WITH_DRAFT = ("draft_model", "eagle", "eagle3")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """kind: of attention, a word for metrics. against: why there can be no tiers, a clause; empty
-    where there can. instead: the nearest that works. whole: whether the engine is to keep all
+    """kind: of attention, a word for metrics. against: the reason against tiers, a clause; empty if
+    tiers are possible. instead: the nearest that works. whole: whether the engine is to keep all
     tokens in layers with a window, for the tiers. unguarded: why a connector of LMCache's would not
     be right where Slipway's is. tell: what an operator should know besides.
     """
@@ -67,7 +67,7 @@ def decide(
 
     kept: the layers of the model and its draft; kv: their sizes. method: of speculation. pools:
     whether it is served for embeddings or scores. gpus: whether there are any. longest: tokens of
-    the longest request, None where that is unknown.
+    the longest request, None if unknown.
     """
     if pools:
         return Verdict(kind="pooling", against="it is served for embeddings or scores")
@@ -187,7 +187,7 @@ def as_given(settings: Settings) -> Settings:
 
 
 def _by_kind(kept: KvLayers) -> Verdict | None:
-    """Models of which no tier can be right, whatever their sizes."""
+    """Models for which no tier can be correct, whatever the sizes."""
     if kept.cross:
         return Verdict(
             kind="encoder_decoder",

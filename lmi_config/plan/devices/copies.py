@@ -21,17 +21,17 @@ from lmi_config.plan.devices.parallelism import Parallelism
 
 OPTION = "OPTION_COPIES"
 RANDOM_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
-"""vLLM's variable with which two engines may give two requests the same id. The cache server knows
-requests by their ids alone."""
+"""vLLM's variable. If it is set, two engines may give two requests the same id. The cache server
+identifies requests only by their ids."""
 _CPU_NODES = "CPU_VISIBLE_MEMORY_NODES"
 """vLLM's variable for the NUMA nodes that an engine without GPUs may use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy:
-    """One of several copies. machine: its share of this one. port: where it listens, on the
-    loopback interface. node: the NUMA node of its devices, None where they are on several nodes or
-    it is unknown. environment: variables that differ from the other copies'.
+    """A copy among several. machine: its share of this machine. port: its port on the loopback
+    interface. node: the NUMA node of its devices; None if they are on several nodes, or if unknown.
+    environment: variables that differ from the other copies'.
     """
 
     number: int
@@ -71,11 +71,11 @@ def decide(
     tiers: bool = False,
     alone: str = "",
 ) -> Decision:
-    """Decide.
+    """Decide the number of copies.
 
-    service: whose the service is, where there is a model.py. tiers: whether there is to be a cache
-    server. alone: a reason for one server that others have found. Raises SettingsError where the
-    copies that were asked for cannot be had, and as parallelism.decide does.
+    service: the owner of the service if there is a model.py. tiers: whether a cache server is
+    planned. alone: a reason for one server, found elsewhere. Raises SettingsError if the requested
+    copies are not possible, and as parallelism.decide does.
     """
     asked, name = settings.copies, settings.named("copies")
     number = 1 if asked == "auto" or isinstance(asked, AtMost) else asked
@@ -115,7 +115,7 @@ def _with(spread: Parallelism, servers: int) -> Parallelism:
 
 
 def _devices(machine: Machine) -> tuple[tuple[Gpu, ...] | tuple[int, ...], str]:
-    """What copies are given, and what it is called."""
+    """The devices for copies, and the word for such a device."""
     if machine.gpus:
         return (*machine.gpus, *machine.slices), "GPU"
     return machine.cpus, "CPU"
@@ -177,11 +177,11 @@ def divide(
     environ: Mapping[str, str],
     variables: Callable[[Machine], Mapping[str, str]],
 ) -> tuple[Copy, ...]:
-    """The copies with their devices, where there are several. variables: those that vLLM needs on a
-    machine.
+    """The copies with their devices; empty for a single copy. variables: the variables that vLLM
+    needs on a machine.
 
-    GPUs are grouped as NVML lists them, within a NUMA node as far as that goes. Raises
-    SettingsError where SAGEMAKER_SAFE_PORT_RANGE has too few ports.
+    GPUs are grouped in NVML's order, within a NUMA node if possible. Raises SettingsError if
+    SAGEMAKER_SAFE_PORT_RANGE has too few ports.
     """
     if decision.count == 1:
         return ()
@@ -239,14 +239,14 @@ def _of_gpus(machine: Machine, decision: Decision) -> list[tuple[Machine, int | 
 
 
 def _order(devices: Sequence[Gpu]) -> Callable[[Gpu], int]:
-    """The place of a GPU among all, which may be equal but for their identifiers."""
+    """A GPU's index among all. GPUs may be equal except for their identifiers."""
     places = {id(gpu): place for place, gpu in reversed([*enumerate(devices)])}
     return lambda gpu: places[id(gpu)]
 
 
 def _of_cpus(machine: Machine, count: int) -> list[tuple[Machine, int | None]]:
-    """Equal shares of the CPUs. vLLM takes the CPUs that a process may run on, and knows nothing of
-    other servers. Where each NUMA node can have as many copies as the others, no copy spans two.
+    """Equal shares of the CPUs. vLLM uses all CPUs that its process may run on, regardless of other
+    servers. If all NUMA nodes can have the same number of copies, no copy spans two nodes.
     """
     nodes = machine.nodes
     if nodes and count % len(nodes) == 0:

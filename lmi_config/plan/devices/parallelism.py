@@ -10,7 +10,7 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 
 WORKER_SHM = 256 * 1024**2
-"""What one worker process wants of /dev/shm: 240 MB for its queues, as seen."""
+"""Bytes of /dev/shm for one worker process: 240 MB for its queues, as measured."""
 FEW_CPUS = 4
 """CPUs up to which one rank has no worker process, for which the engine's core waits by spinning.
 On two CPUs without it: 0.76 of the memory, 0.71 of the CPU time of a start, and 0.5 of that for a
@@ -26,9 +26,9 @@ class Parallelism:
 
     copies: of the model, on all machines (data parallel). local_copies: those that this process
     starts on this machine. machines: that each copy is spread over.
-    servers: on this machine, each with a copy of its own (OPTION_COPIES).
-    workerless: whether the engine's core does the only worker's work: without a GPU vLLM has a
-    process for it even with one rank, which costs more than it wins where CPUs are few, and would
+    servers: the servers on this machine, each with one copy of the model (OPTION_COPIES).
+    workerless: whether the engine's core does the only worker's work. Without a GPU, vLLM starts a
+    worker process even for one rank. That process costs more than it gains on few CPUs, and would
     not start with the 64 MiB of shared memory that containers get.
     """
 
@@ -101,11 +101,11 @@ def _local_copies(settings: Settings, workers: int) -> int:
 
 
 def _undivided(degree: int, model: ModelFacts) -> str | None:
-    """What of the model so many ranks cannot share evenly.
+    """The part of the model that this number of ranks cannot share evenly.
 
-    Attention heads are checked by vLLM's verify_with_parallel_config; KV heads, of which each rank
-    gets some or several ranks the same one, by its models; the vocabulary, filled up to a multiple
-    of 64, by vllm/model_executor/layers/vocab_parallel_embedding.py.
+    vLLM's verify_with_parallel_config checks attention heads. Its models check KV heads: each rank
+    gets some, or several ranks share one. vllm/model_executor/layers/vocab_parallel_embedding.py
+    checks the vocabulary, padded to a multiple of 64.
     """
     if (model.attention_heads or 0) % degree:
         return f"{model.attention_heads} attention heads cannot be divided by {degree}"
@@ -118,7 +118,7 @@ def _undivided(degree: int, model: ModelFacts) -> str | None:
 
 
 def _hinders(degree: int, settings: Settings, model: ModelFacts, draft: Draft | None) -> str | None:
-    """Why so many ranks cannot share the model and its draft, which vLLM spreads like the model."""
+    """The reason why these ranks cannot share the model or its draft; vLLM splits both alike."""
     if why := _undivided(degree, model):
         return f"the model's {why}"
     if draft and "draft_tensor_parallel_size" not in (settings.speculative_config or {}):

@@ -11,7 +11,7 @@ from lmi_config.plan.refusals.given import limits
 
 
 class Needed(NamedTuple):
-    """option: as the operator calls it, with its value. fix: what to do where it is not there."""
+    """option: as the operator calls it, with its value. fix: the fix if it is missing."""
 
     option: str
     path: Path
@@ -25,7 +25,7 @@ def needed(
     model: ModelFacts,
     adapters: Iterable[tuple[str, str]],
 ) -> Iterator[Needed]:
-    """What has to be there. Models and drafts are looked at before a plan is made.
+    """The required files. Models and drafts are looked at before a plan is made.
 
     options: vLLM's. adapters: names and places of those that options name.
     """

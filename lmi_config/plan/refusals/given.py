@@ -17,14 +17,14 @@ _FIELDS = {option.vllm: field for field, option in OPTIONS.items() if option.vll
 
 @functools.cache
 def limits() -> Mapping[str, Any]:
-    """What vLLM's own source says, by scripts/generate/vllm_limits.py."""
+    """Limits in vLLM's own source, from scripts/generate/vllm_limits.py."""
     found: Mapping[str, Any] = json.loads((Path(__file__).parent / "vllm.json").read_text())
     return found
 
 
 class Given:
-    """The options, and what they are to fit. A path is an option's name by vLLM, or one and the
-    keys in its JSON, with dots between them.
+    """The options, and the model and machine that they must fit. A path is an option's name by
+    vLLM, or one and the keys in its JSON, with dots between them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Given:
         self._read: dict[str, Mapping[str, Any]] = {}
 
     def get(self, path: str) -> Any:
-        """The value; None where there is none, or its text is not the JSON that it should be."""
+        """The value; None if it is missing or not the expected JSON."""
         name, *keys = path.split(".")
         value = self._options.get(name)
         if keys:
@@ -53,7 +53,7 @@ class Given:
         return value
 
     def parsed(self, name: str) -> Mapping[str, Any]:
-        """The object that an option is; empty where it is none."""
+        """The object in an option; empty if there is none."""
         if name not in self._read:
             value = self._options.get(name)
             if isinstance(value, str):
@@ -118,7 +118,7 @@ class Given:
         return " ".join([self.settings.named(field), *([f'"{".".join(keys)}"'] if keys else [])])
 
     def shown(self, path: str) -> str:
-        """The option and its value, cut short; no objects, in which may be secrets."""
+        """The option and its value, shortened; no objects, because they may contain secrets."""
         value = self.get(path)
         if value is None or isinstance(value, Mapping):
             return self.called(path)

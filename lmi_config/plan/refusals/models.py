@@ -27,9 +27,9 @@ _FAMILIES = (
     ("awq", "awq_marlin", "auto_awq", "marlin"),
     ("gptq", "gptq_marlin", "auto_gptq", "marlin"),
 )
-"""Names of one way to quantise, by which vLLM runs files of the first's."""
+"""Names of one quantisation method; vLLM runs files of the first under all of them."""
 _RENAMED = ("auto-round", "intel/auto-round", "")
-"""What a model's files may say that vLLM has by another name."""
+"""Names in model files that vLLM calls otherwise."""
 _INSTEAD = {
     "bitsandbytes": "fp8_per_tensor",
     "bnb": "fp8_per_tensor",
@@ -132,7 +132,7 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 def _dtype(given: Given) -> str | None:
-    """What is asked for; None where vLLM chooses."""
+    """The requested method; None if vLLM chooses."""
     dtype = given.get("dtype")
     return None if dtype in (None, "auto") else _DTYPES.get(dtype, dtype)
 
@@ -296,7 +296,9 @@ _SHARES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 
 
 def _senses(given: Given) -> Iterator[str]:
-    """MultiModalConfig, which vLLM makes for models that see or hear, and what needs one."""
+    """MultiModalConfig, which vLLM makes for vision and audio models, and the options that need
+    it.
+    """
     names = given.model.architectures
     if given.model.heard and given.on("enable_prompt_embeds"):
         yield (
@@ -380,7 +382,7 @@ _TOP_K = ("Qwen3DSparkModel", "Qwen3OmniDSparkModel")
 
 
 def _drafted(given: Given) -> Iterator[str]:
-    """What depends on the draft beside its shapes, which lmi_config/facts/draft.py checks."""
+    """Rules about the draft, except its shapes, which lmi_config/facts/draft.py checks."""
     draft, path = given.draft, "speculative_config.max_model_len"
     length = given.get(path)
     if isinstance(length, int) and draft:

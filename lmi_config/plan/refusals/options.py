@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM refuses of its options whatever the model is: values, and options that exclude or need
-each other (vllm/config/*.py, vllm/engine/arg_utils.py). A rule for each, by which nothing is
-refused that vLLM would take: what is not known counts as right.
+each other (vllm/config/*.py, vllm/engine/arg_utils.py). One rule for each. No rule refuses a
+configuration that vLLM would accept: unknown values count as right.
 """
 
 import re
@@ -14,8 +14,8 @@ from lmi_config.plan.refusals.given import Given, limits
 
 
 class Rule(NamedTuple):
-    """at: the path of the value that is to be named. wrong: whether vLLM refuses it. fix: what vLLM
-    wants, and what to do.
+    """at: the path of the value to name. wrong: whether vLLM refuses it. fix: what vLLM wants, and
+    what to do.
     """
 
     at: str
@@ -532,7 +532,7 @@ def _copies(given: Given) -> float:
 
 
 def _ranks(given: Given) -> float:
-    """Of one copy of the model."""
+    """The ranks of one copy of the model."""
     return (
         given.number("tensor_parallel_size", 1)
         * given.number("pipeline_parallel_size", 1)
@@ -1000,7 +1000,7 @@ def _host_pool(given: Given) -> object:
 
 
 def _variable(given: Given, name: str) -> bool | None:
-    """A variable of vLLM's that is a flag; None where it is not set."""
+    """A flag among vLLM's variables; None if it is not set."""
     value = given.environ.get(name)
     return value.strip() in ("1", "true", "True") if value else None
 

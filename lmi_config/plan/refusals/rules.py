@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that is known before a start of what vLLM will refuse."""
+"""All refusals of vLLM that are known before a start."""
 
 from lmi_config.plan.refusals import models, options
 from lmi_config.plan.refusals.given import Given

@@ -20,31 +20,32 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/generate/engine/patches_page.py from the patches; do not edit. -->
 
-Slipway replaces some functions of its libraries that are not public, and relies on others. Each
-patch is a file in the room of its process, and names what it needs: functions with their
-parameters, and attributes of classes. A process compares that with what is installed before it
-applies its patches.
+Slipway replaces some private functions of its libraries, and relies on others. Each patch is a file
+in the folder of its process. It lists the names that it needs: functions with their parameters, and
+attributes of classes. Before a process applies its patches, it compares these names with the
+installed libraries.
 
-- A patch **fails closed** that keeps tenants or adapters apart, or without which answers or limits
-  could be wrong: where a name is missing, the start is refused. The last line of the log names
-  the patch, the name and the installed version.
-- Any other patch is **left out**, and one line of the log says which and what happens without it.
+- A patch **fails closed** if it separates tenants or adapters, or if answers or limits could be
+  wrong without it. If a name is missing, the start is refused. The last line of the log names the
+  patch, the name and the installed version.
+- Any other patch is **left out** if a name is missing. One line of the log names the patch and the
+  consequence.
 
-Patches for adapters come as a plugin of vLLM's (`serving/engine/patches/engine_core/plugin.py`):
-`slipway.dist-info` beside `serving` names it, and vLLM calls it in each of its processes. Those of
-KV cache tiers come with the connector, which vLLM imports by its path.
+Patches for adapters come as a vLLM plugin (`serving/engine/patches/engine_core/plugin.py`).
+`slipway.dist-info` beside `serving` registers it, and vLLM calls it in each of its processes.
+Patches for KV cache tiers come with the connector, which vLLM imports by its path.
 """
 
 
 VERSIONS = """
 ## Versions
 
-A start compares what is installed with `serving/engine/versions/versions.toml`. It warns of a
-version that is not supported, or that has limits, and is refused with one that does not work.
-`scripts/dev engine VERSION` tries another vLLM for CPUs, `scripts/dev engine VERSION --unpacked`
-judges a CUDA wheel by its files, and both run every night with the newest one.
+A start compares the installed versions with `serving/engine/versions/versions.toml`. It warns about
+a version that is not supported or that has limits, and refuses a version that does not work.
+`scripts/dev engine VERSION` tries another vLLM for CPUs, and `scripts/dev engine VERSION
+--unpacked` checks a CUDA wheel by its files. Both run every night with the newest version.
 
-| | supported | seen | limits | does not work |
+| | supported | tested | limits | does not work |
 |---|---|---|---|---|
 """
 
@@ -69,7 +70,7 @@ def _section(process: str) -> str:
     lines = [
         f"\n## In {process}\n",
         f"\nIn `{ROOMS[process]}/`.\n",
-        "\n| patch | what it does, and why | where it does not fit |\n|---|---|---|\n",
+        "\n| patch | purpose, and reason | if a name is missing |\n|---|---|---|\n",
         *(f"| {' | '.join(_cells(it))} |\n" for it in rows),
     ]
     return "".join(lines)

@@ -47,8 +47,9 @@ PATCH = Patch(
             "uvicorn.server:ServerState", has=("connections", "total_requests", "default_headers")
         ),
     ),
-    does="Limits heads, bodies, waits and the number of connections in subclasses of uvicorn's.",
-    why="Uvicorn has no limit to how long a head or a body takes, and wraps what an app sends.",
-    without="answers could be malformed, and clients could hold connections for ever",
+    does="Limits heads, bodies, waits and the number of connections in subclasses of uvicorn's "
+    "classes.",
+    why="Uvicorn does not limit the duration of a head or a body, and wraps an app's messages.",
+    without="answers could be malformed, and clients could keep connections open indefinitely",
     closed=True,
 )

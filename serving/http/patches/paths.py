@@ -10,8 +10,8 @@ PATCH = Patch(
         Name("starlette.routing:Route.__init__", "self, path, endpoint, ..."),
         Name("starlette.routing:Route", has=("path_regex",)),
     ),
-    does="Has the pattern of a route match a path to its very end.",
-    why="Starlette's patterns end with `$`, which matches before a newline, too.",
-    without="a path with a newline at its end would be answered as the one without",
+    does="Makes the pattern of a route match a path to its very end.",
+    why="Starlette's patterns end with `$`, which also matches before a newline.",
+    without="a path with a newline at its end would be answered like the path without it",
     closed=True,
 )

@@ -62,12 +62,12 @@ PATCH = Patch(
         ),
     ),
     does="Discards the reservations of a worker that unregisters, or that has been silent for too "
-    "long, where LMCache finishes them. Reads under way end as before.",
-    why="Where engines copy KV by themselves, as without GPUs, a worker reserves memory, writes "
-    "into it and commits. A finished reservation is readable, and is stored on the disk and in the "
-    "shared store: memory that nobody has written.",
-    without="the next server could load memory that nobody has written, after a copy of the model "
-    "died while it stored",
+    "long; LMCache would finish them. Reads in progress end as before.",
+    why="If engines copy KV themselves, as without GPUs, a worker reserves memory, writes into it "
+    "and commits. LMCache treats a finished reservation as readable, and stores it on the disk "
+    "and in the shared store, although its memory may be unwritten.",
+    without="after a copy of the model died during a store, the next server could load unwritten "
+    "memory",
     closed=True,
     upstream="[abandoned_writes](../upstream/abandoned_writes.md)",
     put=_put,

@@ -38,9 +38,9 @@ PATCH = Patch(
     name="disk_files",
     process=CACHE_SERVER,
     names=(Name("lmcache.lmcache_fs:LMCacheFSClient"),),
-    does="Keeps a digest of key and content in an attribute of each file, and compares it when one "
-    "was read. It relies on how LMCache names files, which the start tries out.",
-    why="LMCache trusts what it reads from a disk.",
+    does="Keeps a digest of key and content in an attribute of each file, and compares it after "
+    "each read. It relies on LMCache's file names, which the start checks.",
+    why="LMCache does not verify data from a disk.",
     without="each read of the disk tier is a miss",
     closed=False,
     put=_put,

@@ -70,12 +70,13 @@ PATCH = Patch(
             says=("self._engine_driven_contexts: dict[",),
         ),
     ),
-    does="Answers the first ping of a worker that the server does not know with False. The worker "
-    "then counts it as away, gives up what it has asked, and registers its KV caches anew.",
-    why="LMCache answers every ping with True, and a worker registers anew only after a ping "
-    "without an answer. A server that was started again between two pings misses none.",
-    without="such a worker would store and find nothing until it ends, and a request whose load "
-    "was under way would wait until then",
+    does="Answers False to the first ping of a worker that the server does not know. The worker "
+    "then treats the server as lost, cancels its pending requests, and registers its KV caches "
+    "again.",
+    why="LMCache answers every ping with True, and a worker registers again only after an "
+    "unanswered ping. If the server restarts between two pings, no ping stays unanswered.",
+    without="such a worker would store and find nothing until it ends, and a request with a load "
+    "in progress would wait until then",
     closed=True,
     put=_put,
 )

@@ -50,12 +50,11 @@ PATCH = Patch(
         ),
         Name(f"{_MODULE}:", says=(f"= {_NAME}(",)),
     ),
-    does="Leaves out chunks of which any block is null, where LMCache's server copies KV itself, "
-    "as on GPUs.",
-    why="LMCache leaves out those of null blocks alone. A block is a part of a chunk there, so "
-    "most chunks at the edge of an attention window are null in part. The connector stores none of "
-    "them (real_blocks); this holds for whatever else uses the server.",
-    without="KV that means nothing could be stored under a prompt's key",
+    does="Skips chunks with any null block if LMCache's server copies KV itself, as on GPUs.",
+    why="LMCache skips only chunks in which all blocks are null. A block is smaller than a chunk "
+    "there, so most chunks at the edge of an attention window are partly null. The connector "
+    "stores none of them (real_blocks); this patch covers other clients of the server.",
+    without="invalid KV could be stored under a prompt's key",
     closed=True,
     upstream="[null_blocks](../upstream/null_blocks.md)",
     put=_put,

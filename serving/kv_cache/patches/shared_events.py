@@ -58,10 +58,11 @@ SALTS = Patch(
         Name("lmcache.v1.mp_observability.event:Event", has=("event_type", "metadata")),
         Name("lmcache.v1.distributed.api:ObjectKey", has=("cache_salt",)),
     ),
-    does="Leaves chunks of tenants out of what is reported to routers.",
-    why="LMCache reports a chunk by a hash that knows no salt, and takes a chunk of one tenant for "
-    "the same chunk of all.",
-    without="routers would learn of tenants' prompts, and send others to where they are",
+    does="Excludes tenants' chunks from the events for routers.",
+    why="LMCache reports a chunk by a hash without the salt, and treats the chunk of one tenant "
+    "as the same chunk of all.",
+    without="routers would learn tenants' prompts, and send other tenants' requests to their "
+    "servers",
     closed=True,
     put=_put_salts,
 )
@@ -82,9 +83,9 @@ TOKENS = Patch(
             "self, key, obj_keys",
         ),
     ),
-    does="Tells the tokens of chunks that an engine copies itself.",
-    why="LMCache learns the tokens only where it copies KV itself, which takes a GPU.",
-    without="routers do not learn what the tiers of engines without a GPU have",
+    does="Adds the tokens to events of chunks that an engine copies itself.",
+    why="LMCache learns the tokens only if it copies KV itself, which needs a GPU.",
+    without="routers do not learn the contents of the tiers of engines without a GPU",
     closed=False,
     put=_put_tokens,
 )

@@ -49,9 +49,9 @@ PATCH = Patch(
         ),
     ),
     does="Sums LMCache's series over tenants.",
-    why="LMCache has series for each cache_salt and keeps them for ever, as it takes salts for an "
-    "operator's. Here clients choose them.",
-    without="clients could have the cache server's series grow without end",
+    why="LMCache keeps separate series for each cache_salt without end, because it expects salts "
+    "from an operator. In Slipway, clients choose them.",
+    without="clients could make the cache server's series grow without limit",
     closed=True,
     put=_put,
 )

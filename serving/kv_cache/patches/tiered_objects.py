@@ -27,9 +27,9 @@ PATCH = Patch(
             "self, config",
         ),
     ),
-    does="Adds a digest of key and content to each object, and compares it when one was read.",
-    why="LMCache's client believes where the daemon says that an object is, and what it then reads."
-    "",
-    without="prompts could be answered from the object that is there by then",
+    does="Adds a digest of key and content to each object, and compares it after each read.",
+    why="LMCache's client trusts the daemon's address of an object, and the bytes that it reads "
+    "there.",
+    without="prompts could be answered from another object that is at that address by then",
     closed=True,
 )

@@ -51,14 +51,14 @@ class Place(Protocol):
     def __call__(
         self, responder: WholeResponder, request: Request, among: Set[str] | None, /
     ) -> Placement | None:
-        """Where the request goes, not chosen yet; None where the answer is given or under way.
+        """The undecided placement; None if the answer is given or in flight.
 
-        Raises ServingError where it is refused.
+        Raises ServingError if it is refused.
         """
 
 
 class Picking(NamedTuple):
-    """What an exchange needs of its router."""
+    """The parts of the router that an exchange needs."""
 
     place: Place
     routing: Routing
@@ -90,8 +90,8 @@ class WholeAnswer:
 class Exchange:
     """One request, and its answer.
 
-    What it holds it gets once: a second head, or a body behind its end, is no exchange any more.
-    All of it is given back in `_close`.
+    It gets each part once: a second head, or a body after its end, ends the exchange. All of it is
+    given back in `_close`.
     """
 
     def __init__(self, picking: Picking) -> None:
@@ -140,8 +140,8 @@ class Exchange:
     async def _next(
         self, incoming: AsyncIterator[pb.ProcessingRequest], stream: Stream
     ) -> pb.ProcessingRequest | None:
-        """The next message. Only the request is waited for in vain: the gateway has time-outs of
-        its own for the answer. Raises TimeoutError, Evicted.
+        """The next message. The limit applies only to the request; the gateway has its own
+        time-outs for the answer. Raises TimeoutError, Evicted.
         """
         asking = not self._answered and not (self._request and self._request.complete)
         began = time.monotonic()
@@ -248,7 +248,7 @@ class Exchange:
         return iter(found)
 
     async def _decide(self, *, trailers: bool = False) -> Responses:
-        """Choose where it goes, and let what has come of it pass. trailers: they are its end."""
+        """Choose its replica, and let the received part pass. trailers: they are its end."""
         request = self._request
         assert request
         request.take_turn()
@@ -277,7 +277,7 @@ class Exchange:
         return iter(found)
 
     async def _replicas(self, request: Request) -> list[Replica] | pb.ProcessingResponse:
-        """Where the request goes: the replicas in their order, or the answer instead.
+        """The replicas in order of preference, or the answer instead.
 
         Raises ServingError.
         """

@@ -24,7 +24,7 @@ FULL_DUPLEX = pb.ProcessingMode.FULL_DUPLEX_STREAMED
 
 
 def headers(message: pb.HttpHeaders) -> Headers:
-    """The headers in the order in which they came, and pseudo-headers like `:path`."""
+    """The headers in their order, and pseudo-headers like `:path`."""
     return [
         (it.key.encode("latin-1"), it.raw_value or it.value.encode())
         for it in message.headers.headers

@@ -102,7 +102,7 @@ class EndpointPicker:
         await asyncio.Event().wait()
 
     async def stop(self, grace: float) -> None:
-        """Take no more requests, and wait for so many seconds for those under way."""
+        """Accept no more requests, and wait this many seconds for those in flight."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
 
@@ -159,8 +159,8 @@ class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Writes:
-    """A servicer's context, on which a write ends even where the servicer is cancelled: gRPC cannot
-    end a stream in the middle of one.
+    """A servicer's context whose writes finish even if the servicer is cancelled, because gRPC
+    cannot end a stream in the middle of a write.
     """
 
     def __init__(self, context: Any) -> None:
@@ -175,13 +175,13 @@ class _Writes:
         await asyncio.shield(self._write)
 
     async def over(self) -> None:
-        """Wait until what is being written is sent."""
+        """Wait for pending writes."""
         if self._write:
             await asyncio.wait([self._write], timeout=WRITE_S)
 
 
 async def _answers(behaviour: Any, asked: Any, context: Any) -> AsyncGenerator[Any]:
-    """What a servicer's method yields; or nothing where it writes to the context itself."""
+    """The results of a servicer's method; nothing if it writes to the context itself."""
     found = behaviour(asked, context)
     if inspect.isasyncgen(found):
         async for answer in found:

@@ -15,7 +15,7 @@ class Evicted(Exception):
 
 
 class Streams:
-    """At most so many streams. One more takes the place of the one that has been silent for
+    """A limited number of streams. One more takes the place of the one that has been silent for
     longest: of those whose request has not come whole, else of all. So no peer can keep others out
     by holding streams.
     """
@@ -29,7 +29,7 @@ class Streams:
         return len(self._asking) + len(self._answering)
 
     def open(self) -> "Stream":
-        """Another one. It has to be closed."""
+        """Another one. It must be closed."""
         if len(self) >= self._most:
             self.evict(next(iter(self._asking or self._answering), None))
         stream = Stream(self)
@@ -66,7 +66,7 @@ class Streams:
 
 
 class Stream:
-    """One that is open."""
+    """An open stream."""
 
     def __init__(self, of: Streams) -> None:
         self.request: Request | None = None

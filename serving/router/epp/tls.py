@@ -19,8 +19,8 @@ VALID = timedelta(days=3650)
 
 
 def credentials(certificate: str, private_key: str) -> Any:
-    """What gRPC shows gateways: files, which are read anew for a connection once they have changed,
-    or a certificate of its own. Raises ValueError for files that cannot be used.
+    """The certificate that gRPC shows gateways: files, which are reloaded for a connection once
+    they have changed, or a generated certificate. Raises ValueError for files that cannot be used.
     """
     if certificate == SELF_SIGNED:
         return grpc.ssl_server_credentials([_self_signed()])
@@ -38,7 +38,7 @@ class _Files:
         self.configuration = _configuration(*self._known)
 
     def renewed(self) -> Any:
-        """What is in the files now; None where that is what it was, or cannot be used."""
+        """The current content of the files; None if it is unchanged or invalid."""
         try:
             found = pair(*self._files)
         except Exception as error:  # gRPC would go on without a word
@@ -56,7 +56,7 @@ def _configuration(certificate: bytes, key: bytes) -> Any:
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """A key, and a certificate that nobody else has signed, in PEM."""
+    """A key and a self-signed certificate, in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "slipway")])
     now = datetime.now(UTC)

@@ -19,7 +19,7 @@ class Usage(NamedTuple):
 
     prompt: int
     cached: int
-    """Of the prompt: from a KV cache."""
+    """Prompt tokens from a KV cache."""
     completion: int
 
 
@@ -34,7 +34,7 @@ class UsageReader:
         self._tail = (self._tail + data)[-TAIL:]
 
     def read(self) -> Usage | None:
-        """What the last `usage` says. None where there is none that can be read."""
+        """What the last `usage` says. None if none can be read."""
         found = [*_USAGE.finditer(self._tail)]
         if not found:
             return None

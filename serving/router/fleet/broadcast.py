@@ -19,7 +19,7 @@ _CREDENTIALS = (AUTHORIZATION, API_KEY)
 
 
 class Answer(NamedTuple):
-    """What a replica answered to a change."""
+    """A replica's answer to a change."""
 
     status: int
     content_type: bytes
@@ -71,7 +71,7 @@ class Broadcast:
     async def _send_to(
         self, replica: Replica, request: Request, client: aiohttp.ClientSession
     ) -> Answer | None:
-        """A replica's answer; None where it serves no more.
+        """A replica's answer; None if it has stopped serving.
 
         Such a one does not count: when it starts anew, it has none of the adapters that were
         registered with it before.
@@ -103,7 +103,7 @@ class Broadcast:
 
 
 def _passed_on(request: Request, identity: bytes | None) -> Iterator[tuple[bytes, bytes]]:
-    """The headers that a replica gets, with what tells it who sends the request."""
+    """The headers for a replica, with the sender's identity."""
     passed_on = _PASSED_ON + _CREDENTIALS if identity is None else _PASSED_ON
     yield from (header for header in request.headers if header[0] in passed_on)
     if identity:

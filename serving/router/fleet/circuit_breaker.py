@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outlier ejection: what keeps requests from a replica that does not do its work while others do.
 
-The figures are Envoy's (config.cluster.v3.OutlierDetection: consecutive_5xx,
-base_ejection_time, max_ejection_time), but for max_ejection_percent: a fleet of models is small.
+The figures are Envoy's (config.cluster.v3.OutlierDetection: consecutive_5xx, base_ejection_time,
+max_ejection_time), except max_ejection_percent, because a fleet of models is small.
 
 Nothing here does I/O or looks at a clock.
 """
@@ -20,18 +20,18 @@ ANSWERS = 20
 ERRORS = 0.5
 """The share of errors beyond which it is ejected."""
 SUSPECT = 2
-"""Errors in a row, after which the next one is held against the answer of another replica."""
+"""Consecutive errors after which the next one is compared with the answer of another replica."""
 COMPARED = 20
 TIMES = 4
-"""The share of errors of so many of its latest answers has to be so many times the others', or what
-a client asks for may be the reason.
+"""The error rate of this many of its latest answers must be this many times the others'; otherwise
+a client's requests may be the reason.
 """
 FIRST_S, LONGEST_S = 30.0, 300.0
-"""A replica is ejected for so long at first, and at most: twice as long each time, unless it has
+"""The first and the longest ejection in seconds. It doubles each time, unless the replica has
 served since for as long as it was ejected.
 """
 STALLED = 4
-"""Requests under way, of which none moves, before a replica is ejected for that."""
+"""Number of hanging requests in flight that eject a replica."""
 STALLED_S = 30.0
 SLOWER = 10
 """For how long none has moved: so many seconds, or so many times the 90th percentile of the
@@ -47,8 +47,8 @@ def is_error(status: int) -> bool:
 
 
 def longest_still(first_bytes: Iterable[float]) -> float:
-    """Seconds for which requests may stand still. first_bytes: seconds that the fleet's latest
-    answers took to begin.
+    """Seconds that requests may hang. first_bytes: seconds that the fleet's latest answers took to
+    begin.
     """
     waits = sorted(first_bytes)
     return max(STALLED_S, SLOWER * waits[len(waits) * 9 // 10]) if waits else STALLED_S
@@ -66,12 +66,12 @@ def _untold(reason: str) -> None:
 
 
 class CircuitBreaker:
-    """What is known of one replica's answers, and whether it is ejected.
+    """The facts about one replica's answers, and its ejection.
 
-    At most half of a fleet is ejected at a time, and never the last. What fails on all replicas
-    alike ejects none: it may be about the requests, which a client chooses. An ejected replica gets
-    one request at a time as a trial, the first after its time; the trial's answer readmits it, or
-    ejects it for longer.
+    At most half of a fleet is ejected at a time, and never the last. Failures on all replicas eject
+    none, because a client's requests may be the reason. An ejected replica gets one request at a
+    time as a trial, the first after its time; the trial's answer readmits it, or ejects it for
+    longer.
     """
 
     def __init__(self, peers: Peers = _alone, told: Callable[[str], None] = _untold) -> None:
@@ -89,14 +89,14 @@ class CircuitBreaker:
         self._moved_at = 0.0
         # ejection
         self.reason = ""
-        """Why it is ejected; "" where it is not."""
+        """The reason of its ejection, or ""."""
         self._until = 0.0  # when its next trial may begin
         self._served_since = 0.0
         self._pause = FIRST_S  # of the ejection that is, or was the last
         self._trial = False  # whether one is under way
 
     def anew(self) -> "CircuitBreaker":
-        """That of the same replica, of which nothing is known any more."""
+        """The breaker of the same replica, with its history forgotten."""
         return CircuitBreaker(self._peers, self._told)
 
     @property
@@ -115,7 +115,7 @@ class CircuitBreaker:
     # what becomes of its requests
 
     def begin(self, now: float) -> bool:
-        """A request goes to the replica. Whether it is a trial, whose end is to be told."""
+        """A request goes to the replica. Whether it is a trial, whose end must be reported."""
         trial = self.ejected and self.allows(now)
         self._trial = self._trial or trial
         return trial
@@ -168,7 +168,7 @@ class CircuitBreaker:
     def look(self, now: float, standing: int, still: float) -> None:
         """Eject it if it stands still while others answer, and readmit it when it moves again.
 
-        still: as longest_still() has it. standing: its requests that have waited for so long.
+        still: as longest_still() has it. standing: its requests that have hung for too long.
         """
         if self.reason == _STILL and self._moved_at > self._until - self._pause:
             self._readmit(now)
@@ -183,7 +183,7 @@ class CircuitBreaker:
     # decisions
 
     def _failing(self) -> str:
-        """Why it looks as if it did not do its work; "" where it does not."""
+        """The reason why it seems to fail, or ""."""
         if self._row >= IN_A_ROW:
             return f"{self._row} server errors in a row"
         answers, errors = self._window_answers, self._window_errors

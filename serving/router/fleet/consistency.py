@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs among replicas that should be alike, in words for an operator."""
+"""Differences among replicas that should be identical, in words for an operator."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from serving.router.fleet.replicas import Replica
 
 SHOWN = 3
-"""Replicas that are named of those that are alike."""
+"""Maximum number of identical replicas to name."""
 
 
 def differences(
@@ -14,8 +14,8 @@ def differences(
 ) -> dict[str, str]:
     """What differs (`roles`, `models`, `tenants`, `chunks`, `stores`) → how, and what follows.
 
-    tenant_header: by which the router tells tenants apart, "" for none. divides: whether the router
-    has prompts computed by those that prefill. What a replica does not say is no difference.
+    tenant_header: the router's header for tenants, or "". divides: whether the router has prompts
+    computed by those that prefill. Missing facts are not a difference.
     """
     found = {}
     prefilling = [it for it in replicas if it.role == "prefill"]

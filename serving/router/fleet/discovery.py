@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the replicas are: a list, a file that is watched, or endpoints or pods that Kubernetes
-knows.
-"""
+"""Discovery of replicas: a list, a watched file, or Kubernetes' endpoints or pods."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -19,10 +17,10 @@ async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
     """The base URLs of the replicas (scheme, host, port; no trailing slash), now and each time they
     change. Ends only for a list, which never changes.
 
-    where: what `values.replicas` accepts. Of Kubernetes' endpoints it takes those that are ready or
-    still serve, but none that are terminating. Without `?port=` it is the port named `http`, or
-    else the first; a number is the pods' port, not the Service's. Of an InferencePool's pods it
-    takes those that are ready, at the pool's ports.
+    where: what `values.replicas` accepts. It uses Kubernetes' endpoints that are ready or still
+    serve, but none that are terminating. Without `?port=` it is the port named `http`, or else the
+    first; a number is the pods' port, not the Service's. It uses an InferencePool's ready pods, at
+    the pool's ports.
 
     While a file or Kubernetes cannot be read, the replicas stay as they were; nothing is yielded
     before it could be read once. Each new reason is logged. Raises ValueError when `where` is none
@@ -58,7 +56,7 @@ def listed(text: str) -> frozenset[str]:
 
 
 async def addresses(sets: AsyncGenerator[frozenset[str]]) -> AsyncGenerator[frozenset[str]]:
-    """Of replicas' URLs those that have an IP address, which gateways want; others are logged."""
+    """The replica URLs with an IP address, which gateways need; others are logged."""
     warned: set[str] = set()
     async with aclosing(sets):
         async for urls in sets:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica's /metrics say of itself and its KV caches. Any of it may be missing: other
+"""Facts from a replica's /metrics about itself and its KV caches. Any of it may be missing: other
 servers than Slipway's have no tiers, or do not say so.
 """
 
@@ -13,13 +13,13 @@ from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is to be known of a replica.
+    """The facts about a replica.
 
-    born: when its process started, where it says so. chunk: tokens by which its tiers find KV, 0
-    where it has none. tenant_header: what tells its tenants apart, "" for nothing; None where it
-    does not say. adapter_slots: adapters that its engine keeps. role: `prefill` for one that
-    computes prompts for those that `decode`; `both` for one that does all of a request. transfer:
-    engines with the same fetch KV from each other, "" for one that does not.
+    born: the start time of its process, if known. chunk: tokens of a chunk in its tiers, 0 without
+    tiers. tenant_header: its header for tenants, "" without one; None if unknown.
+    adapter_slots: adapters that its engine keeps. role: `prefill` for one that computes prompts for
+    those that `decode`; `both` for one that does all of a request. transfer: engines with the same
+    fetch KV from each other, "" for one that does not.
     """
 
     born: bytes | None
@@ -47,7 +47,7 @@ _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE
 
 
 def read(metrics: bytes) -> Facts:
-    """Read an answer to /metrics. What is no number there is missing."""
+    """Read an answer to /metrics. Values that are not numbers are missing."""
     born = _BORN.search(metrics)
     blocks, size = _BLOCKS.search(metrics), _BLOCK_SIZE.search(metrics)
     tiers = {name: int(_positive(value)) for name, value in _TIER.findall(metrics)}
@@ -81,7 +81,7 @@ def read(metrics: bytes) -> Facts:
 
 
 def _positive(text: bytes) -> float:
-    """The number, or 0 where it is none, infinite or negative."""
+    """The number, or 0 if it is missing, infinite or negative."""
     try:
         value = float(text)
     except ValueError:

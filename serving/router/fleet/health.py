@@ -26,24 +26,24 @@ PING_S = 1.0
 """Between two probes of a replica."""
 PING_TIMEOUT_S = 5.0
 SILENT = 2
-"""Pings without an answer, one after the other, after which a replica is down. One that refuses
-connections is down at once.
+"""Pings without an answer, one after the other, after which a replica is down. A replica that
+refuses connections is down at once.
 """
 MODELS_S = 5.0
 """Between two looks at a replica's models and adapters."""
 SPEEDS_S = 30.0
 """Between two looks at how fast it loads from its tiers, which it measures as it serves."""
 LOOK_S = 0.2
-"""Between two looks at replicas that are not ready, while requests come for which none is."""
+"""Seconds between probes of replicas that are not ready, while requests find no ready one."""
 LOOKING_S = 3.0
-"""Such a request waits so long at most for what they answer."""
+"""Maximum time that such a request waits for their answers."""
 
 LARGEST = 2**20
 """Bytes of an answer that are read, but of /metrics ..."""
 LARGEST_METRICS = 2**23
 """... which has series for each adapter."""
 DETAIL = 500
-"""Characters of what a replica says of its state that are kept."""
+"""Maximum characters kept of a replica's state."""
 
 READINESS = (PING, HEALTH, MODELS)
 """Paths of which the first that a server has says whether it can serve: Slipway's and SageMaker's,
@@ -80,7 +80,7 @@ class Asking(NamedTuple):
 
 
 async def read(answer: aiohttp.ClientResponse, most: int = LARGEST) -> bytes:
-    """An answer's body. Raises ClientPayloadError where that has more than so many bytes."""
+    """An answer's body. Raises ClientPayloadError if that has too many bytes."""
     body = bytearray()
     async for data in answer.content.iter_any():
         body += data
@@ -91,8 +91,8 @@ async def read(answer: aiohttp.ClientResponse, most: int = LARGEST) -> bytes:
 
 
 async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
-    """Ask a replica whether it serves no more, nor will before it has started anew. One without
-    /ping has not the words for it.
+    """Ask a replica whether it has stopped serving until its next start. One without /ping has not
+    the words for it.
     """
     try:
         status, answer, _ = await _get(client, replica.name + PING)
@@ -105,7 +105,7 @@ async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
 
 
 class HealthChecks:
-    """Keeps a pool true to where replicas are, and to what they say of themselves."""
+    """Keeps a pool up to date with discovery and with the replicas' own facts."""
 
     def __init__(self, pool: ReplicaPool, asking: Asking) -> None:
         self._pool = pool
@@ -160,7 +160,7 @@ class HealthChecks:
                 await asyncio.gather(*(it.check() for it in late))
 
     def expire_models(self, replicas: Iterable[Replica]) -> None:
-        """What these replicas serve may have changed: they are asked with their next probe."""
+        """The models of these replicas may have changed; the next probe reads them."""
         for replica in replicas:
             if probe := self._probes.get(replica.name):
                 probe.expire_models()
@@ -205,7 +205,7 @@ class Probe:
             await asyncio.sleep(PING_S)
 
     async def check(self) -> None:
-        """Ask what has become of the replica. Whatever it answers, it is asked again."""
+        """Probe the replica's state. With every answer, the probe is repeated."""
         replica = self._replica
         async with self._checking:
             try:
@@ -237,7 +237,7 @@ class Probe:
         self._pool.enter(replica, state, detail, anew=anew)
 
     async def _ping(self) -> tuple[State, str]:
-        """What it says of itself, by the first path that it has."""
+        """Its state, from the first path that it has."""
         try:
             for path in (self._path,) if self._path else READINESS:
                 status, answer = await self._ask(path)
@@ -272,7 +272,7 @@ class Probe:
         return status, answer
 
     async def _meet(self) -> bool:
-        """Ask what is to be known of a replica that has become ready. Whether it started anew."""
+        """Read the facts of a replica that has become ready. Whether it has restarted."""
         anew = self._replica.meet(await self._facts())
         await self._list_models()
         return anew

@@ -30,8 +30,8 @@ POOL_GROUP, POOL_VERSION, POOLS = "inference.networking.k8s.io", "v1", "inferenc
 
 
 class _Objects(NamedTuple):
-    """What to list and watch. lists: the client's call. where: the namespace and the labels. urls:
-    those of the objects.
+    """The resources to list and watch. lists: the client's call. where: the namespace and the
+    labels. urls: those of the objects.
     """
 
     lists: Any
@@ -42,7 +42,7 @@ class _Objects(NamedTuple):
 async def endpoints(source: Endpoints | Pool) -> AsyncGenerator[frozenset[str]]:
     """The URLs of the endpoints, whenever Kubernetes reports a change, and once a minute.
 
-    The client's own informer does the same, but asks again at once and for ever when it is refused.
+    The client's own informer does the same, but retries at once and without end when it is refused.
     """
     if isinstance(source, Pool):
         what = f"the InferencePool {source.name}"
@@ -118,7 +118,7 @@ def _client() -> tuple[Any, str]:
 
 
 def _objects(source: Endpoints | Pool) -> _Objects:
-    """What says which replicas there are."""
+    """The resource that lists the replicas."""
     connection, own = _client()
     from kubernetes import client
 
@@ -227,7 +227,7 @@ def _in_use(endpoint: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in the same words each time: an answer's headers would differ."""
+    """The fault, in the same words each time; an answer's headers would differ."""
     status = getattr(error, "status", None)
     if not status:
         return f"{type(error).__name__}: {error}"

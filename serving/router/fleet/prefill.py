@@ -24,8 +24,8 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 class Prefilled(NamedTuple):
     """How a prefill ended: `handed_over`, or what went wrong: `connect`, `lost`, `down`, `refused`,
-    `timeout`. status: of the answer, 0 without one. transfer: by which the prompt's KV is fetched,
-    b"" where it is in a store. tokens: of the prompt, as far as the answer says.
+    `timeout`. status: of the answer, 0 without one. transfer: the address of the prompt's KV, b""
+    if it is in a store. tokens: of the prompt, as far as the answer says.
     """
 
     end: str
@@ -44,8 +44,8 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer:
-    """The answer to a request for a prompt: of it the status matters, how many tokens it had, and
-    where its KV is, if that has to be known.
+    """The answer to a prefill request: its status, the number of tokens, and the address of the KV,
+    if needed.
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ async def prefill(
 ) -> Prefilled:
     """Have a replica compute a request's prompt, and store it or keep it to be fetched.
 
-    context: of its trace. identity: by which the replica knows what it is to do. within: seconds.
-    Where this is cancelled, so is its work.
+    context: of its trace. identity: tells the replica its phase. within: seconds. Cancelling this
+    also cancels its work.
     """
     try:
         upstream = await replica.connect(tls, once=True, decoding=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas: which there are, whether they can serve, and what they serve."""
+"""The replicas: their list, their health, and their models."""
 
 import asyncio
 import enum
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 3.0
 IDLE_S = 60.0
-"""An idle connection is kept for so long; servers drop theirs after 75 s, or earlier."""
+"""Lifetime of an idle connection; servers close theirs after 75 s, or earlier."""
 COUNTED_S = 600.0
-"""Series of a replica that is gone are there for so long: its last requests are still to be read,
-and where it comes back, it is counted on.
+"""Lifetime of a removed replica's series: its last requests must still be scraped, and counting
+continues if it returns.
 """
 
 FIRST_BYTES = 200
@@ -32,7 +32,7 @@ FIRST_BYTES = 200
 
 
 class State(enum.StrEnum):
-    """What a replica's /ping says, or that it says nothing."""
+    """The answer of a replica's /ping, or its absence."""
 
     UNKNOWN = "unknown"
     STARTING = "starting"
@@ -58,26 +58,26 @@ class Replica(Load):
         self.authority = parts.netloc.encode()
         host = f"[{self.host}]" if ":" in self.host else self.host
         self.endpoint = f"{host}:{self.port}"
-        """What gateways call it."""
+        """Its name for gateways."""
         self.idle = IdleConnections()
         self.prefills: set[asyncio.Future[str]] = set()
-        """Of the prompts that it computes for others: each gets how that has ended."""
+        """The prompts that it computes for others; each future gets the outcome."""
         self.breaker = CircuitBreaker()
         # what it says of itself
         self.state = State.UNKNOWN
         self.detail = ""
         self.called = ""
-        """The name by which identities are signed for it, which it has proven to have the secret
-        for; "" where it has not.
+        """The name that identities are signed for, after its proof of the secret; "" without a
+        proof.
         """
         self.model = ""
-        """What its answers call its model."""
+        """The model's name in its answers."""
         self.models: frozenset[str] = frozenset()
-        """What may be asked for by name; empty where it does not say."""
+        """The model names that requests may use; empty if unknown."""
         self.adapters: frozenset[str] = frozenset()
-        """Those of them that are adapters."""
+        """The adapters among them."""
         self.capacity = Capacity()
-        """Of its KV caches, as far as it says."""
+        """The facts about its KV caches, as far as known."""
         self.chunk = 0
         self.tenant_header: str | None = None
         self.role = "both"
@@ -104,15 +104,15 @@ class Replica(Load):
         return bool(self.capacity.memory or self.capacity.disk or self.capacity.store)
 
     def hands_over_to(self, other: "Replica", *, fetching: bool) -> bool:
-        """Whether another can get KV that this one has computed. fetching: also where that has to
-        be told where it is.
+        """Whether another can get KV that this one has computed. fetching: also if it needs the
+        address of the KV.
         """
         store = self.capacity.store
         fetched = fetching and self.transfer and self.transfer == other.transfer
         return bool(fetched or (store and store == other.capacity.store))
 
     def meet(self, facts: Facts) -> bool:
-        """It has become ready. Whether it has started anew since it last was."""
+        """It has become ready. Whether it has restarted since it was last ready."""
         before, self._born = self._born, facts.born
         self.capacity, self.prices = facts.capacity, facts.prices
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
@@ -150,7 +150,7 @@ class Replica(Load):
         return upstream
 
     def abandon_prefills(self) -> None:
-        """It is down: nobody waits any longer for the prompts that it computes for others."""
+        """Mark it down; waits for prompts that it computes for others end."""
         for end in self.prefills:
             if not end.done():
                 end.set_result("down")
@@ -173,8 +173,8 @@ class ReplicaPool:
         on_ready: Callable[[Replica, bool], None],
         on_gone: Callable[[Replica], None],
     ) -> None:
-        """on_ready: is called with a replica that has become ready, and whether it has started
-        anew. on_gone: with one that is down, or no longer in the pool.
+        """on_ready: called with a replica that has become ready, and whether it has restarted.
+        on_gone: with one that is down, or no longer in the pool.
         """
         self.replicas: list[Replica] = []
         self.adapters: set[str] = set()
@@ -206,7 +206,7 @@ class ReplicaPool:
         """The replicas that a request can go to, without those it was tried on. model: the one of
         `apart` that it names, or "". among: the endpoints that it may go to; None for all.
 
-        Those that prefill are among them only where there are no others.
+        Prefill replicas are among them only if there are no others.
         """
         able = self._able(model, adapter, tried, now, among)
         return [replica for replica in able if replica.role != "prefill"] or able
@@ -287,7 +287,7 @@ class ReplicaPool:
         self._check_probed()
 
     def enter(self, replica: Replica, state: State, detail: str, *, anew: bool) -> None:
-        """A replica was probed. anew: whether it has started anew since it last was ready."""
+        """A replica was probed. anew: whether it has restarted since it was last ready."""
         if replica not in self.replicas or not replica.enter(state, detail, time.monotonic()):
             return
         facts = {"replica": replica.name, "state": state} | ({"detail": detail} if detail else {})
@@ -318,8 +318,8 @@ class ReplicaPool:
             replica.breaker.look(now, standing[replica], still)
 
     def _peers(self, replica: Replica) -> list[CircuitBreaker]:
-        """Of the replicas that could answer a replica's requests, without itself. Any can in the
-        place of one that prefills.
+        """The other replicas that could answer a replica's requests. Any replica can replace a
+        prefill replica.
         """
         served = replica.models - replica.adapters
         return [

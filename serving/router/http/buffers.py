@@ -12,7 +12,7 @@ MAX_HEADS = 256 * 1024**2
 
 
 class Buffers:
-    """The count of what requests hold in memory. Each request adds itself, and takes itself off."""
+    """Counts the memory that requests hold. Each request adds itself, and takes itself off."""
 
     def __init__(self) -> None:
         self.bodies = 0

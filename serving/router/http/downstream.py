@@ -57,8 +57,8 @@ from serving.router.http.ports import Answering, Dispatch
 from serving.router.http.request import Headers, Request, Rules
 
 PIPELINE = 16
-"""Requests that a client may send ahead of their answers; then it is read no further. What one
-packet brings beyond that may be AHEAD.
+"""Requests that a client may send ahead of their answers; then it is read no further. Further bytes
+of a packet may be AHEAD.
 """
 
 # Clients offer HTTP/2 with a request (RFC 7540, 3.2), and mean it to be answered if nobody takes
@@ -67,7 +67,7 @@ _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class Stage(enum.Enum):
-    """What a connection still does: see the table above."""
+    """The state of a connection: see the table above."""
 
     OPEN = enum.auto()
     REFUSED = enum.auto()
@@ -168,7 +168,7 @@ class Downstream(FlowControl):
         return self._reading is not None or self._headers is not None
 
     def _advance(self) -> None:
-        """Do something about what has come."""
+        """Process the received bytes."""
         if not self._request:
             self._answer_next()
         elif self._request.streamed and self._answering:
@@ -290,7 +290,7 @@ class Downstream(FlowControl):
             self._give_up(errors.unforeseen())
 
     def _give_up(self, error: ServingError) -> None:
-        """End the answer that is under way: with an error, or in the middle where it has begun."""
+        """End the answer in flight: with an error, or in the middle if it has begun."""
         if self._answering:
             self._answering.cancel()
             if self._answering.begun:
@@ -308,7 +308,7 @@ class Downstream(FlowControl):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _refuse(self, error: ServingError) -> None:
-        """Answer what was read before, then this, and close."""
+        """Answer the earlier requests, then this one, and close."""
         self._stage = _REFUSED
         request = self._reading
         if request is None:
@@ -326,14 +326,14 @@ class Downstream(FlowControl):
             self._waiting.append(request)
 
     def _retire(self) -> None:
-        """Close after the answer that is under way, or to what is being read."""
+        """Close after the answer in flight, or the answer to the request being read."""
         self._retired, self._keep_alive = True, False
         reading = self._start or self._incoming
         if self._stage is _OPEN and not (self._request or self._waiting or reading):
             self._close(sending=False)
 
     def _close(self, *, sending: bool) -> None:
-        """End the connection once what was written is sent, and the client has read it. sending:
+        """End the connection once all writes are sent, and the client has read them. sending:
         whether the client may not know yet that it ends.
         """
         lingers = sending or self._incoming or self._stage is _REFUSED
@@ -400,7 +400,7 @@ class Downstream(FlowControl):
     # what waits for too long
 
     def check_timeouts(self, now: float, elapsed: float) -> None:
-        """End what has waited for too long. elapsed: seconds since the last check."""
+        """End connections that have waited for too long. elapsed: seconds since the last check."""
         if self._stage is _OPEN:
             if self._incoming:
                 self._check_body(now, elapsed)

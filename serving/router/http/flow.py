@@ -12,9 +12,9 @@ class FlowControl(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.paused = False
-        """Whether nothing is read from the peer for now."""
+        """Whether reading from the peer is paused."""
         self.full = False
-        """Whether the peer reads too slowly, so that what is written to it piles up here."""
+        """Whether the peer reads too slowly, so that writes pile up here."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client's connection and what answers its requests know of each other: these alone."""
+"""The whole interface between a client's connection and the part that answers its requests."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from serving.router.http.request import Request
 
 
 class WholeResponder(Protocol):
-    """Where a request's whole answer goes."""
+    """The receiver of a request's whole answer."""
 
     def respond(self, status: int, content_type: bytes, body: bytes, *lines: bytes) -> None:
         """Send a whole answer. lines: further lines of its head."""
@@ -18,10 +18,10 @@ class WholeResponder(Protocol):
 
 
 class Responder(WholeResponder, Protocol):
-    """A client's connection, as what answers the request on it sees it."""
+    """A client's connection, as seen by the part that answers a request."""
 
     def start(self, lines: list[bytes], *, keep_alive: bool, body: bytes) -> None:
-        """Send an answer's head, given as its lines, and what has come of its body.
+        """Send an answer's head, given as its lines, and the received part of its body.
 
         keep_alive: whether another answer may follow on the connection.
         """
@@ -43,7 +43,7 @@ class Responder(WholeResponder, Protocol):
 
 
 class Answering(Protocol):
-    """What answers a request, as the client's connection sees it."""
+    """The part that answers a request, as seen by the client's connection."""
 
     begun: bool
     """Whether the answer's head was sent."""
@@ -52,7 +52,7 @@ class Answering(Protocol):
         """Begin to work on the answer. It may be complete, or have failed, on return."""
 
     def body_arrived(self) -> None:
-        """More of a streamed body is here, or what follows it."""
+        """More of a streamed body has arrived, or its end."""
 
     def pause(self) -> None:
         """The client reads too slowly."""
@@ -68,7 +68,8 @@ class Dispatch(Protocol):
     """Decides what answers a request."""
 
     def __call__(self, responder: Responder, request: Request, /) -> Answering | None:
-        """What answers the request, not started yet; None where the answer is given or under way.
+        """The part that answers the request, not started yet; None if the answer is given or in
+        flight.
 
         Raises ServingError where it is refused.
         """

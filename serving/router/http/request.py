@@ -19,7 +19,7 @@ Headers = list[tuple[bytes, bytes]]
 NO_HEADERS: Headers = []
 
 HEADER = 200
-"""What a header takes of memory besides its bytes, about."""
+"""Approximate memory of a header besides its bytes."""
 
 # What else is not passed on: the framing is ours, 100-continue was dealt with, and so was a page's
 # origin, which is foreign to the host that the replica sees.
@@ -30,7 +30,7 @@ _PROXIED = re.compile(rb"http://[^/?#]*", re.IGNORECASE)
 
 
 class Rules(NamedTuple):
-    """What is demanded of requests beyond HTTP."""
+    """Rules for requests beyond HTTP."""
 
     max_body: int
     """Bytes of a body."""
@@ -42,7 +42,7 @@ class Rules(NamedTuple):
     """Headers that no client may declare to be about the connection alone."""
 
     def check_size(self, path: str, size: int) -> None:
-        """Raise TooLarge for a path's body of so many bytes."""
+        """Raise TooLarge if a path's body may not have this many bytes."""
         if path == FILES:
             if size > self.max_file + FIELDS_SIZE:
                 raise TooLarge(self.max_file, "OPTION_BATCH_FILE_SIZE")
@@ -107,7 +107,7 @@ class Request:
         self.headers = headers
         self.named = named
         self.id = request_id
-        """What it is called in logs: the client's name for it, or ours."""
+        """Its id in logs: the client's, or ours."""
         self.http10 = version == "1.0"
         self.keep_alive = keep_alive and not self.http10
         self.length = int(length) if length.isdigit() and len(length) < 20 else None
@@ -122,8 +122,8 @@ class Request:
         """Why it is not answered as the client wants."""
         # body
         self.body: bytes | bytearray = b""
-        """What has come of it and is not sent on yet. What is here is never changed, but replaced
-        or added to, so that connections can write it without a copy.
+        """The received part that is not forwarded yet. These bytes are never changed, only replaced
+        or extended, so connections can write them without a copy.
         """
         self.size = 0
         """Bytes that have come."""
@@ -163,7 +163,7 @@ class Request:
 
     @property
     def connections_own(self) -> set[bytes]:
-        """What its Connection headers name."""
+        """The header names in its Connection headers."""
         if b"connection" not in self.named:
             return set()
         values = (value for name, value in self.headers if name == b"connection")
@@ -195,7 +195,7 @@ class Request:
         self.complete = True
 
     def take_turn(self) -> None:
-        """It is answered now. What is not here of its body will be streamed."""
+        """It is answered now. The missing part of its body will be streamed."""
         self.streamed = not self.complete
 
     def refuse(self, error: ServingError) -> None:
@@ -212,7 +212,7 @@ class Request:
     # as it is sent on
 
     def replace(self, path: str, body: bytes) -> None:
-        """Send this from now on instead of what has come."""
+        """Forward this instead of the received body."""
         _, mark, query = self.target.partition(b"?")
         self.target = path.encode() + mark + query
         self._buffers.bodies += len(body) - len(self.body)
@@ -231,8 +231,8 @@ class Request:
         identity: bytes | None = None,
         front: int = 0,
     ) -> bytes:
-        """Its head for a replica, whose host and port are the authority. context: of its trace, in
-        the place of the client's. identity: what tells it who sends it, b"" for nothing; None where
+        """Its head for a replica, whose host and port are the authority. context: of its trace,
+        instead of the client's. identity: what tells it who sends it, b"" for nothing; None where
         it reads the client's credentials. front: bytes that are put in front of a body that is not
         streamed.
         """
@@ -263,9 +263,7 @@ class Request:
         return b"".join(lines) + b"\r\n"
 
     def framed(self) -> bytes | bytearray:
-        """The body; where it is streamed, what has come of it since the last call, which is
-        forgotten here.
-        """
+        """The body; if it is streamed, the part since the last call, which is forgotten here."""
         body = self.body
         if not self.streamed:
             return body

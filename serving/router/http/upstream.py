@@ -21,23 +21,23 @@ HOP_BY_HOP = frozenset(
 )
 
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
-"""What says where a body ends."""
+"""The rule that ends a body."""
 
 JOINED = 4096
 """Bytes of a body below which a copy of it is cheaper than a second buffer for the kernel."""
 
 
 def is_framed(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether an answer has an end of its own, and not its connection's."""
+    """Whether an answer has its own end, before the connection's."""
     coding = headers.get(b"transfer-encoding", b"").lower()
     return b"content-length" in headers or coding.endswith(b"chunked")
 
 
 class Listener(Protocol):
-    """What a request was sent for, as the connection to the replica sees it."""
+    """The receiver of an answer, as seen by the connection to the replica."""
 
     def on_head(self, status: int, head: bytes, headers: dict[bytes, bytes], body: bytes) -> bool:
-        """The answer's head is here, with what has come of its body.
+        """The answer's head has arrived, with the received part of its body.
 
         headers: its fields by their names in lower case. Returns whether the answer is wanted.
         """
@@ -52,7 +52,7 @@ class Listener(Protocol):
         """The connection broke, or the replica does not speak HTTP."""
 
     def on_writable(self) -> None:
-        """There is room again for what is sent to the replica."""
+        """The connection to the replica accepts writes again."""
 
 
 class IdleConnections:
@@ -78,7 +78,7 @@ class IdleConnections:
         self._since.pop(connection, None)
 
     def drop(self, waiting_s: float = 0.0) -> None:
-        """End those that have waited for so long."""
+        """End connections that have waited for too long."""
         latest = time.monotonic() - waiting_s
         for connection in [it for it, since in self._since.items() if since <= latest]:
             del self._since[connection]
@@ -172,7 +172,7 @@ class Upstream(FlowControl):
             self._finish()
 
     def _begin(self, listener: Listener, data: bytes) -> bool:
-        """Pass the head on if its end is in what has come. Whether the answer is on its way."""
+        """Forward the head if its end has arrived. Whether the answer is on its way."""
         head, end, body = data.lstrip(b"\r\n").partition(b"\r\n\r\n")
         while end and head[9:10] == b"1":  # as in "HTTP/1.1 100": the real one follows
             data = body

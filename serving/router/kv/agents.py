@@ -2,8 +2,7 @@
 """What agents send, OpenAI's Responses and Anthropic's Messages → the chats that vLLM (0.32) makes
 of them, as far as a chat template sees them.
 
-What becomes of a body that is not valid, or that has more than texts and calls of functions in it,
-is uncertain: of such a one there comes some exception.
+A body that is invalid, or has more than texts and function calls, raises some exception.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,7 +79,7 @@ def _add(messages: list[Chat], item: Mapping[str, Any]) -> None:
 
 
 def _functions(tools: Iterable[Mapping[str, Any]]) -> Iterator[Chat]:
-    """The functions among the tools of Responses. Those that only OpenAI has are left out."""
+    """The functions among the tools of Responses. Roles that only OpenAI has are left out."""
     for tool in tools:
         if tool["type"] == "function":
             yield {"function": tool}
@@ -173,7 +172,7 @@ def _turn(role: str, content: Any) -> Iterator[Chat]:
 
 
 def _result(content: Any) -> str:
-    """What a tool has answered."""
+    """A tool's result."""
     if isinstance(content, str):
         return content
     if any(part["type"] != "text" for part in content):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strategy kvaware needs: the tokens of requests, and the KV events of replicas.
+"""The inputs of kvaware: the tokens of requests, and the KV events of replicas.
 
-Where one of them is missing, the log says so, once for each reason, and the strategy knows as much
-as prefixaware.
+If one of them is missing, the log has the reason once, and the strategy falls back to prefixaware.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class KvAwareness:
-    """Keeps the index true to what replicas publish, and a tokenizer to look requests up in it."""
+    """Keeps the index up to date with the replicas' events, and a tokenizer for lookups."""
 
     def __init__(
         self,
@@ -46,8 +45,8 @@ class KvAwareness:
         fallbacks: Counter,
         asking: Asking,
     ) -> None:
-        """fallbacks: counts requests, by the reason, for which something is missing. asking: how
-        the router itself asks replicas.
+        """fallbacks: counts requests that fall back, by the reason. asking: how the router itself
+        asks replicas.
         """
         self._asking = asking
         self._index = index
@@ -92,9 +91,9 @@ class KvAwareness:
     async def tokenise(
         self, routing_request: RoutingRequest, request: Request, body: bytes
     ) -> RoutingRequest:
-        """The same with the request's tokens counted and hashed, where that can be done.
+        """The same with the request's tokens counted and hashed, if possible.
 
-        The body is decoded a second time for that, in a process of its own: templates run there.
+        The body is decoded a second time in a separate process, where templates run.
         """
         if request.path in NOT_GENERATED or request.path in AUDIO_PATHS:
             return routing_request  # of which nothing is cached
@@ -128,7 +127,7 @@ class KvAwareness:
         self._followers[replica.name] = asyncio.create_task(kept("kv_events", work))
 
     def on_gone(self, replica: Replica) -> None:
-        """Follow them no more."""
+        """Stop following them."""
         if task := self._followers.pop(replica.name, None):
             task.cancel()
 
@@ -166,7 +165,7 @@ class KvAwareness:
             pause = min(pause * 2, LONGEST_PAUSE_S)
 
     async def _sources(self, replica: Replica) -> bytes:
-        """Where the replica publishes, as it answers."""
+        """The replica's addresses of events, from its answer."""
         async with (
             self._asking.session() as session,
             session.get(

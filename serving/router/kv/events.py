@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0
 """For the next batch of a log; vLLM looks for requests ten times a second."""
 IDLE_S = 5.0
-"""Without events for so long, the log is asked whether there are none."""
+"""After this many seconds without events, the log is asked for missed ones."""
 SLICE = 256
 """Blocks that are applied before other tasks may run."""
 
@@ -36,19 +36,19 @@ MESSAGE = 2**21
 BLOCKS = 2**16
 """Blocks of one event."""
 QUEUED, QUEUED_LOG = 256, 1_000
-"""Messages of a socket that wait to be read. What does not fit is read from the log again."""
+"""Messages of a socket that wait to be read. Missing events are read from the log again."""
 MALFORMED = 100
-"""Messages without a number, after which a replica is followed anew, after a pause."""
+"""Number of malformed messages after which a replica is followed again, after a pause."""
 AGAIN_S = 0.05
 """Before a log is read again from where it was found to miss a batch."""
 PARTS = 8
-"""Parts of a message, of which vLLM's have at most four."""
+"""Maximum parts of a message; vLLM's have at most four."""
 
 _END = -1
 
 
 class Source(msgspec.Struct):
-    """Where one data parallel rank publishes: ZeroMQ's URLs."""
+    """The addresses of one data parallel rank's events: ZeroMQ URLs."""
 
     endpoint: str
     replay_endpoint: str
@@ -70,7 +70,7 @@ class SourcesRefused(Exception):
 
 
 def sources(answer: bytes, host: str) -> dict[int, Source]:
-    """What a replica answers to /kv_event_sources, by rank, with its host for the wildcard.
+    """A replica's answer to /kv_event_sources, by rank, with its host instead of the wildcard.
 
     Empty where it publishes nothing, or without a log. host: IPv6 addresses are in brackets.
     Raises SourcesRefused for more than RANKS, and for other places than TCP ports of the host.
@@ -132,7 +132,7 @@ class Follower:
                     await self._listen(rank, live)
 
     async def _listen(self, rank: int, live: zmq.asyncio.Socket) -> None:
-        """Apply what comes, until a batch is missing or nothing has come for a while."""
+        """Apply events until a batch is missing or no event has come for a while."""
         in_log = True  # what has come while the log was read
         while True:
             if not await live.poll(0 if in_log else int(IDLE_S * 1000)):
@@ -226,7 +226,7 @@ class Follower:
         return found
 
     def _parts(self, frames: list[bytes]) -> tuple[int | None, bytes]:
-        """The number and content of a message; no number where it is malformed."""
+        """The number and content of a message; no number if it is malformed."""
         if len(frames) >= 2 and len(frames[-2]) == 8:
             number = int.from_bytes(frames[-2], "big", signed=True)
             if number >= _END:

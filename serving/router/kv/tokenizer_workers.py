@@ -8,7 +8,7 @@ wants too much memory, whatever it is doing, and the parent forks another in its
 Wire format: 4 bytes with the length of the rest, then the rest. A request is a msgpack array of
 path, content type and body; its answer is the prompt's tokens as 32-bit integers, or empty. A new
 worker sends an empty answer first: at the start that says that it is ready, later it answers the
-request that its predecessor was ended over. Where the tokenizer cannot be loaded, the reason comes
+request that its predecessor was ended over. If the tokenizer cannot be loaded, the reason comes
 instead.
 """
 
@@ -104,7 +104,7 @@ class TokenWorkers:
     async def tokens(self, path: str, body: bytes, content_type: str) -> Sequence[int] | None:
         """The tokens of a request's prompt, or None where they are uncertain.
 
-        Raises TimeoutError where it would take too long.
+        Raises TimeoutError if it would take too long.
         """
         if not self.ready.is_set() or len(body) > LARGEST or self._waiting >= LONGEST:
             return None

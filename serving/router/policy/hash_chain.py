@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hash chains: how a request's prompt is compared with what replicas have in their caches.
+"""Hash chains, which compare a request's prompt with the caches of replicas.
 
-They are made with Python's own hash: it is fast, and hashes never leave the router's processes,
-which are forked from one and so hash alike.
+They use Python's own hash: it is fast, and hashes never leave the router's processes, which are
+forked from one and therefore hash equally.
 """
 
 import bisect

@@ -6,9 +6,9 @@ the tokens, so blocks get keys of our own, which are chained as the engine's are
 the one before it and the block's tokens, and the first of what else keeps caches apart. The
 engine's hash is only kept to know the block again when it is evicted.
 
-LMCache reports what enters and leaves its memory (L1) in the same stream, with blocks of its own
-size, its chunks. Its events (0.5.6) have neither a salt nor an adapter, so they count for requests
-without either. What is on disks and in shared stores nobody reports.
+LMCache reports changes of its memory (L1) in the same stream, with its chunks as blocks. Its events
+(0.5.6) have neither a salt nor an adapter, so they count for requests without either. Nothing
+reports the contents of disks and shared stores.
 """
 
 import math
@@ -81,12 +81,12 @@ class Position(NamedTuple):
 
 
 def seed(*extra_keys: str) -> int:
-    """Where a chain begins. extra_keys: the first block's, as the engine has them."""
+    """The start of a chain. extra_keys: the first block's, as the engine has them."""
     return hash(("seed", *extra_keys))
 
 
 PLAIN = seed()
-"""Where the chain of a request without adapter, tenant and salt begins."""
+"""The start of the chain of a request without adapter, tenant and salt."""
 
 
 def request_seed(inner: str | None, tenant: str | None, salt: str | None) -> int:
@@ -100,7 +100,7 @@ def request_seed(inner: str | None, tenant: str | None, salt: str | None) -> int
 
 def chain(tokens: Sequence[int], block_size: int, start: int) -> list[int]:
     """The keys of the full blocks of these tokens, after the key `start`. Raises OverflowError for
-    what is no token.
+    an invalid token.
     """
     data = array("i", tokens)
     return links(data.tobytes(), block_size * data.itemsize, start)
@@ -210,7 +210,7 @@ class _Memory:
 
 
 class _Rank:
-    """What one rank of a replica reports."""
+    """The reported blocks of one rank of a replica."""
 
     def __init__(self) -> None:
         self.engine = _Engine()
@@ -235,7 +235,7 @@ class _Expected:
 
 
 class KvIndex:
-    """What is in the KV caches of all replicas."""
+    """The contents of all replicas' KV caches."""
 
     def __init__(self) -> None:
         self.followed: set[str] = set()
@@ -299,12 +299,14 @@ class KvIndex:
                 self._expected.setdefault(replica, _Expected()).add(chain[cached:], now)
 
     def inner(self, adapter: str) -> str:
-        """What engines call this adapter, by the latest event of it; its own name before any."""
+        """The engines' name of this adapter, from its latest event; before any event, its own
+        name.
+        """
         return self._inner.get(adapter, adapter)
 
     def apply(self, replica: str, rank: int, event: Event) -> None:
-        """Apply an event of one of the replica's data parallel ranks. Raises OverflowError for
-        an event with what is no token.
+        """Apply an event of one of the replica's data parallel ranks. Raises OverflowError for an
+        event with an invalid token.
         """
         known = self._ranks.setdefault(replica, {}).setdefault(rank, _Rank())
         match event:
@@ -321,7 +323,7 @@ class KvIndex:
                 known.engine.clear()
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone."""
+        """The replica has restarted, or is gone."""
         self.followed.discard(replica)
         self._expected.pop(replica, None)
         self._ranks.pop(replica, None)
@@ -329,7 +331,7 @@ class KvIndex:
             del self.positions[key]
 
     def forget_rank(self, replica: str, rank: int) -> None:
-        """One rank of the replica has started anew, or its events cannot be continued."""
+        """One rank of the replica has restarted, or its events cannot be continued."""
         self._ranks.get(replica, {}).pop(rank, None)
         self.positions.pop((replica, rank), None)
 
@@ -337,7 +339,7 @@ class KvIndex:
         self, replica: str, blocks: Blocks
     ) -> Iterator[tuple[int, Sequence[int], Set[int]]]:
         """For each of the replica's engines the size of its blocks, the prompt's keys of that size,
-        and the keys that it has. One that has reported nothing yet has blocks of any size.
+        and the keys that it has. Before its first report, a rank has blocks of any size.
         """
         found = False
         for rank in self._ranks.get(replica, {}).values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a prompt is computed by another replica than the one that answers, and by which."""
+"""Whether another replica than the answering one computes a prompt, and which one."""
 
 from collections.abc import Sequence
 

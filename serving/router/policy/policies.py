@@ -19,31 +19,31 @@ from serving.router.policy.tiers import DEFAULT_PRICES, NOTHING, NOWHERE, Held, 
 # What waiting costs, in prompt tokens that could be computed in the time. The figures are those
 # that did best in scripts/dev simulate; where others do as well, it says so.
 UNCACHED = 2
-"""For each prompt token that has to be computed, and for each that has to be loaded its price: once
-for those who wait, and once for what it drives out of the cache. With 1, documents are computed on
-every replica in turn (2 to 8: alike).
+"""For each prompt token to compute, and its price for each token to load: once for the waiting
+time, and once for the evicted tokens. With 1, documents are computed on every replica in turn (2 to
+8: alike).
 """
 PER_REQUEST = 30
-"""For each request under way (10 to 300: alike)."""
+"""For each request in flight (10 to 300 give the same)."""
 CONTEXT = 32
-"""For so many prompt tokens of requests under way, whose attention slows every step down."""
+"""For this many prompt tokens of requests in flight, whose attention slows every step down."""
 NEAR = 300
 """Costs that differ by less are taken for equal: the replica that was chosen longest ago gets the
 request, which spaces arrivals as round-robin does.
 """
 ADAPTER_LOAD = 2_000
-"""For an adapter that has to be loaded: some 0.1 s ..."""
+"""For an adapter that must be loaded: some 0.1 s ..."""
 AWAY = 500
-"""... and where that is not on the replica that it belongs to, by rendezvous hashing. So routers
-that do not know of each other load an adapter on the same one. With 0, two of them load a tenth
-more, and with 1,000 adapters wait for their replica while others have nothing to do.
+"""... and more on another replica than rendezvous hashing assigns. So routers that do not know of
+each other load an adapter on the same one. With 0, two of them load a tenth more, and with 1,000
+adapters wait for their replica while others have nothing to do.
 """
 PREFILL_RATE = 20_000.0
 """Prompt tokens that a replica is taken to compute in a second, where no stream shows when it has
 (10,000 to 40,000: a little worse).
 """
 ADAPTERS = 64
-"""Adapters that a replica is taken to have room for, where it does not say."""
+"""Assumed adapter slots of a replica that does not report them."""
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of
 requests under way ("Consistent Hashing with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam) ...
@@ -54,12 +54,12 @@ BATCH = 8
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Work:
-    """What one request is to its replica."""
+    """The cost of one request on its replica."""
 
     tokens: int
     """Its prompt's."""
     left: int
-    """What is still to be done until its answer begins, as prompt tokens to be computed."""
+    """The remaining work until its answer begins, in prompt tokens to compute."""
 
 
 Share = tuple[int, int, int]
@@ -68,13 +68,13 @@ Share = tuple[int, int, int]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Load:
-    """What strategies know of one replica."""
+    """The facts that strategies know of one replica."""
 
     name: str
     in_flight: int = 0
     """Requests under way."""
     queued: int = 0
-    """What is still to be done for them, as prompt tokens to be computed."""
+    """Their remaining work, in prompt tokens to compute."""
     context: int = 0
     """Prompt tokens of all requests under way."""
     prices: Prices = DEFAULT_PRICES
@@ -87,7 +87,7 @@ class Load:
 
     def begin(self, tokens: int, held: Held, streamed: bool, now: float) -> Work:
         """A request goes to the replica, which holds these of its prompt's tokens. streamed: its
-        answer begins when its prompt is computed; for others that has to be guessed.
+        answer begins when its prompt is computed; for others this is a guess.
         """
         work = Work(tokens, self.prices.work(tokens, held))
         self.in_flight += 1
@@ -226,7 +226,7 @@ class PrefixAware(_Cheapest):
 
 
 class Blocks(Protocol):
-    """What replicas have in their KV caches, by their own account: kv_index.KvIndex."""
+    """The reported contents of the replicas' KV caches: kv_index.KvIndex."""
 
     def follows(self, replica: str) -> bool:
         """Whether the replica's cache is known now."""
@@ -247,9 +247,9 @@ class Blocks(Protocol):
 class KvAware(PrefixAware):
     """The cheapest, where what a replica has in its caches by its own account counts as cached.
 
-    Where a request has no tokens, or a replica's cache is not known, it is as PrefixAware, which
-    therefore learns all along. So it is for what no replica reports: what is on disks and in shared
-    stores, and what their memory has for requests with a tenant, salt or adapter.
+    If a request has no tokens, or a replica's cache is unknown, it falls back to PrefixAware, which
+    therefore always learns. The same holds for unreported caches: disks and shared stores, and
+    memory for requests with a tenant, salt or adapter.
     """
 
     def __init__(self, index: PrefixIndex, blocks: Blocks) -> None:

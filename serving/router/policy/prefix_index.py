@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each replica was sent before: hashes of prompts, about as many as its KV caches hold."""
+"""Remembers the prompts sent to each replica: hashes, about as many as its KV caches hold."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from serving.router.policy.tiers import NOWHERE, Capacity, Held, Reach
 CHUNK = 512
 """Bytes of a prompt in one link of a chain, some 128 tokens."""
 BYTES_PER_TOKEN = 4
-"""Of text and its JSON, roughly, for tokenizers of present models."""
+"""Rough bytes per token of text and its JSON, for tokenizers of present models."""
 TOKENS = CHUNK // BYTES_PER_TOKEN
 """Of one link."""
 TTL_S = 1800.0
@@ -19,15 +19,17 @@ TTL_S = 1800.0
 store: others use them too, unseen. Memory and disk are a replica's own, and larger.
 """
 DEFAULT_TOKENS = 500_000
-"""What a replica is taken to keep in its engine's KV cache where it does not say."""
+"""Assumed capacity of an engine's KV cache without a report."""
 DEFAULT_SHARED_TOKENS = 8_000_000
-"""What a shared store is taken to keep where its size is unknown."""
+"""Assumed capacity of a shared store of unknown size."""
 MOST_LINKS = 250_000
-"""Of one cache, 32 million tokens: some 25 MB, and 80 MB where each prompt has a single one."""
+"""Maximum of one cache, 32 million tokens: some 25 MB, and 80 MB if each prompt has a single
+block.
+"""
 
 
 def chain(prompt: bytes | memoryview, seed: object) -> list[int]:
-    """A link for each whole chunk of the prompt. seed: what else has to be equal."""
+    """A link for each whole chunk of the prompt. seed: further values that must be equal."""
     return links(prompt, CHUNK, hash(seed))
 
 
@@ -49,9 +51,9 @@ class _Caches:
     """The links that one replica was sent, or all that share a store, by the fastest cache that
     most likely has them.
 
-    Every cache drops what was least recently used and has copies of what is in faster ones. So by
-    their last use the first links are in the engine, those beyond its size in memory alone, and
-    those beyond the memory's size on the disk alone.
+    Every cache evicts the least recently used blocks, and has copies of the blocks in faster ones.
+    So by their last use the first links are in the engine, those beyond its size in memory alone,
+    and those beyond the memory's size on the disk alone.
 
     A prompt's links are kept as a few runs: one for each time that its chain grew or branched.
     Those that share a run are always used together, so that a prompt that comes again costs a step
@@ -111,8 +113,8 @@ class _Caches:
             self._drop(level, surplus)
 
     def _drop(self, level: int, surplus: int) -> None:
-        """Drop up to so many links of the run that was used least recently. What a cache drops goes
-        to the next one that has room at all.
+        """Drop up to so many links of the run that was used least recently. Evicted blocks move to
+        the next cache with any capacity.
         """
         run = next(iter(self._levels[level]))
         if surplus < len(run.links):
@@ -169,7 +171,7 @@ class PrefixIndex:
         return Reach(engine * TOKENS, memory * TOKENS, disk * TOKENS, shared * TOKENS)
 
     def held(self, replica: str) -> Held:
-        """About how many tokens of what it was sent the replica still has, by cache."""
+        """Approximate number of sent tokens that the replica still has, by cache."""
         engine = memory = disk = shared = 0
         capacity = self._capacity.get(replica, _UNKNOWN)
         if caches := self._caches.get(replica):
@@ -191,7 +193,7 @@ class PrefixIndex:
             self._stores[capacity.store].insert(chain, now + TTL_S)
 
     def resize(self, replica: str, capacity: Capacity) -> None:
-        """The replica's KV caches hold so much."""
+        """Set the capacities of the replica's KV caches."""
         self._capacity[replica] = capacity
         if caches := self._caches.get(replica):
             caches.resize(*_sizes(capacity))
@@ -227,5 +229,5 @@ def _sizes(capacity: Capacity) -> tuple[int, int, int]:
 
 
 def _where_any(capacity: Capacity, memory: int, disk: int) -> tuple[int, int]:
-    """What memory and disk have, where the replica has any."""
+    """The contents of memory and disk, if the replica has any."""
     return memory if capacity.memory else 0, disk if capacity.disk else 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strategies know of a request, and how it is read from its headers and body.
+"""The facts that strategies know of a request, and their extraction from its headers and body.
 
 Of a JSON body only the keys that matter are looked at, and prompts stay the bytes that they are,
-where they are; forms and files go on unread. Bodies are judged by the replicas: what cannot be read
-here goes its way all the same.
+where they are; forms and files go on unread. Replicas validate bodies; a body that cannot be read
+here is still forwarded.
 """
 
 import re
@@ -26,7 +26,7 @@ from serving.protocol import (
 from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 
 NEW_SESSION = "NEW_SESSION"
-"""What begins a session, in the header or as a body's requestType."""
+"""The value that begins a session, in the header or as a body's requestType."""
 _SESSION_HEADERS = (SESSION_ID, VLLM_SESSION_ID)
 _SESSION_KEYS = ("session_id", "user_id", "user")
 
@@ -34,7 +34,7 @@ _NONE = msgspec.Raw(b"")
 _MEDIA = re.compile(rb'"data(:[^"]*|"\s*:\s*"[A-Za-z0-9+/]{1000,}=*)"')
 """As a URI, or as Anthropic has them."""
 _MEDIA_TOKENS = 1_000
-"""What an image in a prompt, or a file, counts as; its size says nothing of its tokens."""
+"""The assumed tokens of an image in a prompt, or of a file; its size does not tell them."""
 _BILL = BILLING.encode()
 _BILLS = re.compile(_BILL + rb'[^"\\]*')
 _UNCOMPUTED = tuple(path.encode() for path in (COUNT_TOKENS, *TOKENIZER_PATHS))
@@ -48,14 +48,14 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What strategies know of one request."""
+    """The facts that strategies know of one request."""
 
     tokens: int = 0
     """Its prompt's, about."""
     chain: Sequence[int] = ()
     """Its prompt's hashes, as prefix_index.chain() makes them."""
     blocks: Mapping[int, Sequence[int]] | None = None
-    """Where it was tokenised, the hashes of its tokens: by the tokens of a block, one for each."""
+    """After tokenisation, the hashes of its tokens: one for each block, by block size."""
     plain: bool = False
     """Whether its blocks are those of requests without a tenant, salt or adapter."""
     model: str = ""
@@ -63,9 +63,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     """The LoRA adapter, or ""."""
     salt: str | None = None
-    """What keeps its KV cache apart from others', where the body says so."""
+    """The salt that separates its KV cache, if the body has one."""
     session: str = ""
-    """What its session is called, or ""."""
+    """The name of its session, or ""."""
     begins_session: bool = False
     """Whether it asks for a new one."""
     streamed: bool = False
@@ -146,9 +146,7 @@ class RequestReader:
         target: bytes = b"",
         tenant: str | None = None,
     ) -> RoutingRequest:
-        """What is to be known of a request. tenant: whose it is, as serving/kv_cache/salt.py has
-        it.
-        """
+        """The facts about a request. tenant: whose it is, as serving/kv_cache/salt.py has it."""
         file = headers.get(b"content-type", b"").lower().startswith(_BYTES)
         if file:
             body = b""
@@ -218,7 +216,7 @@ def _queried(target: bytes) -> str | None:
 
 
 def _text(raw: msgspec.Raw) -> str:
-    """A JSON text, the first of a list of them, or "" for what is neither."""
+    """A JSON text, the first of a list of them, or ""."""
     if raw is _NONE:
         return ""
     try:

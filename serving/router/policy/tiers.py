@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica has of a prompt, in which of its KV caches, and what a token of each costs.
+"""The cached part of a prompt in each of a replica's KV caches, and the cost per token.
 
 The unit of cost is the time in which the replica computes one prompt token.
 """
@@ -50,7 +50,7 @@ class Held(NamedTuple):
 
 
 NOWHERE, NOTHING = Reach(), Held()
-"""Of a prompt that no cache has: to make them costs more than to compare them."""
+"""Hashes of a prompt that no cache has; making them costs more than comparing them."""
 
 
 def described(held: Held) -> str:
@@ -60,8 +60,8 @@ def described(held: Held) -> str:
 
 
 class Prices(NamedTuple):
-    """What a token costs that a replica loads, where computing it costs 1; in its engine it is
-    free. A store that is slower than computing costs 1: servers compute what it has.
+    """The cost of loading a token, relative to computing it; in the engine it is free. A store that
+    is slower than computing costs 1, because servers then compute.
 
     The defaults stand until a replica has measured its own. LMI's published run (46 documents of
     10,000 tokens) has its first token after 1.161 s computed, 0.438 s from memory and 0.741 s from
@@ -74,7 +74,7 @@ class Prices(NamedTuple):
     shared: float = 0.75
 
     def work(self, tokens: int, held: Held) -> int:
-        """What a prompt of so many tokens costs a replica that holds these of them."""
+        """The cost of a prompt of this many tokens on a replica with these cached."""
         engine, memory, disk, shared = held
         left = tokens - engine
         if not (memory or disk or shared):
@@ -91,9 +91,10 @@ DEFAULT_PRICES = Prices()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What the KV caches of one replica hold, in tokens.
+    """The capacities of one replica's KV caches, in tokens.
 
-    Each keeps copies of what is in those before it, so that a replica has what the largest has.
+    Each has copies of the contents of those before it, so a replica has the contents of its
+    largest.
     """
 
     engine: int | None = None
@@ -103,4 +104,4 @@ class Capacity:
     shared: int | None = None
     """None where its size is unknown."""
     store: str = ""
-    """What names the shared store, and the model whose KV is in it, among replicas; "" for none."""
+    """The name of the shared store and its model, the same on all replicas; "" without a store."""

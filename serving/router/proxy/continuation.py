@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream that outlives its replica: what is kept of it as it passes, and how its rest is asked
-for of another replica.
+"""A stream that outlives its replica: the recorded state, and the request for the rest from another
+replica.
 
 Only answers that another replica generates again are continued: greedy ones, or seeded, of one
 choice, without tools and log probabilities. Of a greedy one the next replica computes the prompt
@@ -28,7 +28,7 @@ LARGEST_EVENT = 1 << 20
 """Bytes of an event that is read. A stream with a larger one is not continued."""
 
 COMPLETION_TOKENS = 16
-"""Of a completion that does not say how many (OpenAI's default, and vLLM's)."""
+"""Default length of a completion (OpenAI's default, and vLLM's)."""
 
 _OF_THE_PROMPT = frozenset(
     (
@@ -62,13 +62,13 @@ _STAMP = ("id", "object", "created", "model")
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _UNKNOWN = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""What reading an event raises that has another shape than vLLM's."""
+"""The exceptions of reading an event that does not have vLLM's shape."""
 _decode = msgspec.json.decode
 _encode = msgspec.json.encode
 
 
 def continuation(path: str, body: bytes) -> "Continuation | None":
-    """What continues a request's stream, where that is possible."""
+    """Continues a request's stream, if possible."""
     if path not in (CHAT_COMPLETIONS, COMPLETIONS) or b'"stream"' not in body:
         return None
     try:
@@ -142,9 +142,11 @@ class Continuation:
         self.complete = False
         """Whether all of it has come."""
         self.broken = False
-        """Whether it is no good: the replica says so, or it is another answer than before."""
+        """Whether it has failed: the replica reports a failure, or its answer differs from the
+        earlier one.
+        """
         self.failure = b""
-        """What the replica says of that."""
+        """The replica's message about it."""
         # the answer so far
         self._over = False  # whether it is not to be continued
         self._resumable = resumable
@@ -174,7 +176,7 @@ class Continuation:
         return self._followed
 
     def passed(self, data: bytes) -> bytes:
-        """What the client gets of the next bytes, with the framing that its head says."""
+        """The client's part of the next bytes, with the framing of its head."""
         if self._followed:
             looked = max(len(self._incoming) - 3, 0)  # at what came before
             self._incoming += data
@@ -190,7 +192,7 @@ class Continuation:
         return b"%x\r\n%b\r\n" % (len(data), data) if data and self._chunked else data
 
     def _strange(self, data: bytes) -> bytes:
-        """What the client gets of an event that is not read, and of all that follow it."""
+        """The client's part of an unread event, and of all later ones."""
         self._incoming = bytearray()
         if self._continues:  # of which it has a part
             self._break()
@@ -200,7 +202,7 @@ class Continuation:
         return data
 
     def end(self) -> bytes:
-        """What the client gets at its end."""
+        """The client's last bytes."""
         told = b"%x\r\n%b\r\n" % (len(self.failure), self.failure) if self.failure else b""
         return told + b"0\r\n\r\n" if self._chunked else b""
 

@@ -20,14 +20,14 @@ from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenis
 from serving.router.proxy.continuation import Continuation, continuation
 
 REFUSED = frozenset((429, 503))
-"""What a replica answers that has not begun the work: it has too much of it, or is stopping."""
+"""The statuses of a replica that has not begun the work, because it is overloaded or stopping."""
 RETRIED = REFUSED | {502}
-"""What another replica may answer otherwise. Other statuses are about the request; so is 504: after
-all the work that a replica has put into it in vain, the next one would do the same.
+"""The statuses that may differ on another replica. Other statuses are about the request; so is 504:
+after all the work that a replica has put into it in vain, the next one would do the same.
 """
 
 STOPPED_S = 5.0
-"""A stream without a byte for so long has stopped, if its replica is down as well."""
+"""A stream without a byte for this many seconds has stopped, if its replica is down as well."""
 
 # Of an answer's head: what is not passed on. The request's id is put there for all answers.
 _DROPPED_1_0 = HOP_BY_HOP | {REQUEST_ID}
@@ -121,7 +121,7 @@ class ProxiedRequest:
         return not (request.streamed or request.http10 or SESSION_ID in request.named)
 
     def _spawn(self, work: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
-        """Go on in a task, of which there is at most one."""
+        """Continue in a task; there is at most one."""
         self._pending = asyncio.create_task(self._guard(work, *args))
 
     async def _guard(self, work: Callable[[*Ts], Coroutine[Any, Any, None]], *args: *Ts) -> None:
@@ -187,7 +187,7 @@ class ProxiedRequest:
         )
 
     def _context(self) -> Headers:
-        """What its replica gets of the trace."""
+        """The trace headers for its replica."""
         return self._attempt.headers() if self._attempt else NO_HEADERS
 
     def _end_attempt(self, status: int, error: str | None = None) -> None:
@@ -251,7 +251,7 @@ class ProxiedRequest:
             self._responder.resume()
 
     def _retry(self, reason: str, failure: ServingError) -> None:
-        """Send it to another replica, or answer with the failure where that may not be done."""
+        """Send it to another replica, or answer with the failure if that is not allowed."""
         if not self.placement.replica:
             return
         self._leave_replica()
@@ -268,8 +268,8 @@ class ProxiedRequest:
         self._choose(failure)
 
     def _take_retry(self, *, refused: bool = False) -> bool:
-        """Spend a retry of the budget, if the request can be sent once more, and to whom. refused:
-        whether the replica has answered that it did not take it.
+        """Spend a retry of the budget. Returns the next replica, if the request can be sent again.
+        refused: whether the replica has answered that it did not take it.
         """
         return (
             not self._over

@@ -57,11 +57,10 @@ PATCH = Patch(
             ),
         ),
     ),
-    does="Requests whose KV does not follow from what LMCache's keys are made of are neither "
-    "looked up nor stored, and a request's adapter becomes a part of its salt. "
-    "[The comparison](kv_cache_keys.md) has all fields.",
-    why="LMCache's keys are made of token ids, media's identifiers and the salt. vLLM writes zeros "
-    "for the ids of a prompt of embeddings, and keys know no adapters.",
+    does="Prevents lookup and storage of requests with KV that LMCache's keys do not determine, "
+    "and adds the adapter to a request's salt. [The comparison](kv_cache_keys.md) has all fields.",
+    why="LMCache makes its keys from token ids, identifiers of media and the salt. vLLM writes "
+    "zeros as the ids of a prompt of embeddings, and keys do not include adapters.",
     without="a prompt of embeddings would be answered from another's KV, and an adapter from the "
     "base model's",
     closed=True,

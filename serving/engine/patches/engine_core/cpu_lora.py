@@ -125,9 +125,9 @@ KERNELS = Patch(
         *(Name(f"{_OPS}:{it}", _FIRST.format("b")) for it in _KERNELS),
         *(Name(f"{_PUNICA}.punica_cpu:{it}") for it in _KERNELS),
     ),
-    does="Gives the kernels that apply LoRA without a GPU the rows of adapters alone.",
-    why="They look each row's weights up by the row's slot, and a row of the base model has the "
-    "slot -1, which is the last one's in Python.",
+    does="Gives the LoRA kernels for CPUs only the rows of adapters.",
+    why="They look up each row's weights by the row's slot. A row of the base model has the slot "
+    "-1, which in Python means the last slot.",
     without="in a batch with adapters, rows of the base model would get the last adapter's weights",
     closed=True,
     needed=_without_gpu,
@@ -148,11 +148,12 @@ PROMPTS = Patch(
         Name("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", has=("lora_manager",)),
         Name("vllm.lora.model_manager:LoRAModelManager", has=("lora_index_to_id",)),
     ),
-    does="Has all rows of a prompt take its own request's adapter where the prompt's log "
+    does="Makes all rows of a prompt use the adapter of their own request when the prompt's log "
     "probabilities are computed.",
-    why="They are computed of one row for each token, while vLLM has the slots of one row for each "
+    why="vLLM computes them with one row for each token, but it has slots for one row for each "
     "request.",
-    without="a request for them would end the engine, or get another request's adapter",
+    without="a request for prompt log probabilities would end the engine, or get another "
+    "request's adapter",
     closed=True,
     needed=_without_gpu,
     put=_put_prompts,

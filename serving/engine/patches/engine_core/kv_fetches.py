@@ -23,9 +23,9 @@ PATCH = Patch(
             ),
         ),
     ),
-    does="Compares the prompt, the adapter and the salt that another engine has computed with the "
-    "request's own before its KV is fetched, and how long that engine still keeps it.",
-    why="vLLM fetches blocks by their numbers, and looks at neither.",
+    does="Before a request's KV is fetched from another engine, compares that engine's prompt, "
+    "adapter and salt with the request's, and checks how long the engine still keeps the KV.",
+    why="vLLM fetches blocks by their numbers, and checks neither.",
     without="a prompt could be answered from another tenant's KV",
     closed=True,
 )

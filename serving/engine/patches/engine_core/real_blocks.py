@@ -111,12 +111,12 @@ PATCH = Patch(
         ),
         Name("vllm.v1.core.block_pool:BlockPool", has=("null_block",)),
     ),
-    does="Leaves out of a step's stores the chunks up to the last block that is not the request's "
-    "any more, and of its loads the blocks in front that vLLM does not keep.",
-    why="A block that has left an attention window is replaced in the request's table by the null "
-    "block, whose KV means nothing, and is handed to other requests. LMCache's connector notices "
-    "neither, since it only appends to its own list of blocks.",
-    without="other prompts' KV, of other tenants too, would be stored under a prompt's key",
+    does="Removes from a step's stores the chunks up to the last block that no longer belongs to "
+    "the request, and from its loads the leading blocks that vLLM does not keep.",
+    why="vLLM replaces a block that has left an attention window by the null block, which has no "
+    "valid KV, and gives the block to other requests. LMCache's connector notices neither, "
+    "because it only appends to its own list of blocks.",
+    without="KV of other prompts, also of other tenants, would be stored under a prompt's key",
     closed=True,
     upstream="[null_blocks](../upstream/null_blocks.md)",
 )

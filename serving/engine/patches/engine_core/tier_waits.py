@@ -49,11 +49,10 @@ PATCH = Patch(
             has=("query", "result", "set_result", "wait"),
         ),
     ),
-    does="Limits how long a request waits for the tiers, has a load that failed computed again, "
-    "and frees a request's blocks once.",
-    why="LMCache's connector waits for the server's answer however long it takes, reports blocks "
-    "that other requests share, and reports a request that has ended twice, which ends vLLM's "
-    "engine.",
-    without="a fault of the cache server would end the engine, or hold every request",
+    does="Limits a request's wait for the tiers, recomputes a failed load, and frees a request's "
+    "blocks only once.",
+    why="LMCache's connector waits for the server's answer without a limit, reports blocks that "
+    "other requests share, and reports a finished request twice, which ends vLLM's engine.",
+    without="a fault of the cache server would end the engine, or block every request",
     closed=True,
 )

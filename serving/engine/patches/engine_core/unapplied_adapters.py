@@ -77,15 +77,15 @@ PATCH = Patch(
         ),
         Name("vllm.lora.lora_model:LoRAModel", has=("loras",)),
     ),
-    does="Compares the modules of an adapter that was loaded with those of the model that vLLM "
-    "looks up, and fails the load where one is none of them. With pipeline parallelism a worker "
-    "has a part of the model, and with OPTION_LORA_TARGET_MODULES the operator leaves some out: no "
-    "comparison.",
-    why="vLLM says nothing of what it has not looked up, and the adapter answers as the base model "
-    "does, or as a part of it would. lmi_config/facts/adapter.py compares names by the model's "
-    "files before; here the modules are those that the engine has made.",
-    without="adapters of a vision tower, and of models whose names only the engine knows, are "
-    "loaded and change nothing",
+    does="Compares the modules of a loaded adapter with the model's modules, and fails the load "
+    "if the model lacks one. It compares nothing with pipeline parallelism, because a worker has "
+    "only a part of the model, or with OPTION_LORA_TARGET_MODULES, because the operator excludes "
+    "modules.",
+    why="vLLM silently skips modules that it does not look up, and the adapter then answers like "
+    "the base model. lmi_config/facts/adapter.py compares names by the model's files earlier; "
+    "this patch has the modules that the engine has made.",
+    without="adapters of a vision tower, and of models with names that only the engine knows, are "
+    "loaded without effect",
     closed=False,
     upstream="https://github.com/vllm-project/vllm/issues/48019",
     put=_put,

@@ -34,11 +34,11 @@ PATCH = Patch(
         ),
         Name("vllm.utils.mistral:is_mistral_tool_parser"),
     ),
-    does="Binds the arguments of a forced call to their function's schema, and has calls in JSON "
-    "answered by a second serving object where the model's own format has no grammar.",
-    why='vLLM binds them only where a function says `"strict": true`, and forces no call without a '
-    "parser of the model's own format.",
-    without="forced calls need not fit their schema, or are not forced",
+    does="Constrains the arguments of a forced call to their function's schema. If the model's "
+    "own format has no grammar, a second serving object answers with calls in JSON.",
+    why='vLLM constrains them only if a function has `"strict": true`, and forces no call '
+    "without a parser of the model's own format.",
+    without="forced calls may violate their schema, or are not forced",
     closed=False,
     put=_put,
 )

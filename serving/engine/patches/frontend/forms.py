@@ -149,12 +149,12 @@ PATCH = Patch(
     names=(
         Name("pydantic.main:BaseModel", has=("__pydantic_core_schema__", "__pydantic_validator__")),
     ),
-    does="Replaces the validators of the models of requests: the form of a value is found by its "
-    "`type`, and a list ends at its first fault. It comes before vLLM's routes are imported, which "
-    "keep what is made of a model when they are made.",
-    why="pydantic reads a value that may have many forms as each of them, and notes why it is "
-    "none: up to 200 faults for an item of Responses, some 0.5 ms each, all on the event loop.",
-    without="a body of many values holds up all other requests for as long as it is read",
+    does="Replaces the validators of the request models. A value is validated as the form that "
+    "its `type` names, and a list ends at its first fault. The patch runs before the import of "
+    "vLLM's routes, because the routes keep the validators of that moment.",
+    why="pydantic tries every possible form of a value and records why each one fails: up to 200 "
+    "faults for one item of Responses, some 0.5 ms each, all on the event loop.",
+    without="a body of many values delays all other requests during its validation",
     closed=False,
     put=_put,
 )

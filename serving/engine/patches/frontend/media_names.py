@@ -64,10 +64,9 @@ PATCH = Patch(
             "self, request, messages, ...",
         ),
     ),
-    does="Gives each picture of a message a name (`uuid`) that is made of its content and of the "
-    "tenant's salt.",
-    why="vLLM's caches of media name what has no name by its content, and requests of Responses "
-    "and Messages have no field for names.",
+    does="Gives each picture of a message a name (`uuid`) from its content and the tenant's salt.",
+    why="vLLM's media caches name a picture without a name by its content, and requests of "
+    "Responses and Messages have no field for names.",
     without="tenants would share cached pictures",
     closed=True,
     needed=_sees,

@@ -28,10 +28,10 @@ TOKENS = Patch(
         ),
         Name("vllm.v1.engine:EngineCoreRequest", has=("external_req_id", "cache_salt")),
     ),
-    does="Tells a call which requests the engine got for it, and checks their salts.",
-    why="No public interface says what a request has computed when it is broken off, or checks the "
-    "salt with which a prompt goes to the engine.",
-    without="tokens would be counted for nobody, and salts checked by nobody",
+    does="Reports the engine's requests to the call that made them, and checks their salts.",
+    why="No public interface reports the computed tokens of an aborted request, or checks a "
+    "prompt's salt on its way to the engine.",
+    without="no call would count its tokens, and nobody would check salts",
     closed=True,
 )
 ADAPTER_NAMES = Patch(
@@ -44,9 +44,9 @@ ADAPTER_NAMES = Patch(
             "self, scheduler_stats",
         ),
     ),
-    does="Has vllm:lora_requests_info name adapters as requests do.",
-    why="Gateways route by these names, and the engine has others.",
-    without="gateways would not find adapters by the names that requests have",
+    does="Makes vllm:lora_requests_info name adapters as requests do.",
+    why="Gateways route by these names, and the engine uses different ones.",
+    without="gateways would not find adapters by their names in requests",
     closed=True,
 )
 QUICK = Patch(
@@ -67,8 +67,8 @@ QUICK = Patch(
         ),
         Name("vllm.v1.engine.logprobs:LogprobsProcessor.from_new_request", "tokenizer, request"),
     ),
-    does="Hands a token to its stream without an output object.",
-    why="That takes half the time in which vLLM reads a token.",
+    does="Passes a token to its stream without an output object.",
+    why="This halves vLLM's time to read a token.",
     without="each streamed token takes more of the CPU",
     closed=False,
 )
@@ -82,8 +82,9 @@ PARSERS = Patch(
             "self, delta_text, delta_token_ids, request, prompt_token_ids, finished",
         ),
     ),
-    does="Tells a stream of a chat which parser vLLM has made for it.",
-    why="Each token may go to a parser once, and vLLM hands it out nowhere.",
-    without="streams of chats with tools or thoughts take more of the CPU",
+    does="Gives a chat's stream the parser that vLLM has made for it.",
+    why="Each token may go to a parser only once, and vLLM has no interface that returns the "
+    "parser.",
+    without="streams of chats with tools or reasoning take more of the CPU",
     closed=False,
 )
