@@ -59,7 +59,7 @@ def copies(tiny_options, tmp_path_factory):
         "OPTION_BATCH_FOLDER": str(folder / "batches"),
     }
     with serving(folder / "log", "./entrypoint.sh", "serve", **environ) as it:
-        it.folder = folder
+        it.folder = folder  # type: ignore[attr-defined]
         it.ready()
         yield it
 

@@ -67,7 +67,7 @@ class Engine:
     def plain(self):
         self.choices = [{"text": " word", "finish_reason": "length", "token_ids": [7]}]
         self.events = [{"choices": [{"index": 0, **self.choices[0]}]}, {"choices": []}]
-        self.failure = None
+        self.failure: tuple[int, str] | None = None
 
     async def post(self, call, sink, usage):
         body = call.request

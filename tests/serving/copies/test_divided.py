@@ -2,6 +2,7 @@
 """What the router and the copies of one container are told of its options."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from serving.server.prepare import Deployment, Shared
 from tests.lmi_config.examples import machine, model
 from tests.lmi_config.plan.test_plan import planned
 
+NO_SOURCE: Any = None
 SHARED = Shared(folder=Path("/m"), draft=None, name=Path("/m"), tiers=False)
 
 
@@ -20,7 +22,7 @@ def settings(**environ):
     made = planned({"OPTION_COPIES": "2", **environ}, machine(), model(2))
     secret = divided.secret(made.settings)
     copies = [
-        divided.of_copy(Deployment(made, None, None), it, secret, SHARED, Path("/adapters"))
+        divided.of_copy(Deployment(made, NO_SOURCE, None), it, secret, SHARED, Path("/adapters"))
         for it in made.copies
     ]
     return divided.of_router(made, secret), [it.plan.settings for it in copies]
@@ -32,8 +34,10 @@ def test_a_copy_lets_nobody_in_but_its_router():
         access = Access(own)
         with pytest.raises(Unauthorized):
             access.caller([])
+        assert access._signer
         names = (access._signer.name,)
         said = Access(router, routes=True).identity(Access(router, routes=True).caller([]), names)
+        assert said
         assert access.caller([(b"x-slipway-identity", said)]).admin
 
 

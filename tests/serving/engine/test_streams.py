@@ -57,7 +57,8 @@ class Sink:
 
 async def streamed(outputs, render=rendered):
     """The results that vLLM's rendering gets of these, and the events."""
-    got, sink = [], Sink()
+    got: list[Any] = []
+    sink: Any = Sink()
 
     async def results():
         for text, tokens, reason in outputs:
@@ -128,7 +129,8 @@ class Client(Stream):
         self.read = asyncio.Event()
         self.got: list[str] = []
         self.in_task: list[str] = []
-        super().__init__(self.results(), self)
+        sink: Any = self
+        super().__init__(self.results(), sink)
         none = SimpleNamespace(
             logprobs=None,
             cumulative_logprob=None,
@@ -271,7 +273,7 @@ async def test_a_call_that_vllm_renders_keeps_its_place_and_is_parsed_once():
 
     parser = SimpleNamespace(parse_delta=parse_delta)
     queue = RequestOutputCollector(RequestOutputKind.DELTA, "a")
-    sink = Sink()
+    sink: Any = Sink()
     sink.keeps_up = True
     stream = Deltas(results(), sink, None, parses=True, has_blanks=False)
     stream.begin(SimpleNamespace(queue=queue), None)

@@ -3,6 +3,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -17,6 +18,7 @@ from serving.engine.patches.outputs.processor import Processor
 from serving.errors import EngineFailed
 
 NOTHING = Prefilled(0, 0, 0)
+NOBODY: Any = None
 
 
 class Counted:
@@ -26,7 +28,7 @@ class Counted:
         self.calls = {}
         self.processor = Processor(self.calls, None, log_stats=True)
         self.usage, self.prefilled = Usage(), NOTHING
-        call = Call("/v1/completions", {}, 0, None, "a", salt=salt)
+        call = Call("/v1/completions", {}, 0, NOBODY, "a", salt=salt)
         client = SimpleNamespace(generate=lambda prompt, params, name: name)
         self.client = CallClient(client, call, self.usage, self.calls, lambda: self.prefilled)
 

@@ -53,10 +53,10 @@ async def test_what_is_written_at_once_is_framed_and_in_order(accept):
 
     async with running() as served:
         answer_with(served, answer)
-        answer = await served.invoke({"prompt": "x", "stream": True}, headers={"accept": accept})
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        found = await served.invoke({"prompt": "x", "stream": True}, headers={"accept": accept})
+    lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line]
     assert [json.loads(line)["choices"][0]["text"] for line in lines] == ["a", "b", "c"]
-    assert answer.text.startswith("data: ") == (accept == "text/event-stream")
+    assert found.text.startswith("data: ") == (accept == "text/event-stream")
     assert took == [False, True, False]
 
 
