@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of the supervisor's: a process with all that it has started."""
+"""A child of the supervisor: a process with its descendants."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ from serving.exit import Exit
 from serving.observability.logs import process_handler
 
 KILLED_S = 5.0
-"""Processes that were killed are waited for so long."""
+"""Maximum wait for killed processes, in seconds."""
 
 
 class Child:
-    """A process in a session of its own, so that Ctrl-C is for its parent alone."""
+    """A process in a separate session, so that Ctrl-C reaches only its parent."""
 
     def __init__(self, process: asyncio.subprocess.Process, report: int) -> None:
         self._process = process
@@ -34,9 +34,9 @@ class Child:
         environ: Mapping[str, str],
         listener: int | None = None,
     ) -> "Child":
-        """program: what takes the part, by the descriptor that is its last word. report: both ends
-        of the pipe for the child's report. environ: variables in addition to ours. listener: a
-        socket that it gets.
+        """program: the command line. The descriptor of the part becomes its last word. report:
+        both ends of the pipe for the child's report. environ: variables in addition to this
+        process's. listener: the descriptor of a socket for the child.
         """
         reading, writing = report
         handed = hand(part)
@@ -65,7 +65,7 @@ class Child:
         return self._process.pid
 
     def ask(self) -> None:
-        """Ask it to stop; asked again, it does not wait for requests."""
+        """Ask it to stop. After a second call it does not wait for requests."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -76,10 +76,10 @@ class Child:
             self._process.send_signal(number)
 
     async def ended(self) -> Exit:
-        """Wait until nothing of it is left. How it has ended.
+        """Wait until all its processes have ended. Returns the reason of its end.
 
-        Whoever starts it again can rely on that: a worker that has outlived its server could still
-        write into memory that others have been given since.
+        A restart must wait for this: a worker that outlives its server could still write into
+        memory that belongs to other processes by then.
         """
         code = await self._process.wait()
         await in_thread(_kill_session, self.pid)
@@ -90,7 +90,7 @@ class Child:
 
 
 def _kill_session(leader: int) -> None:
-    """Kill what is left of a session. Its processes are ours by now: see adopt_orphans()."""
+    """Kill the remaining processes of a session, which adopt_orphans() has made ours."""
     for _ in range(20):  # it may start more in the meantime
         found = [it for it in psutil.Process().children(recursive=True) if _session(it) == leader]
         if not found:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one server has, divided among a router and several copies: its settings, its series."""
+"""Divides a server's settings and series among a router and several copies."""
 
 import dataclasses
 import secrets
@@ -21,23 +21,23 @@ _ROUTERS_ALONE: dict[str, Any] = {
     **dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_client_ca_file")),
     "ui": False,
 }
-"""What the router does for the copies: who may ask, how much, and TLS."""
+"""Settings of the router only, because it checks keys and limits and speaks TLS for the copies."""
 
 
 def secret(settings: Settings) -> str:
-    """By which the router signs and the copies check: the operator's, which another router before
-    this container has as well, or one that this start makes.
+    """The secret with which the router signs and the copies check. It is the operator's, which
+    another router in front of this container also has, or a random one for this start.
     """
     return settings.router_secret or secrets.token_hex(32)
 
 
 def urls(plan: Plan) -> tuple[str, ...]:
-    """Where the router finds the copies."""
+    """The copies' addresses for the router."""
     return tuple(f"http://127.0.0.1:{copy.port}" for copy in plan.copies)
 
 
 def of_router(plan: Plan, shared_secret: str) -> Settings:
-    """The router's settings. Its lines would repeat those of the copies, which say more."""
+    """The router's settings, without an access log: the copies' log lines have more fields."""
     settings = plan.settings
     strategy = settings.routing_strategy
     return dataclasses.replace(
@@ -53,8 +53,8 @@ def of_router(plan: Plan, shared_secret: str) -> Settings:
 def of_copy(
     deployment: Deployment, copy: Copy, shared_secret: str, shared: Shared, adapters: Path
 ) -> Deployment:
-    """What one of the copies serves. adapters: a folder for the list of adapters, which a copy
-    that is started again has to have.
+    """The deployment of a copy. adapters: a folder for the list of adapters, which a restarted
+    copy needs.
     """
     plan = deployment.plan
     settings = plan.settings
@@ -71,14 +71,14 @@ def of_copy(
 
 
 def folder() -> tempfile.TemporaryDirectory[str]:
-    """For what the processes of one container share, and nobody else may read. One of them may
-    still write there while it is removed.
+    """A folder that only the processes of this container may read. A process may still write there
+    during its removal.
     """
     return tempfile.TemporaryDirectory(prefix="slipway-copies-", ignore_cleanup_errors=True)
 
 
 _OURS = ("slipway_cop", "slipway_kv", "slipway_prefill", "lmcache")
-"""How series begin that only the supervisor has: of copies, and of the cache server."""
+"""Prefixes of the supervisor's series: of copies, and of the cache server."""
 
 
 class _Ours(Collector):

