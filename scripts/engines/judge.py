@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scripts.engines.judge FOLDER [PACKAGE...]`: whether Slipway fits a version of vLLM or
-LMCache of which there is no more than an unpacked wheel in FOLDER. Nothing of it is imported.
+"""`python -m scripts.engines.judge FOLDER [PACKAGE...]`: whether Slipway fits the version of vLLM
+or LMCache in FOLDER, an unpacked wheel. The check reads its files and imports none of them.
 
 It prints each name that Slipway imports and the wheel does not have, and each patch that does not
 fit, with what happens then; and ends with 1 where there is any.
@@ -23,7 +23,7 @@ PATCHES: Sequence[Patch] = (
     *(*frontend.PATCHES, *engine.PATCHES),
     *(*cache_server.PATCHES, *http.PATCHES),
 )
-"""Of all processes."""
+"""The patches of all processes."""
 
 
 class Unpacked:
@@ -33,7 +33,7 @@ class Unpacked:
         self._folder = folder
 
     def file(self, module: str) -> Path | None:
-        """A module's file, which may be compiled, or its folder; None where there is none."""
+        """A module's file, which may be compiled, or its folder; None if it has neither."""
         place = self._folder.joinpath(*module.split("."))
         for file in (place / "__init__.py", place.with_suffix(".py")):
             if file.is_file():
@@ -70,7 +70,7 @@ class Unpacked:
 
 
 def names(source: str) -> set[str]:
-    """What a module defines or imports; `*` where it makes names when they are asked for."""
+    """The names that a module defines or imports; `*` if it makes names on demand."""
     found: set[str] = set()
     left: list[ast.stmt] = [*ast.parse(source).body]
     while left:
@@ -114,7 +114,7 @@ def imports(file: Path, package: str) -> Iterator[tuple[str, str]]:
 
 
 def lost_imports(library: Unpacked, package: str) -> Iterator[str]:
-    """What Slipway imports of a package that the folder does not have."""
+    """Slipway's imports from a package that the folder lacks."""
     for file in sorted((ROOT / "serving").rglob("*.py")):
         where = file.relative_to(ROOT)
         for module, name in imports(file, package):
@@ -133,7 +133,7 @@ def lost_imports(library: Unpacked, package: str) -> Iterator[str]:
 
 
 def lost_patches(library: Unpacked, package: str) -> Iterator[str]:
-    """The patches of a package that do not fit, and what happens then."""
+    """The patches of a package that do not fit, with the consequences."""
     for patch in PATCHES:
         for name in patch.names:
             if name.place.split(".")[0] == package and (why := name.missing(library)):

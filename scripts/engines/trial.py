@@ -2,7 +2,7 @@
 """`python -m scripts.engines.trial VERSION [--record] [ARGUMENT...]`: whether Slipway fits the vLLM
 of this Python: its patches, and a short suite with the real engine. Further arguments go to pytest.
 
---record writes what was seen into serving/engine/versions/versions.toml.
+--record writes the result into serving/engine/versions/versions.toml.
 """
 
 import re
@@ -26,12 +26,12 @@ SHORT = (
     "tests/e2e/test_kv_tiers.py::test_tenants_never_share",
     "tests/e2e/test_speech.py::test_tenants_share_no_sounds",
 )
-"""What each patch of the engine's processes is for, and the paths that clients use."""
+"""The end-to-end tests of the engine's patches, and of the clients' paths."""
 SEEN = "the contract tests and the short end-to-end suite, on CPUs"
 
 
 def recorded(table: str, version: str, seen: str) -> str:
-    """The table's text with what was seen of a version of vLLM."""
+    """The table's text with a test result of a version of vLLM."""
     line = f'"{version}" = "{seen}"\n'
     text, replaced = re.subn(
         rf'(?m)^"{re.escape(version)}" = ".*"\n(?=(?:".*\n)*\n\[vllm\.limits\])', line, table

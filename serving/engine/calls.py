@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """In the server's process: calls, answered by vLLM's serving objects without its HTTP app.
 
-Route is the table's row: what reads a call's body, which serving object answers, and how its answer
-becomes bytes. Completions and chats go to the sink as steps or as events whose tokens are written
-in streams.py; of the other routes the sink gets the bytes of vLLM's answers. vLLM decides all that
-is decided: each call is made on a copy of the serving object, whose engine client is the call's own
-(CallClient), so that whatever vLLM asks the engine for is known as the call's.
+A Route has the reader of a call's body, the serving object that answers, and the conversion of its
+answer to bytes. Completions and chats reach the sink as steps, or as events with tokens written in
+streams.py; on the other routes the sink gets the bytes of vLLM's answers. vLLM makes all decisions:
+each call uses a copy of the serving object with a separate engine client (CallClient), so all of
+vLLM's requests to the engine belong to a known call.
 
 A request of one token takes about 0.8 of plain vLLM's CPU time (docs/explanation/benchmarks.md).
 """
@@ -46,17 +46,17 @@ SHORT = 4096
 bench completions took 0.73 of plain vLLM's CPU time with it, and 0.81 without, in two runs.
 """
 _WRITTEN = (COMPLETIONS, CHAT_COMPLETIONS)
-"""Those whose streams are written here, token by token."""
+"""The paths whose streams are written here, token by token."""
 _ERROR = "event: error\n"
-"""How vLLM's converter of Messages begins an event for an exception, which it tells nobody else."""
+"""The beginning of an event by which vLLM's converter of Messages reports an exception."""
 
 
 class Route(NamedTuple):
-    """How calls of a path are answered.
+    """The way to answer calls of a path.
 
     read: makes vLLM's model of a call's request. serving: vLLM's object that answers. create:
-    has that object, or a copy of it, answer; its request for HTTP is a stand-in. dump: arguments
-    of model_dump_json() for what is answered. event: makes an event of what a stream has.
+    calls that object, or a copy of it, with a stand-in for the HTTP request. dump: arguments of
+    model_dump_json() for the answer. event: makes an event of a stream's item.
     """
 
     read: Callable[[Call], Any]
@@ -69,8 +69,8 @@ class Route(NamedTuple):
 class Calls:
     """Answers calls with vLLM's serving objects.
 
-    in_flight: the calls by the names under which the engine has their requests; the output
-    processor looks them up. prefilled: what the engine has computed so far.
+    in_flight: the engine's name of a request → its call, for the output processor. prefilled:
+    returns the engine's prefill work so far.
     """
 
     def __init__(
@@ -164,9 +164,7 @@ class Calls:
         sink: Sink,
         client: "CallClient",
     ) -> None:
-        """Give the sink the events of a stream that vLLM renders, but for those that go there past
-        it.
-        """
+        """Give the sink the events that vLLM renders; other events of the stream bypass vLLM."""
         stream = client.stream if isinstance(client.stream, Events) else None
         if call.path in _WRITTEN:
             answer = with_sse_keep_alive(answer, self._keep_alive)
@@ -186,10 +184,10 @@ class Calls:
 
 
 class CallClient:
-    """vLLM's client of its engine, for one call: what vLLM asks it for is the call's.
+    """vLLM's client of its engine, for one call: all requests through it belong to the call.
 
-    writer: what writes the tokens of the call's results, where not all of them go through vLLM's
-    rendering. stream: what it has made. failure: the error that vLLM puts into the call's stream.
+    writer: makes a stream that writes the call's tokens, if vLLM does not render all of them.
+    stream: the stream that it has made. failure: the error that vLLM puts into the call's stream.
     is_constrained: whether a request of the call has a constraint on its answer.
     """
 
@@ -212,7 +210,7 @@ class CallClient:
         self._in_flight = in_flight
         self._prefilled = prefilled
         self._names: dict[str, str] = {}
-        """By vLLM's name of a request: the engine's."""
+        """vLLM's name of a request → the engine's."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -239,13 +237,13 @@ class CallClient:
         await self._client.abort([self._names.get(it, it) for it in names], *rest, **more)
 
     def stream_error(self, message: str | Exception, *rest: Any, **more: Any) -> str:
-        """In the place of create_streaming_error_response(): what this returns is not sent."""
+        """Replaces create_streaming_error_response(). The result is not sent."""
         answer = create_error_response(message, *rest, **more)
         self.failure = self.failure or _refusal(*_told(answer), self._call)
         return json.dumps(answer.model_dump())
 
     def watch(self, parser: Any) -> None:
-        """Take the news that vLLM parses the call's answer with this."""
+        """Record the parser that vLLM uses for the call's answer."""
         if parsed_by := getattr(self.stream, "parsed_by", None):
             parsed_by(parser)
 
@@ -257,7 +255,7 @@ class CallClient:
             raise EngineFailed("vLLM has lost the salt of a request")
 
     def begin(self, state: Any, request: Any) -> None:
-        """Count what the engine works on for a request."""
+        """Count the engine's work for a request."""
         self._usage.sources.append(
             functools.partial(_tokens, state, time.monotonic(), self._prefilled)
         )
@@ -272,7 +270,7 @@ class CallClient:
         serving._raise_if_error(finish_reason, self._call.request_id)
 
     async def close(self) -> None:
-        """The call is over: the engine works on nothing of it any more."""
+        """End the call: the engine stops all work for it."""
         for name in self._names.values():
             self._in_flight.pop(name, None)
         stream, self.stream, self.writer = self.stream, None, None
@@ -280,7 +278,7 @@ class CallClient:
             await stream.aclose()
 
     def _name(self, request_id: str) -> str:
-        """What the engine is to call a request. Two calls may have the same name of a client's."""
+        """A unique name of a request for the engine. Two clients may choose the same name."""
         name, number = request_id, 1
         while self._in_flight.get(name, self) is not self:
             number += 1
@@ -291,7 +289,7 @@ class CallClient:
 
 
 class StandIn(Request):
-    """What vLLM's serving objects get in the place of a request for HTTP."""
+    """The stand-in that vLLM's serving objects get instead of an HTTP request."""
 
     def __init__(self, call: Call, client: CallClient, prompts: "_Prompts | None") -> None:
         headers = {REQUEST_ID.decode(): call.request_id, **(call.trace or {})}
@@ -304,7 +302,7 @@ class StandIn(Request):
         self._prompts = prompts if call.path in _WRITTEN else None
 
     def own(self, serving: Any) -> Any:
-        """A copy of a serving object, which asks the engine in the name of this call."""
+        """A copy of a serving object that uses the engine client of this call."""
         mine = copy.copy(serving)
         mine.engine_client = self.client_of_call
         mine.create_streaming_error_response = self.client_of_call.stream_error
@@ -320,10 +318,10 @@ class StandIn(Request):
 
 
 class _Prompts:
-    """Makes short prompts into tokens on the event loop, while no thread makes others.
+    """Tokenizes short prompts on the event loop, while no thread tokenizes others.
 
-    vLLM has a thread do it, twice for a chat. For a short prompt the way there and back takes more
-    than the work. Its tokenizers are several, one for each thread and one more.
+    vLLM uses a thread, twice for a chat. For a short prompt, the switch to the thread and back
+    takes longer than the work. vLLM has a tokenizer for each thread and one more.
     """
 
     def __init__(self, renderer: Any) -> None:
@@ -335,7 +333,7 @@ class _Prompts:
 
 
 class _Renderer:
-    """vLLM's renderer of prompts; the rest of it is as it is."""
+    """vLLM's renderer of prompts, with another tokenization."""
 
     def __init__(self, renderer: Any, prompts: _Prompts, is_short: bool) -> None:
         self._renderer = renderer
@@ -371,7 +369,7 @@ class _Renderer:
 
 
 def _are_texts(conversations: Any) -> bool:
-    """Whether there is no medium, which takes longer, in them."""
+    """Whether they have only text. Media take longer."""
     return all(
         isinstance(message.get("content"), str)
         for conversation in conversations
@@ -399,10 +397,10 @@ async def _bytes(parts: AsyncIterator[Any]) -> AsyncIterator[bytes]:
 
 
 def _tokens(state: Any, began: float, prefilled: Callable[[], Prefilled]) -> Tokens:
-    """What is known of a request's tokens. began: when vLLM was given it, by the clock.
+    """A request's tokens so far. began: the monotonic time when vLLM got the request.
 
-    They count as in vLLM's series: a prompt when it is computed, and once for all of its `n`
-    answers.
+    Tokens count as in vLLM's series: a prompt counts once it is computed, and only once for all of
+    its `n` answers.
     """
     if state.is_prefilling:
         first = not state.request_index
@@ -414,8 +412,8 @@ def _tokens(state: Any, began: float, prefilled: Callable[[], Prefilled]) -> Tok
 
 
 def _computed_about(length: int, began: float, before: Prefilled) -> int:
-    """Tokens of a prompt that are computed before its first token is there. vLLM computes long ones
-    in chunks and tells of none, so this follows from the time, and from how fast prompts were.
+    """An estimate of the computed tokens of a prompt before its first token. vLLM computes a long
+    prompt in chunks and reports none of them, so the estimate uses the time and the prefill speed.
     """
     if not before.seconds:
         return 0

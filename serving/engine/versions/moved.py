@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of vLLM that are elsewhere in another version that Slipway runs with."""
+"""Modules of vLLM that have another path in another supported version."""
 
 import importlib
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions of vLLM and LMCache Slipway runs with, compared with what is installed."""
+"""Compares the installed versions of vLLM and LMCache with those that Slipway supports."""
 
 import logging
 import re
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class Range(NamedTuple):
-    """Versions of a library. oldest, newest: supported, with all between them; a bound of two
-    numbers stands for all versions that begin with them. seen: version → with what. limits: version
-    → what is not as with others. broken: version → why.
+    """Versions of a library. oldest, newest: the bounds of the supported versions, inclusive; a
+    bound of two numbers covers all versions that begin with them. seen: version → the tests that it
+    passed. limits: version → its known differences. broken: version → the reason.
     """
 
     oldest: str
@@ -36,14 +36,14 @@ def read(file: Path = FILE) -> dict[str, Range]:
 
 
 class Verdict(NamedTuple):
-    """What is wrong with a version, in a sentence, and whether the start is refused for it."""
+    """A version's fault, in a sentence, and whether the start is refused for it."""
 
     refused: bool
     told: str
 
 
 def judge(name: str, version: str, known: Range) -> Verdict | None:
-    """What is wrong with an installed version; None where it is supported.
+    """The fault of an installed version; None if it is supported.
 
     name: the library's, for people.
     """
@@ -62,25 +62,25 @@ def judge(name: str, version: str, known: Range) -> Verdict | None:
 
 
 def _said(of_versions: Mapping[str, str], version: str) -> str | None:
-    """What is said of a version, by itself or by the numbers that it begins with."""
+    """The table's entry for a version, or for the numbers that it begins with."""
     fitting = (told for it, told in of_versions.items() if _cut(version, it) == _numbers(it))
     return next(fitting, None)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """A version's numbers, without what may follow: `0.33.0rc1+cpu` is (0, 33, 0)."""
+    """A version's numbers, without a suffix: `0.33.0rc1+cpu` is (0, 33, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found.group().split("."))) if found else ()
 
 
 def _cut(version: str, bound: str) -> tuple[int, ...]:
-    """As many of a version's numbers as a bound has."""
+    """A version's numbers, truncated to the length of a bound."""
     return _numbers(version)[: len(_numbers(bound))]
 
 
 def check(version: Callable[[str], str] = installed) -> None:
-    """Compare what is installed with the table: warn of what is not supported, a line each. Raises
-    Unfit for what is known not to work. version: of a package.
+    """Compare the installed versions with the table, and log a warning for each unsupported one.
+    Raises Unfit for a version that is known not to work. version: returns a package's version.
     """
     for package, known in read().items():
         found = version(package)
