@@ -65,7 +65,7 @@ class Gpus:
             shm=8 * GIB,
             disk=Disk(path="/tmp/kv", kind="ext4", free=500 * GIB, total=900 * GIB, direct=True),
             gpus=(found,) * self.count,
-            ports=(21001, 21002, 21003),
+            ports=tuple(range(21001, 21004 + self.count)),
         )
 
 

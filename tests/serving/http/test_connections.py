@@ -517,7 +517,8 @@ hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 with socket.create_server(("127.0.0.1", 0)) as taken:
     settings = Settings(port=taken.getsockname()[1])
-    print(serve(SimpleNamespace(plan=SimpleNamespace(settings=settings))).stage)
+    plan = SimpleNamespace(settings=settings)
+    print(serve(SimpleNamespace(plan=plan, shared=None)).stage)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 """
 
