@@ -286,3 +286,7 @@ def test_vllms_words_are_the_listed_ones():
     from scripts.generate import vllm_words
 
     assert vllm_words.PATH.read_text() == vllm_words.text()
+
+
+def test_every_patch_is_in_place(server):
+    assert "patches left out" not in server.logged()

@@ -33,7 +33,7 @@ def _put_bounds(_: Context) -> None:
 def _put_tools(context: Context) -> None:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-    def make(to_chat: classmethod[Any, Any, Any]) -> Any:
+    def make(to_chat: Any) -> Any:
         @wraps(to_chat.__func__)
         def lenient(cls: Any, *rest: Any, **more: Any) -> Any:
             chat = to_chat.__func__(cls, *rest, **more)
