@@ -431,7 +431,7 @@ def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
         one = OfSteps(call.path, json.dumps(call.body).encode())
         if direct:
             await one.of(engine, steps=True)
-            assert one.written
+            assert one.written or "stop" in more  # texts with a stop are held back
             return [json.loads(line) for line in one.events]
         _, _, events = await one.of_app(app_of(engine))
         lines = [steps.event(it.removeprefix(b"data: ")) for it in events if it]

@@ -35,7 +35,8 @@ class Terminals:
     """A checkout's folder, the servers that were started in it, and their ports."""
 
     def __init__(self, folder: Path, options: dict[str, str], stack: contextlib.ExitStack) -> None:
-        self.folder, self.options, self.stack = folder, options, stack
+        kept = {"OPTION_KV_DISK_PATH": str(folder / "kv")}  # with nothing of an earlier run
+        self.folder, self.options, self.stack = folder, options | kept, stack
         self.ports: dict[str, int] = {}
         self.environ = {
             **os.environ,
