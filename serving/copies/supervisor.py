@@ -253,7 +253,8 @@ class Supervisor:
             facts = {"facts": {"copy": copy.number, "code": end.code}}
             what = f"copy {copy.number}: {end.reason or 'it ended'}"
             if not self._own.met:
-                self._fail(Exit(end.code or START_FAILED, end.stage, what))
+                code = end.code if end.code > 0 else START_FAILED  # a signal is no exit code
+                self._fail(Exit(code, end.stage, what))
                 return
             if self._settings.fail_fast:
                 self._fail(Exit(DIED, "serving", f"{what}, and SERVING_FAIL_FAST is set"))

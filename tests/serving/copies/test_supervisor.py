@@ -34,6 +34,16 @@ class Container(Program):
             },
         )
 
+    def ready(self, seconds=120):
+        """The supervisor sees it a look later than the router."""
+        super().ready(seconds)
+
+        def both():
+            told = self.get("/metrics")
+            return told.status_code == 401 or "slipway_copies_ready 2.0" in told.text
+
+        until(both, 60)
+
     def ask(self, **headers):
         return httpx.post(f"{self.url}/v1/completions", json=ASK, headers=headers, timeout=20)
 
