@@ -102,9 +102,10 @@ def test_copies_answer_only_the_router(container):
 
 
 def test_metrics_are_those_of_all_with_the_copys_number(container):
+    assert container.ask().status_code == 200
+    until(lambda: "slipway_copies_ready 2.0" in container.get("/metrics").text, 60)
     text = container.get("/metrics").text
     assert "slipway_copies 2.0" in text
-    assert "slipway_copies_ready 2.0" in text
     for number in (0, 1):
         assert f'slipway_build_info{{copy="{number}"' in text
     assert "slipway_router_requests_total" in text
