@@ -33,7 +33,7 @@ def secret(settings: Settings) -> str:
 
 def urls(plan: Plan) -> tuple[str, ...]:
     """The copies' addresses for the router."""
-    return tuple(f"http://127.0.0.1:{copy.port}" for copy in plan.copies)
+    return tuple(copy.url for copy in plan.copies)
 
 
 def of_router(plan: Plan, shared_secret: str) -> Settings:

@@ -35,7 +35,7 @@ class Looks:
     def __init__(self, copies: Sequence[Copy], router: Settings) -> None:
         """router: the router's settings; the copies answer its secret."""
         self.ready: dict[int, float] = {}
-        self._urls = {copy.number: f"http://127.0.0.1:{copy.port}" for copy in copies}
+        self._urls = {copy.number: copy.url for copy in copies}
         self._names: dict[int, str] = {}
         self._access = Access(router, routes=True)
         self._client = httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S)

@@ -216,7 +216,7 @@ class Supervisor:
             quick = quick + 1 if time.monotonic() - began < STEADY_S else 1
             if end.stage in ("options", "start") or quick == QUICK_ENDS:
                 reason = f"the router: {end.reason or 'it ended'}"
-                self._fail(Exit(end.code or DIED, end.stage, reason))
+                self._fail(Exit(_exit_code(end, DIED), end.stage, reason))
                 return
             log.error("the router has ended, and is started again: %s", end.reason)
             await asyncio.sleep(RESTART_S)
@@ -253,8 +253,7 @@ class Supervisor:
             facts = {"facts": {"copy": copy.number, "code": end.code}}
             what = f"copy {copy.number}: {end.reason or 'it ended'}"
             if not self._own.met:
-                code = end.code if end.code > 0 else START_FAILED  # a signal is no exit code
-                self._fail(Exit(code, end.stage, what))
+                self._fail(Exit(_exit_code(end, START_FAILED), end.stage, what))
                 return
             if self._settings.fail_fast:
                 self._fail(Exit(DIED, "serving", f"{what}, and SERVING_FAIL_FAST is set"))
@@ -360,6 +359,13 @@ class Supervisor:
         until = time.monotonic() + seconds
         while not gone() and time.monotonic() < until:
             await asyncio.sleep(0.02)
+
+
+def _exit_code(end: Exit, otherwise: int) -> int:
+    """The container's exit code after a child's end. otherwise: after an end without a fault, or by
+    a signal, whose negative number is no exit code.
+    """
+    return end.code if end.code > 0 else otherwise
 
 
 def _note(step: Step, text: str = "") -> None:

@@ -33,7 +33,7 @@ class Call:
     name_medium: names a medium by its content, among the calls of this salt; None where the body
     has names. priority: lower ones come first; None where the body decides. transfer: where the
     prompt's KV is. trace: the headers of the trace context (W3C). session: the conversation's name.
-    steps: whether the sink takes a stream's steps in the place of its events.
+    steps: whether the sink takes steps of a stream instead of events.
     """
 
     path: str

@@ -84,7 +84,7 @@ class Calls:
         self.routes = routes
         self._client = client
         self._keep_alive = float(args.sse_keep_alive_interval)
-        # A template of a client's may take for ever.
+        # A client's template has no limit on its time, and would hold the event loop.
         self._prompts = None if args.trust_request_chat_template else _Prompts(client.renderer)
         self._in_flight = in_flight
         self._prefilled = prefilled

@@ -41,6 +41,11 @@ class Copy:
     environment: Mapping[str, str]
 
     @property
+    def url(self) -> str:
+        """The copy's address for the other processes of this container."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """The devices as logs and plans name them."""
         if self.machine.gpus:

@@ -47,10 +47,14 @@ class Streams:
         bytes. Streams that hold nothing stay: their end would free nothing. Whether there was
         enough.
         """
-        for stream in [it for it in self._asking if it.holds and it is not but]:
+        freed = []
+        for stream in self._asking:
             if size <= 0:
                 break
-            size -= stream.holds
+            if stream.holds and stream is not but:
+                freed.append(stream)
+                size -= stream.holds
+        for stream in freed:
             self.evict(stream)
         return size <= 0
 

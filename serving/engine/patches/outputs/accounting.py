@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is relied on of vLLM's outputs, which outputs.py and chat_parsers.py build upon."""
+"""What is relied on of vLLM's outputs, which processor.py and chat_parsers.py build upon."""
 
 from serving.patching.patch import SERVER, Name, Patch
 
