@@ -19,10 +19,16 @@ def count(file: Path) -> None:
     told = file.with_suffix(".new")
     while True:
         with contextlib.suppress(RuntimeError):  # one came or went meanwhile
-            tasks = [*asyncio.tasks._all_tasks]  # type: ignore[attr-defined]
-            told.write_text(f"{sum(not it.done() for it in tasks)}")
+            told.write_text(f"{not_done()}")
             told.rename(file)
         time.sleep(1)
+
+
+def not_done() -> int:
+    """The tasks that are not done. No variable keeps the list while `count` sleeps: the set of all
+    tasks is weak, and the list would keep each task that is done, with all that its frames hold.
+    """
+    return sum(not it.done() for it in [*asyncio.tasks._all_tasks])  # type: ignore[attr-defined]
 
 
 def main() -> None:

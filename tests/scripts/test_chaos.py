@@ -4,14 +4,18 @@
 import asyncio
 import json
 import math
+import os
 import random
+import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from scripts.chaos.counted import TASKS_FILE
 from scripts.chaos.ledger import End, Ledger, Sample, Verdict, grown, shares, slope, slopes, table
 from scripts.chaos.parts import Kept
 from scripts.chaos.traffic import (
@@ -380,3 +384,39 @@ def test_what_grows_by_more_than_it_may_in_an_hour_is_told():
     assert len(text.splitlines()) == 4
     assert len(problems) == 1
     assert problems[0].startswith("memory of server grow")
+
+
+KEEPS = '''
+import asyncio, pathlib, sys, time, weakref
+
+async def main(file):
+    async def waits():
+        await asyncio.sleep(60)
+
+    task = asyncio.create_task(waits())
+    while not file.exists() or file.read_text() != "2":  # main's task and this
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+    gone = weakref.ref(task)
+    del task
+    while file.read_text() != "1":
+        await asyncio.sleep(0.01)
+    print("kept" if gone() else "gone")
+
+asyncio.run(main(pathlib.Path(sys.argv[1])))
+'''
+
+
+def test_counting_tasks_keeps_none_of_them(tmp_path):
+    """A list of tasks that outlives the count would keep the done ones, and be a leak of its own."""
+    (tmp_path / "keeps.py").write_text(KEEPS)
+    count = tmp_path / "count"
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.chaos.counted", "-P", "-m", "keeps", str(count)],
+        env={**os.environ, TASKS_FILE: str(count), "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "gone\n", done.stderr
