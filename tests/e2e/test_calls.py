@@ -187,6 +187,7 @@ def without_chance(answer: bytes) -> bytes:
 
 
 TOKEN = re.compile(rb'"(?:text|content|reasoning|arguments)":("(?:[^"\\]|\\.)*")')
+USAGE = re.compile(rb',"usage":{[^{}]*({[^{}]*})?[^{}]*}')
 CHOICE = re.compile(rb'"choices":\[{"index":(\d+)')
 
 
@@ -203,6 +204,8 @@ def joined(events: list[bytes]) -> dict[bytes, tuple[list[bytes], list[str]]]:
         choice, token = CHOICE.search(event), TOKEN.search(event)
         frames, text = found.setdefault(choice[1] if choice else b"", ([], [""]))
         frame = TOKEN.sub(b"", event)
+        if b'"finish_reason":null' in frame:  # tokens so far
+            frame = USAGE.sub(b"", frame)
         if frames[-1:] != [frame]:
             frames.append(frame)
         text[0] += json.loads(token[1]) if token else ""

@@ -28,6 +28,7 @@ from serving.engine.texts.generation import (
     encode,
     event,
     experts,
+    require_logprobs,
     without_nulls,
 )
 from serving.engine.texts.prompts import Prompts
@@ -402,7 +403,7 @@ class _Answer:
         most = request.top_logprobs
         all_given = bool(request.logprob_token_ids) or most == -1
         found = []
-        assert given is not None, "Did not output logprobs"
+        require_logprobs(token_ids, given)
         for token_id, alternatives in zip(token_ids, given, strict=False):
             chosen = alternatives.get(token_id) if alternatives else None
             if chosen is None:

@@ -20,6 +20,7 @@ from serving.engine.texts.generation import (
     encode,
     event,
     experts,
+    require_logprobs,
     without_nulls,
 )
 from serving.errors import BadRequest
@@ -194,8 +195,7 @@ class _Answer:
         request, text = self._request, self._path.token
         most, all_given = request.logprobs, bool(request.logprob_token_ids)
         all_given = all_given or most == -1
-        assert given is not None, "Did not output logprobs"
-        assert len(given) >= len(token_ids), "Did not output all logprobs"
+        require_logprobs(token_ids, given)
         offsets, own, tokens, top = [], [], [], []
         for token_id, found in zip(token_ids, given, strict=False):
             chosen = found and found[token_id]
