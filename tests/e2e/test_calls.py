@@ -487,7 +487,7 @@ SAID = (
         *({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}),
         *({"include_reasoning": False}, {"tools": TOOLS, "stream": False}),
         {"tools": TOOLS, "n": 2, "parallel_tool_calls": False},
-        {"logprobs": True, "return_token_ids": True, "stream_options": {"include_usage": True}},
+        {"logprobs": True, "return_token_ids": True, "stream": False},
         {"include_reasoning": False, "logprobs": True, "stream": False},
     ],
     ids=[

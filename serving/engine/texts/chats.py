@@ -28,7 +28,6 @@ from serving.engine.texts.generation import (
     encode,
     event,
     experts,
-    require_logprobs,
     without_nulls,
 )
 from serving.engine.texts.prompts import Prompts
@@ -403,8 +402,9 @@ class _Answer:
         most = request.top_logprobs
         all_given = bool(request.logprob_token_ids) or most == -1
         found = []
-        require_logprobs(token_ids, given)
-        for token_id, alternatives in zip(token_ids, given, strict=False):
+        assert given is not None, "Did not output logprobs"
+        for number, token_id in enumerate(token_ids):
+            alternatives = given[number]
             chosen = alternatives.get(token_id) if alternatives else None
             if chosen is None:
                 own = text(token_id, None, by_id=self._by_id)
@@ -414,8 +414,8 @@ class _Answer:
             one = _logprob(text(token_id, chosen, by_id=self._by_id), chosen.logprob)
             one["bytes"] = None if decoded is None else _bytes(decoded)
             one["top_logprobs"] = [
-                _logprob(text(number, it, by_id=self._by_id), it.logprob)
-                for place, (number, it) in enumerate(alternatives.items())
+                _logprob(text(another, it, by_id=self._by_id), it.logprob)
+                for place, (another, it) in enumerate(alternatives.items())
                 if all_given or place < most
             ]
             found.append(one)

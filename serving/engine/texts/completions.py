@@ -20,7 +20,6 @@ from serving.engine.texts.generation import (
     encode,
     event,
     experts,
-    require_logprobs,
     without_nulls,
 )
 from serving.errors import BadRequest
@@ -195,16 +194,17 @@ class _Answer:
         request, text = self._request, self._path.token
         most, all_given = request.logprobs, bool(request.logprob_token_ids)
         all_given = all_given or most == -1
-        require_logprobs(token_ids, given)
+        assert given is not None, "Did not output logprobs"
         offsets, own, tokens, top = [], [], [], []
-        for token_id, found in zip(token_ids, given, strict=False):
+        for number, token_id in enumerate(token_ids):
+            found = given[number]
             chosen = found and found[token_id]
             tokens.append(text(token_id, chosen, by_id=self._by_id))
             own.append(max(chosen.logprob, LOWEST) if found else None)
             top.append(
                 {
-                    text(number, it, by_id=self._by_id): max(it.logprob, LOWEST)
-                    for place, (number, it) in enumerate(found.items())
+                    text(another, it, by_id=self._by_id): max(it.logprob, LOWEST)
+                    for place, (another, it) in enumerate(found.items())
                     if all_given or place <= most
                 }
                 if found

@@ -335,12 +335,6 @@ def without_nulls(value: Any) -> Any:
     return {key: without_nulls(it) for key, it in value.items() if it is not None}
 
 
-def require_logprobs(token_ids: Sequence[int], given: Any) -> None:
-    """Raise AssertionError where the engine has not given the log probabilities of tokens."""
-    assert given is not None
-    assert len(given) >= len(token_ids)
-
-
 def bounded(prompt_logprobs: Any) -> Any:
     """Log probabilities of a prompt, as JSON may have them."""
     for position in prompt_logprobs or ():
