@@ -399,9 +399,13 @@ def test_the_same_answer_as_through_vllms_app(answers, number):
 
 
 def test_the_same_answers_with_options_of_the_operator():
-    options = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    options: dict[str, Any] = {
+        "enable_force_include_usage": True,
+        "return_tokens_as_token_ids": True,
+        "sse_keep_alive_interval": 60,
+    }
     bodies = BODIES[::5]
-    with running(**options, sse_keep_alive_interval=60) as run:
+    with running(**options) as run:
         answers = answered_twice(run, bodies)
     for body, (vllms, ours) in zip(bodies, answers, strict=True):
         assert ours == vllms or alike(ours, vllms), body
