@@ -347,9 +347,8 @@ async def _serve(client: Any, args: Namespace, in_flight: dict[str, Any]) -> Vll
     registry.mend_serving(Context(app.state, args, thinks, _is_constrained))
     _look_up_once(client.renderer)
     state = app.state  # vLLM takes it off the app at the end
-    calls = Calls(
-        client, args, await in_thread(_routes, state, tasks, client), in_flight, prefilled
-    )
+    routes = await in_thread(_routes, state, tasks, client, args)
+    calls = Calls(client, routes, in_flight, prefilled)
     until_stopped = contextlib.AsyncExitStack()
     await until_stopped.enter_async_context(lifespan(app))  # which freezes what the collector knows
     gc.set_threshold(*COLLECT)
@@ -365,18 +364,18 @@ def _is_constrained(serving: Any) -> bool:
 
 def _prepare(hears: bool) -> None:
     """What has to be there before vLLM builds its serving objects."""
-    import serving.engine.calls  # noqa: F401  # which takes a while
-    from serving.engine.patches.outputs import chat_parsers
+    import serving.engine.calls  # which takes a while
+    import serving.engine.texts.chats
+    import serving.engine.texts.completions  # noqa: F401
 
-    chat_parsers.install()
     if hears:
         from serving.engine.speech import routes as speech
 
         speech.limit()
 
 
-def _routes(state: Any, tasks: tuple[str, ...], client: Any) -> Mapping[str, Any]:
-    """Path → how it is answered (calls.Route), of all that the model does. The types of requests
+def _routes(state: Any, tasks: tuple[str, ...], client: Any, args: Namespace) -> Mapping[str, Any]:
+    """Path → how it is answered (calls.Way), of all that the model does. The types of requests
     and answers are vLLM's.
     """
     from pydantic import TypeAdapter
@@ -384,15 +383,16 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any) -> Mapping[str, Any
         AnthropicCountTokensRequest,
         AnthropicMessagesRequest,
     )
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
     from serving.engine.calls import Route
     from serving.engine.requests import pooling
+    from serving.engine.texts.chats import Chats
+    from serving.engine.texts.completions import Completions
+    from serving.engine.texts.prompts import Prompts
 
-    found: dict[str, Route] = {}
+    found: dict[str, Any] = {}
 
     def add(path: str, kind: Any, name: str, create: str, **more: Any) -> None:
         if (serving := getattr(state, name, None)) is None:
@@ -407,11 +407,13 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any) -> Mapping[str, Any
 
     for path, (kind, name) in pooling.kinds(tasks, client.model_config).items():
         add(path, kind, name, "__call__")
-    of_chats, of_messages = "openai_serving_chat", "anthropic_serving_messages"
+    of_messages = "anthropic_serving_messages"
     whole, tokens = {"exclude_none": True}, "serving_tokenization"
     if "generate" in tasks:
-        add(COMPLETIONS, CompletionRequest, "openai_serving_completion", "create_completion")
-        add(CHAT_COMPLETIONS, ChatCompletionRequest, of_chats, "create_chat_completion")
+        # A client's template has no limit on its time, and would hold the event loop.
+        prompts = Prompts(state.online_renderer, at_once=not args.trust_request_chat_template)
+        found[COMPLETIONS] = Completions(client, state, args, prompts)
+        found[CHAT_COMPLETIONS] = Chats(client, state, args, prompts)
         add(
             *(RESPONSES, ResponsesRequest, "openai_serving_responses", "create_responses"),
             dump={"by_alias": True},

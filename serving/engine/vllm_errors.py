@@ -68,6 +68,12 @@ def from_engine(status: int, message: str, parameter: str | None, call: Call) ->
     return BadRequest(message, parameter)
 
 
+def refused(answer: Any, call: Call) -> ServingError:
+    """The exception for an ErrorResponse of vLLM's."""
+    error = answer.error
+    return from_engine(error.code, error.message, error.param, call)
+
+
 def _repeats_prompt(message: str, body: Mapping[str, Any]) -> bool:
     """Whether a message has a text of the request's prompt in it, or a piece of one.
 

@@ -65,19 +65,24 @@ def bind(state: State, args: Namespace) -> None:
     args: vLLM's arguments. `tool_strict_level` is the operator's choice and decides alone.
     """
     renderer = state.online_renderer
-    bound = args.tool_strict_level == "auto"
     for name, create, holds in (
-        ("openai_serving_chat", "create_chat_completion", "parser_cls"),
         ("anthropic_serving_messages", "create_chat_completion", "parser_cls"),
         ("openai_serving_responses", "create_responses", "parser"),
     ):
         serving = getattr(state, name, None)
         if serving is None or renderer.use_harmony:  # which has one format, and its grammar
             continue
-        if not _has_grammar(parser := getattr(serving, holds)):
-            _redirect(serving, create, holds, _in_json(parser, bound))
-    if bound and renderer.parser is not None:
+        if parser := forced_parser(getattr(serving, holds), args):
+            _redirect(serving, create, holds, parser)
+    if args.tool_strict_level == "auto" and renderer.parser is not None:
         renderer.parser = _bound(renderer.parser)
+
+
+def forced_parser(parser: Any, args: Namespace) -> Any:
+    """What reads forced calls in the place of this parser of the model's format, which may be None;
+    None where it reads them itself.
+    """
+    return None if _has_grammar(parser) else _in_json(parser, args.tool_strict_level == "auto")
 
 
 def _has_grammar(parser: Any) -> bool:
@@ -110,13 +115,14 @@ def _redirect(serving: Any, create: str, holds: str, parser: Any) -> None:
     setattr(twin, holds, parser)
 
     def answer(request: Any, raw_request: Any, *rest: Any, **more: Any) -> Any:
-        chosen = raw_request.own(twin if _is_forced(request) else serving)  # calls.StandIn
+        chosen = raw_request.own(twin if is_forced(request) else serving)  # calls.StandIn
         return getattr(type(chosen), create)(chosen, request, raw_request, *rest, **more)
 
     setattr(serving, create, answer)
 
 
-def _is_forced(request: Any) -> bool:
+def is_forced(request: Any) -> bool:
+    """Whether the model has to call a tool."""
     choice = request.tool_choice
     return bool(request.tools) and (choice == "required" or isinstance(choice, _NAMED))
 
@@ -124,7 +130,7 @@ def _is_forced(request: Any) -> bool:
 def _bound(parser: Any) -> Any:
     class Bound(parser):  # type: ignore[misc]  # vLLM is not type-checked
         def adjust_request(self, request: Any) -> Any:
-            if not _is_forced(request):
+            if not is_forced(request):
                 return super().adjust_request(request)
             with _bound_tools(request):
                 return super().adjust_request(request)

@@ -25,6 +25,18 @@ def cli_args() -> Any:
     return _first("cli_args")
 
 
+def reasoning_ended(request: Any, parser: Any, prompt: list[int]) -> bool | None:
+    """Whether the prompt of a chat ends the reasoning; None where the engine is to look. prompt:
+    its tokens. vLLM says so itself since 0.32.
+    """
+    if hasattr(request, "resolve_reasoning_ended"):
+        return request.resolve_reasoning_ended(parser, prompt)  # type: ignore[no-any-return]
+    if not request.include_reasoning or request._grammar_from_parser:
+        return True
+    reasons = parser is not None and parser.reasoning_parser is not None
+    return parser.is_reasoning_end(prompt) if reasons else None
+
+
 def _first(name: str) -> Any:
     """Raises ModuleNotFoundError, which names the newest place, where no place has it."""
     newest, *before = PLACES[name]

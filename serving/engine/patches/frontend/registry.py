@@ -22,10 +22,8 @@ log = logging.getLogger(__name__)
 
 MODELS: Sequence[Patch] = (forms.PATCH,)
 """Before vLLM's routes are imported, which keep what is made of a model then."""
-OUTPUTS: Sequence[Patch] = (
-    *(accounting.TOKENS, accounting.ADAPTER_NAMES, accounting.QUICK, accounting.PARSERS),
-)
-"""Before vLLM's client and its serving objects are made."""
+OUTPUTS: Sequence[Patch] = (accounting.TOKENS, accounting.ADAPTER_NAMES, accounting.QUICK)
+"""Before vLLM's client is made."""
 SERVING: Sequence[Patch] = (
     media_names.PATCH,
     *(messages.BOUNDS, messages.TOOLS, messages.CALLS),

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is relied on of vLLM's outputs, which processor.py and chat_parsers.py build upon."""
+"""What is relied on of vLLM's outputs, which processor.py builds upon."""
 
 from serving.patching.patch import SERVER, Name, Patch
 
 _OUTPUTS = "vllm.v1.engine.output_processor"
 _PROCESSOR = f"{_OUTPUTS}:OutputProcessor"
-_CHAT = "vllm.entrypoints.openai.chat_completion.serving"
 TOKENS = Patch(
     name="token_accounting",
     process=SERVER,
@@ -70,21 +69,5 @@ QUICK = Patch(
     does="Passes a token to its stream without an output object.",
     why="This halves vLLM's time to read a token.",
     without="each streamed token takes more of the CPU",
-    closed=False,
-)
-PARSERS = Patch(
-    name="chat_parsers",
-    process=SERVER,
-    names=(
-        Name(f"{_CHAT}:OpenAIServingChat._make_parser"),
-        Name(
-            "vllm.parser.abstract_parser:DelegatingParser.parse_delta",
-            "self, delta_text, delta_token_ids, request, prompt_token_ids, finished",
-        ),
-    ),
-    does="Gives a chat's stream the parser that vLLM has made for it.",
-    why="Each token may go to a parser only once, and vLLM has no interface that returns the "
-    "parser.",
-    without="streams of chats with tools or reasoning take more of the CPU",
     closed=False,
 )

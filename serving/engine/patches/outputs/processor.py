@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from vllm.outputs import RequestOutput
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
@@ -137,24 +136,24 @@ class State(RequestState):  # type: ignore[misc]  # vLLM is not type-checked
         **more: Any,
     ) -> Any:
         stream = self.stream
-        if stream is None:
+        if (
+            stream is None
+            or finish_reason is not None
+            or self.stream_interval > 1
+            or not stream.needs_no_result()
+        ):
             return super().make_request_output(
                 new_token_ids, pooling_output, finish_reason, *rest, **more
             )
         try:
-            if finish_reason is None and self.stream_interval == 1 and stream.needs_no_output():
-                text = self.detokenizer.get_next_output_text(False, True)
-                logprobs = self.logprobs_processor.logprobs
-                stream.write_part(text, new_token_ids, logprobs, self.prompt_token_ids)
-                return None
-            output = super().make_request_output(
-                new_token_ids, pooling_output, finish_reason, *rest, **more
-            )
-            taken = isinstance(output, RequestOutput) and stream.take(output)
+            text = self.detokenizer.get_next_output_text(False, True)
+            logprobs = self.logprobs_processor.logprobs
+            if logprobs:
+                logprobs = logprobs[len(logprobs) - len(new_token_ids) :]
+            stream.write(text, new_token_ids, logprobs)
         except Exception as error:  # it would end the reading of all outputs
             self.queue.put(error)
-            return None
-        return None if taken else output
+        return None
 
 
 class ChosenLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not type-checked
