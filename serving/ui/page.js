@@ -686,7 +686,7 @@ function showReplicas() {
       .map(([tier, count]) => `${tier} ${number(count)}`)
       .join(", ");
   const rows = status.replicas.map((it) => [
-    el("b", {}, it.replica),
+    el("span", {}, el("b", {}, it.copy === undefined ? it.replica : `copy ${it.copy}`), it.copy === undefined ? null : el("div", { className: "quiet" }, it.replica)),
     stateOf(it.state, it.kept_from_requests && "kept from requests", it.state === "ready" ? "" : it.detail),
     ...(divided ? [it.role === "both" ? "" : it.role] : []),
     number(it.requests_under_way), number(it.prompt_tokens_queued), it.models.join(", "), number(it.adapters),

@@ -2,8 +2,8 @@
 """A container with copies whose engine is the fake one: the supervisor, or one of its children.
 
 `python -m tests.serving.copies.parts` is the supervisor; with a descriptor, as the supervisor
-starts it, a child. COPY_FAILS has a copy of that number fail at its start. Copies that start while
-there is a file COPIES_END end a moment later.
+starts it, a child. COPY_FAILS has the copies of these numbers fail at their start, with the reason
+COPY_FAULT. Copies that start while there is a file COPIES_END end a moment later.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ def child(part):
     subprocess.Popen(["sleep", "1000"])  # a worker of the copy's
 
     async def start(note):
-        if os.environ.get("COPY_FAILS") == number:
-            raise EngineError("CUDA out of memory")
+        if number in os.environ.get("COPY_FAILS", "").split(","):
+            raise EngineError(os.environ.get("COPY_FAULT", "CUDA out of memory"))
         if Path(os.environ.get("COPIES_END", "/nowhere")).exists():
             threading.Timer(0.2, os._exit, [7]).start()
         engine = FakeEngine(settings.model_names)

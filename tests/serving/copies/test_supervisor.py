@@ -170,6 +170,48 @@ def test_a_copy_that_cannot_start_ends_the_container_with_its_reason(tmp_path):
         assert "copy" not in last
 
 
+ITS_DEVICE = {"COPY_FAILS": "1", "COPY_FAULT": "CUDA error: uncorrectable ECC error encountered"}
+
+
+def test_a_copy_whose_device_has_failed_is_left_out_and_everybody_is_told(tmp_path):
+    with Container(tmp_path, **ITS_DEVICE) as it:
+        Program.ready(it, 120)
+        assert it.get("/ping").json()["detail"] == "1 of 2 copies are ready"
+        assert it.ask().status_code == 200
+        (told,) = [line for line in it.lines() if "left out" in line["message"]]
+        assert (told["level"], told["copy"]) == ("error", 1)
+        assert ITS_DEVICE["COPY_FAULT"] in told["message"]
+        until(lambda: '"copies": 1' in it.logged(), 30)
+        until(lambda: 'slipway_copy_left_out{copy="1"} 1.0' in it.get("/metrics").text, 30)
+        assert "slipway_copies 2.0" in it.get("/metrics").text
+        rows = {row["copy"]: row for row in it.get("/ui/status").json()["replicas"]}
+        assert rows[0]["state"] == "ready"
+        assert rows[1]["state"] == "failed"
+        assert rows[1]["detail"] == f"left out: {ITS_DEVICE['COPY_FAULT']}"
+        (model,) = it.get("/models/lmi").json()[0]["models"]
+        workers = model["workerGroups"][0]["workers"]
+        assert [(worker["id"], worker["status"]) for worker in workers] == [
+            *((1, "READY"), (2, "FAILED"))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "last"),
+    [
+        ({"OPTION_COPIES_LEAST": "2"}, "copy 1: "),
+        ({"SERVING_FAIL_FAST": "true"}, "copy 1: "),
+        ({"COPY_FAILS": "0,1"}, "copy "),
+    ],
+)
+def test_a_device_that_has_failed_ends_a_container_that_needs_it(tmp_path, environ, last):
+    with Container(tmp_path, **{**ITS_DEVICE, **environ}) as it:
+        assert it.process.wait(120) == 3
+        assert it.lines()[-1]["stage"] == "start"
+        assert it.lines()[-1]["reason"].startswith(last)
+        assert ITS_DEVICE["COPY_FAULT"] in it.lines()[-1]["reason"]
+        assert "CUDA_VISIBLE_DEVICES" in it.lines()[-1]["fix"]
+
+
 def test_fail_fast_ends_the_container_with_its_first_copy(tmp_path):
     with Container(tmp_path, SERVING_FAIL_FAST="true") as it:
         it.ready(120)
