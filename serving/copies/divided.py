@@ -17,11 +17,11 @@ from lmi_config.plan.plan import Plan
 from serving.server.prepare import Deployment, Shared
 
 _ROUTERS_ALONE: dict[str, Any] = {
-    **dict.fromkeys(("api_key", "api_keys_file", "admin_api_key", "limits_url", "jwt_issuer")),
+    **dict.fromkeys(("api_key", "api_keys_file", "admin_api_key", "jwt_issuer")),
     **dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_client_ca_file")),
     "ui": False,
 }
-"""Settings of the router only, because it checks keys and limits and speaks TLS for the copies."""
+"""Settings of the router only, because it checks keys and speaks TLS for the copies."""
 
 
 def secret(settings: Settings) -> str:

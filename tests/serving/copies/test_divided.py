@@ -52,6 +52,12 @@ def test_keys_limits_and_tls_are_the_routers():
     assert {(it.api_key, it.tls_cert_file, it.ui) for it in copies} == {(None, None, False)}
 
 
+def test_copies_count_tokens_in_the_store_of_the_routers_limits():
+    """A router does not know the tokens of an answer."""
+    router, copies = settings(OPTION_LIMITS_URL="redis://here:6379")
+    assert {router.limits_url, *(it.limits_url for it in copies)} == {"redis://here:6379"}
+
+
 def test_the_queue_is_divided_and_ports_are_not_shared():
     _, copies = settings(SERVING_JOB_QUEUE_SIZE="5")
     assert [it.job_queue_size for it in copies] == [3, 3]
