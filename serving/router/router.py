@@ -140,7 +140,9 @@ class Router:
         self.pool = ReplicaPool(self._on_ready, self._on_gone, copies.urls if copies else ())
         tls = _authorities(settings.router_ca_file)
         asking = self._asking = Asking(self._access, tls)
-        self._health = HealthChecks(self.pool, asking)
+        self._health = HealthChecks(
+            *(self.pool, asking, copies.supervisors_series if copies else str)
+        )
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
         affinity = SessionAffinity()
