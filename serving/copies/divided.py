@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from lmi_config.options.declared import Settings
 from lmi_config.plan.devices.copies import Copy
 from lmi_config.plan.plan import Plan
+from serving.batch.records import OtherCopies
 from serving.server.prepare import Deployment, Shared
 
 _ROUTERS_ALONE: dict[str, Any] = {
@@ -51,13 +52,16 @@ def of_router(plan: Plan, shared_secret: str) -> Settings:
 
 
 def of_copy(
-    deployment: Deployment, copy: Copy, shared_secret: str, shared: Shared, adapters: Path
+    deployment: Deployment, copy: Copy, shared_secret: str, shared: Shared, folder: Path
 ) -> Deployment:
-    """The deployment of a copy. adapters: a folder for the list of adapters, which a restarted
-    copy needs.
+    """The deployment of a copy. folder: of this container's processes; it has the list of adapters,
+    which a restarted copy needs.
     """
     plan = deployment.plan
     settings = plan.settings
+    adapters = folder / "adapters"
+    urls = tuple(it.url for it in plan.copies if it is not copy)
+    shared = dataclasses.replace(shared, others=OtherCopies(urls, folder / "batches"))
     own = dataclasses.replace(
         settings,
         port=copy.port,

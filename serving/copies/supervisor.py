@@ -295,9 +295,7 @@ class Supervisor:
 
     async def _start_copy(self, copy: Copy, shared: Shared) -> Child:
         report = os.pipe()
-        deployment = divided.of_copy(
-            *(self._deployment, copy, self._secret, shared), self._folder / "adapters"
-        )
+        deployment = divided.of_copy(*(self._deployment, copy, self._secret, shared), self._folder)
         part = CopyPart(
             parent=os.getpid(),
             report=report[1],

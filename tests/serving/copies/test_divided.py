@@ -22,7 +22,7 @@ def settings(**environ):
     made = planned({"OPTION_COPIES": "2", **environ}, machine(), model(2))
     secret = divided.secret(made.settings)
     copies = [
-        divided.of_copy(Deployment(made, NO_SOURCE, None), it, secret, SHARED, Path("/adapters"))
+        divided.of_copy(Deployment(made, NO_SOURCE, None), it, secret, SHARED, Path("/ours"))
         for it in made.copies
     ]
     return divided.of_router(made, secret), [it.plan.settings for it in copies]
@@ -66,6 +66,6 @@ def test_the_queue_is_divided_and_ports_are_not_shared():
 
 def test_adapters_have_a_list_that_outlives_a_copy():
     assert settings()[1][0].adapter_list is None
-    assert settings(OPTION_ENABLE_LORA="true")[1][0].adapter_list == "/adapters"
+    assert settings(OPTION_ENABLE_LORA="true")[1][0].adapter_list == "/ours/adapters"
     listed = {"OPTION_ENABLE_LORA": "true", "OPTION_ADAPTER_LIST": "/mine"}
     assert settings(**listed)[1][1].adapter_list == "/mine"
