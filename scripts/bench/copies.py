@@ -5,9 +5,9 @@ copies.
 First, engines without a model (scripts/ceiling/engine.py) with 4 sequences and 20 ms for a step, so
 that the engine is the bound. Rounds of load go to the two in turn, and each round's figures are set
 against those of the one server in the same round; printed are medians and, in brackets, quartiles.
-CPU is that of all processes but engines: of one server the serving process, of copies the
-supervisor, the router and the copies. Then clients ask for documents again, each with another end;
-"again" is the share of what a cache could have had that was computed.
+CPU is that of all processes but engines: the serving process of one server, or the supervisor, the
+router and the copies. Then clients ask questions about documents. Printed is the share of the
+documents' tokens that was computed although a cache could have had them.
 
 Last, real engines with a tiny model, whose own cache is off, load prompts from the memory of their
 cache server (L1): chunks and bytes in a second, for each number of copies that this machine has

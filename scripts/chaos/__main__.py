@@ -14,9 +14,8 @@ nothing else, so that a wrong answer, or one of another request or adapter, is s
 is printed says how each request ended. The exit code is 0 if none was lost or wrong, no error came
 without its fault, and neither memory nor file descriptors grew.
 
---copies has one server with so many copies of the model instead, whose processes are killed: its
-copies, their engines, its router, and all of it. Its clients' connections are cut where its router
-ends.
+--copies N has one server with N copies of the model. Its processes are killed: a copy, an engine,
+the router, and all of them. If the router ends, connections of clients are cut.
 --prefill has the first server compute long prompts of the others, so that faults come in between.
 --soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
 --hostile has clients attack the servers and the router beside it (hostile/clients.py), and a second

@@ -116,7 +116,7 @@ class Faults:
         await self._ends(fault, server, -signal.SIGKILL, lambda: Program.end(server))
 
     async def _replaced(self, fault: Fault, victim: psutil.Process) -> None:
-        """Wait until another process is in the place of one, and all of them serve."""
+        """Wait until a new process has replaced the victim, and all copies serve."""
 
         async def anew() -> bool:
             router, copies = self._parts()

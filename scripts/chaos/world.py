@@ -42,7 +42,7 @@ PROCESSES = {  # of a server, and what their command lines have
 class World:
     """All programs. store: the kind of the shared one. prefill: whether the first server computes
     long prompts for the others. hostile: whether clients attack them. copies: of the model, in a
-    single server with a router of its own; 0 for several servers behind a router.
+    single server with its router; 0 for several servers behind a router.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Backend:
         plan: Mapping[str, Any] = NO_PLAN,
         others: OtherCopies | None = None,
     ) -> None:
-        """plan: as explain.summary() has it. others: copies, where this is one of several."""
+        """plan: as explain.summary() has it. others: the other copies of this container."""
         self._others = others
         self._lifecycle = lifecycle
         self._settings = settings

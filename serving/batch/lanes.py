@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that answer the lines of batches: this server's, and those of the other copies of its
-container. One of the copies runs all batches, and its lines go to the engine with the most room.
+container. A single copy runs all batches, and its lines go to the engine with the most room.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Lane(Protocol):
     up: bool
 
     async def answer(self, request: InferenceRequest) -> None:
-        """As Pipeline.run(). Raises Lost, too."""
+        """As Pipeline.run(). Also raises Lost."""
 
 
 class _Here:
@@ -102,7 +102,7 @@ class _Other:
             await asyncio.gather(asking, lost, return_exceptions=True)
 
     async def _ask(self, request: InferenceRequest) -> None:
-        """Pass the copy's answer on. Raises Lost, and NotReady if it is to be asked again."""
+        """Pass the copy's answer on. Raises Lost, and NotReady for another attempt later."""
         scope = request.client.scope
         caller = msgspec.structs.replace(request.client.record.caller, background=True)
         headers = [(name.decode("latin-1"), it.decode("latin-1")) for name, it in scope["headers"]]

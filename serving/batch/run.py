@@ -61,7 +61,7 @@ SETTLES_S = 1.0
 AGAIN_S = 1.0
 """After which a line is tried again that there was no room for."""
 LOSSES = 3
-"""After the ends of so many engines during a line, the line has an error."""
+"""The line has an error after this number of engines has ended during it."""
 
 _LINES = Counter("slipway_batch_lines", "Lines of batches that were answered.", ["outcome"])
 _COMPLETED, _FAILED = _LINES.labels("completed"), _LINES.labels("failed")

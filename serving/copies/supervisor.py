@@ -274,15 +274,15 @@ class Supervisor:
             await asyncio.sleep(RESTART_S)
 
     def _may_go_on(self, end: Exit) -> bool:
-        """Whether the others may serve without a copy that has ended at its start: the copy has
-        another device than they have, and nothing else of its own.
+        """Whether the others may serve without a copy that has ended at its start. Only its device
+        differs from theirs.
         """
         left = self._own.count - len(self._left_out) - 1
         enough = left >= max(self._settings.copies_least, 1)
         return enough and not self._settings.fail_fast and of_its_device(end.reason)
 
     def _leave_out(self, copy: Copy, what: str, end: Exit) -> None:
-        """Start a copy no more, and tell everybody. what: what has happened to it."""
+        """Leave a copy out from now on, and tell everybody. what: the event, for the log."""
         reason = redacted(end.reason)
         log.error(
             "%s, and is left out: %s",

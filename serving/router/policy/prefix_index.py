@@ -212,8 +212,8 @@ class PrefixIndex:
             pool.resize(0, *_tier_sizes(capacity, 0))
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone. What it shares with others outlives it, while
-        one of them has it.
+        """The replica has started anew, or is gone. Its shared caches outlive it, while another
+        replica has them.
         """
         self._caches.pop(replica, None)
         self._capacity.pop(replica, None)
