@@ -71,6 +71,13 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     background: bool = False
 
     @property
+    def is_client(self) -> bool:
+        """Whether its requests are those of a client: not a router's own questions, nor lines of
+        another copy's batch.
+        """
+        return self.paths is None and not self.background
+
+    @property
     def limited(self) -> bool:
         """Whether limits apply to it here."""
         return not self.counted and self.limits != _UNLIMITED

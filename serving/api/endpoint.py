@@ -89,7 +89,7 @@ class RecordedEndpoint:
                 if not record.status:
                     await shape.response(error)(scope, receive, send)
         finally:
-            if not record.caller.background:  # a batch counts its lines
+            if record.caller.is_client:
                 if record.error:
                     self._rates.count(record.error)
                 self._objectives.count(record)

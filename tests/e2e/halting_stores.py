@@ -6,6 +6,7 @@ store: it has reserved memory of the cache server, and has neither written nor c
 The cache server forgets silent workers after 30 s, LMCache's least, and not after 120.
 """
 
+import functools
 import os
 import runpy
 import sys
@@ -24,6 +25,7 @@ REAP_S = 30
 _right, _arguments = kv_copy.copy, kv_tiers.server_arguments
 
 
+@functools.wraps(_right)
 def copy(*arguments: Any, **more: Any) -> None:
     to_chunks = more["to_chunks"] if "to_chunks" in more else arguments[7]
     if to_chunks and HALT.exists():

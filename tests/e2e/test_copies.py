@@ -40,8 +40,6 @@ BODIES = {
 }
 OWN = ("/metrics", "/server/metrics", "/ui/status", "/ping", "/health")
 """Paths whose bodies are about the router and its copies."""
-CHUNK = 128
-"""Tokens of a chunk in the tiers, on CPUs."""
 SHARED = " ".join(f"shared{n}" for n in range(700))
 LONG = " ".join(f"word{n}" for n in range(200))
 
@@ -159,7 +157,7 @@ def test_the_router_knows_the_tiers_and_lines_have_the_copy(copies):
     rows = copies.client.get("/replicas").json()["replicas"]
     assert [row["copy"] for row in rows] == [0, 1]
     assert all(row["kv_tier_tokens"]["memory"] > 1000 for row in rows)
-    assert {row["kv_chunk_tokens"] for row in rows} == {CHUNK}
+    assert {row["kv_chunk_tokens"] for row in rows} == {chunk(copies)} != {0}
     found = {(it.get("process", "").partition("_")[0], it.get("copy")) for it in lines(copies)}
     assert {("EngineCore", 0), ("EngineCore", 1)} <= found
     served = [it for it in lines(copies) if it["logger"] == "serving.access"]
@@ -202,6 +200,11 @@ def ready(served):
     return sum(it["state"] == "ready" for it in replicas)
 
 
+def chunk(served):
+    """Tokens of a chunk in the tiers."""
+    return served.client.get("/replicas").json()["replicas"][0]["kv_chunk_tokens"]
+
+
 def asked(served):
     """The text of a long prompt, its tokens, those that were not computed, and who answered."""
     body = {"prompt": SHARED, "max_tokens": 4, "temperature": 0}
@@ -216,7 +219,8 @@ def test_a_copy_that_is_killed_comes_back_with_adapters_and_kv_and_the_other_ser
     body = {"name": "one", "src": str(copies.folder / "one")}
     assert copies.client.post("/adapters", json=body).status_code == 200
     text, tokens, _, at = asked(copies)
-    until(lambda: copies.total("lmcache_mp_l1_write_chunks_total") >= tokens // CHUNK, 30)
+    whole = tokens // chunk(copies)
+    until(lambda: copies.total("lmcache_mp_l1_write_chunks_total") >= whole, 30)
     found = parts(copies)
     victim = found.pop(at)
     below = victim.children(recursive=True)
@@ -224,7 +228,7 @@ def test_a_copy_that_is_killed_comes_back_with_adapters_and_kv_and_the_other_ser
     other = asked(copies)  # which the router asks, and which has not computed the prompt
     assert other[0] == text
     assert other[3] != at
-    assert other[2] >= 0.95 * (tokens // CHUNK * CHUNK)
+    assert other[2] >= 0.95 * whole * chunk(copies)
     statuses = []
 
     def back():
@@ -244,7 +248,7 @@ def test_a_copy_that_is_killed_comes_back_with_adapters_and_kv_and_the_other_ser
     parts(copies)[other[3]].kill()
     again = asked(copies)  # the copy that came after the first one
     assert (again[0], again[3]) == (text, at)
-    assert again[2] >= 0.95 * (tokens // CHUNK * CHUNK)
+    assert again[2] >= 0.95 * whole * chunk(copies)
     until(lambda: copies.logged().count("is started again") == 2 and ready(copies) == 2, START_S)
 
 

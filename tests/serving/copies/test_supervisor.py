@@ -97,6 +97,15 @@ def test_a_client_sees_one_server(container):
     assert container.get("/models/other").status_code == 404
 
 
+def test_only_requests_of_clients_have_lines_and_each_has_one(container):
+    answer = container.ask(**{"x-request-id": "the-one"})
+    assert answer.status_code == 200
+    served = [it for it in container.lines() if it["logger"] == "serving.access"]
+    assert "/v1/models" not in {it["path"] for it in served}  # which the router asks
+    (line,) = [it for it in served if it["request_id"] == "the-one"]
+    assert line["copy"] in (0, 1)
+
+
 def test_copies_answer_only_the_router(container):
     for it in container.replicas():
         assert httpx.post(f"{it['replica']}/v1/completions", json=ASK).status_code == 401
