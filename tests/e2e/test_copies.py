@@ -24,7 +24,8 @@ EACH = [
     for method in METHODS
     if method in PATHS[path] and "adapters" not in path  # which the session's server has not
 ]
-PROMPT = {"prompt": "Hi", "max_tokens": 3, "temperature": 0, "seed": 1}
+TOKENS = 3
+PROMPT = {"prompt": "Hi", "max_tokens": TOKENS, "temperature": 0, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
 LMI = {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}
 BODIES = {
@@ -182,8 +183,8 @@ def test_both_copies_answer_the_lines_of_a_batch(copies):
     texts = {json.loads(it)["response"]["body"]["choices"][0]["text"] for it in answers}
     assert texts == {copies.openai.completions.create(model="lmi", **PROMPT).choices[0].text}
     more = {copy: count - before[copy] for copy, count in tokens_of(copies).items()}
-    assert sum(more.values()) == 25 * PROMPT["max_tokens"]
-    assert min(more.values()) > PROMPT["max_tokens"]
+    assert sum(more.values()) == 25 * TOKENS
+    assert min(more.values()) > TOKENS
 
 
 def tokens_of(served):
@@ -243,8 +244,8 @@ def test_a_copy_that_is_killed_comes_back_with_adapters_and_kv_and_the_other_ser
     told = [it for it in lines(copies) if "is started again" in it["message"]]
     assert told[-1]["copy"] in (0, 1)
     for n in range(6):
-        body = {**LMI, "inputs": f"{n} {LONG}", "adapters": "one"}
-        assert copies.invoke(body).status_code == 200
+        of_adapter = {**LMI, "inputs": f"{n} {LONG}", "adapters": "one"}
+        assert copies.invoke(of_adapter).status_code == 200
     parts(copies)[other[3]].kill()
     again = asked(copies)  # the copy that came after the first one
     assert (again[0], again[3]) == (text, at)

@@ -56,7 +56,8 @@ def child(part):
         return Runtime(engine=engine, adapters=None, code=None, cache=None)
 
     async def live(listener):
-        others = part.deployment.shared.others
+        shared = part.deployment.shared
+        others = shared.others if shared else None
         return await Server(listener, settings, start, others=others).run()
 
     adopt_orphans()
