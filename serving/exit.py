@@ -46,6 +46,13 @@ _MEMORY = (
     "give the container more memory, or lower OPTION_KV_CACHE_MEMORY_BYTES, OPTION_MAX_MODEL_LEN "
     "or the KV cache tiers"
 )
+_OWN_DEVICE = (
+    r"CUDA error(?!: out of memory)|CUDA-capable device|uncorrectable ECC|GPU is lost"
+    r"|CUDA driver initialization failed|unexpected error from cuda"
+)
+"""The errors of CUDA about a device. Too little memory is the fault of the options, and so is not
+among them.
+"""
 _REMEDIES = tuple(
     (re.compile(pattern, re.IGNORECASE), remedy)
     for pattern, remedy in (
@@ -119,6 +126,11 @@ _REMEDIES = tuple(
             "tells more",
         ),
         (
+            _OWN_DEVICE,
+            "use another machine, or leave the GPU out with CUDA_VISIBLE_DEVICES; `nvidia-smi -q` "
+            "and the host's kernel log tell more",
+        ),
+        (
             r"failed to be inspected|No module named 'torchvision'",
             "see the lines above; where they name torchvision, which the engine for CPUs has not, "
             "serve the model on a GPU",
@@ -139,6 +151,11 @@ _WANTED = re.compile(
     r"CUDA out of memory.*allocate ([\d.]+) ([MG])iB.*total capacity of ([\d.]+) GiB", re.DOTALL
 )
 """What torch says of the memory that it has not got: how much it wanted, and of how much."""
+
+
+def of_its_device(reason: str) -> bool:
+    """Whether an engine ended because of its GPU, so that others with the same options may work."""
+    return bool(re.search(_OWN_DEVICE, reason, re.IGNORECASE))
 
 
 def remedy(reason: str, stage: str = "") -> str:

@@ -49,6 +49,9 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "Lines of batches": {
         "serving/batch/lines.py": ["- msgspec.json.Decoder(_Input).decode", "_lines file.readline"],
     },
+    "Answers of other copies to lines of batches": {
+        "serving/batch/lanes.py": ["_Other._ask answer.content.iter_any"],
+    },
     "The folder of files and batches": {
         "serving/batch/store.py": ["_read msgspec.json.decode", "_read path.read_bytes"],
     },
@@ -217,6 +220,8 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "told os.read": "no more than LONGEST bytes of our own child's",
     },
     "serving/router/fleet/own_copies.py": {
+        "OwnCopies.left_out json.loads": "a file that the supervisor writes",
+        "OwnCopies.left_out self._without.read_bytes": "a file that the supervisor writes",
         "described json.loads": "an answer of our own copies that read() has limited",
         "OwnCopies.supervisors_series self.series.read_text": "a file that the supervisor writes",
     },

@@ -14,6 +14,8 @@ nothing else, so that a wrong answer, or one of another request or adapter, is s
 is printed says how each request ended. The exit code is 0 if none was lost or wrong, no error came
 without its fault, and neither memory nor file descriptors grew.
 
+--copies N has one server with N copies of the model. Its processes are killed: a copy, an engine,
+the router, and all of them. If the router ends, connections of clients are cut.
 --prefill has the first server compute long prompts of the others, so that faults come in between.
 --soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
 --hostile has clients attack the servers and the router beside it (hostile/clients.py), and a second
@@ -32,7 +34,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.chaos.faults import FAULTS, Faults
+from scripts.chaos.faults import FAULTS, OF_COPIES, Faults
 from scripts.chaos.hostile.assault import Assault
 from scripts.chaos.ledger import GROWS_SHARE, Ledger, Sample, grown, shares, slopes, table
 from scripts.chaos.users import Users
@@ -58,6 +60,7 @@ class Chaos:
         self.ledger = Ledger()
         self.world = World(
             servers=options.servers,
+            copies=options.copies,
             store=options.store,
             prefill=options.prefill,
             hostile=options.hostile,
@@ -112,8 +115,13 @@ class Chaos:
     async def _stop(self) -> None:
         """One server, as in a rolling update, then the router, then the rest."""
         first, *rest = self.world.servers
+        if self.world.copies:
+            self.users.client.stopped_at = time.monotonic()
         await first.stop_at_last()
         await asyncio.sleep(1)
+        if self.world.copies:
+            await self.users.pause()
+            return
         self.users.client.stopped_at = time.monotonic()
         await self.world.router.stop_at_last()
         gate = [self.world.gate] if self.world.gate else []
@@ -206,18 +214,22 @@ async def chaos(options: argparse.Namespace, folder: Path) -> bool:
     return run.ledger.good
 
 
+_ALL = FAULTS | OF_COPIES
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/dev chaos",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="faults:\n" + "\n".join(f"  {name}: {it[1]}" for name, it in FAULTS.items()),
+        epilog="faults:\n" + "\n".join(f"  {name}: {it[1]}" for name, it in _ALL.items()),
     )
     parser.add_argument("--minutes", type=float, default=5, help="of faults, or of soaking")
     parser.add_argument("--soak", action="store_true", help="no faults; print slopes")
     parser.add_argument("--hostile", action="store_true", help="no faults, but hostile clients")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and of the faults' order")
     parser.add_argument("--servers", type=int, default=2, help="2 or more")
+    parser.add_argument("--copies", type=int, default=0, help="of the model, in one server")
     parser.add_argument(
         "--store", choices=("valkey", "tieredstorage"), default="valkey", help="that they share"
     )
@@ -225,9 +237,13 @@ def main() -> int:
         "--prefill", action="store_true", help="the first computes the others' long prompts"
     )
     parser.add_argument("--users", type=int, default=8, help="who ask at the same time")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="FAULT")
+    parser.add_argument("--faults", nargs="+", choices=_ALL, default=[], metavar="FAULT")
     parser.add_argument("--logs", type=Path, help="a folder for the logs, which are else removed")
     options = parser.parse_args()
+    known = OF_COPIES if options.copies else FAULTS
+    options.faults = [it for it in options.faults or known if it in known]
+    if options.copies and (options.prefill or options.hostile):
+        parser.error("--copies goes with neither --prefill nor --hostile")
     if options.store != "tieredstorage":
         options.faults = [it for it in options.faults if it != "store-lies"]
     if options.prefill and options.hostile:

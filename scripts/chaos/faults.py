@@ -11,13 +11,15 @@ import psutil
 
 from scripts.chaos.ledger import Fault, Ledger
 from scripts.chaos.parts import STOP_S, Server
-from scripts.chaos.traffic import ERRORS
+from scripts.chaos.traffic import CUT, ERRORS
 from scripts.chaos.world import World, say, until
 from scripts.harness.process import Program
 
 HELD_S = 8.0
 """How long a fault lasts that does not end by itself."""
 RECOVERY_S = 150.0
+NOTICED_S = 3.0
+"""After which a router knows that a server has ended."""
 
 
 class Faults:
@@ -38,7 +40,7 @@ class Faults:
                 self.random.shuffle(order)
             name = order.pop()
             began = time.monotonic()
-            await FAULTS[name][0](self, name)
+            await (OF_COPIES if self.world.copies else FAULTS)[name][0](self, name)
             say(f"{name}: {self.ledger.faults[-1].recovered or 'not'} recovered", began)
             await asyncio.sleep(2)
         done = {it.name.partition(" ")[0] for it in self.ledger.faults}
@@ -66,6 +68,62 @@ class Faults:
         server = self.random.choice(self.world.servers)
         fault = self.ledger.fault(name, forgets=True)
         await self._ends(fault, server, 0, lambda: server.kill(signal.SIGTERM))
+
+    # copies of one container
+
+    def _parts(self) -> tuple[psutil.Process, list[psutil.Process]]:
+        """The container's router, and its copies."""
+        server = self.world.servers[0]
+        words = "serving.copies"
+        parts = [it for it in server.own.children() if words in " ".join(it.cmdline())]
+        routes = [it for it in parts if _listens(it, server.port)]
+        return routes[0], [it for it in parts if it not in routes]
+
+    async def copy(self, name: str) -> None:
+        """Kill a copy. The others serve, and it is started again."""
+        victim = self.random.choice(self._parts()[1])
+        fault = self.ledger.fault(name, ERRORS)
+        victim.kill()
+        await self._replaced(fault, victim)
+
+    async def copy_engine(self, name: str) -> None:
+        """Kill one of a copy's engine processes. The copy ends, and is started again."""
+        copy = self.random.choice(self._parts()[1])
+        engine = [it for it in copy.children(recursive=True) if "VLLM::" in " ".join(it.cmdline())]
+        fault = self.ledger.fault(name, ERRORS)
+        self.random.choice(engine).kill()
+        await self._replaced(fault, copy)
+
+    async def copy_hangs(self, name: str) -> None:
+        victim = self.random.choice(self._parts()[1])
+        fault = self.ledger.fault(name, ERRORS)
+        victim.suspend()
+        await asyncio.sleep(HELD_S)
+        victim.resume()
+        await self._recovered(fault, self.world.well, time.monotonic())
+
+    async def own_router(self, name: str) -> None:
+        """Kill the container's router: connections are cut, new ones wait."""
+        router, _ = self._parts()
+        fault = self.ledger.fault(name, ERRORS | {CUT})
+        router.kill()
+        await self._replaced(fault, router)
+
+    async def container(self, name: str) -> None:
+        """Kill all of it, as a container is killed."""
+        server = self.world.servers[0]
+        fault = self.ledger.fault(name, ERRORS | {CUT}, forgets=True)
+        await self._ends(fault, server, -signal.SIGKILL, lambda: Program.end(server))
+
+    async def _replaced(self, fault: Fault, victim: psutil.Process) -> None:
+        """Wait until a new process has replaced the victim, and all copies serve."""
+
+        async def anew() -> bool:
+            router, copies = self._parts()
+            there = victim not in (router, *copies) and len(copies) == self.world.copies
+            return there and time.monotonic() > fault.began + NOTICED_S and await self.world.well()
+
+        await self._recovered(fault, anew, fault.began)
 
     async def _ends(self, fault: Fault, server: Server, code: int, act: Callable[[], None]) -> None:
         """Have a server end with this exit code, and wait until it serves again."""
@@ -163,6 +221,11 @@ class Faults:
         await self._recovered(fault, stored, began)
 
 
+def _listens(process: psutil.Process, port: int) -> bool:
+    listening = psutil.CONN_LISTEN
+    return any(it.status == listening and it.laddr.port == port for it in process.net_connections())
+
+
 FAULTS: dict[str, tuple[Callable[[Faults, str], Awaitable[None]], str]] = {
     "engine": (Faults.engine, "an engine process is killed"),
     "stop": (Faults.stopped, "a server is asked to stop"),
@@ -173,4 +236,12 @@ FAULTS: dict[str, tuple[Callable[[Faults, str], Awaitable[None]], str]] = {
     "store-lies": (Faults.store_lies, "tiered storage answers with other places in memory"),
     "network": (Faults.network_hangs, "the network to the shared store hangs"),
     "disk": (Faults.disk_full, "the disk is full"),
+}
+OF_COPIES: dict[str, tuple[Callable[[Faults, str], Awaitable[None]], str]] = {
+    "copy": (Faults.copy, "a copy is killed"),
+    "copy-engine": (Faults.copy_engine, "an engine process of a copy is killed"),
+    "copy-hangs": (Faults.copy_hangs, "a copy hangs"),
+    "own-router": (Faults.own_router, "the container's router is killed"),
+    "container": (Faults.container, "the whole container is killed"),
+    **{name: it for name, it in FAULTS.items() if name not in ("engine", "stop")},
 }

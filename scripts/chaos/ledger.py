@@ -54,8 +54,9 @@ class Verdict(NamedTuple):
 @dataclass
 class Fault:
     """began, over: seconds on the monotonic clock. causes: the statuses of errors that requests may
-    get of it. forgets: whether a server starts anew, without the adapters that it was told of.
-    recovered: seconds from its end, or its beginning where it ends by itself, until all is well.
+    get of it, and 0 if connections may be cut. forgets: whether a server starts anew, without the
+    adapters that it was told of. recovered: seconds from its end, or its beginning where it ends by
+    itself, until all is well.
     """
 
     name: str

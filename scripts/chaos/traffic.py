@@ -19,6 +19,8 @@ ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"
 SESSION = "X-Amzn-SageMaker-Session-Id"
 ERRORS = frozenset((500, 502, 503, 504))
 """What a request may be told while an engine is away."""
+CUT = 0
+"""In the place of a status: a fault may cut connections, so that there is no whole answer."""
 TOKENS = 12
 
 _VOLATILE = ("created", "id", "logprob", "log_prob", "usage", "system_fingerprint", "object")
@@ -160,7 +162,7 @@ def judged(
     """
     late = answer.began > stopped_at
     if answer.failure:
-        return Verdict(End.REFUSED if late else End.LOST, answer.failure)
+        return _unanswered(answer.failure, allowed, late)
     try:
         if answer.status != 200:
             return _refused(answer, allowed, late)
@@ -168,7 +170,7 @@ def judged(
             return Verdict(End.WRONG, "the answer has another request's id")
         value = ask.read(answer.body)
     except Incomplete as error:
-        return Verdict(End.LOST, str(error))
+        return _unanswered(str(error), allowed, late)
     except Told as error:
         status, told = error.args
         if status in allowed and not ask.survives:
@@ -181,6 +183,12 @@ def judged(
     if value != expected:
         return Verdict(End.WRONG, f"got {_short(value)}, not {_short(expected)}")
     return Verdict(End.RIGHT)
+
+
+def _unanswered(why: str, allowed: Set[int], late: bool) -> Verdict:
+    if late:
+        return Verdict(End.REFUSED, why)
+    return Verdict(End.EXPLAINED if CUT in allowed else End.LOST, why)
 
 
 def _refused(answer: Answer, allowed: Set[int], late: bool) -> Verdict:
@@ -300,14 +308,14 @@ class Client:
     ) -> bool:
         """Enter how a call ended that has no text to compare; whether it is right."""
         late = answer.began > self.stopped_at
+        allowed = self.ledger.allowed(since or answer.began, answer.ended, also)
         if answer.failure:
-            verdict = Verdict(End.REFUSED if late else End.LOST, answer.failure)
+            verdict = _unanswered(answer.failure, allowed, late)
         elif right(answer):
             verdict = Verdict(End.RIGHT)
         elif answer.status == 200:
             verdict = Verdict(End.WRONG, f"200 {answer.body[:200]!r}")
         else:
-            allowed = self.ledger.allowed(since or answer.began, answer.ended, also)
             verdict = _refused(answer, allowed, late)
         self.ledger.count(kind, verdict)
         return verdict.end is End.RIGHT
@@ -491,8 +499,8 @@ async def send_garbage(client: Client, port: int, it: tuple[str, bytes, frozense
     ended = time.monotonic()
     error = error_of(body)
     if failure:
-        end = End.REFUSED if began > client.stopped_at else End.LOST
-        verdict = Verdict(end, f"{name}: {failure}")
+        explained = client.ledger.allowed(began, ended)
+        verdict = _unanswered(f"{name}: {failure}", explained, began > client.stopped_at)
     elif status in allowed and error and error[0] == status:
         verdict = Verdict(End.EXPLAINED, f"garbage refused with {status}")
     elif began > client.stopped_at:

@@ -41,13 +41,15 @@ PROCESSES = {  # of a server, and what their command lines have
 
 class World:
     """All programs. store: the kind of the shared one. prefill: whether the first server computes
-    long prompts for the others. hostile: whether clients attack them.
+    long prompts for the others. hostile: whether clients attack them. copies: of the model, in a
+    single server with its router; 0 for several servers behind a router.
     """
 
     def __init__(
         self,
         *,
         servers: int,
+        copies: int,
         store: str,
         prefill: bool,
         hostile: bool,
@@ -60,10 +62,11 @@ class World:
         self._closing = closing
         self._hostile = hostile
         self._prefill = prefill
+        self.copies = copies
         self._secret = {"OPTION_ROUTER_SECRET": secrets.token_hex()} if prefill or hostile else {}
         self.store = Store(folder, store)
         path = model(folder)
-        self.servers = [self._server(n, path) for n in range(servers)]
+        self.servers = [self._server(n, path) for n in range(1 if copies else servers)]
         environ = {
             "OPTION_ROUTER_REPLICAS": ",".join(it.url for it in self.servers),
             "OPTION_MODEL_ID": str(path),
@@ -73,7 +76,9 @@ class World:
         }
         if hostile:
             environ["OPTION_ROUTING_STRATEGY"] = "kvaware"
-        self.router = Kept("router", ["./entrypoint.sh", "route"], environ, folder, ledger)
+        self.router: Kept = self.servers[0]
+        if not copies:
+            self.router = Kept("router", ["./entrypoint.sh", "route"], environ, folder, ledger)
         self.listed = folder / "listed"
         self.listed.mkdir()
         urls = [it.url for it in self.servers]
@@ -116,14 +121,18 @@ class World:
             "OPTION_SESSIONS_PATH": str(self.folder / "sessions"),
             **(self._role(n) if self._prefill else {}),
             **({"OPTION_ADMIN_API_KEY": ADMIN, **self._secret} if self._secret else {}),
-            # Each its own CPU: on shared ones the engines' threads wait for each other.
-            "VLLM_CPU_OMP_THREADS_BIND": str(n % (os.cpu_count() or 1)),
+            **(self._several() if self.copies else _on_a_cpu(n)),
         }
         return Server(f"server {n + 1}", environ, self.folder, self._ledger, disk)
 
+    def _several(self) -> dict[str, str]:
+        return {"OPTION_COPIES": str(self.copies), "OPTION_ROUTER_CONTINUE_STREAMS": "true"}
+
     @property
     def programs(self) -> list[Kept]:
-        return [*self.servers, self.router, *([self.gate] if self.gate else [])]
+        """Without repetition: the router may be the server's own."""
+        found = [*self.servers, self.router, *([self.gate] if self.gate else [])]
+        return [*dict.fromkeys(found)]
 
     # its life
 
@@ -141,7 +150,8 @@ class World:
         if not await until(settled, START_S) or not await until(self.well, 1):
             lines = [f"{it.name}: {it.last_line()}" for it in self.programs]
             sys.exit("they did not get ready\n" + "\n".join(lines))
-        say(f"{len(self.servers)} servers and the router are ready", began)
+        what = f"{self.copies} copies" if self.copies else f"{len(self.servers)} servers"
+        say(f"{what} and the router are ready", began)
 
     def look_into_logs(self) -> None:
         for it in self.programs:
@@ -154,7 +164,9 @@ class World:
         """Whether the router has all servers."""
         found = await self.aside.send("GET", "/replicas")
         rows = json.loads(found.body)["replicas"]
-        return len(rows) == len(self.servers) and all(it["state"] == "ready" for it in rows)
+        return len(rows) == (self.copies or len(self.servers)) and all(
+            it["state"] == "ready" for it in rows
+        )
 
     async def serves(self, server: Program) -> bool:
         async with aiohttp.ClientSession(server.url) as session, session.get("/ping") as answer:
@@ -199,6 +211,11 @@ class World:
                     own = (memory.rss - memory.shared) / (1 << 20)
                     found[name] = Sample(own, process.num_fds(), tasks.get(name, 0))
         return found
+
+
+def _on_a_cpu(n: int) -> dict[str, str]:
+    """Each server its own: on shared ones the engines' threads wait for each other."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": str(n % (os.cpu_count() or 1))}
 
 
 async def until(holds: Callable[[], Awaitable[bool]], seconds: float) -> bool:

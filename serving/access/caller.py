@@ -52,7 +52,8 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: at the engine, the lowest first. sheddable: whether its requests are refused where the
     engine has no room for them. admin: whether it may administer. counted: whether a router has
     held it to its limits already. phase: what of its request a router has a server do. hand_over:
-    the address of the KV. paths: the only ones that it may ask for; None for all.
+    the address of the KV. paths: the only ones that it may ask for; None for all. background:
+    whether its requests are lines of a batch of another copy, which wait for all other requests.
     """
 
     name: str = ""
@@ -67,6 +68,14 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     phase: Phase = ""
     hand_over: HandOver | None = None
     paths: tuple[str, ...] | None = None
+    background: bool = False
+
+    @property
+    def is_client(self) -> bool:
+        """Whether its requests are those of a client: not a router's own questions, nor lines of
+        another copy's batch.
+        """
+        return self.paths is None and not self.background
 
     @property
     def limited(self) -> bool:

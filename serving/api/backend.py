@@ -12,6 +12,7 @@ from lmi_config.options.settings import SettingsError
 from serving import VERSION
 from serving.access.limits import Limiter
 from serving.batch.answers import FilesAndBatches
+from serving.batch.records import OtherCopies
 from serving.batch.runner import Runner
 from serving.batch.store import Store
 from serving.engine.base import Engine
@@ -31,9 +32,14 @@ class Backend:
     """Nothing while the server starts; from then on a pipeline."""
 
     def __init__(
-        self, lifecycle: Lifecycle, settings: Settings, plan: Mapping[str, Any] = NO_PLAN
+        self,
+        lifecycle: Lifecycle,
+        settings: Settings,
+        plan: Mapping[str, Any] = NO_PLAN,
+        others: OtherCopies | None = None,
     ) -> None:
-        """plan: as explain.summary() has it."""
+        """plan: as explain.summary() has it. others: the other copies of this container."""
+        self._others = others
         self._lifecycle = lifecycle
         self._settings = settings
         self._plan = plan
@@ -61,7 +67,7 @@ class Backend:
         """Answer requests from now on: the server is ready. code: the model's own model.py."""
         self._pipeline = Pipeline(engine, adapters, code, self._settings, self.limiter)
         if self._store:
-            self.files.runner = Runner(self._store, self._settings, self._pipeline)
+            self.files.runner = Runner(*(self._store, self._settings, self._pipeline, self._others))
         self.gpus = gpus
         self.opened = datetime.datetime.now(datetime.UTC)
         self._lifecycle.enter(Stage.READY)

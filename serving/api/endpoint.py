@@ -89,10 +89,11 @@ class RecordedEndpoint:
                 if not record.status:
                     await shape.response(error)(scope, receive, send)
         finally:
-            if record.error:
-                self._rates.count(record.error)
-            self._objectives.count(record)
-            record.close()
+            if record.caller.is_client:
+                if record.error:
+                    self._rates.count(record.error)
+                self._objectives.count(record)
+                record.close()
 
 
 class Gate:

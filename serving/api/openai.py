@@ -32,6 +32,9 @@ class OpenAI:
         path = scope["path"]
         form = await pipeline.form(client, path) if path in AUDIO_PATHS else None
         fields = client.fields()
+        background = client.record.caller.background
+        if background:
+            client.admitted.go()  # interactive requests have the places
         request = InferenceRequest(
             client=client,
             adapter=adapter_named(client, fields, pipeline.adapters),
@@ -43,6 +46,8 @@ class OpenAI:
             begun=client.admitted.go,
             parse=openai.on(scope["path"]),
             form=form,
+            refusable=not background,
+            background=background,
             writer=client.writer,
         )
         await pipeline.run(request)

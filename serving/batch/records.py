@@ -6,6 +6,8 @@
 import re
 import secrets
 from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +46,15 @@ class Status(StrEnum):
             Status.FINALIZING,
             Status.CANCELLING,
         )
+
+
+class OtherCopies(NamedTuple):
+    """The other copies of this container, which share its batches. urls: theirs. turn: a file,
+    which the copy that runs batches has locked.
+    """
+
+    urls: tuple[str, ...]
+    turn: Path
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from serving import errors
 from serving.access.limits import Taken
 from serving.aio import in_thread
 from serving.batch import lines
+from serving.batch.lanes import Lane, Lanes, Lost
 from serving.batch.lines import Line
 from serving.batch.records import OUTPUT, Counts, Fault, Faults, OwnedBatch, OwnedFile, Status
 from serving.batch.results import Results
@@ -59,6 +60,8 @@ SETTLES_S = 1.0
 """After which it is known whether the engine has died with a line."""
 AGAIN_S = 1.0
 """After which a line is tried again that there was no room for."""
+LOSSES = 3
+"""The line has an error after this number of engines has ended during it."""
 
 _LINES = Counter("slipway_batch_lines", "Lines of batches that were answered.", ["outcome"])
 _COMPLETED, _FAILED = _LINES.labels("completed"), _LINES.labels("failed")
@@ -91,7 +94,7 @@ class _Answer:
 
 
 class Run:
-    """A batch that this process alone runs. slots: for lines of all batches that it runs.
+    """A batch that this process alone runs. lanes: for lines of all batches that it runs.
 
     run() raises OSError where the batch's files cannot be read or written.
     """
@@ -102,13 +105,13 @@ class Run:
         store: Store,
         settings: Settings,
         pipeline: Pipeline,
-        slots: asyncio.Semaphore,
+        lanes: Lanes,
     ) -> None:
         self._owned = owned
         self._batch = owned.batch
         self._store = store
         self._pipeline = pipeline
-        self._slots = slots
+        self._lanes = lanes
         self._longest = settings.max_request_size
         self._shape = errors.shape(self._batch.endpoint, errors.codes(settings))
         self._caller = msgspec.structs.replace(owned.caller, counted=False, phase="")
@@ -184,10 +187,10 @@ class Run:
         try:
             async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self._left()) as left:
                 async for line in left:
-                    taken = await self._turn()
-                    if not taken:
+                    turn = await self._turn()
+                    if not turn:
                         break
-                    tasks.create_task(self._line(line, taken))
+                    tasks.create_task(self._line(line, *turn))
         finally:
             watching.cancel()
 
@@ -212,27 +215,27 @@ class Run:
     def _opened(self) -> BinaryIO:
         return self._input.open("rb")
 
-    async def _turn(self) -> Taken | None:
-        """A line's share of its caller's limits, and a slot; None if the batch ends first.
+    async def _turn(self) -> tuple[Taken, Lane] | None:
+        """A line's share of its caller's limits, and an engine; None if the batch ends first.
 
-        While the caller may not ask for more, others have the slot.
+        While the caller may not ask for more, others have the engine.
         """
         with contextlib.suppress(_Ends), self._end.raising():
             while True:
-                await self._slots.acquire()
+                lane = await self._lanes.take()
                 try:
-                    return await self._pipeline.limiter.take(self._caller)
+                    return await self._pipeline.limiter.take(self._caller), lane
                 except RateLimited as error:
-                    self._slots.release()
+                    self._lanes.give_back(lane)
                     await asyncio.sleep(error.retry_after)
                 except BaseException:
-                    self._slots.release()
+                    self._lanes.give_back(lane)
                     raise
         return None
 
-    async def _line(self, line: Line, taken: Taken) -> None:
+    async def _line(self, line: Line, taken: Taken, lane: Lane) -> None:
         try:
-            if found := await self._answered(line):
+            if found := await self._answered(line, lane):
                 entry, failed = found
                 await self._results.add(line.custom_id, entry, failed)
                 (_FAILED if failed else _COMPLETED).inc()
@@ -240,22 +243,39 @@ class Run:
             self._broke(error)
         finally:
             self._pipeline.limiter.give_back(taken)
-            self._slots.release()
 
-    async def _answered(self, line: Line) -> tuple[bytes, bool] | None:
-        """The answer to a line, and whether it is an error; None where the batch ends before."""
+    async def _answered(self, line: Line, first: Lane) -> tuple[bytes, bool] | None:
+        """The answer to a line, and whether it is an error; None where the batch ends before.
+
+        first: an engine for the line, which it gives back.
+        """
         request = lines.new_request()
+        lane: Lane | None = first
+        lost = 0
         error: ServingError | ClientLeft
         while True:
             try:
                 with self._end.part() as cancellation:
                     answer = _Answer()
-                    await self._pipeline.run(self._request(request, line, cancellation, answer))
-                return lines.answer(request, line, answer.status, bytes(answer.body)), False
+                    if not lane:
+                        with cancellation.raising():
+                            lane = await self._lanes.take()
+                    await lane.answer(self._request(request, line, cancellation, answer))
+                    status = answer.status
+                return lines.answer(request, line, status, bytes(answer.body)), status >= 400
+            except Lost:
+                lost += 1
+                if lost < LOSSES:
+                    continue
+                error = EngineFailed(f"{lost} engines ended while they answered this line")
             except (ServingError, ClientLeft) as found:
                 error = found
             except Exception:
                 error = errors.unforeseen()
+            finally:
+                if lane:
+                    self._lanes.give_back(lane)
+                lane = None
             if isinstance(error, (EngineFailed, ServerFailed)):
                 await asyncio.sleep(SETTLES_S)
             if self._pipeline.engine.failure:

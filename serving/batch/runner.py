@@ -11,16 +11,20 @@ from typing import BinaryIO
 
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
-from serving.batch.records import OwnedBatch, Status
+from serving.batch.lanes import Lanes
+from serving.batch.records import OtherCopies, OwnedBatch, Status
 from serving.batch.run import Run
-from serving.batch.store import Store
-from serving.follow import count
+from serving.batch.store import Store, locked
+from serving.follow import count, kept
 from serving.inference.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
 FIND_S = 5.0
 """Between two looks for batches that other servers made, or no longer run."""
+TURN_S = 1.0
+"""The same between copies of one container, and between two attempts to be the one that runs them.
+"""
 SWEEP_S = 60.0
 """Seconds between two removals of expired files and batches."""
 PAUSE_S = 10.0
@@ -32,14 +36,23 @@ its lines.
 
 
 class Runner:
-    """Runs the batches of a folder. pipeline: answers their lines."""
+    """Runs the batches of a folder. pipeline: answers their lines. others: copies of this
+    container, which answer lines as well; one of them runs all batches.
+    """
 
-    def __init__(self, store: Store, settings: Settings, pipeline: Pipeline) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        pipeline: Pipeline,
+        others: OtherCopies | None = None,
+    ) -> None:
+        self._others = others
         self._store = store
         self._settings = settings
         self._pipeline = pipeline
         concurrency = settings.batch_concurrency or max(pipeline.engine.concurrency // 2, 1)
-        self._slots = asyncio.Semaphore(concurrency)  # batches take turns at them
+        self._lanes = Lanes(pipeline, concurrency, settings, others)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = Counter[str | None]()  # by owner
         self._runs: set[Run] = set()
@@ -52,8 +65,28 @@ class Runner:
 
     async def run(self) -> None:
         """Run batches until stop() is called."""
+        following = asyncio.create_task(kept("copies", self._lanes.follow))
+        try:
+            with await self._turn():
+                await self._find()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _turn(self) -> contextlib.AbstractContextManager[object]:
+        """Wait until no other copy of this container runs batches, or until stop() is called."""
+        while self._others and not self._stopping.is_set():
+            if turn := await in_thread(locked, self._others.turn):
+                return turn
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), TURN_S)
+        return contextlib.nullcontext()
+
+    async def _find(self) -> None:
+        """Look for batches and begin them, until stop() is called."""
         loop = asyncio.get_running_loop()
         swept = -SWEEP_S
+        every = TURN_S if self._others else FIND_S
         while not self._stopping.is_set():
             self._wake.clear()
             try:
@@ -70,7 +103,7 @@ class Runner:
                 if owned.batch.id not in self._tasks and self._may_run(owned):
                     await self._begin(owned)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), FIND_S)
+                await asyncio.wait_for(self._wake.wait(), every)
 
     async def stop(self) -> None:
         """Leave the batches for another run."""
@@ -126,7 +159,7 @@ class Runner:
             self.wake()  # there may be one that had no room
 
     async def _run(self, owned: OwnedBatch) -> None:
-        run = Run(owned, self._store, self._settings, self._pipeline, self._slots)
+        run = Run(owned, self._store, self._settings, self._pipeline, self._lanes)
         self._runs.add(run)
         try:
             await run.run()

@@ -39,6 +39,17 @@ def owner(tenant: str | None) -> str | None:
     return None if tenant is None else hashlib.sha256(tenant.encode()).hexdigest()
 
 
+def locked(path: Path) -> BinaryIO | None:
+    """The file, locked for this process until it is closed; None if another process has it."""
+    file = open(path, "ab", opener=_for_this_user)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
 class Store:
     """Files and batches in a folder, each its owner's. Raises OSError if the folder cannot be used.
 
@@ -288,13 +299,7 @@ class Store:
         """The lock that lets only this process run a batch until it is closed; None if another
         process holds it.
         """
-        file = open(self._batches / f"{name}.lock", "ab", opener=_for_this_user)  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        return file
+        return locked(self._batches / f"{name}.lock")
 
     def _forget(self, name: str) -> None:
         for suffix in (".json", ".cancel", ".lock"):

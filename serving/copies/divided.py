@@ -14,14 +14,15 @@ from prometheus_client.registry import Collector
 from lmi_config.options.declared import Settings
 from lmi_config.plan.devices.copies import Copy
 from lmi_config.plan.plan import Plan
+from serving.batch.records import OtherCopies
 from serving.server.prepare import Deployment, Shared
 
 _ROUTERS_ALONE: dict[str, Any] = {
-    **dict.fromkeys(("api_key", "api_keys_file", "admin_api_key", "limits_url", "jwt_issuer")),
+    **dict.fromkeys(("api_key", "api_keys_file", "admin_api_key", "jwt_issuer")),
     **dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_client_ca_file")),
     "ui": False,
 }
-"""Settings of the router only, because it checks keys and limits and speaks TLS for the copies."""
+"""Settings of the router only, because it checks keys and speaks TLS for the copies."""
 
 
 def secret(settings: Settings) -> str:
@@ -51,13 +52,16 @@ def of_router(plan: Plan, shared_secret: str) -> Settings:
 
 
 def of_copy(
-    deployment: Deployment, copy: Copy, shared_secret: str, shared: Shared, adapters: Path
+    deployment: Deployment, copy: Copy, shared_secret: str, shared: Shared, folder: Path
 ) -> Deployment:
-    """The deployment of a copy. adapters: a folder for the list of adapters, which a restarted
-    copy needs.
+    """The deployment of a copy. folder: of this container's processes; it has the list of adapters,
+    which a restarted copy needs.
     """
     plan = deployment.plan
     settings = plan.settings
+    adapters = folder / "adapters"
+    urls = tuple(it.url for it in plan.copies if it is not copy)
+    shared = dataclasses.replace(shared, others=OtherCopies(urls, folder / "batches"))
     own = dataclasses.replace(
         settings,
         port=copy.port,

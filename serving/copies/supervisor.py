@@ -32,11 +32,12 @@ from serving.copies.child import Child
 from serving.copies.looks import Looks
 from serving.copies.part import CopyPart, RouterPart
 from serving.engine.base import EngineError
-from serving.exit import DIED, START_FAILED, Exit, memory_ran_out
+from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, of_its_device
 from serving.follow import kept
 from serving.http.sockets import CannotListen, bound, local_url, raise_open_files
 from serving.kv_cache.server import CacheServer
 from serving.lifecycle import SHUTDOWN, Step
+from serving.observability.redaction import redacted
 from serving.process import StopSignals
 from serving.protocol import INVOCATIONS
 from serving.router.fleet.own_copies import OwnCopies
@@ -64,6 +65,7 @@ COPIES_S = SHUTDOWN.engine
 
 _COPIES = Gauge("slipway_copies", "Copies of the model in this container.")
 _READY = Gauge("slipway_copies_ready", "Those of them that are ready.")
+_LEFT_OUT = Gauge("slipway_copy_left_out", "1 for a copy that is not started any more.", ["copy"])
 _RESTARTS = Counter("slipway_copy_restarts", "Starts of a copy after its first.", ["copy"])
 
 
@@ -131,7 +133,7 @@ class Supervisor:
         self._began = time.monotonic()
         self._own = OwnCopies(
             urls=divided.urls(self._plan),
-            series=folder / "series",
+            folder=folder,
             least=self._settings.copies_least,
             closed=bool(self._settings.router_secret),
         )
@@ -141,7 +143,7 @@ class Supervisor:
         self._failed: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._router: Child | None = None
         self._copies: dict[int, Child] = {}
-        self._left_out: set[int] = set()
+        self._left_out: dict[int, str] = {}
         self._cache: CacheServer | None = None
         self._looks = Looks(self._plan.copies, divided.of_router(self._plan, self._secret))
         _COPIES.set(self._own.count)
@@ -252,6 +254,9 @@ class Supervisor:
                 return
             facts = {"facts": {"copy": copy.number, "code": end.code}}
             what = f"copy {copy.number}: {end.reason or 'it ended'}"
+            if not self._own.met and self._may_go_on(end):
+                self._leave_out(copy, "a copy cannot start because of its device", end)
+                return
             if not self._own.met:
                 self._fail(Exit(_exit_code(end, START_FAILED), end.stage, what))
                 return
@@ -260,12 +265,7 @@ class Supervisor:
                 return
             quick = quick + 1 if ready_for < STEADY_S else 1
             if quick == QUICK_ENDS:
-                self._left_out.add(copy.number)
-                log.error(
-                    "a copy ended %d times in a row, and is left out: %s",
-                    *(QUICK_ENDS, end.reason),
-                    extra=facts,
-                )
+                self._leave_out(copy, f"a copy ended {QUICK_ENDS} times in a row", end)
                 if len(self._left_out) == self._own.count:
                     self._fail(Exit(DIED, "serving", f"no copy can serve: {what}"))
                 return
@@ -273,11 +273,29 @@ class Supervisor:
             _RESTARTS.labels(str(copy.number)).inc()
             await asyncio.sleep(RESTART_S)
 
+    def _may_go_on(self, end: Exit) -> bool:
+        """Whether the others may serve without a copy that has ended at its start. Only its device
+        differs from theirs.
+        """
+        left = self._own.count - len(self._left_out) - 1
+        enough = left >= max(self._settings.copies_least, 1)
+        return enough and not self._settings.fail_fast and of_its_device(end.reason)
+
+    def _leave_out(self, copy: Copy, what: str, end: Exit) -> None:
+        """Leave a copy out from now on, and tell everybody. what: the event, for the log."""
+        reason = redacted(end.reason)
+        log.error(
+            "%s, and is left out: %s",
+            *(what, reason),
+            extra={"facts": {"copy": copy.number, "code": end.code}},
+        )
+        self._left_out[copy.number] = reason
+        _LEFT_OUT.labels(str(copy.number)).set(1)
+        self._own.leave_out(self._left_out)
+
     async def _start_copy(self, copy: Copy, shared: Shared) -> Child:
         report = os.pipe()
-        deployment = divided.of_copy(
-            *(self._deployment, copy, self._secret, shared), self._folder / "adapters"
-        )
+        deployment = divided.of_copy(*(self._deployment, copy, self._secret, shared), self._folder)
         part = CopyPart(
             parent=os.getpid(),
             report=report[1],
@@ -314,13 +332,14 @@ class Supervisor:
 
     def _say_ready(self) -> None:
         seconds = round(time.monotonic() - self._began, 1)
+        ready = self._own.count - len(self._left_out)
         url = local_url(self._settings.host, self._settings.port)
         body = '{"inputs": "The capital of France is"}'
         text = (
-            f"{self._own.count} copies are ready after {seconds} s. Try:\n\n"
+            f"{ready} of {self._own.count} copies are ready after {seconds} s. Try:\n\n"
             f"curl -s {url}{INVOCATIONS[0]} -d '{body}'\n"
         )
-        facts = {"elapsed_s": seconds, "copies": self._own.count}
+        facts = {"elapsed_s": seconds, "copies": ready}
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
 
     # the end

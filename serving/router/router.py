@@ -137,10 +137,12 @@ class Router:
         self.clients: set[Downstream] = set()
         self.proxied: set[ProxiedRequest] = set()
         # replicas
-        self.pool = ReplicaPool(self._on_ready, self._on_gone)
+        self.pool = ReplicaPool(self._on_ready, self._on_gone, copies.urls if copies else ())
         tls = _authorities(settings.router_ca_file)
         asking = self._asking = Asking(self._access, tls)
-        self._health = HealthChecks(self.pool, asking)
+        self._health = HealthChecks(
+            *(self.pool, asking, copies.supervisors_series if copies else str)
+        )
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
         affinity = SessionAffinity()
@@ -460,7 +462,9 @@ class Router:
     def _replicas(self) -> tuple[bytes, bytes]:
         """The kind and body of an answer about replicas."""
         warnings = [*self._different().values()]
-        return status.replicas(self.pool, self.routing.policy, self.kvaware, warnings)
+        return status.replicas(
+            *(self.pool, self.routing.policy, self.kvaware, warnings, self._copies)
+        )
 
     def _change(self, responder: WholeResponder, request: Request) -> None:
         """Have all replicas answer. Their bodies are sent to each, so they have to be here."""
@@ -504,7 +508,7 @@ class Router:
         try:
             if not (told := await told_by(self.pool, self._asking, copies, request.path)):
                 raise NotReady(self.pool.trouble())
-            responder.respond(200, b"application/json", described(told))
+            responder.respond(200, b"application/json", described(told, copies.left_out()))
         except ServingError as error:
             responder.fail(error)
         except Exception:

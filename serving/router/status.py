@@ -2,7 +2,7 @@
 """What the router says of itself: /ping, /metrics and /replicas."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,13 +56,20 @@ def replicas(
     policy: Policy,
     kvaware: KvAwareness | None,
     warnings: Sequence[str],
+    copies: OwnCopies | None,
 ) -> tuple[bytes, bytes]:
-    """The kind and body of an answer about the replicas, with warnings about them."""
-    rows = [_row(replica, policy, kvaware) for replica in pool.replicas]
+    """The kind and body of an answer about the replicas, with warnings about them. copies: as
+    enough() has it.
+    """
+    left_out = copies.left_out() if copies else {}
+    rows = [_row(replica, policy, kvaware, left_out) for replica in pool.replicas]
     return _JSON, msgspec.json.encode({"replicas": rows, "warnings": warnings})
 
 
-def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[str, Any]:
+def _row(
+    replica: Replica, policy: Policy, kvaware: KvAwareness | None, left_out: Mapping[int, str]
+) -> dict[str, Any]:
+    """left_out: as OwnCopies has it."""
     capacity = replica.capacity
     row = {
         "replica": replica.name,
@@ -86,6 +93,10 @@ def _row(replica: Replica, policy: Policy, kvaware: KvAwareness | None) -> dict[
         "kv_shared_store": capacity.store,
         "kv_transfer": replica.transfer,
     }
+    if replica.copy is not None:
+        row["copy"] = replica.copy
+        if reason := left_out.get(replica.copy):
+            row |= {"state": State.FAILED, "detail": f"left out: {reason}"}
     if isinstance(policy, PrefixAware):
         row["kv_tokens_sent"] = policy.index.held(replica.name)._asdict()
     if kvaware:

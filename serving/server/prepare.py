@@ -18,6 +18,7 @@ from lmi_config.plan import kv_tiers, plan, speculation
 from lmi_config.plan.plan import EngineParts, Plan
 from lmi_config.plan.refusals import files
 from serving.access.access import Access
+from serving.batch.records import OtherCopies
 from serving.http.tls import ServerTls
 from serving.sources.locate import locate
 from serving.sources.source import Source, SourceError
@@ -36,13 +37,14 @@ LARGEST = 4 * 2**20
 class Shared:
     """What a supervisor has done once for all of its copies. folder, draft: where the model and its
     draft are. name: the model's folder as the cache server knows it. tiers: whether that server has
-    come up.
+    come up. others: the other copies, for lines of batches.
     """
 
     folder: Path
     draft: Path | None
     name: Path
     tiers: bool
+    others: OtherCopies | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from serving import VERSION, process
 from serving.access.access import Access
 from serving.api.app import create_app
 from serving.api.backend import NO_PLAN, Backend
+from serving.batch.records import OtherCopies
 from serving.engine.base import Engine, EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, root_cause
 from serving.follow import kept
@@ -84,7 +85,8 @@ def serve(deployment: Deployment) -> Exit:
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
         about = explain.summary(deployment.plan)
-        server = Server(listener, settings, lambda note: start(deployment, note), about)
+        others = deployment.shared.others if deployment.shared else None
+        server = Server(listener, settings, lambda note: start(deployment, note), about, others)
         try:
             return uvloop.run(server.run())
         finally:
@@ -102,16 +104,17 @@ class Server:
         settings: Settings,
         start: Start,
         plan: Mapping[str, Any] = NO_PLAN,
+        others: OtherCopies | None = None,
     ) -> None:
         """start: brings up what serves, and notes meanwhile what it is busy with. plan: as the page
-        at /ui shows it.
+        at /ui shows it. others: as Backend has it.
         """
         self._listener = listener
         self._settings = settings
         self._start = start
         self.lifecycle = Lifecycle()
         self._memory_kills = out_of_memory_kills()
-        self.backend = Backend(self.lifecycle, settings, plan)
+        self.backend = Backend(self.lifecycle, settings, plan, others)
         _BUILD.info({"version": VERSION, **{name: version(name) for name in ("vllm", "lmcache")}})
         _TENANTS.info({"header": (settings.cache_salt_header or "").lower()})
         _ROLE.info({"role": settings.server_role})

@@ -93,6 +93,7 @@ let asked = 0; // counts keys, so that answers to an earlier one are dropped
 
 const ready = () => ping.status === "ready" || ping.status === "failing";
 const isRouter = () => Boolean(status?.replicas);
+const hasCopies = () => Boolean(status?.replicas?.some(({ copy }) => copy !== undefined));
 
 async function look() {
   const round = asked;
@@ -384,14 +385,16 @@ function drawRequests() {
   const sorted = [...rows.values()].sort(
     (one, other) => other.in_flight + other.waiting - one.in_flight - one.waiting || other.input - one.input,
   );
-  const titles = ["Tenant", "Adapter", "In flight", "Waiting", "Prompt tokens", "of them cached", "Generated"];
+  const now = isRouter() ? [] : ["In flight", "Waiting"]; // which a router does not know by tenant
+  const titles = ["Tenant", "Adapter", ...now, "Prompt tokens", "of them cached", "Generated"];
+  const counted = !isRouter() || hasCopies(); // copies have no page of their own
   fill(
-    $("requests"), isRouter() ? [] : titles,
-    sorted.slice(0, 50).map((it) => [
-      it.tenant || "–", it.adapter || "base model", number(it.in_flight), number(it.waiting),
-      number(it.input), it.input ? percent(it.cached / it.input) : "–", number(it.output),
+    $("requests"), counted ? titles : [],
+    (counted ? sorted : []).slice(0, 50).map((it) => [
+      it.tenant || "–", it.adapter || "base model",
+      ...(now.length ? [number(it.in_flight), number(it.waiting)] : []), number(it.input), it.input ? percent(it.cached / it.input) : "–", number(it.output),
     ]),
-    isRouter() ? "Replicas count these; each shows them at its own /ui." : "No request yet.",
+    counted ? "No request yet." : "Replicas count these; each shows them at its own /ui.",
   );
 }
 
@@ -686,7 +689,7 @@ function showReplicas() {
       .map(([tier, count]) => `${tier} ${number(count)}`)
       .join(", ");
   const rows = status.replicas.map((it) => [
-    el("b", {}, it.replica),
+    el("span", {}, el("b", {}, it.copy === undefined ? it.replica : `copy ${it.copy}`), it.copy === undefined ? null : el("div", { className: "quiet" }, it.replica)),
     stateOf(it.state, it.kept_from_requests && "kept from requests", it.state === "ready" ? "" : it.detail),
     ...(divided ? [it.role === "both" ? "" : it.role] : []),
     number(it.requests_under_way), number(it.prompt_tokens_queued), it.models.join(", "), number(it.adapters),

@@ -19,6 +19,7 @@ from scripts.chaos.counted import TASKS_FILE
 from scripts.chaos.ledger import End, Ledger, Sample, Verdict, grown, shares, slope, slopes, table
 from scripts.chaos.parts import Kept
 from scripts.chaos.traffic import (
+    CUT,
     ERRORS,
     Ask,
     Client,
@@ -97,11 +98,15 @@ async def client_of(answer, deadline=5.0):
         await replica.stop()
 
 
-async def end_of(ask, expected, answer, fault=False, deadline=5.0, **more):
-    """How the ledger takes an answer. fault: whether there is a fault that may cause errors."""
+async def end_of(ask, expected, answer, fault=False, deadline=5.0, cuts=False, **more):
+    """How the ledger takes an answer. fault: whether there is a fault that may cause errors. cuts:
+    whether there is one that may cut connections.
+    """
     async with client_of(answer, deadline) as (client, _):
         if fault:
             client.ledger.fault("engine", ERRORS, forgets=True)
+        if cuts:
+            client.ledger.fault("own-router", {CUT})
         await client.judge(ask, expected, **more)
         ((_, end),) = client.ledger.ends
         assert client.ledger.good == (end not in (End.LOST, End.WRONG, End.UNEXPLAINED))
@@ -193,6 +198,20 @@ async def test_a_fault_excuses_no_wrong_or_lost_answer_and_no_busy_without_a_tim
     survivor = replace(SSE, survives=True)
     failed = streamed(*sse(chunk_of("a"), ERROR_V1))
     assert await end_of(survivor, None, failed, fault=True) is End.UNEXPLAINED
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (LMI, hanging_up),
+        (LINES, streamed(line_of(1, "a"), end=b"")),
+        (SSE, streamed(*sse(chunk_of("a"), done=False))),
+    ],
+)
+async def test_a_cut_is_explained_by_a_fault_that_cuts(ask, answer):
+    assert await end_of(ask, None, answer, cuts=True) is End.EXPLAINED
+    assert await end_of(ask, None, answer, fault=True) is End.LOST
+    assert await end_of(LMI, None, told(500, ERROR), cuts=True) is End.UNEXPLAINED
 
 
 async def test_no_answer_and_one_that_never_ends_are_lost():

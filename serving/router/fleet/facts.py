@@ -46,8 +46,15 @@ _TRANSFER = re.compile(rb'^slipway_kv_transfer_info\{kv="(\w+)"\} 1', re.MULTILI
 _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
 
 
-def read(metrics: bytes) -> Facts:
-    """Read an answer to /metrics. Values that are not numbers are missing."""
+COPIES = "copies"
+"""The name of the tiers that the copies of one container have together."""
+
+
+def read(metrics: bytes, together: bytes = b"") -> Facts:
+    """Read an answer to /metrics. Values that are not numbers are missing. together: the series of
+    tiers that the replica has together with the other copies of this container.
+    """
+    metrics += together
     born = _BORN.search(metrics)
     blocks, size = _BLOCKS.search(metrics), _BLOCK_SIZE.search(metrics)
     tiers = {name: int(_positive(value)) for name, value in _TIER.findall(metrics)}
@@ -67,6 +74,7 @@ def read(metrics: bytes) -> Facts:
             disk=tiers.get(b"disk", 0),
             shared=tiers.get(b"shared") if store else None,
             store=store[1].decode() if store else "",
+            pool=COPIES if _TIER.search(together) else "",
         ),
         DEFAULT_PRICES._replace(
             disk=measured.get(b"disk", DEFAULT_PRICES.disk),

@@ -107,9 +107,13 @@ async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
 class HealthChecks:
     """Keeps a pool up to date with discovery and with the replicas' own facts."""
 
-    def __init__(self, pool: ReplicaPool, asking: Asking) -> None:
+    def __init__(
+        self, pool: ReplicaPool, asking: Asking, together: Callable[[], str] = str
+    ) -> None:
+        """together: the series of tiers that all replicas have together."""
         self._pool = pool
         self._asking = asking
+        self._together = together
         self._probes: dict[str, Probe] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # looks at those that are not ready
@@ -173,7 +177,7 @@ class HealthChecks:
         for replica in self._pool.replicas:
             if replica.name not in self._tasks:
                 probe = self._probes[replica.name] = Probe(
-                    self._pool, replica, client, self._asking
+                    *(self._pool, replica, client, self._asking, self._together)
                 )
                 self._tasks[replica.name] = asyncio.create_task(kept("health", probe.run))
 
@@ -187,8 +191,10 @@ class Probe:
         replica: Replica,
         client: aiohttp.ClientSession,
         asking: Asking,
+        together: Callable[[], str],
     ) -> None:
         self._asking = asking
+        self._together = together
         self._pool = pool
         self._replica = replica
         self._client = client
@@ -280,7 +286,7 @@ class Probe:
     async def _facts(self) -> Facts:
         self._speeds_at = time.monotonic()
         _, answer = await self._get(METRICS)
-        return facts.read(answer)
+        return facts.read(answer, self._together().encode())
 
     async def _list_models(self) -> None:
         self._models_at = time.monotonic()

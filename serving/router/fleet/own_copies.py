@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -23,21 +23,30 @@ _SUFFIXES = ("_total", "_created", "_bucket", "_count", "_sum", "_info")
 
 @dataclasses.dataclass(kw_only=True)
 class OwnCopies:
-    """urls: the copies' addresses, in order. series: a file with the supervisor's series, in
-    Prometheus' text format; it may not exist yet. least: OPTION_COPIES_LEAST. met: whether all
-    copies have been ready at once. closed: whether requests need a key or another router's
-    signature, as for one server with OPTION_ROUTER_SECRET.
+    """urls: the copies' addresses, in order. folder: the supervisor's, for the files below. least:
+    OPTION_COPIES_LEAST. met: whether all copies that are not left out have been ready at once.
+    closed: whether requests need a key or another router's signature, as for one server with
+    OPTION_ROUTER_SECRET.
     """
 
     urls: tuple[str, ...]
     least: int
-    series: Path
+    folder: Path
     met: bool = False
     closed: bool = False
 
     @property
     def count(self) -> int:
         return len(self.urls)
+
+    @property
+    def series(self) -> Path:
+        """The file with the supervisor's series, in Prometheus' text format."""
+        return self.folder / "series"
+
+    @property
+    def _without(self) -> Path:
+        return self.folder / "left-out"
 
     def supervisors_series(self) -> str:
         """The supervisor's series, as last written."""
@@ -46,12 +55,26 @@ class OwnCopies:
         except OSError:
             return ""
 
+    def leave_out(self, reasons: Mapping[int, str]) -> None:
+        """Tell the router which copies are not started any more. reasons: by the copy's number."""
+        new = self._without.with_suffix(".new")
+        new.write_text(json.dumps(reasons))
+        new.replace(self._without)
+
+    def left_out(self) -> dict[int, str]:
+        """The reasons of the copies that are not started any more, by the copy's number."""
+        try:
+            return {int(it): why for it, why in json.loads(self._without.read_bytes()).items()}
+        except OSError:
+            return {}
+
     def enough(self, ready: int) -> bool:
         """Whether the container is ready with this number of ready copies. At first all must be
         ready, because a single copy would get all requests.
         """
-        self.met = self.met or ready >= self.count
-        return ready >= (min(self.least, self.count) if self.met else self.count)
+        at_first = max(self.count - len(self.left_out()), 1)
+        self.met = self.met or ready >= at_first
+        return ready >= (min(self.least, self.count) if self.met else at_first)
 
 
 async def told_by(
@@ -80,10 +103,10 @@ async def _ask(
         return None
 
 
-def described(copies: Mapping[int, bytes]) -> bytes:
+def described(copies: Mapping[int, bytes], left_out: Collection[int] = ()) -> bytes:
     """LMI's description of a model (GET /models/{model}) with a worker for each copy, in one group,
-    as LMI has one for each kind of device. Raises ValueError, LookupError or TypeError if an answer
-    is not such a description.
+    as LMI has one for each kind of device. left_out: the numbers of copies that have failed for
+    good. Raises ValueError, LookupError or TypeError if an answer is not such a description.
     """
     found = {number: json.loads(body) for number, body in copies.items()}
     whole = next(iter(found.values()))
@@ -94,6 +117,9 @@ def described(copies: Mapping[int, bytes]) -> bytes:
         {**worker, "id": number + 1}
         for number, it in models.items()
         for worker in it["workerGroups"][0]["workers"]
+    ]
+    group["workers"] += [
+        {"id": number + 1, "startTime": None, "status": "FAILED"} for number in sorted(left_out)
     ]
     group["minWorkers"] = group["maxWorkers"] = len(group["workers"])
     for name in ("queueSize", "requestInQueue"):

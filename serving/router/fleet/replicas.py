@@ -9,6 +9,7 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 from urllib.parse import urlsplit
 
 from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
@@ -48,8 +49,10 @@ _READY = State.READY  # in Python 3.11 a member takes a call of an enumeration
 class Replica(Load):
     """One server, as the router knows it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, copy: int | None = None) -> None:
+        """copy: its number, for a copy of this container."""
         super().__init__(url)
+        self.copy = copy
         parts = urlsplit(url)
         # connections to it
         self.host = parts.hostname or ""
@@ -86,6 +89,11 @@ class Replica(Load):
         self._born: bytes | None = None
         # the router's other processes
         self._peer_load: Share = (0, 0, 0)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its name for lines of the log."""
+        return {"replica": self.name} | ({} if self.copy is None else {"copy": self.copy})
 
     @property
     def own_load(self) -> Share:
@@ -158,11 +166,10 @@ class Replica(Load):
 
 def _tell(replica: Replica, reason: str) -> None:
     """Log that a replica is ejected, or readmitted."""
-    facts = {"replica": replica.name}
     if reason:
-        log.warning("a replica is ejected", extra={"facts": facts | {"detail": reason}})
+        log.warning("a replica is ejected", extra={"facts": replica.facts | {"detail": reason}})
     else:
-        log.info("a replica is readmitted", extra={"facts": facts})
+        log.info("a replica is readmitted", extra={"facts": replica.facts})
 
 
 class ReplicaPool:
@@ -172,9 +179,11 @@ class ReplicaPool:
         self,
         on_ready: Callable[[Replica, bool], None],
         on_gone: Callable[[Replica], None],
+        copies: Sequence[str] = (),
     ) -> None:
         """on_ready: called with a replica that has become ready, and whether it has restarted.
-        on_gone: with one that is down, or no longer in the pool.
+        on_gone: with one that is down, or no longer in the pool. copies: the URLs of this
+        container's copies, in the order of their numbers.
         """
         self.replicas: list[Replica] = []
         self.adapters: set[str] = set()
@@ -187,6 +196,7 @@ class ReplicaPool:
         """Set once each of the first ones has said whether it can serve."""
         self._on_ready = on_ready
         self._on_gone = on_gone
+        self._numbers = {url: number for number, url in enumerate(copies)}
         self._gone: dict[str, float] = {}  # since when
 
     # for requests
@@ -270,14 +280,14 @@ class ReplicaPool:
     def update(self, urls: Set[str]) -> None:
         """Have the replicas with these URLs, and no others."""
         for replica in [it for it in self.replicas if it.name not in urls]:
-            log.info("a replica is gone", extra={"facts": {"replica": replica.name}})
+            log.info("a replica is gone", extra={"facts": replica.facts})
             # What it has under way goes on; a pod that ends answers it.
             self.replicas.remove(replica)
             replica.idle.close()
             self._on_gone(replica)
             self._gone[replica.name] = time.monotonic()
         for url in sorted(urls - {replica.name for replica in self.replicas}):
-            replica = Replica(url)
+            replica = Replica(url, self._numbers.get(url))
             replica.breaker = CircuitBreaker(
                 functools.partial(self._peers, replica), functools.partial(_tell, replica)
             )
@@ -290,7 +300,7 @@ class ReplicaPool:
         """A replica was probed. anew: whether it has restarted since it was last ready."""
         if replica not in self.replicas or not replica.enter(state, detail, time.monotonic()):
             return
-        facts = {"replica": replica.name, "state": state} | ({"detail": detail} if detail else {})
+        facts = replica.facts | {"state": state} | ({"detail": detail} if detail else {})
         level = logging.WARNING if state in (State.DOWN, State.FAILED) else logging.INFO
         log.log(level, "replica", extra={"facts": facts})
         if state is State.READY:

@@ -156,6 +156,7 @@ class PrefixIndex:
         self._capacity: dict[str, Capacity] = {}
         self._caches: dict[str, _Caches] = {}
         self._stores: dict[str, _Caches] = {}
+        self._pools: dict[str, _Caches] = {}
 
     def reach(self, replica: str, chain: Sequence[int], now: float) -> Reach:
         """How far the replica's caches reach into a prompt with this chain."""
@@ -165,7 +166,9 @@ class PrefixIndex:
         capacity = self._capacity.get(replica, _UNKNOWN)
         if caches := self._caches.get(replica):
             engine, memory, disk = caches.reach(chain, now)
-            memory, disk = _where_any(capacity, memory, disk)
+        if pool := self._pools.get(capacity.pool):
+            _, memory, disk = pool.reach(chain, now)
+        memory, disk = _where_any(capacity, memory, disk)
         if store := self._stores.get(capacity.store):
             shared, *_ = store.reach(chain, now)
         return Reach(engine * TOKENS, memory * TOKENS, disk * TOKENS, shared * TOKENS)
@@ -176,7 +179,9 @@ class PrefixIndex:
         capacity = self._capacity.get(replica, _UNKNOWN)
         if caches := self._caches.get(replica):
             engine, memory, disk = accumulate(caches.counts)
-            memory, disk = _where_any(capacity, memory, disk)
+        if pool := self._pools.get(capacity.pool):
+            _, memory, disk = accumulate(pool.counts)
+        memory, disk = _where_any(capacity, memory, disk)
         if store := self._stores.get(capacity.store):
             shared = sum(store.counts)
         return Held(engine * TOKENS, memory * TOKENS, disk * TOKENS, shared * TOKENS)
@@ -191,6 +196,8 @@ class PrefixIndex:
         self._caches[replica].insert(chain, now + TTL_S)
         if capacity.store:
             self._stores[capacity.store].insert(chain, now + TTL_S)
+        if capacity.pool:
+            self._pools[capacity.pool].insert(chain, now + TTL_S)
 
     def resize(self, replica: str, capacity: Capacity) -> None:
         """Set the capacities of the replica's KV caches."""
@@ -200,16 +207,21 @@ class PrefixIndex:
         if capacity.store:
             shared = DEFAULT_SHARED_TOKENS if capacity.shared is None else capacity.shared
             self._stores.setdefault(capacity.store, _Caches(0)).resize(_count(shared))
+        if capacity.pool:
+            pool = self._pools.setdefault(capacity.pool, _Caches(0, 0, 0))
+            pool.resize(0, *_tier_sizes(capacity, 0))
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone. A shared store outlives it, while another
-        replica has it.
+        """The replica has started anew, or is gone. Its shared caches outlive it, while another
+        replica has them.
         """
         self._caches.pop(replica, None)
         self._capacity.pop(replica, None)
-        used = {capacity.store for capacity in self._capacity.values()}
-        for store in self._stores.keys() - used:
+        used = self._capacity.values()
+        for store in self._stores.keys() - {capacity.store for capacity in used}:
             del self._stores[store]
+        for pool in self._pools.keys() - {capacity.pool for capacity in used}:
+            del self._pools[pool]
 
 
 def _count(tokens: int) -> int:
@@ -223,9 +235,16 @@ _UNKNOWN = Capacity()
 def _sizes(capacity: Capacity) -> tuple[int, int, int]:
     """How many links there are in engine, memory and disk that are in no faster one of them."""
     engine = _count(DEFAULT_TOKENS if capacity.engine is None else capacity.engine)
-    memory = max(engine, _count(capacity.memory))
+    return engine, *((0, 0) if capacity.pool else _tier_sizes(capacity, engine))
+
+
+def _tier_sizes(capacity: Capacity, faster: int) -> tuple[int, int]:
+    """How many links there are in memory and disk that are in no faster cache. faster: the links
+    of the engine.
+    """
+    memory = max(faster, _count(capacity.memory))
     disk = max(memory, _count(capacity.disk))
-    return engine, memory - engine, disk - memory
+    return memory - faster, disk - memory
 
 
 def _where_any(capacity: Capacity, memory: int, disk: int) -> tuple[int, int]:

@@ -105,3 +105,6 @@ class Capacity:
     """None where its size is unknown."""
     store: str = ""
     """The name of the shared store and its model, the same on all replicas; "" without a store."""
+    pool: str = ""
+    """Replicas with the same name have the memory and the disk together; "" if they are the
+    replica's own."""

@@ -186,6 +186,30 @@ def test_what_plan_shows_of_a_machines_gpus(libraries, model, machine):
     assert [" ".join(row.split()) for row in rows] == recorded[machine]
 
 
+EIGHT = "8,NVIDIA H100,81559,9.0,580.65.06,13000,0,0"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "degree", "copies"),
+    [
+        (EIGHT, None, "2", ["0 1", "2 3", "4 5", "6 7"]),
+        (EIGHT, "4,5,6,7", "2", ["4 5", "6 7"]),
+        (EIGHT, f"GPU-{ID}6,GPU-{ID}1", "1", ["6", "1"]),
+        (EIGHT, "0,1,2", "2", []),
+        (SLICED, None, "1", ["0", "1"]),
+        (SLICED, f"MIG-{ID}1", "1", []),
+    ],
+)
+def test_copies_divide_the_gpus_that_a_mask_shows(libraries, model, gpus, visible, degree, copies):
+    environ = {"OPTION_TENSOR_PARALLEL_DEGREE": degree}
+    if visible:
+        environ["CUDA_VISIBLE_DEVICES"] = visible
+    words = ("-m", "serving", "plan", str(model), "--json")
+    ended = run(libraries, gpus, *words, **environ)
+    found = json.loads(ended.stdout).get("copies", [])
+    assert [" ".join(gpu[-1] for gpu in copy["gpus"]) for copy in found] == copies
+
+
 def test_forward_compatibility_makes_an_old_driver_do(libraries, cuda_build, model):
     ended = run(libraries, COMPATIBLE, "-m", "serving", "plan", str(model), site=cuda_build)
     assert "older than" not in ended.stdout

@@ -2,8 +2,9 @@
 """A container with copies whose engine is the fake one: the supervisor, or one of its children.
 
 `python -m tests.serving.copies.parts` is the supervisor; with a descriptor, as the supervisor
-starts it, a child. COPY_FAILS has a copy of that number fail at its start. Copies that start while
-there is a file COPIES_END end a moment later.
+starts it, a child. COPY_FAILS has the copies of these numbers fail at their start, with the reason
+COPY_FAULT. Copies that start while there is a file COPIES_END end a moment later. COPY_SLOW has
+seconds that an answer takes.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from serving.exit import failure, report
 from serving.http.sockets import bound
 from serving.observability import logs
 from serving.process import adopt_orphans
+from serving.protocol import COMPLETIONS
 from serving.server.prepare import prepare
 from serving.server.server import Server
 from serving.server.startup import Runtime
@@ -39,15 +41,24 @@ def child(part):
     subprocess.Popen(["sleep", "1000"])  # a worker of the copy's
 
     async def start(note):
-        if os.environ.get("COPY_FAILS") == number:
-            raise EngineError("CUDA out of memory")
+        if number in os.environ.get("COPY_FAILS", "").split(","):
+            raise EngineError(os.environ.get("COPY_FAULT", "CUDA out of memory"))
         if Path(os.environ.get("COPIES_END", "/nowhere")).exists():
             threading.Timer(0.2, os._exit, [7]).start()
         engine = FakeEngine(settings.model_names)
+        completions = engine.completions
+
+        async def slowly(call, sink, usage):
+            await asyncio.sleep(float(os.environ.get("COPY_SLOW", "0")))
+            await completions(call, sink, usage)
+
+        engine.answers[COMPLETIONS] = slowly
         return Runtime(engine=engine, adapters=None, code=None, cache=None)
 
     async def live(listener):
-        return await Server(listener, settings, start).run()
+        shared = part.deployment.shared
+        others = shared.others if shared else None
+        return await Server(listener, settings, start, others=others).run()
 
     adopt_orphans()
     with bound("127.0.0.1", settings.port, backlog=100) as listener:

@@ -22,7 +22,7 @@ def settings(**environ):
     made = planned({"OPTION_COPIES": "2", **environ}, machine(), model(2))
     secret = divided.secret(made.settings)
     copies = [
-        divided.of_copy(Deployment(made, NO_SOURCE, None), it, secret, SHARED, Path("/adapters"))
+        divided.of_copy(Deployment(made, NO_SOURCE, None), it, secret, SHARED, Path("/ours"))
         for it in made.copies
     ]
     return divided.of_router(made, secret), [it.plan.settings for it in copies]
@@ -52,6 +52,12 @@ def test_keys_limits_and_tls_are_the_routers():
     assert {(it.api_key, it.tls_cert_file, it.ui) for it in copies} == {(None, None, False)}
 
 
+def test_copies_count_tokens_in_the_store_of_the_routers_limits():
+    """A router does not know the tokens of an answer."""
+    router, copies = settings(OPTION_LIMITS_URL="redis://here:6379")
+    assert {router.limits_url, *(it.limits_url for it in copies)} == {"redis://here:6379"}
+
+
 def test_the_queue_is_divided_and_ports_are_not_shared():
     _, copies = settings(SERVING_JOB_QUEUE_SIZE="5")
     assert [it.job_queue_size for it in copies] == [3, 3]
@@ -60,6 +66,6 @@ def test_the_queue_is_divided_and_ports_are_not_shared():
 
 def test_adapters_have_a_list_that_outlives_a_copy():
     assert settings()[1][0].adapter_list is None
-    assert settings(OPTION_ENABLE_LORA="true")[1][0].adapter_list == "/adapters"
+    assert settings(OPTION_ENABLE_LORA="true")[1][0].adapter_list == "/ours/adapters"
     listed = {"OPTION_ENABLE_LORA": "true", "OPTION_ADAPTER_LIST": "/mine"}
     assert settings(**listed)[1][1].adapter_list == "/mine"

@@ -18,6 +18,7 @@ from serving.exit import Exit
 from serving.kv_cache.server import TERM_S
 from serving.lifecycle import GRACE_S, SHUTDOWN
 
+OURS = {"x-request-id": "a-clients"}
 ASK = {"prompt": "a b", "max_tokens": 2}
 
 
@@ -90,11 +91,21 @@ def container(tmp_path_factory):
 def test_a_client_sees_one_server(container):
     assert container.ask().status_code == 200
     assert container.get("/ping").json()["detail"] == "2 of 2 copies are ready"
-    assert container.get("/v1/models").json()["data"][0]["id"]
+    assert container.get("/v1/models", **OURS).json()["data"][0]["id"]
     assert container.get("/nothing").status_code == 404
     (model,) = container.get("/models/lmi").json()[0]["models"]
     assert [it["id"] for it in model["workerGroups"][0]["workers"]] == [1, 2]
     assert container.get("/models/other").status_code == 404
+
+
+def test_only_requests_of_clients_have_lines_and_each_has_one(container):
+    answer = container.ask(**{"x-request-id": "the-one"})
+    assert answer.status_code == 200
+    served = [it for it in container.lines() if it["logger"] == "serving.access"]
+    models = {it["request_id"] for it in served if it["path"] == "/v1/models"}
+    assert models <= {*OURS.values()}  # and none that the router has asked
+    (line,) = [it for it in served if it["request_id"] == "the-one"]
+    assert line["copy"] in (0, 1)
 
 
 def test_copies_answer_only_the_router(container):
@@ -168,6 +179,48 @@ def test_a_copy_that_cannot_start_ends_the_container_with_its_reason(tmp_path):
         assert (last["message"], last["stage"]) == ("failed", "start")
         assert last["reason"] == "copy 1: CUDA out of memory"
         assert "copy" not in last
+
+
+ITS_DEVICE = {"COPY_FAILS": "1", "COPY_FAULT": "CUDA error: uncorrectable ECC error encountered"}
+
+
+def test_a_copy_whose_device_has_failed_is_left_out_and_everybody_is_told(tmp_path):
+    with Container(tmp_path, **ITS_DEVICE) as it:
+        Program.ready(it, 120)
+        assert it.get("/ping").json()["detail"] == "1 of 2 copies are ready"
+        assert it.ask().status_code == 200
+        (told,) = [line for line in it.lines() if "left out" in line["message"]]
+        assert (told["level"], told["copy"]) == ("error", 1)
+        assert ITS_DEVICE["COPY_FAULT"] in told["message"]
+        until(lambda: '"copies": 1' in it.logged(), 30)
+        until(lambda: 'slipway_copy_left_out{copy="1"} 1.0' in it.get("/metrics").text, 30)
+        assert "slipway_copies 2.0" in it.get("/metrics").text
+        rows = {row["copy"]: row for row in it.get("/ui/status").json()["replicas"]}
+        assert rows[0]["state"] == "ready"
+        assert rows[1]["state"] == "failed"
+        assert rows[1]["detail"] == f"left out: {ITS_DEVICE['COPY_FAULT']}"
+        (model,) = it.get("/models/lmi").json()[0]["models"]
+        workers = model["workerGroups"][0]["workers"]
+        assert [(worker["id"], worker["status"]) for worker in workers] == [
+            *((1, "READY"), (2, "FAILED"))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "last"),
+    [
+        ({"OPTION_COPIES_LEAST": "2"}, "copy 1: "),
+        ({"SERVING_FAIL_FAST": "true"}, "copy 1: "),
+        ({"COPY_FAILS": "0,1"}, "copy "),
+    ],
+)
+def test_a_device_that_has_failed_ends_a_container_that_needs_it(tmp_path, environ, last):
+    with Container(tmp_path, **{**ITS_DEVICE, **environ}) as it:
+        assert it.process.wait(120) == 3
+        assert it.lines()[-1]["stage"] == "start"
+        assert it.lines()[-1]["reason"].startswith(last)
+        assert ITS_DEVICE["COPY_FAULT"] in it.lines()[-1]["reason"]
+        assert "CUDA_VISIBLE_DEVICES" in it.lines()[-1]["fix"]
 
 
 def test_fail_fast_ends_the_container_with_its_first_copy(tmp_path):

@@ -2,6 +2,7 @@
 """The page for people: what is served, and what a real Chromium makes of it. Its engine is fake."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -376,3 +377,30 @@ async def test_the_router_shows_its_replicas(page):
         for replica in it.fleet:
             await expect(page.get_by_role("row", name=replica.url)).to_contain_text("ready")
         await expect(page.get_by_role("link", name="Plan")).to_be_hidden()
+
+
+async def test_copies_of_one_container_are_shown_with_their_numbers_and_requests(page):
+    row = {
+        **{"role": "both", "kept_from_requests": False, "requests_under_way": 0, "detail": ""},
+        **{"prompt_tokens_queued": 0, "models": ["lmi"], "adapters": 0, "kv_cache_tokens": 9},
+        **{"kv_tier_tokens": {"memory": 5_000}},
+    }
+    rows = [
+        {"replica": "http://127.0.0.1:5004", "copy": 0, "state": "ready", **row},
+        {"replica": "http://127.0.0.1:5005", "copy": 1, "state": "failed", **row}
+        | {"detail": "left out: CUDA error"},
+    ]
+    counts = ('copy="0",direction="input"', 'copy="1",direction="input"', 'direction="output"')
+    labels = 'tenant="a",adapter="",cached="false"'
+    tokens = "".join(f"slipway_tokens_total{{{labels},{it}}} 7.0\n" for it in counts)
+    async with running() as it:
+        body = json.dumps({"replicas": rows, "warnings": []})
+        await page.route("**/ui/status", lambda route: route.fulfill(body=body))
+        await page.route("**/metrics", lambda route: route.fulfill(body=tokens))
+        await page.goto(f"{it.url}/ui#replicas")
+        failed = page.get_by_role("row", name="copy 1")
+        await expect(failed).to_contain_text("left out: CUDA error")
+        await expect(page.get_by_role("row", name="copy 0")).to_contain_text("memory 5,000")
+        await page.get_by_role("link", name="Activity").click()
+        cells = page.locator("#requests tbody tr td")
+        await expect(cells).to_have_text(["a", "base model", "14", "0%", "7"])

@@ -67,6 +67,13 @@ def test_prices_are_measured_or_assumed(metrics, disk, shared):
     assert prices == pytest.approx((DEFAULT_PRICES.memory, disk, shared))
 
 
+def test_tiers_of_the_supervisor_are_one_for_all_copies():
+    found = read(ENGINE.encode(), (TIERS + "slipway_kv_chunk_tokens 256.0\n").encode())
+    assert found.capacity == Capacity(engine=1_600, memory=3_200_000, pool="copies")
+    assert found.chunk == 256
+    assert read(ENGINE.encode(), b"slipway_copies 2.0\n").capacity == Capacity(engine=1_600)
+
+
 def test_by_which_keys_its_caches_are_found():
     found = read(b'slipway_tenants_info{header="x-tenant"} 1.0\nslipway_kv_chunk_tokens 256.0\n')
     assert (found.tenant_header, found.chunk) == ("x-tenant", 256)

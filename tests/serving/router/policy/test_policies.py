@@ -321,6 +321,33 @@ def test_a_shared_store_counts_wherever_it_is():
     assert not any(index.reach("same", document, 2))
 
 
+def test_copies_have_their_memory_and_disk_together():
+    """The engine of each holds one document, the memory of both three, and the disk six."""
+    index = PrefixIndex()
+    together = Capacity(engine=1_280, memory=3_840, disk=7_680, pool="copies")
+    for name in ("r", "other"):
+        index.resize(name, together)
+    index.resize("alone", Capacity(engine=1_280, memory=3_840))
+    found = documents(index, 8)
+    on_disk, in_memory = (0, 0, 1_280, 0), (0, 1_280, 1_280, 0)
+    assert index.reach("r", found[7], 9) == (1_280, 1_280, 1_280, 0)
+    assert [index.reach("other", it, 9) for it in found] == [
+        *[(0, 0, 0, 0)] * 2,
+        *[on_disk] * 3,
+        *[in_memory] * 3,
+    ]
+    assert not any(index.reach("alone", found[7], 9))
+    assert index.held("r") == (1_280, 3_840, 7_680, 0)
+    # They outlive one that used them.
+    index.forget("r")
+    index.resize("r", together)
+    assert index.reach("r", found[7], 9) == in_memory
+    for name in ("r", "other"):
+        index.forget(name)
+    index.resize("r", together)
+    assert not any(index.reach("r", found[7], 9))
+
+
 def test_a_shared_store_of_a_known_size_is_as_large():
     index = resized(PrefixIndex(), engine=1_280, shared=2_560, store="one")
     assert [index.reach("r", it, 9).shared for it in documents(index, 4)] == [0, 0, 1_280, 1_280]
