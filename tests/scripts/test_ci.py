@@ -28,7 +28,7 @@ def program(file, text):
 
 @pytest.fixture
 def ci(tmp_path):
-    """Runs a copy of it, in which the steps only say what they are called with."""
+    """Runs a copy of it. The steps only print their arguments."""
     checkout = tmp_path / "checkout"
     for name in ("check", "dev", "test", "build"):
         program(checkout / "scripts" / name, STEP)
