@@ -12,6 +12,8 @@ import pytest
 from botocore.loaders import JSONFileLoader
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ("tests.durations",)
+
 settings.register_profile(
     "random",
     database=None,

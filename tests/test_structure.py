@@ -405,3 +405,13 @@ def test_no_living_object_gets_another_class():
         if isinstance(it, ast.Attribute) and it.attr == "__class__"
     }
     assert found == set()
+
+
+def test_no_test_has_mock_objects():
+    """One module of a user contains such an object, and the test looks for handlers beside it."""
+    users = {
+        file.name
+        for file in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^ *(import|from) (unittest\W.*\bmock|pytest_mock)", file.read_text(), re.M)
+    }
+    assert users == {"test_djl_python.py"}

@@ -50,12 +50,15 @@ for _name in (
 ):
     importlib.import_module(_name)
 
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from serving.engine import vllm
 from serving.observability import logs
 
 vllm._import()
+# Otherwise, a new process imports vLLM to inspect each class of models.
+registry._run_in_subprocess = lambda inspect: inspect()
 
 CACHE_SERVER = ["-m", "serving.kv_cache.lmcache"]
 PROGRAMS = [

@@ -282,7 +282,7 @@ def nightly(*parameters: Any) -> list[Any]:
     return [pytest.param(it, marks=pytest.mark.nightly) for it in parameters]
 
 
-@pytest.mark.parametrize("kind", [*QUICK, *nightly(*OTHERS)])
+@pytest.mark.parametrize("kind", ["full", "windows_and_full", *nightly("windows", *OTHERS)])
 def test_a_hit_answers_as_a_miss_does(kind, tmp_path):
     more: Any = {"OPTION_ENABLE_PROMPT_EMBEDS": "true"} if kind == "full" else {}
     with tiered(kind, tmp_path, **more) as it:

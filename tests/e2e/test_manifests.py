@@ -124,20 +124,42 @@ def mounted(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_it_starts_as_it_is_and_answers(row, mounted, tmp_path):
-    def here(it: Any) -> Any:
-        return it.replace(MOUNT, mounted) if isinstance(it, str) else it
+NIGHTLY = ("vLLM's server as a module", "LMI's guide to endpoints")
+"""Every check reads how these start. Their servers have the options of the row before."""
 
-    environ = {name: here(it) for name, it in row.environ.items()}
+
+def here(it: Any, mounted: str) -> Any:
+    return it.replace(MOUNT, mounted) if isinstance(it, str) else it
+
+
+def started_with(row, mounted, folder):
+    """The words that Python gets, and the variables; its port is the container's."""
+    environ = {name: here(it, mounted) for name, it in row.environ.items()}
     environ["SERVING_MODEL_STORE"] = mounted
-    words = passed_on([here(it) for it in row.args], tmp_path)
+    words = passed_on([here(it, mounted) for it in row.args], folder)
     assert listens(words, environ) == row.port
+    return words, environ
+
+
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_it_is_read(name, mounted, tmp_path):
+    started_with(ROWS[name], mounted, tmp_path)
+
+
+def in_turn(name: str) -> Any:
+    marks = [pytest.mark.nightly] if name in NIGHTLY else []
+    return pytest.param(ROWS[name], marks=marks, id=name)
+
+
+@pytest.mark.parametrize("row", [in_turn(it) for it in ROWS])
+def test_it_starts_as_it_is_and_answers(row, mounted, tmp_path):
+    words, environ = started_with(row, mounted, tmp_path)
     environ["OPTION_KV_CACHE_MEMORY_BYTES"] = "64M"
     with serving(tmp_path / "log", *PYTHON, *words, **environ) as it:
         it.ready()
         assert it.client.get(row.probe).status_code == 200
-        answer = it.client.post(row.path, json={key: here(it) for key, it in row.body.items()})
+        body = {key: here(value, mounted) for key, value in row.body.items()}
+        answer = it.client.post(row.path, json=body)
         assert answer.status_code == 200, answer.text
         if row.path == "/predictions/test":
             assert it.client.get("/models/test").json()[0]["models"][0]["status"] == "Healthy"

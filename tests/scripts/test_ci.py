@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`.ci/run`: what it calls, and which engine for containers it finds."""
+"""`.ci/run`: what it calls, and which container engine it finds or starts."""
 
 import os
 import shutil
@@ -12,8 +12,11 @@ from scripts.harness.process import ROOT
 STEP = '#!/bin/sh\necho "${0##*/} $* CI=$CI DOCKER=$DOCKER"\n'
 RUNS = "#!/bin/sh\nexit 0\n"
 DOES_NOT_RUN = "#!/bin/sh\nexit 1\n"
-CHECKED = ["setup dev", *(f"{it} CI=true DOCKER=" for it in ("check ", "dev docs build", "test "))]
-NOT_TESTED = "THE IMAGE HAS NOT BEEN TESTED: there is no docker or podman here that runs"
+
+
+def checked(docker=""):
+    steps = ("check ", "dev docs build", "test ")
+    return ["setup dev", *(f"{it} CI=true DOCKER={docker}" for it in steps)]
 
 
 def program(file, text):
@@ -25,7 +28,7 @@ def program(file, text):
 
 @pytest.fixture
 def ci(tmp_path):
-    """Runs a copy of it, in which the steps only say what they are called with."""
+    """Runs a copy of it. The steps only print their arguments."""
     checkout = tmp_path / "checkout"
     for name in ("check", "dev", "test", "build"):
         program(checkout / "scripts" / name, STEP)
@@ -37,13 +40,13 @@ def ci(tmp_path):
     for name in ("bash", "dirname", "mktemp", "rm", "sh", "true"):
         (path / name).symlink_to(shutil.which(name))
 
-    def run(**environ):
+    def run(code=0, **environ):
         own = {"PATH": str(path), "HOME": str(tmp_path)}
         ended = subprocess.run(
             [checkout / ".ci" / "run"], env=own | environ, capture_output=True, text=True
         )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.splitlines()
+        assert ended.returncode == code, ended.stderr
+        return ended
 
     return run
 
@@ -52,38 +55,59 @@ def image(docker):
     return [f"build cpu CI=true DOCKER={docker}", f"test image CI=true DOCKER={docker}"]
 
 
-def test_without_an_engine_the_last_line_says_what_was_not_tested(ci):
-    assert ci() == [*CHECKED, NOT_TESTED]
+@pytest.fixture
+def support(tmp_path):
+    """The file with the calls of the program that starts a container engine."""
+    calls, engine = tmp_path / "calls", program(tmp_path / "started", RUNS)
+    text = f'#!/bin/sh\necho "$1" >>{calls}\n[ "$1" != up ] || echo "export DOCKER={engine}"\n'
+    program(tmp_path / "checkout" / "tests" / "support" / "containers", text)
+    return calls
 
 
 @pytest.mark.parametrize("name", ["docker", "podman"])
-def test_an_installed_engine_tests_the_image(ci, tmp_path, name):
+def test_an_installed_engine_tests_the_image(ci, support, tmp_path, name):
     program(tmp_path / "bin" / "docker", DOES_NOT_RUN)
     program(tmp_path / "bin" / name, RUNS)
-    assert ci() == CHECKED + image(name)
+    assert ci().stdout.splitlines() == checked() + image(name)
+    assert not support.exists()
 
 
-def test_an_engine_that_docker_names_is_the_only_one(ci, tmp_path):
+def test_an_engine_that_docker_names_is_the_only_one(ci, support, tmp_path):
     program(tmp_path / "bin" / "docker", RUNS)
     named = program(tmp_path / "own", RUNS)
-    found = [line.replace(f"DOCKER={named}", "DOCKER=") for line in ci(DOCKER=str(named))]
-    assert found == [line.replace(str(named), "") for line in CHECKED + image(named)]
+    assert ci(DOCKER=str(named)).stdout.splitlines() == checked(named) + image(named)
     program(named, DOES_NOT_RUN)
-    assert ci(DOCKER=str(named))[-1] == NOT_TESTED
+    ended = ci(1, DOCKER=str(named))
+    assert ended.stdout == "setup dev\n"
+    assert "run: needs docker or podman, or DOCKER to name what is like them" in ended.stderr
 
 
-@pytest.mark.parametrize("where", ["../shared/tools/docker-here", "/elsewhere"])
-def test_a_program_beside_the_checkout_brings_one_up_and_takes_it_down(ci, tmp_path, where):
-    brought, calls = tmp_path / "brought", tmp_path / "calls"
-    tool = tmp_path / where.removeprefix("../").removeprefix("/")
-    program(tool, f'#!/bin/sh\necho "$1" >>{calls}\necho "export DOCKER={brought}"\n')
-    environ = {"SLIPWAY_CONTAINER_TOOLS": str(tool)} if where.startswith("/") else {}
-    assert ci(**environ)[-1] == NOT_TESTED  # what it names does not run
-    program(brought, RUNS)
-    assert ci(**environ)[: len(CHECKED) + 2] == CHECKED + image(brought)
-    assert calls.read_text().split() == ["up", "down"] * 2
-    program(tool, DOES_NOT_RUN)
-    assert NOT_TESTED in ci(**environ)
+def test_where_none_runs_one_is_started_and_ended(ci, support, tmp_path):
+    assert ci().stdout.splitlines() == checked() + image(tmp_path / "started")
+    assert support.read_text().split() == ["up", "down"]
+
+
+def test_a_run_without_an_engine_fails(ci, support, tmp_path):
+    program(tmp_path / "checkout" / "tests" / "support" / "containers", DOES_NOT_RUN)
+    ended = ci(1)
+    assert ended.stdout.splitlines() == checked()
+    assert "no container engine runs here, and none could be started" in ended.stderr
+
+
+def test_the_image_is_left_out_on_request(ci, support, tmp_path):
+    program(tmp_path / "bin" / "docker", RUNS)
+    ended = ci(CI_NO_IMAGE="1")
+    assert ended.stdout.splitlines() == checked()
+    assert "CI_NO_IMAGE is set: THE IMAGE IS NOT TESTED" in ended.stderr
+    assert not support.exists()
+
+
+@pytest.mark.parametrize(("words", "code", "told"), [(["-h"], 0, " up "), (["x"], 1, "up or down")])
+def test_what_starts_one_tells_how_it_is_called(words, code, told):
+    command = [ROOT / "tests" / "support" / "containers", *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == code
+    assert told in ended.stdout + ended.stderr
 
 
 def test_what_it_calls_is_what_the_readme_says():

@@ -125,6 +125,7 @@ def test_a_long_list_of_libraries_has_libnuma(root):
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
+        (("e2e",), "tests/e2e -n 3 --dist loadfile --no-loadscope-reorder --budget=900"),
         (("e2e", "-x"), "tests/e2e -n 3 --dist loadfile --no-loadscope-reorder -x"),
         (
             ("e2e", "tests/e2e/test_life.py::test_it"),

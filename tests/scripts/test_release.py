@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a release stands on: one version, and the steps that `scripts/dev release` takes."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -70,8 +71,8 @@ def test_a_changelog_that_starts_no_release_is_named(copy):
         version.faults(copy)
 
 
-def test_a_dry_run_prints_the_steps_of_a_release():
-    ended = dev("release", REPOSITORY, "--dry-run")
+def test_the_steps_of_a_release():
+    ended = dev("release", REPOSITORY, "--print")
     assert (ended.returncode, ended.stderr) == (0, "")
     image = f"{REPOSITORY}:{version.version(ROOT)}"
     steps = ended.stdout.splitlines()
@@ -83,6 +84,8 @@ def test_a_dry_run_prints_the_steps_of_a_release():
         f"+ docker push {image}",
     ]
     assert [it for it in steps if it in order] == order
+    made = [it for it in steps if " docs build" in it or " helm package " in it or "+ tar " in it]
+    assert len(made) == 3
     pushed = [it.rpartition(":")[2] for it in steps if it.startswith("+ docker push ")]
     signed = [it.rpartition("-OF-")[2] for it in steps if it.startswith("+ cosign sign ")]
     attested = [it.rpartition("-OF-")[2] for it in steps if it.startswith("+ cosign attest ")]
@@ -96,6 +99,44 @@ def test_a_dry_run_prints_how_the_commit_is_tagged():
     steps = dev("release", "tag", "--dry-run").stdout.splitlines()
     assert [it.split()[-1] for it in steps] == [name, name]
     assert [it.split()[1:3] for it in steps] == [["git", "tag"], ["git", "push"]]
+
+
+def test_a_dry_run_does_all_but_publish(tmp_path):
+    """In a copy whose scripts and programs only print their arguments."""
+    for name in ("scripts/release/release", "scripts/release/version.py", "scripts/env.sh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("pyproject.toml", "CHANGELOG.md", *PLACES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "build" / "site").mkdir(parents=True)
+    says = 'echo "ran ${0##*/} $*"\n'
+    for name in ("scripts/build", "scripts/test", "scripts/dev", "docker", "helm"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text(f"#!/bin/sh\necho {tmp_path}/helm\n")
+    for it in (*tmp_path.glob("scripts/*"), *tmp_path.glob("*"), tmp_path / ".venv/bin/python"):
+        it.chmod(0o755)
+    ended = subprocess.run(
+        [tmp_path / "scripts/release/release", REPOSITORY, "--dry-run"],
+        env=os.environ | {"DOCKER": str(tmp_path / "docker"), "ENGINES": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    image = f"{REPOSITORY}:{version.version(ROOT)}"
+    ran = [it for it in ended.stdout.splitlines() if it.startswith("ran ")]
+    assert ran == [
+        f"ran build cpu {image}-cpu",
+        "ran test image",
+        "ran dev docs build",
+        "ran helm package deploy/helm/slipway --destination dist",
+        f"ran dev sbom {image}-cpu dist/slipway-{version.version(ROOT)}-cpu.cdx.json",
+    ]
+    assert f"+ {tmp_path}/docker push {image}-cpu" in ended.stdout
+    assert [it.name for it in (tmp_path / "dist").iterdir()] == [
+        f"slipway-{version.version(ROOT)}-docs.tar.gz"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +161,11 @@ def test_every_step_of_a_workflow_is_a_script_that_is_there():
         for line in file.read_text().splitlines()
     ]
     used = {it for line in lines for it in re.findall(r"scripts/[\w./]+", line)}
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert "uses: ./.github/workflows/ci.yml" in release
+    assert "scripts/test nightly" in release
+    assert "needs: [suite, nightly]" in release
     assert used >= {"scripts/check", "scripts/test", "scripts/build", "scripts/dev"}
     assert [it for it in used if not (ROOT / it).is_file()] == []
-    actions = [line for line in lines if "uses:" in line]
+    actions = [line for line in lines if "uses:" in line and "uses: ./" not in line]
     assert [it for it in actions if not re.search(r"@[0-9a-f]{40} # v[\d.]+$", it)] == []

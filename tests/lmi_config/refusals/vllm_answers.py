@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models import registry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lmi_config.plan.vllm import arguments
 from tests.lmi_config.refusals.situations import DRAFTS, MODELS, ROWS
+
+# Otherwise, a new process imports vLLM to inspect each class of models.
+registry._run_in_subprocess = lambda inspect: inspect()
 
 
 class Parser(FlexibleArgumentParser):  # type: ignore[misc]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of CPU time and the budget: each test runs pytest in a separate process."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from scripts.harness.process import ROOT
+
+STARTS = (
+    "import subprocess, sys\n\n\ndef test_it():\n    subprocess.run([sys.executable, '-c', ''])\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "budget", "code"), [(2, ["--budget=0"], 1), (0, ["--budget=10000"], 0)]
+)
+def test_the_cost_of_each_folder_and_the_budget(tmp_path, processes, budget, code):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_it.py").write_text(STARTS)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--import-mode=importlib"]
+    command += ["-p", "tests.durations", f"-n{processes}", f"--rootdir={tmp_path}", str(tmp_path)]
+    ended = subprocess.run([*command, *budget], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    table = ended.stdout.partition("CPU time by folder")[2]
+    row = r"^ +([\d.]+) s +[\d.]+ s on the clock +(\d+)  (\w+)$"
+    found = re.findall(row, table, re.MULTILINE)
+    assert {(name, tests) for _, tests, name in found} == {
+        ("one", "1"),
+        ("two", "1"),
+        ("collection", "0"),
+    }
+    assert ("Over the budget" in table) == bool(code)
