@@ -64,6 +64,16 @@ PREFILL = Histogram(
     "What it took to have a prompt computed that was handed over.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
+HELD = Histogram(
+    "slipway_router_held_wait_seconds",
+    "How long those requests were held that got their turn.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+)
+UNHELD = Counter(
+    "slipway_router_held_refused",
+    "Requests that were held, or were to be, and did not get their turn.",
+    ["reason"],
+)
 USAGE = Counter(
     "slipway_router_usage_tokens",
     "Tokens that answers say they have used, as an endpoint picker sees them pass.",
@@ -84,13 +94,19 @@ class CurrentSeries(Collector):
     """
 
     def __init__(
-        self, source: Collector, states: Mapping[str, tuple[bool, int]], counted: Set[str]
+        self,
+        source: Collector,
+        states: Mapping[str, tuple[bool, int]],
+        held: int,
+        counted: Set[str],
     ) -> None:
         """source: all series. states: by replica, whether it takes requests, and how many it has
-        under way. counted: the replicas whose series are shown.
+        under way. held: requests that wait for a replica. counted: the replicas whose series are
+        shown.
         """
         self._source = source
         self._states = states
+        self._held = held
         self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
@@ -113,7 +129,10 @@ class CurrentSeries(Collector):
         for name, (takes, under_way) in self._states.items():
             ready.add_metric([name], takes)
             in_flight.add_metric([name], under_way)
-        yield from (ready, in_flight)
+        held = GaugeMetricFamily(
+            "slipway_router_held", "Requests that wait in the router for a replica.", self._held
+        )
+        yield from (ready, in_flight, held)
 
 
 def forget(replica: str) -> None:
@@ -140,5 +159,6 @@ class Tally:
         CACHED_TOKENS.inc(self.cached_tokens)
         DECISION.flush()
         FIRST_BYTE.flush()
+        HELD.flush()
         self.requests.clear()
         self.prompt_tokens = self.cached_tokens = 0

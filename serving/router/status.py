@@ -19,24 +19,32 @@ from serving.router.policy.policies import Policy, PrefixAware
 _JSON = b"application/json"
 
 
-def enough(pool: ReplicaPool, copies: OwnCopies | None) -> bool:
-    """Whether enough replicas are ready. copies: of this container, where they are those."""
+def enough(pool: ReplicaPool, copies: OwnCopies | None, hold: int) -> bool:
+    """Whether enough replicas are ready: none, where requests wait for one. copies: of this
+    container, where they are those.
+    """
     ready = len(pool.ready)
-    return copies.enough(ready) if copies else ready > 0
+    return copies.enough(ready) if copies else ready > 0 or hold > 0
 
 
-def ping(pool: ReplicaPool, draining: bool, copies: OwnCopies | None) -> tuple[bytes, bytes]:
-    """The kind and body of an answer to /ping."""
+def ping(
+    pool: ReplicaPool, draining: bool, copies: OwnCopies | None, hold: int
+) -> tuple[bytes, bytes]:
+    """The kind and body of an answer to /ping. hold: seconds that requests wait for a replica."""
     ready = len(pool.ready)
-    status = "draining" if draining else "ready" if enough(pool, copies) else "starting"
+    status = "draining" if draining else "ready" if enough(pool, copies, hold) else "starting"
     detail = (
         f"{ready} of {copies.count} copies are ready" if copies else f"{ready} replicas are ready"
     )
+    if hold and not ready and not copies:
+        detail += f"; requests wait for one for at most {hold} s (OPTION_ROUTER_HOLD_S)"
     return _JSON, msgspec.json.encode({"status": status, "detail": detail})
 
 
-def metrics(pool: ReplicaPool, accept: bytes, *, traced: bool) -> tuple[bytes, bytes]:
-    """All processes' series, as a scraper accepts them. traced: whether spans are sent."""
+def metrics(pool: ReplicaPool, held: int, accept: bytes, *, traced: bool) -> tuple[bytes, bytes]:
+    """All processes' series, as a scraper accepts them. held: requests that wait for a replica.
+    traced: whether spans are sent.
+    """
     for name in pool.forget_gone():
         forget(name)
     registry = REGISTRY
@@ -47,7 +55,7 @@ def metrics(pool: ReplicaPool, accept: bytes, *, traced: bool) -> tuple[bytes, b
         replica.name: (replica.state is State.READY, replica.in_flight) for replica in pool.replicas
     }
     shown = CollectorRegistry()
-    shown.register(CurrentSeries(registry, states, pool.counted()))
+    shown.register(CurrentSeries(registry, states, held, pool.counted()))
     return exposition(shown, accept, exemplars=traced)
 
 

@@ -17,7 +17,8 @@ class Facts:
 
     born: the start time of its process, if known. chunk: tokens of a chunk in its tiers, 0 without
     tiers. tenant_header: its header for tenants, "" without one; None if unknown.
-    adapter_slots: adapters that its engine keeps. role: `prefill` for one that computes prompts for
+    adapter_slots: adapters that its engine keeps. slots: requests that it gives its engine at once,
+    0 if unknown. role: `prefill` for one that computes prompts for
     those that `decode`; `both` for one that does all of a request. transfer: engines with the same
     fetch KV from each other, "" for one that does not.
     """
@@ -28,6 +29,7 @@ class Facts:
     chunk: int
     tenant_header: str | None
     adapter_slots: int
+    slots: int
     role: str
     transfer: str
 
@@ -41,6 +43,7 @@ _LOAD = re.compile(rb'^slipway_kv_tier_load_seconds_per_token\{tier="(\w+)"\} (\
 _CHUNK = re.compile(rb"^slipway_kv_chunk_tokens (\S+)", re.MULTILINE)
 _TENANTS = re.compile(rb'^slipway_tenants_info\{header="([^"]{0,256})"\} 1', re.MULTILINE)
 _ADAPTERS = re.compile(rb"^slipway_adapter_slots (\S+)", re.MULTILINE)
+_SLOTS = re.compile(rb"^slipway_request_slots (\S+)", re.MULTILINE)
 _ROLE = re.compile(rb'^slipway_role_info\{role="(prefill|decode|both)"\} 1', re.MULTILINE)
 _TRANSFER = re.compile(rb'^slipway_kv_transfer_info\{kv="(\w+)"\} 1', re.MULTILINE)
 _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
@@ -57,7 +60,7 @@ def read(metrics: bytes) -> Facts:
     loads = {name: _positive(value) for name, value in _LOAD.findall(metrics)} if prefill else {}
     measured = {tier: load / prefill for tier, load in loads.items() if load}
     chunk, tenants = _CHUNK.search(metrics), _TENANTS.search(metrics)
-    adapters = _ADAPTERS.search(metrics)
+    adapters, slots = _ADAPTERS.search(metrics), _SLOTS.search(metrics)
     role, transfer = _ROLE.search(metrics), _TRANSFER.search(metrics)
     return Facts(
         born[1] if born else None,
@@ -75,6 +78,7 @@ def read(metrics: bytes) -> Facts:
         int(_positive(chunk[1])) if chunk else 0,
         tenants[1].decode("latin-1") if tenants else None,
         int(_positive(adapters[1])) or ADAPTERS if adapters else ADAPTERS,
+        int(_positive(slots[1])) if slots else 0,
         role[1].decode() if role else "both",
         transfer[1].decode() if transfer else "",
     )

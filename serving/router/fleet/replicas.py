@@ -63,6 +63,8 @@ class Replica(Load):
         self.prefills: set[asyncio.Future[str]] = set()
         """The prompts that it computes for others; each future gets the outcome."""
         self.breaker = CircuitBreaker()
+        self.refuses = False
+        """Whether it took no connection, or answered 503, since it was last asked or answered."""
         # what it says of itself
         self.state = State.UNKNOWN
         self.detail = ""
@@ -80,6 +82,7 @@ class Replica(Load):
         """The facts about its KV caches, as far as known."""
         self.chunk = 0
         self.tenant_header: str | None = None
+        self.slots = 0
         self.role = "both"
         self.transfer = ""
         """All as its Facts have them."""
@@ -99,6 +102,11 @@ class Replica(Load):
         self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
 
     @property
+    def has_room(self) -> bool:
+        """Whether it can take one more request at once; one that does not say is never full."""
+        return not self.refuses and (not self.slots or self.in_flight < self.slots)
+
+    @property
     def has_tiers(self) -> bool:
         """Whether it keeps KV beside its engine."""
         return bool(self.capacity.memory or self.capacity.disk or self.capacity.store)
@@ -116,7 +124,7 @@ class Replica(Load):
         before, self._born = self._born, facts.born
         self.capacity, self.prices = facts.capacity, facts.prices
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
-        self.adapter_slots = facts.adapter_slots
+        self.adapter_slots, self.slots = facts.adapter_slots, facts.slots
         self.role, self.transfer = facts.role, facts.transfer
         self.breaker = self.breaker.anew()
         return not before or before != facts.born
@@ -130,6 +138,7 @@ class Replica(Load):
         """It was probed. Whether its state is another than before."""
         before, self.state, self.detail = self.state, state, detail
         self.settle(now)
+        self.refuses = False
         self.idle.drop(IDLE_S)
         return state is not before
 
