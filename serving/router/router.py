@@ -438,7 +438,7 @@ class Router:
                 self.routing.tally.flush()
                 accept = request.named.get(b"accept", b"")
                 traced = self.routing.tracer is not None
-                held, _ = self.routing.peers.held
+                held = self.routing.peers.held
                 responder.respond(200, *status.metrics(self.pool, held, accept, traced=traced))
             case protocol.REPLICAS if reads:
                 responder.respond(200, *self._replicas())
@@ -497,7 +497,7 @@ class Router:
             told = await told_by(self.pool, self._asking, copies, protocol.METRICS)
             texts = {number: body.decode(errors="replace") for number, body in told.items()}
             self.routing.tally.flush()
-            held, _ = self.routing.peers.held
+            held = self.routing.peers.held
             kind, own = status.metrics(self.pool, held, b"", traced=False)
             text = own.decode() + copies.supervisors_series()
             body = await in_thread(merged, text, texts)

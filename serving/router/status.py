@@ -13,7 +13,7 @@ from serving.http.exposition import exposition
 from serving.router.fleet.own_copies import OwnCopies
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.kv.awareness import KvAwareness
-from serving.router.metrics import CurrentSeries, forget
+from serving.router.metrics import CurrentSeries, HeldWork, ReplicaState, forget
 from serving.router.policy.policies import Policy, PrefixAware
 
 _JSON = b"application/json"
@@ -41,9 +41,11 @@ def ping(
     return _JSON, msgspec.json.encode({"status": status, "detail": detail})
 
 
-def metrics(pool: ReplicaPool, held: int, accept: bytes, *, traced: bool) -> tuple[bytes, bytes]:
-    """All processes' series, as a scraper accepts them. held: requests that wait for a replica.
-    traced: whether spans are sent.
+def metrics(
+    pool: ReplicaPool, held: tuple[int, int], accept: bytes, *, traced: bool
+) -> tuple[bytes, bytes]:
+    """All processes' series, as a scraper accepts them. held: requests that wait for a replica, and
+    their work in tokens. traced: whether spans are sent.
     """
     for name in pool.forget_gone():
         forget(name)
@@ -51,12 +53,25 @@ def metrics(pool: ReplicaPool, held: int, accept: bytes, *, traced: bool) -> tup
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    states = {
-        replica.name: (replica.state is State.READY, replica.in_flight) for replica in pool.replicas
-    }
+    requests, tokens = held
+    work = HeldWork(requests, pool.seconds(tokens))
+    states = {it.name: _state(pool, it) for it in pool.replicas}
     shown = CollectorRegistry()
-    shown.register(CurrentSeries(registry, states, held, pool.counted()))
+    shown.register(CurrentSeries(registry, states, work, pool.counted()))
     return exposition(shown, accept, exemplars=traced)
+
+
+def _state(pool: ReplicaPool, it: Replica) -> ReplicaState:
+    measured = it.seconds_per_token
+    return ReplicaState(
+        it.state is State.READY,
+        it.in_flight,
+        it.role,
+        it.queued,
+        measured,
+        it.queued * measured if measured else pool.seconds(it.queued),
+        it.kv_usage,
+    )
 
 
 def replicas(

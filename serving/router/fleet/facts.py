@@ -20,7 +20,9 @@ class Facts:
     adapter_slots: adapters that its engine keeps. slots: requests that it gives its engine at once,
     0 if unknown. role: `prefill` for one that computes prompts for
     those that `decode`; `both` for one that does all of a request. transfer: engines with the same
-    fetch KV from each other, "" for one that does not.
+    fetch KV from each other, "" for one that does not. computed: prompt tokens that its engine has
+    computed so far, and the seconds that it took. kv_usage: the share of its engine's KV cache that
+    is in use, the fullest of its engines; None if unknown.
     """
 
     born: bytes | None
@@ -32,6 +34,8 @@ class Facts:
     slots: int
     role: str
     transfer: str
+    computed: tuple[float, float]
+    kv_usage: float | None
 
 
 _BORN = re.compile(rb"^process_start_time_seconds (\S{1,64})", re.MULTILINE)
@@ -48,9 +52,20 @@ _ROLE = re.compile(rb'^slipway_role_info\{role="(prefill|decode|both)"\} 1', re.
 _TRANSFER = re.compile(rb'^slipway_kv_transfer_info\{kv="(\w+)"\} 1', re.MULTILINE)
 _PREFILL = re.compile(rb"^slipway_prefill_seconds_per_token (\S+)", re.MULTILINE)
 
+_READ = (
+    *(b"slipway_", b"process_start_time_seconds ", b"vllm:cache_config_info{"),
+    *(b"vllm:request_prefill_", b"vllm:kv_cache_usage_perc{"),
+)
+"""What the lines begin with that tell any of it."""
+_COMPUTED = re.compile(rb"^vllm:request_prefill_kv_computed_tokens_sum\{.* (\S+)$", re.MULTILINE)
+_TOOK = re.compile(rb"^vllm:request_prefill_time_seconds_sum\{.* (\S+)$", re.MULTILINE)
+_USED = re.compile(rb"^vllm:kv_cache_usage_perc\{.* (\S+)$", re.MULTILINE)
+
 
 def read(metrics: bytes) -> Facts:
     """Read an answer to /metrics. Values that are not numbers are missing."""
+    # The rest is the bulk of it, and each expression would go through all of it.
+    metrics = b"\n".join([it for it in metrics.split(b"\n") if it.startswith(_READ)])
     born = _BORN.search(metrics)
     blocks, size = _BLOCKS.search(metrics), _BLOCK_SIZE.search(metrics)
     tiers = {name: int(_positive(value)) for name, value in _TIER.findall(metrics)}
@@ -81,7 +96,14 @@ def read(metrics: bytes) -> Facts:
         int(_positive(slots[1])) if slots else 0,
         role[1].decode() if role else "both",
         transfer[1].decode() if transfer else "",
+        (_sum(_COMPUTED, metrics), _sum(_TOOK, metrics)),
+        max(map(_positive, used)) if (used := _USED.findall(metrics)) else None,
     )
+
+
+def _sum(series: re.Pattern[bytes], metrics: bytes) -> float:
+    """Of all its engines."""
+    return sum(map(_positive, series.findall(metrics)))
 
 
 def _positive(text: bytes) -> float:

@@ -11,10 +11,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from urllib.parse import urlsplit
 
+from serving.kv_cache.speed import Speed
 from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
 from serving.router.fleet.facts import Facts
 from serving.router.http.upstream import IdleConnections, Upstream
-from serving.router.policy.policies import Load, Share
+from serving.router.policy.policies import PREFILL_RATE, Load, Share
 from serving.router.policy.tiers import Capacity
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ COUNTED_S = 600.0
 continues if it returns.
 """
 
+FADES = 0.7
+"""What is left of a measured speed's weight after the next one, which comes every 30 s."""
 FIRST_BYTES = 200
 """Answers whose times to the first byte are kept."""
 
@@ -87,6 +90,11 @@ class Replica(Load):
         self.transfer = ""
         """All as its Facts have them."""
         self._born: bytes | None = None
+        # what it tells of its work, again and again
+        self.kv_usage: float | None = None
+        """As its Facts have it."""
+        self._computed = 0.0, 0.0
+        self._speed = Speed(FADES)
         # the router's other processes
         self._peer_load: Share = (0, 0, 0)
 
@@ -122,12 +130,33 @@ class Replica(Load):
     def meet(self, facts: Facts) -> bool:
         """It has become ready. Whether it has restarted since it was last ready."""
         before, self._born = self._born, facts.born
-        self.capacity, self.prices = facts.capacity, facts.prices
+        self.capacity = facts.capacity
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
         self.adapter_slots, self.slots = facts.adapter_slots, facts.slots
         self.role, self.transfer = facts.role, facts.transfer
         self.breaker = self.breaker.anew()
+        self._computed = 0.0, 0.0
+        self.measure(facts)
         return not before or before != facts.born
+
+    def measure(self, facts: Facts) -> None:
+        """It has told how fast it is, and how full."""
+        self.prices, self.kv_usage = facts.prices, facts.kv_usage
+        tokens, seconds = (
+            now - before for now, before in zip(facts.computed, self._computed, strict=True)
+        )
+        self._computed = facts.computed
+        if tokens > 0 and seconds > 0:
+            self._speed.add(tokens, seconds)
+        if measured := self.seconds_per_token:
+            self.prefill_rate = 1 / measured
+
+    @property
+    def seconds_per_token(self) -> float:
+        """That its engine takes to compute a prompt token, with all that it does beside it; 0 while
+        unknown.
+        """
+        return self._speed.seconds_per_unit
 
     def list_models(self, names: Sequence[str], adapters: frozenset[str]) -> None:
         """It serves models by these names now, its own first. adapters: those of them that are."""
@@ -197,6 +226,16 @@ class ReplicaPool:
         self._on_ready = on_ready
         self._on_gone = on_gone
         self._gone: dict[str, float] = {}  # since when
+        self._seconds_per_token = 1 / PREFILL_RATE  # the last mean
+
+    def seconds(self, tokens: int) -> float:
+        """That the mean replica takes to compute so many prompt tokens. Once all replicas are gone,
+        it is the mean of those that were; before any is known, it is assumed.
+        """
+        known = [it.seconds_per_token for it in self.replicas if it.seconds_per_token]
+        if known:
+            self._seconds_per_token = sum(known) / len(known)
+        return tokens * self._seconds_per_token
 
     # for requests
 
