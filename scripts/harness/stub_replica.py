@@ -5,9 +5,8 @@ For measuring and testing what stands in front of servers. GET /ping, /health, /
 /metrics are answered as vLLM does; POST /v1/chat/completions, /v1/completions and /invocations get
 0.6 KB at once or, with `"stream": true`, as many events of about 250 bytes as `max_tokens` says,
 --rate of them a second and the first no earlier than --first seconds. All streams step together,
-like a batch in an engine. With --slots, /metrics says for how many requests there is room. What is
-posted to /v1/traces is taken, as a collector takes it. Every answer names its replica in the header
-x-replica.
+like a batch in an engine. With --slots, /metrics says for how many requests there is room. POST
+/v1/traces takes spans, as a collector does. Every answer names its replica in the header x-replica.
 """
 
 import argparse

@@ -106,7 +106,7 @@ class FairQueue:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait, but for those in the background."""
+        """Waiting requests, without those in the background."""
         return self._turns.length()
 
     async def turn(

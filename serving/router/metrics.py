@@ -88,7 +88,7 @@ FALLBACKS = Counter(
 
 
 class ReplicaState(NamedTuple):
-    """What the series say of a replica: role and kv_usage as its Facts have them. queued: prompt
+    """The values of a replica's series: role and kv_usage as its Facts have them. queued: prompt
     tokens to compute there. seconds_per_token: 0 while unknown. seconds: that the queued tokens
     take.
     """

@@ -63,7 +63,7 @@ class Timeouts(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a request can wait for, equal for requests with the same candidates: as
+    """The candidates of a request that waits, equal for requests with the same candidates: as
     ReplicaPool.candidates() has it.
     """
 
@@ -242,7 +242,7 @@ class Placement:
         return self._waiter is not None
 
     def must_wait(self) -> bool:
-        """Whether it is to be held: no replica is ready for it, all are full, or others wait."""
+        """Whether it must be held: no replica is ready for it, all are full, or others wait."""
         if not self._routing.hold or not self.inference or self.tried:
             return False
         kind = self._kind

@@ -20,8 +20,8 @@ _JSON = b"application/json"
 
 
 def enough(pool: ReplicaPool, copies: OwnCopies | None, hold: int) -> bool:
-    """Whether enough replicas are ready: none, where requests wait for one. copies: of this
-    container, where they are those.
+    """Whether enough replicas are ready: none, if requests wait for one. copies: this
+    container's, if they are the replicas.
     """
     ready = len(pool.ready)
     return copies.enough(ready) if copies else ready > 0 or hold > 0
@@ -54,14 +54,16 @@ def metrics(
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     requests, tokens = held
-    work = HeldWork(requests, pool.seconds(tokens))
-    states = {it.name: _state(pool, it) for it in pool.replicas}
+    mean = pool.seconds_per_token
+    work = HeldWork(requests, tokens * mean)
+    states = {it.name: _state(it, mean) for it in pool.replicas}
     shown = CollectorRegistry()
     shown.register(CurrentSeries(registry, states, work, pool.counted()))
     return exposition(shown, accept, exemplars=traced)
 
 
-def _state(pool: ReplicaPool, it: Replica) -> ReplicaState:
+def _state(it: Replica, mean: float) -> ReplicaState:
+    """mean: seconds that a token takes at a replica that was not measured."""
     measured = it.seconds_per_token
     return ReplicaState(
         it.state is State.READY,
@@ -69,7 +71,7 @@ def _state(pool: ReplicaPool, it: Replica) -> ReplicaState:
         it.role,
         it.queued,
         measured,
-        it.queued * measured if measured else pool.seconds(it.queued),
+        it.queued * (measured or mean),
         it.kv_usage,
     )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are held until what they wait for is there: a free server, a loaded model.
+"""Requests that are held until a server is free, a model is loaded, or the like.
 
-The queue has bounds: requests, bytes of their bodies, and each request's own deadline. What leads
-to a turn calls wake(); without that nothing here does any work.
+The queue has bounds: requests, bytes of their bodies, and each request's own deadline. The owner
+calls wake() when there may be room; without a call the queue does no work.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ _SMOOTHING = 0.1  # the weight of the last request in how long requests wait
 class Waiter:
     """One request that waits.
 
-    kind: what it waits for; equal for all that wait for the same. ready: whether one more request
-    of this kind can go now. lane: whose it is; lanes take turns. band: the lowest goes first.
-    cost: tokens of work that it is charged for. size: bytes that it holds. until: its deadline, by
-    the queue's clock. go: called when its turn has come; after it, ready() has to know that the
-    request has gone. fail: called instead if its turn does not come. Neither may raise.
+    kind: names the awaited thing, equally for all requests that wait for it. ready: whether one
+    more request of this kind can go now. lane: whose it is; lanes take turns. band: the lowest goes
+    first. cost: tokens of work that it is charged for. size: bytes that it holds. until: its
+    deadline, by the queue's clock. go: called when its turn has come; after it, ready() has to know that the
+    request has gone. fail: called instead if its turn does not come. Both must not raise.
     """
 
     kind: Hashable
@@ -47,8 +47,8 @@ class _Kind:
 
 
 class HeldQueue:
-    """The requests that wait, in the order of Turns: bands, then lanes by the cost of what they
-    were given, then first come, first served.
+    """The requests that wait, in the order of Turns: bands, then lanes by the cost of the requests
+    that have gone, then first come, first served.
     """
 
     def __init__(self, most: int, most_bytes: int, clock: Callable[[], float]) -> None:
@@ -84,7 +84,7 @@ class HeldQueue:
         """Have a request wait. Raises Overloaded if there is no room for it, and after close() its
         error.
 
-        Where the queue is full, a request of a longer lane or of a later band makes room.
+        If the queue is full, a request of a longer lane or of a later band makes room.
         """
         if self._closed:
             raise self._closed
@@ -109,7 +109,7 @@ class HeldQueue:
         )
 
     def leave(self, waiter: Waiter) -> None:
-        """A request waits no more, if it did."""
+        """Take out a request, if it still waits."""
         if waiter not in self._turns:
             return
         self._turns.remove(waiter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of what waits: bands one after the other, and within a band lanes in turn."""
+"""The order of waiting items: bands one after the other, and within a band lanes in turn."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ class Turns(Generic[T]):
     any item that may go. In a lane the first comes first.
 
     There is no quantum to choose: each lane gets as much credit as the lane that lacks the least
-    needs. Where all costs are equal, lanes simply take turns. A lane that is empty keeps no credit.
+    needs. If all costs are equal, lanes simply take turns. A lane that is empty keeps no credit.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ _READ = (
     *(b"slipway_", b"process_start_time_seconds ", b"vllm:cache_config_info{"),
     *(b"vllm:request_prefill_", b"vllm:kv_cache_usage_perc{"),
 )
-"""What the lines begin with that tell any of it."""
+"""The beginnings of the lines with any of these facts."""
 _COMPUTED = re.compile(rb"^vllm:request_prefill_kv_computed_tokens_sum\{.* (\S+)$", re.MULTILINE)
 _TOOK = re.compile(rb"^vllm:request_prefill_time_seconds_sum\{.* (\S+)$", re.MULTILINE)
 _USED = re.compile(rb"^vllm:kv_cache_usage_perc\{.* (\S+)$", re.MULTILINE)
@@ -102,7 +102,7 @@ def read(metrics: bytes) -> Facts:
 
 
 def _sum(series: re.Pattern[bytes], metrics: bytes) -> float:
-    """Of all its engines."""
+    """The sum over all its engines."""
     return sum(map(_positive, series.findall(metrics)))
 
 

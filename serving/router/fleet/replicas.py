@@ -29,7 +29,7 @@ continues if it returns.
 """
 
 FADES = 0.7
-"""What is left of a measured speed's weight after the next one, which comes every 30 s."""
+"""The factor of a measured speed's weight at the next measurement, which comes every 30 s."""
 FIRST_BYTES = 200
 """Answers whose times to the first byte are kept."""
 
@@ -228,14 +228,15 @@ class ReplicaPool:
         self._gone: dict[str, float] = {}  # since when
         self._seconds_per_token = 1 / PREFILL_RATE  # the last mean
 
-    def seconds(self, tokens: int) -> float:
-        """That the mean replica takes to compute so many prompt tokens. Once all replicas are gone,
-        it is the mean of those that were; before any is known, it is assumed.
+    @property
+    def seconds_per_token(self) -> float:
+        """The time in which the mean replica computes a prompt token. After the last replica has
+        gone, the last mean stays; before any is known, it is assumed.
         """
         known = [it.seconds_per_token for it in self.replicas if it.seconds_per_token]
         if known:
             self._seconds_per_token = sum(known) / len(known)
-        return tokens * self._seconds_per_token
+        return self._seconds_per_token
 
     # for requests
 

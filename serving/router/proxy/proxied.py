@@ -127,7 +127,7 @@ class ProxiedRequest:
             self._fail(error)
 
     def _take_turn(self) -> None:
-        """It was held, and can go. What goes wrong with it is no other's fault."""
+        """It was held, and can go. Its errors must not end the request that made room for it."""
         try:
             self._choose()
         except Exception:

@@ -28,7 +28,7 @@ HELD_MS = "x-slipway-held-ms"
 
 
 def full(fleet: list[FakeReplica], slots: int = 1) -> None:
-    """They have room for so many requests each."""
+    """Each of them has room for this number of requests."""
     for it in fleet:
         it.tiers = f"slipway_request_slots {slots}"
 
@@ -71,7 +71,7 @@ async def series(client: httpx.AsyncClient, name: str) -> float:
 
 @asynccontextmanager
 async def holding(slots: int = 1, **settings: Any) -> AsyncIterator[Routed]:
-    """A router that holds requests, and its only replica, which has room for so many."""
+    """A router that holds requests, and its only replica. slots: its room."""
     async with routing(1, wait=False, **({"router_hold": 60} | settings)) as it:
         full(it.fleet, slots)
         await it.ready()
@@ -355,8 +355,12 @@ class Container:
             while await series(self.client, "slipway_router_held") != count:
                 await asyncio.sleep(0.02)
 
+    def end(self) -> None:
+        if self.woken:
+            self.stub.end()
+
     async def scaler(self) -> None:
-        """What KEDA does with autoscaling.yaml: polls the series, and starts a server."""
+        """A stand-in for KEDA with autoscaling.yaml: polls the series, and starts a server."""
         async with asyncio.timeout(LATE_S):
             while not await series(self.client, "slipway_router_held"):
                 await asyncio.sleep(0.05)
@@ -376,7 +380,7 @@ async def scaled_to_zero(**environ: str) -> AsyncIterator[Container]:
         await stack.enter_async_context(client)
         await asyncio.to_thread(router.ready, LATE_S)
         it = Container(stub, router, client)
-        stack.callback(lambda: it.woken and stub.end())
+        stack.callback(it.end)
         yield it
 
 
@@ -395,8 +399,8 @@ async def test_at_zero_a_server_is_woken_and_answers_in_order():
                 await it.held(1)
             await asyncio.sleep(0.02)
         await waking
-        for answer in asked:
-            assert (await answer).status_code == 200
+        for found in asked:
+            assert (await found).status_code == 200
         assert it.answered == [*range(8)]
         assert await series(it.client, "slipway_router_held") == 0
 
@@ -416,7 +420,7 @@ async def test_a_router_that_is_stopped_at_zero_answers_what_it_holds():
         asked = [asyncio.create_task(it.ask(number)) for number in range(5)]
         await it.held(5)
         it.router.kill(signal.SIGTERM)
-        for answer in asked:
-            assert (await answer).status_code == 503
-            assert (await answer).headers["retry-after"] == "1"
+        for found in asked:
+            assert (await found).status_code == 503
+            assert (await found).headers["retry-after"] == "1"
         assert await asyncio.to_thread(it.router.process.wait, LATE_S) == 0

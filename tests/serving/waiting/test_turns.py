@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of what waits."""
+"""The order of waiting items."""
 
 from collections import Counter
 
@@ -64,16 +64,16 @@ COSTS = st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 1000)), min_si
 @examples(300)
 @given(COSTS)
 def test_lanes_that_wait_are_given_about_the_same(costs):
-    """While two lanes wait, what one was given more than the other is at most the cost of its
-    largest item and of the other's (Shreedhar and Varghese, theorem 2).
+    """While two lanes wait, their sums differ at most by the costs of the largest item of each
+    (Shreedhar and Varghese, theorem 2).
     """
-    turns = Turns()
+    turns: Turns[int] = Turns()
     for number, (lane, cost) in enumerate(costs):
         turns.add(number, lane, cost)
     largest = {lane: max(cost for it, cost in costs if it == lane) for lane, _ in costs}
-    given_to = Counter()
-    while (number := turns.next(anything)) is not None:
-        lane, cost = costs[number]
+    given_to = Counter[str]()
+    while (item := turns.next(anything)) is not None:
+        lane, cost = costs[item]
         given_to[lane] += cost
         left = turns.lengths()
         for one in left:
