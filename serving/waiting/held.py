@@ -23,8 +23,8 @@ class Waiter:
     kind: names the awaited thing, equally for all requests that wait for it. ready: whether one
     more request of this kind can go now. lane: whose it is; lanes take turns. band: the lowest goes
     first. cost: tokens of work that it is charged for. size: bytes that it holds. until: its
-    deadline, by the queue's clock. go: called when its turn has come; after it, ready() has to know that the
-    request has gone. fail: called instead if its turn does not come. Both must not raise.
+    deadline, by the queue's clock. go: called when its turn has come; after it, ready() has to know
+    that the request has gone. fail: called instead if its turn does not come. Both must not raise.
     """
 
     kind: Hashable
