@@ -40,6 +40,8 @@ OBJECTIVE = b"x-gateway-inference-objective"
 
 FORMATTED = b"x-slipway-formatted"
 """A stream has it that a model.py has made, or whose prompt it has."""
+HELD_MS = b"x-slipway-held-ms"
+"""Milliseconds that a router held a request until a server had room for it."""
 IGNORED = b"x-slipway-ignored"
 """Names the keys of a request that had no effect on its answer."""
 ROUTE = b"x-slipway-route"

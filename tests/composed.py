@@ -76,11 +76,23 @@ def panels() -> Iterator[Query]:
             yield Query(panel["title"], text, labels)
 
 
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
 def alerts() -> Iterator[Query]:
-    for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]:
-        for rule in group["rules"]:
+    for rule in rules():
+        if "alert" in rule:
             labels = frozenset(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
             yield Query(rule["alert"], rule["expr"], labels)
+
+
+def recorded_rules() -> Iterator[Query]:
+    """Expressions that Prometheus keeps the values of, by the names of those."""
+    for rule in rules():
+        if "record" in rule:
+            yield Query(rule["record"], rule["expr"], frozenset())
 
 
 class Use(NamedTuple):

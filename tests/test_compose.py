@@ -171,7 +171,7 @@ def test_disk_tiers_are_on_disks(hosts):
     assert len(found) == 2
 
 
-QUERIES = [*composed.panels(), *composed.alerts()]
+QUERIES = [*composed.panels(), *composed.alerts(), *composed.recorded_rules()]
 
 
 @pytest.fixture(scope="module")

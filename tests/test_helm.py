@@ -233,6 +233,29 @@ def test_prefill_and_decode_are_apart():
     assert endpoint["authorization"]["credentials"] == {"name": "slipway-access", "key": "admin"}
 
 
+def test_servers_that_prefill_and_those_that_decode_are_scaled_apart():
+    documents = rendered(CHART / "examples/prefill.yaml")
+    targets = {it["metadata"]["name"]: it["spec"] for it in documents if it["kind"] == "Deployment"}
+    scaled = {
+        it["spec"]["scaleTargetRef"]["name"]: it["spec"]["triggers"]
+        for it in documents
+        if it["kind"] == "ScaledObject"
+    }
+    assert {"slipway-server", "slipway-prefill"} == scaled.keys() < targets.keys()
+    assert not [name for name in scaled if "replicas" in targets[name]]
+    queries = {
+        name: {it["name"]: it["metadata"]["query"] for it in triggers}
+        for name, triggers in scaled.items()
+    }
+    backlog = "slipway_router_backlog_seconds"
+    assert (
+        f'{backlog}{{namespace="default",role!="prefill"}}' in queries["slipway-server"]["backlog"]
+    )
+    assert {*queries["slipway-server"]} == {"backlog", "kv", "waiting"}
+    prefills = f'sum({backlog}{{namespace="default",role="prefill"}})'
+    assert queries["slipway-prefill"] == {"backlog": prefills}
+
+
 def test_a_gateway_sends_nothing_to_servers_that_prefill():
     documents = rendered(CHART / "examples/prefill.yaml", CHART / "examples/gateway.yaml")
     (pool,) = (it["spec"] for it in documents if it["kind"] == "InferencePool")

@@ -526,7 +526,8 @@ def test_scaling_asks_for_series_that_exist() -> None:
         if isinstance(series, Counter | Gauge)
         for family in series.describe()
     }
-    replicas = metrics.CurrentSeries(CollectorRegistry(), {}, frozenset())
+    held = metrics.HeldWork(0, 0.0)
+    replicas = metrics.CurrentSeries(CollectorRegistry(), {}, held, frozenset())
     ours |= {family.name for family in replicas.collect()}
     found = find_spec("vllm")
     assert found

@@ -1048,6 +1048,16 @@ class Settings:
         default=300,
         help="Idle timeout between bytes of an answer, in seconds.",
     )
+    router_hold: int = _option(
+        integer(0, 3600),
+        "OPTION_ROUTER_HOLD_S",
+        section=Section.ROUTER,
+        default=0,
+        help="Seconds that `route` holds a request for text while no server is ready, or all are "
+        "full (docs/guides/routing.md). With 0 it never does. Above 0, `/ping` answers 200 also "
+        "without a ready server, because requests then wait for one; with copies in one "
+        "container it does not.",
+    )
     server_role: str = _option(
         choice("both", "prefill", "decode"),
         "OPTION_SERVER_ROLE",

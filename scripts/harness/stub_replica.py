@@ -5,8 +5,8 @@ For measuring and testing what stands in front of servers. GET /ping, /health, /
 /metrics are answered as vLLM does; POST /v1/chat/completions, /v1/completions and /invocations get
 0.6 KB at once or, with `"stream": true`, as many events of about 250 bytes as `max_tokens` says,
 --rate of them a second and the first no earlier than --first seconds. All streams step together,
-like a batch in an engine. What is posted to /v1/traces is taken, as a collector takes it. Every
-answer names its replica in the header x-replica.
+like a batch in an engine. With --slots, /metrics says for how many requests there is room. POST
+/v1/traces takes spans, as a collector does. Every answer names its replica in the header x-replica.
 """
 
 import argparse
@@ -67,8 +67,8 @@ def collects(url: str) -> dict[str, str]:
 class Replica:
     """What the connections share. left: events that each stream is still owed."""
 
-    def __init__(self, port: int, rate: float, first: float = 0.0) -> None:
-        self.port, self.step, self.first = port, 1 / rate, first
+    def __init__(self, port: int, rate: float, first: float = 0.0, slots: int = 0) -> None:
+        self.port, self.step, self.first, self.slots = port, 1 / rate, first, slots
         self.began, self.requests, self.next = time.time(), 0, 0.0
         self.left: dict[Connection, int] = {}
         self.loop = asyncio.get_running_loop()
@@ -104,6 +104,7 @@ class Replica:
             f"vllm:num_requests_waiting{label} 0.0\n"
             f"vllm:request_success_total{label} {self.requests}.0\n"
             f"process_start_time_seconds {self.began:.2f}\n"
+            f"slipway_request_slots {self.slots}\n"
         )
 
     def begin(self, connection: "Connection", events: int) -> None:
@@ -181,8 +182,8 @@ class Connection(asyncio.Protocol):
         self.transport.write(self.chunk + end)
 
 
-async def serve(port: int, rate: float, first: float) -> None:
-    replica = Replica(port, rate, first)
+async def serve(port: int, rate: float, first: float, slots: int) -> None:
+    replica = Replica(port, rate, first, slots)
     server = await replica.loop.create_server(
         lambda: Connection(replica), "127.0.0.1", port, backlog=4096
     )
@@ -194,8 +195,11 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--rate", type=float, default=50, help="events a second of each stream")
     parser.add_argument("--first", type=float, default=0.0, help="seconds before a stream's first")
+    parser.add_argument(
+        "--slots", type=int, default=0, help="requests that it says it has room for"
+    )
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.rate, options.first))
+    uvloop.run(serve(options.port, options.rate, options.first, options.slots))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,16 @@ from collections.abc import Callable
 from prometheus_client import Counter, Gauge, Histogram
 
 from serving.errors import Overloaded
+from serving.waiting.turns import Turns
 
 QUEUED = Gauge(
     "slipway_requests_queued", "Requests that wait for the engine, or for room for their adapter."
 )
 _IN_FLIGHT = Gauge("slipway_requests_in_flight", "Requests that the engine has been given.")
+_SLOTS = Gauge(
+    "slipway_request_slots",
+    "Requests that the engine is given at once: a router takes a server with as many for full.",
+)
 _REFUSED = Counter(
     "slipway_requests_refused",
     "Requests told at once to come again: the queue is full, or they would wait for too long, or "
@@ -38,6 +43,7 @@ SHED = _REFUSED.labels("shed")
 
 _SMOOTHING = 0.1  # the weight of the last request in what requests take
 _LONGEST_RETRY_S = 30
+_FIRST, _BACKGROUND = 0, 1  # bands of the queue
 
 
 class Ticket:
@@ -71,14 +77,13 @@ class FairQueue:
     ) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._lanes: dict[str, dict[Ticket, None]] = {}  # the next one's first; none is empty
-        self._background: dict[Ticket, None] = {}
+        self._turns: Turns[Ticket] = Turns()
         self._sequences = 0  # in the engine
         self._taken_s: float | None = None  # what a request takes, times its sequences
         self._in_flight = Counts[str]()  # by lane; none is 0
-        self.waiting = 0
         self.in_flight = 0
         _IN_FLIGHT.set_function(lambda: self.in_flight)
+        _SLOTS.set_function(capacity)
 
     @property
     def room(self) -> int:
@@ -93,10 +98,16 @@ class FairQueue:
     @property
     def lanes(self) -> dict[str, tuple[int, int]]:
         """By lane: how many requests wait, and how many the engine has."""
+        waiting = self._turns.lengths()
         return {
-            lane: (len(self._lanes.get(lane, ())), self._in_flight[lane])
-            for lane in {**self._lanes, **self._in_flight}
+            lane: (waiting.get(lane, 0), self._in_flight[lane])
+            for lane in {**waiting, **self._in_flight}
         }
+
+    @property
+    def waiting(self) -> int:
+        """Waiting requests, without those in the background."""
+        return self._turns.length()
 
     async def turn(
         self, lane: str, sequences: int, within: float | None, background: bool = False
@@ -128,7 +139,7 @@ class FairQueue:
         # sequences ends, however few are left of them by then. What it has more waits in vLLM.
         sequences = min(sequences, max(self._capacity() // 2, 1))
         ticket = Ticket(lane, sequences, self._clock(), background)
-        if not self._lanes and self.room:
+        if self.room and not self.waiting:
             self._go(ticket)
             return ticket
         if within is not None and (wait := self._expected_s(lane)) > within:
@@ -140,10 +151,9 @@ class FairQueue:
             )
         ticket.called = asyncio.get_running_loop().create_future()
         if background:
-            self._background[ticket] = None
+            self._turns.add(ticket, "", band=_BACKGROUND)
         else:
-            self._lanes.setdefault(lane, {})[ticket] = None
-            self.waiting += 1
+            self._turns.add(ticket, lane, band=_FIRST)
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
@@ -159,22 +169,15 @@ class FairQueue:
                 self._taken_s = taken
             self._taken_s += (taken - self._taken_s) * _SMOOTHING
         else:
-            self._drop(ticket)
-        while (self._lanes or self._background) and self.room:
-            lane = next(iter(self._lanes), None)
-            ticket = next(iter(self._background if lane is None else self._lanes[lane]))
-            self._drop(ticket)
-            assert ticket.called
-            if ticket.called.done():  # it has given up, and is about to be ended
-                continue
+            self._turns.remove(ticket)
+        while self.room and (next_one := self._turns.next(_waits)):
+            assert next_one.called
             now = self._clock()
-            if lane in self._lanes:
-                self._lanes[lane] = self._lanes.pop(lane)  # to the end of the rotation
-            if not ticket.background:
-                _WAITED.observe(now - ticket.began)
-            ticket.began = now
-            self._go(ticket)
-            ticket.called.set_result(None)
+            if not next_one.background:
+                _WAITED.observe(now - next_one.began)
+            next_one.began = now
+            self._go(next_one)
+            next_one.called.set_result(None)
 
     def _go(self, ticket: Ticket) -> None:
         ticket.in_flight = True
@@ -182,19 +185,14 @@ class FairQueue:
         self._in_flight[ticket.lane] += 1
         self._sequences += ticket.sequences
 
-    def _drop(self, ticket: Ticket) -> None:
-        if ticket.background:
-            self._background.pop(ticket, None)
-            return
-        lane = self._lanes.get(ticket.lane, {})
-        if ticket in lane:
-            del lane[ticket]
-            self.waiting -= 1
-            if not lane:
-                del self._lanes[ticket.lane]
-
     def _expected_s(self, lane: str) -> float:
         """Seconds that one more request of this lane would wait."""
-        own = len(self._lanes.get(lane, ()))
-        before = sum(min(len(waiting), own + 1) for waiting in self._lanes.values())
+        waiting = self._turns.lengths()
+        own = waiting.get(lane, 0)
+        before = sum(min(count, own + 1) for count in waiting.values())
         return (before + 1) * (self._taken_s or 0) / self._capacity()
+
+
+def _waits(ticket: Ticket) -> bool:
+    """Whether it has not given up; if it has, it is about to be ended."""
+    return bool(ticket.called and not ticket.called.done())

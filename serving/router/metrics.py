@@ -5,6 +5,7 @@ import warnings
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Set
+from typing import NamedTuple
 
 import prometheus_client
 from prometheus_client import Counter, Metric
@@ -64,6 +65,16 @@ PREFILL = Histogram(
     "What it took to have a prompt computed that was handed over.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
+HELD = Histogram(
+    "slipway_router_held_wait_seconds",
+    "How long those requests were held that got their turn.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+)
+UNHELD = Counter(
+    "slipway_router_held_refused",
+    "Requests that were held, or were to be, and did not get their turn.",
+    ["reason"],
+)
 USAGE = Counter(
     "slipway_router_usage_tokens",
     "Tokens that answers say they have used, as an endpoint picker sees them pass.",
@@ -76,6 +87,28 @@ FALLBACKS = Counter(
 )
 
 
+class ReplicaState(NamedTuple):
+    """The values of a replica's series: role and kv_usage as its Facts have them. queued: prompt
+    tokens to compute there. seconds_per_token: 0 while unknown. seconds: that the queued tokens
+    take.
+    """
+
+    ready: bool
+    in_flight: int
+    role: str
+    queued: int
+    seconds_per_token: float
+    seconds: float
+    kv_usage: float | None
+
+
+class HeldWork(NamedTuple):
+    """requests: those that wait for a replica. seconds: that it takes to compute their prompts."""
+
+    requests: int
+    seconds: float
+
+
 class CurrentSeries(Collector):
     """All series, without those of replicas that are gone for long.
 
@@ -84,13 +117,16 @@ class CurrentSeries(Collector):
     """
 
     def __init__(
-        self, source: Collector, states: Mapping[str, tuple[bool, int]], counted: Set[str]
+        self,
+        source: Collector,
+        states: Mapping[str, ReplicaState],
+        held: HeldWork,
+        counted: Set[str],
     ) -> None:
-        """source: all series. states: by replica, whether it takes requests, and how many it has
-        under way. counted: the replicas whose series are shown.
-        """
+        """source: all series. states: by replica. counted: the replicas whose series are shown."""
         self._source = source
         self._states = states
+        self._held = held
         self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
@@ -110,10 +146,45 @@ class CurrentSeries(Collector):
         in_flight = GaugeMetricFamily(
             "slipway_router_in_flight", "Requests under way.", labels=["replica"]
         )
-        for name, (takes, under_way) in self._states.items():
-            ready.add_metric([name], takes)
-            in_flight.add_metric([name], under_way)
-        yield from (ready, in_flight)
+        tokens = GaugeMetricFamily(
+            "slipway_router_backlog_tokens",
+            "Prompt tokens that the replica has to compute before answers can begin, about.",
+            labels=["replica", "role"],
+        )
+        seconds = GaugeMetricFamily(
+            "slipway_router_backlog_seconds",
+            "What the replica takes to compute them.",
+            labels=["replica", "role"],
+        )
+        rate = GaugeMetricFamily(
+            "slipway_router_prefill_tokens_per_second",
+            "Prompt tokens that the replica computes in a second, as measured; 0 while unknown.",
+            labels=["replica"],
+        )
+        usage = GaugeMetricFamily(
+            "slipway_router_kv_usage",
+            "The share of the replica's KV cache that is in use, as it said last.",
+            labels=["replica"],
+        )
+        for name, it in self._states.items():
+            ready.add_metric([name], it.ready)
+            in_flight.add_metric([name], it.in_flight)
+            tokens.add_metric([name, it.role], it.queued)
+            seconds.add_metric([name, it.role], it.seconds)
+            rate.add_metric([name], 1 / it.seconds_per_token if it.seconds_per_token else 0)
+            if it.kv_usage is not None:
+                usage.add_metric([name], it.kv_usage)
+        held = GaugeMetricFamily(
+            "slipway_router_held",
+            "Requests that wait in the router for a replica.",
+            self._held.requests,
+        )
+        held_seconds = GaugeMetricFamily(
+            "slipway_router_held_seconds",
+            "What one replica takes to compute the prompts of those requests.",
+            self._held.seconds,
+        )
+        yield from (ready, in_flight, tokens, seconds, rate, usage, held, held_seconds)
 
 
 def forget(replica: str) -> None:
@@ -140,5 +211,6 @@ class Tally:
         CACHED_TOKENS.inc(self.cached_tokens)
         DECISION.flush()
         FIRST_BYTE.flush()
+        HELD.flush()
         self.requests.clear()
         self.prompt_tokens = self.cached_tokens = 0

@@ -19,6 +19,7 @@ from serving.access.identity import new_name
 from serving.router.fleet.replicas import Replica
 from serving.router.policy.policies import Share
 from serving.router.policy.request import RoutingRequest
+from serving.waiting.held import HeldQueue
 
 CHOICES_S = 0.002
 """Seconds that choices are gathered, because a datagram for each would cost more than the
@@ -54,8 +55,11 @@ class _Session(msgspec.Struct, tag=2, array_like=True):
 
 
 class _Loads(msgspec.Struct, tag=3, array_like=True):
+    """held: requests that the process holds, and their work in tokens."""
+
     process: int
     loads: dict[str, Share]
+    held: tuple[int, int]
 
 
 class Link(NamedTuple):
@@ -87,23 +91,34 @@ class Peers:
         replicas: Callable[[], Sequence[Replica]],
         learn: Callable[[RoutingRequest, str], None],
         bind: Callable[[str, str], None],
+        held: HeldQueue,
         link: Link | None = None,
     ) -> None:
         """replicas: whose loads are sent and set. learn: called with another process's choice for a
-        request. bind: is called with a session and the replica that has begun it.
+        request. bind: is called with a session and the replica that has begun it. held: the
+        requests that this process holds, which others' loads may let go.
         """
         self._replicas = replicas
         self._learn = learn
         self._bind = bind
+        self._held = held
         self._inbox: socket.socket | None
         self._inbox, self._outboxes = link[:2] if link else (None, [])
         self._process = os.getpid()
         # what the others have under way, and when they said so
         self._loads: dict[int, tuple[float, dict[str, Share]]] = {}
+        self._held_there: dict[int, tuple[int, int]] = {}
         # what is to be announced
         self._choices: list[_Choice] = []
         self._links = 0  # of those
         self._decode = msgspec.msgpack.Decoder(_Choices | _Session | _Loads).decode
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Requests that all processes hold, and their work in tokens."""
+        all_of_them = [(len(self._held), self._held.cost), *self._held_there.values()]
+        requests, tokens = (sum(it[n] for it in all_of_them) for n in range(2))
+        return requests, tokens
 
     async def run(self) -> None:
         """Listen, and send loads, until cancelled."""
@@ -147,7 +162,8 @@ class Peers:
     def _send_loads(self) -> None:
         self._flush()
         loads = {replica.name: replica.own_load for replica in self._replicas()}
-        self._send(_Loads(self._process, {name: load for name, load in loads.items() if any(load)}))
+        busy = {name: load for name, load in loads.items() if any(load)}
+        self._send(_Loads(self._process, busy, (len(self._held), self._held.cost)))
 
     def _send(self, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message) if self._outboxes else b""
@@ -170,6 +186,7 @@ class Peers:
                     self._bind(message.session, message.replica)
                 case _Loads():
                     self._loads[message.process] = (now, message.loads)
+                    self._held_there[message.process] = message.held
                     self._add_up()
 
     def _take(self, message: _Choices, now: float) -> None:
@@ -187,11 +204,13 @@ class Peers:
         for replica in self._replicas():
             loads = [loads.get(replica.name, _NOTHING) for _, loads in self._loads.values()]
             replica.set_peer_load(_sum(*loads))
+        self._held.wake()
 
     def _forget(self, now: float) -> None:
         ended = [process for process, (at, _) in self._loads.items() if now - at > FORGET_S]
         for process in ended:
             del self._loads[process]
+            self._held_there.pop(process, None)
         if ended:
             self._add_up()
 

@@ -3,13 +3,16 @@
 goes next if that one cannot. The proxy and the endpoint picker decide by this.
 """
 
+import asyncio
 import copy
 import hashlib
 import logging
+import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +20,7 @@ import msgspec
 from serving import errors
 from serving.access.caller import Caller, HandOver, Phase
 from serving.access.limits import Limiter
-from serving.errors import NotReady, ServingError
+from serving.errors import NotReady, Overloaded, ServingError, Shed
 from serving.observability import logs
 from serving.observability.redaction import redacted
 from serving.observability.tracing import Span, Tracer
@@ -30,12 +33,13 @@ from serving.router.http.request import Headers, Request
 from serving.router.metrics import Tally
 from serving.router.peers import Peers
 from serving.router.policy import phases
-from serving.router.policy.policies import Choice, Policy, Work
+from serving.router.policy.policies import PER_REQUEST, Choice, Policy, Work
 from serving.router.policy.request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
 from serving.router.routes import Routes, creates, generates
 from serving.router.session_affinity import SessionAffinity
+from serving.waiting.held import HeldQueue, Waiter
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +62,16 @@ class Timeouts(NamedTuple):
     idle: int
 
 
+class Kind(NamedTuple):
+    """The candidates of a request that waits, equal for requests with the same candidates: as
+    ReplicaPool.candidates() has it.
+    """
+
+    model: str
+    adapter: str
+    among: Set[str] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """The parts of the router that a routed request needs."""
@@ -75,6 +89,10 @@ class Routing:
     limiter: Limiter
     """Holds keys to their limits."""
     retries: RetryBudget
+    held: HeldQueue
+    """The requests that wait for a replica."""
+    hold: int
+    """Seconds that one may wait there; 0 for none."""
     timeouts: Timeouts
     tls: ssl.SSLContext
     """Knows the authorities of encrypted replicas."""
@@ -94,6 +112,17 @@ class Routing:
     continues: bool
     """Whether streams are completed by another replica where theirs fails."""
     routes: Routes
+
+    def has_room(self, kind: Kind) -> bool:
+        """Whether a replica can take one more request of the kind, besides those that will come to
+        it when another has computed their prompts.
+        """
+        pool, now = self.pool, time.monotonic()
+        candidates = pool.candidates(kind.model, kind.adapter, (), now, kind.among)
+        if not self.prefill_tokens:
+            return any(it.has_room for it in candidates)
+        free = sum([it.slots - it.in_flight if it.slots else math.inf for it in candidates])
+        return free > sum([it.in_flight for it in pool.ready if it.role == "prefill"])
 
     def trace(self, request: Request) -> Span | None:
         """The span of a request that has come, where traces are sent."""
@@ -142,6 +171,7 @@ class RoutedLine(logs.RequestLine):
     bytes_out: int
     replica: str = ""
     prefilled_on: str = ""
+    held_ms: float | None = None
     first_byte_ms: float | None = None
     key: str = ""
     tenant: str | None = None
@@ -172,6 +202,9 @@ class Placement:
         self._answers = False  # whether its replica answers with more than an error
         self._trial = False  # whether it shows if an ejected replica works again
         self._doubted: tuple[Replica, bool] | None = None  # has answered with an error; a trial?
+        self._waiter: Waiter | None = None  # while it is held
+        self.held_s: float | None = None
+        """Seconds that it was held; None if it was not."""
         self.inference = inference
         self.features = _UNREAD
         self.once = False
@@ -200,6 +233,106 @@ class Placement:
         pool = self._routing.pool
         named = self.features
         return pool.candidates(named.model, named.adapter, self.tried, now, self._among)
+
+    # held until a replica has room
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is held."""
+        return self._waiter is not None
+
+    def must_wait(self) -> bool:
+        """Whether it must be held: no replica is ready for it, all are full, or others wait."""
+        if not self._routing.hold or not self.inference or self.tried:
+            return False
+        kind = self._kind
+        return self._routing.held.waits_for(kind) or not self._routing.has_room(kind)
+
+    @property
+    def _kind(self) -> Kind:
+        named, pool = self.features, self._routing.pool
+        adapter = named.adapter if named.adapter in pool.adapters else ""
+        return Kind(named.model, adapter, self._among)
+
+    def wait(
+        self, request: Request, go: Callable[[], None], fail: Callable[[ServingError], None]
+    ) -> None:
+        """Hold it. go: called when it is to choose its replica, fail: called instead with the
+        reason. Raises Overloaded, Shed, and NotReady if the router stops.
+        """
+        routing, caller, now = self._routing, request.caller, time.monotonic()
+        candidates = self.candidates(now)
+        if candidates and caller.sheddable:
+            metrics.UNHELD.labels("shed").inc()
+            raise Shed
+        tokens = self.features.tokens
+        if candidates:  # what is cached may be cached elsewhere by its turn
+            policy = copy.copy(self._policy)  # for what is not asked for no turn is taken
+            tokens -= policy.choose(self.features, candidates, now).held.tokens
+        kind = self._kind
+        waiter = Waiter(
+            kind=kind,
+            ready=partial(routing.has_room, kind),
+            lane=request.tenant or caller.name,
+            band=caller.priority,
+            cost=PER_REQUEST + tokens,
+            size=len(request.body),
+            until=now + routing.hold,
+            go=partial(self._go_on, go),
+            fail=partial(self._give_up, fail),
+        )
+        try:
+            routing.held.add(waiter)
+        except Overloaded:
+            metrics.UNHELD.labels("full").inc()
+            raise
+        self._waiter = waiter
+
+    async def turn(self, request: Request) -> Replica | None:
+        """Hold it. When its turn has come, it goes to the replica that choose_prefilling() has
+        found, which is the result, or else to that of choose(). Raises what wait() does.
+        """
+        came: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
+
+        def go() -> None:  # at once, so that the next one knows of it
+            try:
+                prefills = self.choose_prefilling()
+                if not prefills:
+                    self.choose()
+            except Exception:  # which is no other request's fault
+                fail(errors.unforeseen())
+            else:
+                if not came.done():
+                    came.set_result(prefills)
+
+        def fail(error: ServingError) -> None:
+            if not came.done():
+                came.set_exception(error)
+
+        self.wait(request, go, fail)
+        try:
+            return await came
+        finally:
+            self._wait_no_more()
+
+    def _go_on(self, go: Callable[[], None], waited: float) -> None:
+        self._waiter, self.held_s = None, waited
+        metrics.HELD.add(waited)
+        go()
+
+    def _give_up(
+        self, fail: Callable[[ServingError], None], reason: str, error: ServingError
+    ) -> None:
+        assert self._waiter
+        self.held_s = time.monotonic() - self._waiter.since
+        self._waiter = None
+        metrics.UNHELD.labels(reason).inc()
+        fail(error)
+
+    def _wait_no_more(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter:
+            self._routing.held.leave(waiter)
 
     def choose_prefilling(self, *, fetching: bool = False) -> Replica | None:
         """Have its prompt go to a replica that computes it for the one that will answer. None where
@@ -385,7 +518,7 @@ class Placement:
 
     def first_byte(self, waited: float) -> None:
         """Record the first byte of its answer after this many seconds: its prompt is computed."""
-        self._routing.pool.first_bytes.append(waited)
+        self._routing.pool.first_bytes.append(waited - (self.held_s or 0.0))
         self.computed()
         self.heard()
 
@@ -412,6 +545,7 @@ class Placement:
         """Its replica has begun an answer, which tells whether the replica works."""
         assert self.replica
         breaker, trial, self._trial = self.replica.breaker, self._trial, False
+        self.replica.refuses = status == 503
         self._answers = status < 400
         if self._doubted and is_error(status):
             self._excuse(now)
@@ -427,6 +561,7 @@ class Placement:
         """Its replica took no connection, or broke it off before it had answered."""
         assert self.replica
         trial, self._trial = self._trial, False
+        self.replica.refuses = True
         self.replica.breaker.unreachable(now, trial=trial)
 
     def _excuse(self, now: float) -> None:
@@ -445,10 +580,12 @@ class Placement:
         if replica and self._work:
             replica.end(self._work)
             self._work = None
+            self._routing.held.wake()
 
     def over(self, request: Request, outcome: Outcome, trace: Span | None) -> None:
         """It has ended: count it, write its line, end its span, and leave its replica."""
         name = self.replica.name if self.replica else ""
+        self._wait_no_more()
         self.leave()
         self._excuse(time.monotonic())
         self._routing.limiter.charge(request.caller, self._uncharged)
@@ -491,6 +628,7 @@ class Placement:
             bytes_out=outcome.sent,
             replica=replica,
             prefilled_on=self._prefilled_on,
+            held_ms=None if self.held_s is None else logs.milliseconds(self.held_s),
             first_byte_ms=None if first is None else logs.milliseconds(first - began),
             key=request.caller.name,
             tenant=request.caller.shown_tenant or None,

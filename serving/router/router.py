@@ -43,7 +43,7 @@ from serving.router.fleet.health import Asking, HealthChecks
 from serving.router.fleet.own_copies import OwnCopies, described, merged, told_by
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
-from serving.router.http.buffers import Buffers
+from serving.router.http.buffers import MOST_HELD, MOST_HELD_BYTES, Buffers
 from serving.router.http.downstream import Downstream
 from serving.router.http.ports import Responder, WholeResponder
 from serving.router.http.request import Request, Rules
@@ -69,6 +69,7 @@ from serving.router.routes import (
 )
 from serving.router.session_affinity import SessionAffinity
 from serving.ui import page as ui
+from serving.waiting.held import HeldQueue
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class Router:
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
         affinity = SessionAffinity()
+        held = HeldQueue(MOST_HELD, MOST_HELD_BYTES, time.monotonic)
         self.routing = Routing(
             pool=self.pool,
             look=self._health.look,
@@ -153,9 +155,11 @@ class Router:
             policy=policy,
             fallback=RoundRobin(),
             affinity=affinity,
-            peers=Peers(lambda: self.pool.replicas, self._learned, affinity.bind, link),
+            peers=Peers(lambda: self.pool.replicas, self._learned, affinity.bind, held, link),
             limiter=Limiter(settings.limits_url),
             retries=RetryBudget(),
+            held=held,
+            hold=settings.router_hold,
             timeouts=Timeouts(settings.router_first_byte_timeout, settings.router_idle_timeout),
             tls=tls,
             tally=Tally(),
@@ -252,6 +256,8 @@ class Router:
         """Take no more requests, and wait for those under way."""
         log.info("draining")
         self.draining = True
+        # Another router takes them; here they might wait in vain until the last moment.
+        self.routing.held.close(NotReady("the router is stopping"))
         self._check_idle()
         ends = [asyncio.create_task(it) for it in (self._signals.hurry(), self._finished())]
         await asyncio.wait(ends, timeout=SHUTDOWN.drain, return_when=asyncio.FIRST_COMPLETED)
@@ -293,6 +299,8 @@ class Router:
                 proxied.look()
                 proxied.check_timeouts(now)
             self.pool.look(now, self._waiting())
+            self.routing.held.expire()
+            self.routing.held.wake()
             for client in [*self.clients]:
                 client.check_timeouts(now, now - before)
 
@@ -315,6 +323,7 @@ class Router:
         before, self._differences = self._differences, self._different()
         for what in self._differences.keys() - before.keys():
             log.warning("%s", self._differences[what])
+        self.routing.held.wake()
 
     def _different(self) -> dict[str, str]:
         header = (self._settings.cache_salt_header or "").lower()
@@ -415,12 +424,13 @@ class Router:
         reads = request.method in (b"GET", b"HEAD")
         match request.path:
             case protocol.PING | protocol.HEALTH if reads:
-                enough = status.enough(self.pool, self._copies)
+                hold = self.routing.hold
+                enough = status.enough(self.pool, self._copies, hold)
                 code = 200 if enough and not self.draining else 503
                 proof = self._access.introduction(request.named.get(protocol.CHALLENGE, b""))
                 lines = [b"%b: %b" % header for header in proof]
                 responder.respond(
-                    code, *status.ping(self.pool, self.draining, self._copies), *lines
+                    code, *status.ping(self.pool, self.draining, self._copies, hold), *lines
                 )
             case protocol.LIVE if reads:
                 responder.respond(200, b"text/plain", b"ok\n")
@@ -430,7 +440,8 @@ class Router:
                 self.routing.tally.flush()
                 accept = request.named.get(b"accept", b"")
                 traced = self.routing.tracer is not None
-                responder.respond(200, *status.metrics(self.pool, accept, traced=traced))
+                held = self.routing.peers.held
+                responder.respond(200, *status.metrics(self.pool, held, accept, traced=traced))
             case protocol.REPLICAS if reads:
                 responder.respond(200, *self._replicas())
             case path if reads and path in self._page:
@@ -490,7 +501,8 @@ class Router:
             told = await told_by(self.pool, self._asking, copies, protocol.METRICS)
             texts = {number: body.decode(errors="replace") for number, body in told.items()}
             self.routing.tally.flush()
-            kind, own = status.metrics(self.pool, b"", traced=False)
+            held = self.routing.peers.held
+            kind, own = status.metrics(self.pool, held, b"", traced=False)
             text = own.decode() + copies.supervisors_series()
             body = await in_thread(merged, text, texts)
             responder.respond(200, kind, body.encode())

@@ -13,42 +13,67 @@ from serving.http.exposition import exposition
 from serving.router.fleet.own_copies import OwnCopies
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.kv.awareness import KvAwareness
-from serving.router.metrics import CurrentSeries, forget
+from serving.router.metrics import CurrentSeries, HeldWork, ReplicaState, forget
 from serving.router.policy.policies import Policy, PrefixAware
 
 _JSON = b"application/json"
 
 
-def enough(pool: ReplicaPool, copies: OwnCopies | None) -> bool:
-    """Whether enough replicas are ready. copies: of this container, where they are those."""
+def enough(pool: ReplicaPool, copies: OwnCopies | None, hold: int) -> bool:
+    """Whether enough replicas are ready: none, if requests wait for one. copies: this
+    container's, if they are the replicas.
+    """
     ready = len(pool.ready)
-    return copies.enough(ready) if copies else ready > 0
+    return copies.enough(ready) if copies else ready > 0 or hold > 0
 
 
-def ping(pool: ReplicaPool, draining: bool, copies: OwnCopies | None) -> tuple[bytes, bytes]:
-    """The kind and body of an answer to /ping."""
+def ping(
+    pool: ReplicaPool, draining: bool, copies: OwnCopies | None, hold: int
+) -> tuple[bytes, bytes]:
+    """The kind and body of an answer to /ping. hold: seconds that requests wait for a replica."""
     ready = len(pool.ready)
-    status = "draining" if draining else "ready" if enough(pool, copies) else "starting"
+    status = "draining" if draining else "ready" if enough(pool, copies, hold) else "starting"
     detail = (
         f"{ready} of {copies.count} copies are ready" if copies else f"{ready} replicas are ready"
     )
+    if hold and not ready and not copies:
+        detail += f"; requests wait for one for at most {hold} s (OPTION_ROUTER_HOLD_S)"
     return _JSON, msgspec.json.encode({"status": status, "detail": detail})
 
 
-def metrics(pool: ReplicaPool, accept: bytes, *, traced: bool) -> tuple[bytes, bytes]:
-    """All processes' series, as a scraper accepts them. traced: whether spans are sent."""
+def metrics(
+    pool: ReplicaPool, held: tuple[int, int], accept: bytes, *, traced: bool
+) -> tuple[bytes, bytes]:
+    """All processes' series, as a scraper accepts them. held: requests that wait for a replica, and
+    their work in tokens. traced: whether spans are sent.
+    """
     for name in pool.forget_gone():
         forget(name)
     registry = REGISTRY
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    states = {
-        replica.name: (replica.state is State.READY, replica.in_flight) for replica in pool.replicas
-    }
+    requests, tokens = held
+    mean = pool.seconds_per_token
+    work = HeldWork(requests, tokens * mean)
+    states = {it.name: _state(it, mean) for it in pool.replicas}
     shown = CollectorRegistry()
-    shown.register(CurrentSeries(registry, states, pool.counted()))
+    shown.register(CurrentSeries(registry, states, work, pool.counted()))
     return exposition(shown, accept, exemplars=traced)
+
+
+def _state(it: Replica, mean: float) -> ReplicaState:
+    """mean: seconds that a token takes at a replica that was not measured."""
+    measured = it.seconds_per_token
+    return ReplicaState(
+        it.state is State.READY,
+        it.in_flight,
+        it.role,
+        it.queued,
+        measured,
+        it.queued * (measured or mean),
+        it.kv_usage,
+    )
 
 
 def replicas(

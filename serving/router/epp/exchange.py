@@ -17,7 +17,7 @@ from serving.access.limits import Taken
 from serving.errors import HeadTooLarge, Overloaded, ServingError, TooLarge, TooSlow
 from serving.http.rules import BEHIND_S, HEAD_S, LEAST_RATE, MAX_HEAD, MAX_HEADERS
 from serving.observability.tracing import Span
-from serving.protocol import IDENTITY, REQUEST_ID, ROUTE
+from serving.protocol import HELD_MS, IDENTITY, REQUEST_ID, ROUTE
 from serving.router import metrics
 from serving.router.epp import ext_proc_pb2 as pb
 from serving.router.epp import messages
@@ -295,7 +295,10 @@ class Exchange:
             if placement.inference and (tokenise := routing.tokenise):
                 body = bytes(request.body)
                 placement.features = await tokenise(placement.features, request, body)
-            prefills = placement.choose_prefilling()
+            if placement.must_wait():
+                prefills = await placement.turn(request)
+            else:
+                prefills = placement.choose_prefilling()
             if not prefills:
                 return await self._chosen(placement)
         await self._prefill(placement, request)
@@ -319,7 +322,7 @@ class Exchange:
 
     async def _chosen(self, placement: Placement) -> list[Replica]:
         routing = self._routing
-        if not placement.choose():
+        if not (placement.replica or placement.choose()):
             await routing.look()
             if not placement.choose():
                 raise placement.trouble()
@@ -358,6 +361,8 @@ class Exchange:
             placement.waits_since = None  # the gateway may keep the body to itself
             placement.answered(headers)
             lines.append((REQUEST_ID, request.id))
+            if placement.held_s is not None:
+                lines.append((HELD_MS, b"%d" % round(1000 * placement.held_s)))
             lines += self._taken.headers if self._taken else []
             if ROUTE in request.named and placement.inference:
                 lines.append((ROUTE, placement.decision().encode()))

@@ -32,7 +32,7 @@ refuses connections is down at once.
 MODELS_S = 5.0
 """Between two looks at a replica's models and adapters."""
 SPEEDS_S = 30.0
-"""Between two looks at how fast it loads from its tiers, which it measures as it serves."""
+"""Between two looks at how fast it computes prompts and loads from its tiers, and at its cache."""
 LOOK_S = 0.2
 """Seconds between probes of replicas that are not ready, while requests find no ready one."""
 LOOKING_S = 3.0
@@ -236,8 +236,8 @@ class Probe:
                     anew = await self._meet()
                 elif time.monotonic() - self._models_at > MODELS_S:
                     await self._list_models()
-                elif replica.has_tiers and time.monotonic() - self._speeds_at > SPEEDS_S:
-                    replica.prices = (await self._facts()).prices
+                elif time.monotonic() - self._speeds_at > SPEEDS_S:
+                    replica.measure(await self._facts())
         except _FAILURES:
             state, detail = replica.state, "it does not answer"
         self._pool.enter(replica, state, detail, anew=anew)

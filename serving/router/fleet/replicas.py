@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 from urllib.parse import urlsplit
 
+from serving.kv_cache.speed import Speed
 from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
 from serving.router.fleet.facts import Facts
 from serving.router.http.upstream import IdleConnections, Upstream
-from serving.router.policy.policies import Load, Share
+from serving.router.policy.policies import PREFILL_RATE, Load, Share
 from serving.router.policy.tiers import Capacity
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ COUNTED_S = 600.0
 continues if it returns.
 """
 
+FADES = 0.7
+"""The factor of a measured speed's weight at the next measurement, which comes every 30 s."""
 FIRST_BYTES = 200
 """Answers whose times to the first byte are kept."""
 
@@ -66,6 +69,8 @@ class Replica(Load):
         self.prefills: set[asyncio.Future[str]] = set()
         """The prompts that it computes for others; each future gets the outcome."""
         self.breaker = CircuitBreaker()
+        self.refuses = False
+        """Whether it took no connection, or answered 503, since it was last asked or answered."""
         # what it says of itself
         self.state = State.UNKNOWN
         self.detail = ""
@@ -83,10 +88,16 @@ class Replica(Load):
         """The facts about its KV caches, as far as known."""
         self.chunk = 0
         self.tenant_header: str | None = None
+        self.slots = 0
         self.role = "both"
         self.transfer = ""
         """All as its Facts have them."""
         self._born: bytes | None = None
+        # what it tells of its work, again and again
+        self.kv_usage: float | None = None
+        """As its Facts have it."""
+        self._computed = 0.0, 0.0
+        self._speed = Speed(FADES)
         # the router's other processes
         self._peer_load: Share = (0, 0, 0)
 
@@ -107,6 +118,11 @@ class Replica(Load):
         self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
 
     @property
+    def has_room(self) -> bool:
+        """Whether it can take one more request at once; one that does not say is never full."""
+        return not self.refuses and (not self.slots or self.in_flight < self.slots)
+
+    @property
     def has_tiers(self) -> bool:
         """Whether it keeps KV beside its engine."""
         return bool(self.capacity.memory or self.capacity.disk or self.capacity.store)
@@ -122,12 +138,33 @@ class Replica(Load):
     def meet(self, facts: Facts) -> bool:
         """It has become ready. Whether it has restarted since it was last ready."""
         before, self._born = self._born, facts.born
-        self.capacity, self.prices = facts.capacity, facts.prices
+        self.capacity = facts.capacity
         self.chunk, self.tenant_header = facts.chunk, facts.tenant_header
-        self.adapter_slots = facts.adapter_slots
+        self.adapter_slots, self.slots = facts.adapter_slots, facts.slots
         self.role, self.transfer = facts.role, facts.transfer
         self.breaker = self.breaker.anew()
+        self._computed = 0.0, 0.0
+        self.measure(facts)
         return not before or before != facts.born
+
+    def measure(self, facts: Facts) -> None:
+        """It has told how fast it is, and how full."""
+        self.prices, self.kv_usage = facts.prices, facts.kv_usage
+        tokens, seconds = (
+            now - before for now, before in zip(facts.computed, self._computed, strict=True)
+        )
+        self._computed = facts.computed
+        if tokens > 0 and seconds > 0:
+            self._speed.add(tokens, seconds)
+        if measured := self.seconds_per_token:
+            self.prefill_rate = 1 / measured
+
+    @property
+    def seconds_per_token(self) -> float:
+        """That its engine takes to compute a prompt token, with all that it does beside it; 0 while
+        unknown.
+        """
+        return self._speed.seconds_per_unit
 
     def list_models(self, names: Sequence[str], adapters: frozenset[str]) -> None:
         """It serves models by these names now, its own first. adapters: those of them that are."""
@@ -138,6 +175,7 @@ class Replica(Load):
         """It was probed. Whether its state is another than before."""
         before, self.state, self.detail = self.state, state, detail
         self.settle(now)
+        self.refuses = False
         self.idle.drop(IDLE_S)
         return state is not before
 
@@ -198,6 +236,17 @@ class ReplicaPool:
         self._on_gone = on_gone
         self._numbers = {url: number for number, url in enumerate(copies)}
         self._gone: dict[str, float] = {}  # since when
+        self._seconds_per_token = 1 / PREFILL_RATE  # the last mean
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The time in which the mean replica computes a prompt token. After the last replica has
+        gone, the last mean stays; before any is known, it is assumed.
+        """
+        known = [it.seconds_per_token for it in self.replicas if it.seconds_per_token]
+        if known:
+            self._seconds_per_token = sum(known) / len(known)
+        return self._seconds_per_token
 
     # for requests
 

@@ -7,6 +7,10 @@ request is not sent to a second replica.
 """
 MAX_BODIES = 512 * 1024**2
 """Bytes of bodies that are held at once, for all clients; beyond, all are streamed."""
+MOST_HELD = 4096
+"""Requests of a process that wait for a replica at once."""
+MOST_HELD_BYTES = MAX_BODIES // 2
+"""Bytes of their bodies; the rest is for requests under way."""
 MAX_HEADS = 256 * 1024**2
 """Bytes of memory that all requests' heads may take; beyond, requests are refused."""
 

@@ -39,8 +39,8 @@ each other load an adapter on the same one. With 0, two of them load a tenth mor
 adapters wait for their replica while others have nothing to do.
 """
 PREFILL_RATE = 20_000.0
-"""Prompt tokens that a replica is taken to compute in a second, where no stream shows when it has
-(10,000 to 40,000: a little worse).
+"""Prompt tokens that a replica is taken to compute in a second, until it was measured (10,000 to
+40,000: a little worse). It matters where no stream shows when it has computed them.
 """
 ADAPTERS = 64
 """Assumed adapter slots of a replica that does not report them."""
@@ -81,6 +81,8 @@ class Load:
     """Of what it loads."""
     adapter_slots: int = ADAPTERS
     """Adapters that its engine keeps."""
+    prefill_rate: float = PREFILL_RATE
+    """Prompt tokens that its engine computes in a second."""
     # When what is queued will be computed, where that can only be guessed.
     _computed_at: float = dataclasses.field(default=0.0, init=False)
     _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
@@ -94,7 +96,7 @@ class Load:
         self.queued += work.left
         self.context += tokens
         if not streamed:
-            self._computed_at = max(self._computed_at, now) + work.left / PREFILL_RATE
+            self._computed_at = max(self._computed_at, now) + work.left / self.prefill_rate
             self._guessed.append((self._computed_at, work))
         return work
 

@@ -10,7 +10,7 @@ from serving import errors
 from serving.access.limits import Taken
 from serving.errors import RateLimited, ReplicaFailed, ReplicaTimedOut, ServingError
 from serving.observability.tracing import Span
-from serving.protocol import RATE_LIMIT, REQUEST_ID, ROUTE, SESSION_ID
+from serving.protocol import HELD_MS, RATE_LIMIT, REQUEST_ID, ROUTE, SESSION_ID
 from serving.router import metrics
 from serving.router.fleet.replicas import Replica
 from serving.router.http.ports import Responder
@@ -113,7 +113,25 @@ class ProxiedRequest:
         if placement.inference and (tokenise := self._routing.tokenise):
             self._spawn(self._tokenise, tokenise, bytes(request.body))
         else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Send it to a replica, now or when one has room for it."""
+        placement = self.placement
+        if not placement.must_wait():
             self._choose()
+            return
+        try:
+            placement.wait(self._request, self._take_turn, self._fail)
+        except ServingError as error:
+            self._fail(error)
+
+    def _take_turn(self) -> None:
+        """It was held, and can go. Its errors must not end the request that made room for it."""
+        try:
+            self._choose()
+        except Exception:
+            self._fail(errors.unforeseen())
 
     def _is_held(self) -> bool:
         """Whether all of it is here, for any replica, and its answer can be framed here."""
@@ -134,7 +152,7 @@ class ProxiedRequest:
         placement = self.placement
         placement.features = await tokenise(placement.features, self._request, body)
         self._pending = None
-        self._choose()
+        self._go_on()
 
     async def _look(self) -> None:
         """Wait until it is known which replicas can serve now."""
@@ -351,6 +369,8 @@ class ProxiedRequest:
         lines = _passed_on(head, headers, _DROPPED_1_0 if request.http10 else _DROPPED)
         if self._taken:
             lines += [b"%b: %b" % header for header in self._taken.headers]
+        if self.placement.held_s is not None:
+            lines.append(b"%b: %d" % (HELD_MS, round(1000 * self.placement.held_s)))
         if ROUTE in request.named and self.placement.inference:
             lines.append(ROUTE + b": " + self.placement.decision().encode())
         self._responder.start(
@@ -439,7 +459,7 @@ class ProxiedRequest:
 
     def check_timeouts(self, now: float) -> None:
         """End it if it has waited for too long."""
-        if self._prefilling:  # which has a limit of its own
+        if self._prefilling or self.placement.waiting:  # which have limits of their own
             return
         waited = now - self._progress_at
         timeouts = self._routing.timeouts

@@ -345,7 +345,7 @@ def test_tickets_at_random(steps, share):
         while inside:
             queue.leave(inside.pop())
             look()
-        assert (queue.in_flight, queue.waiting, queue._sequences, queue._lanes) == (0, 0, 0, {})
+        assert (queue.in_flight, queue.waiting, queue.sequences, queue.lanes) == (0, 0, 0, {})
 
     asyncio.run(walk())
 

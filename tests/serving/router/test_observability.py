@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+import re
 
 import pytest
 
@@ -235,3 +236,56 @@ async def test_a_collector_that_is_away_costs_spans_and_one_warning(monkeypatch,
             await asyncio.sleep(0.1)
         (line,) = warned()
         assert "traces are lost" in line.getMessage()
+
+
+MEASURED = (
+    'vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="m"} 1000.0\n'
+    'vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 2.0\n'
+    'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
+)
+"""A replica that computes 500 prompt tokens in a second."""
+
+
+async def series(it, name):
+    """The values of a series, by its replica or ""."""
+    text = (await it.client.get("/metrics")).text
+    return {
+        dict(re.findall(r'(\w+)="([^"]*)"', labels or "")).get("replica", ""): float(value)
+        for found, labels, value in re.findall(r"^(\w+)(\{.*\})? (\S+)$", text, re.MULTILINE)
+        if found == name
+    }
+
+
+async def test_what_waits_is_told_in_tokens_and_in_seconds():
+    prompt = "a" * 4000  # 1,000 tokens
+    async with routing(2, wait=False, router_hold=60) as it:
+        one, other = it.fleet
+        one.tiers = MEASURED
+        await it.ready()
+        one.answer = other.answer = sends(then_s=60)
+        assert await series(it, "slipway_router_backlog_tokens") == {one.url: 0, other.url: 0}
+        asked = [
+            asyncio.create_task(it.post({"prompt": f"{n}{prompt}", "stream": True}))
+            for n in range(2)
+        ]
+        await until_async(lambda: one.asked and other.asked)
+        tokens = await series(it, "slipway_router_backlog_tokens")
+        assert tokens == pytest.approx({one.url: 1000, other.url: 1000}, rel=0.01)
+        # The other one's rate is unknown, so that it counts like the mean of all others.
+        seconds = await series(it, "slipway_router_backlog_seconds")
+        assert seconds == pytest.approx({one.url: 2, other.url: 2}, rel=0.01)
+        rates = await series(it, "slipway_router_prefill_tokens_per_second")
+        assert rates == {one.url: 500, other.url: 0}
+        assert await series(it, "slipway_router_kv_usage") == {one.url: 0.25}
+        assert await series(it, "slipway_router_held_seconds") == {"": 0}
+        for fake in it.fleet:
+            await fake.stop()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await it.ready(0)
+        # The last rate that was known is kept for what waits for a server.
+        held = asyncio.create_task(it.post({"prompt": prompt}))
+        await until_async(lambda: len(it.router.routing.held) == 1)
+        (waits,) = (await series(it, "slipway_router_held_seconds")).values()
+        assert 2 <= waits <= 2.2
+        held.cancel()
+        await until_async(lambda: not len(it.router.routing.held))

@@ -1208,8 +1208,10 @@ async def test_series_of_replicas_that_are_gone_are_gone(monkeypatch, tmp_path):
         series = (await it.client.get("/metrics")).text
         return set(re.findall(rf'(\w+)\{{[^}}]*replica="{gone.url}"', series))
 
-    everything = {"replica_ready", "in_flight", "requests_total", "requests_created"}
-    everything = {f"slipway_router_{name}" for name in everything}
+    now = {"replica_ready", "in_flight", "backlog_tokens", "backlog_seconds"}
+    now |= {"prefill_tokens_per_second"}
+    now = {f"slipway_router_{name}" for name in now}
+    everything = now | {f"slipway_router_requests_{name}" for name in ("total", "created")}
     async with routing(2, routing_strategy="roundrobin", wait=False) as other:
         stays, gone = other.fleet
         file.write_text(f"{stays.url}\n{gone.url}")
@@ -1226,7 +1228,7 @@ async def test_series_of_replicas_that_are_gone_are_gone(monkeypatch, tmp_path):
             assert await shown() == set()
             file.write_text(f"{stays.url}\n{gone.url}")
             await it.ready(2)
-            assert await shown() == {"slipway_router_replica_ready", "slipway_router_in_flight"}
+            assert await shown() == now
 
 
 async def test_retry_budget():

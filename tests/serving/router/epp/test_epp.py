@@ -127,6 +127,34 @@ async def test_a_request_is_one_line_and_a_trace(tmp_path, monkeypatch, caplog):
     assert facts["bytes_out"] == len(answer.content)
 
 
+async def test_a_request_waits_until_a_replica_has_room(tmp_path):
+    async with through_envoy(tmp_path, 1, wait=False, router_hold=60) as it:
+        it.fleet[0].tiers = "slipway_request_slots 1"
+        await it.ready()
+        go = asyncio.Semaphore(0)
+
+        async def answer(replica, asked, writer):
+            await go.acquire()
+            writer.write(whole(200, b"{}", "connection: close"))
+
+        it.fleet[0].answer = answer
+        asked = []
+        for count in range(4):
+            asked.append(asyncio.create_task(it.post({"prompt": f"{count}"})))
+            await until_async(lambda n=count: len(it.router.routing.held) == n)
+            await until_async(lambda: len(it.fleet[0].asked) == 1)
+        gone = asked.pop(1)
+        gone.cancel()
+        await until_async(lambda: len(it.router.routing.held) == 2)
+        for _ in asked:
+            go.release()
+        answers = [await found for found in asked]
+        assert [found.status_code for found in answers] == [200] * 3
+        assert [request.json()["prompt"] for request in it.fleet[0].asked] == ["0", "2", "3"]
+        assert ["x-slipway-held-ms" in found.headers for found in answers] == [False, True, True]
+        await idle(it)
+
+
 async def test_keys_are_held_to_their_limits(tmp_path):
     limits = {"requests_per_minute": 4, "concurrent_requests": 1}
     options = {

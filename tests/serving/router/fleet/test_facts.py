@@ -81,6 +81,17 @@ def test_by_which_keys_its_caches_are_found():
     assert (read(b"").tenant_header, read(b"").chunk) == (None, 0)
 
 
+def test_the_speed_and_the_fullness_of_its_engines():
+    series = (
+        'vllm:request_prefill_kv_computed_tokens_sum{engine="%d",model_name="m"} 1000.0\n'
+        'vllm:request_prefill_time_seconds_sum{engine="%d",model_name="m"} 2.5\n'
+        'vllm:kv_cache_usage_perc{engine="%d",model_name="m"} 0.%d\n'
+    )
+    found = read("".join(series % (n, n, n, n + 3) for n in range(2)).encode())
+    assert (found.computed, found.kv_usage) == ((2000, 5), 0.4)
+    assert (read(b"").computed, read(b"").kv_usage) == ((0, 0), None)
+
+
 def test_its_role():
     assert read(b'slipway_role_info{role="prefill"} 1.0\n').role == "prefill"
     for other in (b"", b'slipway_role_info{role="boss"} 1.0\n'):
