@@ -266,6 +266,22 @@ class Settings:
         default_text="`/tmp/slipway/models` for S3, `HF_HOME` for the hub",
         help="The folder for models from S3.",
     )
+    cache_folder: str | None = _option(
+        text,
+        "OPTION_CACHE_FOLDER",
+        section=Section.MODEL,
+        default_text="beside the downloads, if those are on a volume, else none",
+        help="The folder that keeps compiled graphs, kernels and profiles, so that the next start "
+        "does not make them again. No other user may be able to write to it.",
+    )
+    cache_size: int = _option(
+        size,
+        "OPTION_CACHE_SIZE",
+        section=Section.MODEL,
+        default=20 * 1024**3,
+        help="Most bytes that the folder of OPTION_CACHE_FOLDER keeps, like 20G. Files of other "
+        "versions and GPUs go first, the least recently used first.",
+    )
     entry_point: str | None = _option(
         entry_point,
         "OPTION_ENTRYPOINT",

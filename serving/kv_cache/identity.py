@@ -169,3 +169,24 @@ def served_path(folder: Path, fingerprint: str) -> Path:
     link = links / f".{fingerprint}-{secrets.token_hex(8)}"
     link.symlink_to(folder.absolute(), target_is_directory=True)
     return link.replace(links / fingerprint)
+
+
+def steady_path(folder: Path) -> Path:
+    """A link to the model's folder with the same path wherever the same model is. vLLM's compile
+    cache has the path in its keys.
+
+    The link is named after the configuration and the files' sizes, which another model may share.
+    Returns the folder itself if the link leads to such a model or cannot be made.
+    """
+    with contextlib.suppress(OSError):
+        names = sorted(_files(Folder(folder)))
+        facts = [(name, (folder / name).stat().st_size) for name in names]
+        digest = hashlib.sha256(json.dumps(facts).encode())
+        with contextlib.suppress(FileNotFoundError), (folder / "config.json").open("rb") as file:
+            digest.update(file.read(LONGEST_JSON))
+        link = folders.make(folders.place("served")) / f"model-{digest.hexdigest()[:16]}"
+        if not link.exists():
+            served_path(folder, link.name)
+        if link.samefile(folder):
+            return link
+    return folder

@@ -43,6 +43,7 @@ from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
 from serving.observability.capture import causes
 from serving.process import StopSignals
 from serving.protocol import INVOCATIONS, PING, UI
+from serving.server import start_phases
 from serving.server.prepare import Deployment
 from serving.server.startup import Runtime, start
 
@@ -80,6 +81,7 @@ def serve(deployment: Deployment) -> Exit:
     facts = {"plan": explain.as_json(deployment.plan)}
     log.info("plan", extra={"facts": facts, "text": f"model: {model}, {size}"})
     process.adopt_orphans()
+    start_phases.follow()
     # vLLM leaves the sockets it talks to its processes over where it has put them.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
@@ -164,6 +166,7 @@ class Server:
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
         failure = asyncio.create_task(self._failure(runtime.engine))
         following = asyncio.create_task(kept("adapters", runtime.follow))
+        saving = asyncio.create_task(runtime.save())
         batches = self.backend.files.runner
         running = {asyncio.create_task(kept("batches", batches.run))} if batches else set()
         await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,6 +180,7 @@ class Server:
             end = await self._drain(requests, failure)
         failure.cancel()
         following.cancel()
+        saving.cancel()
         if running:
             await asyncio.wait(running, timeout=SHUTDOWN.farewell)
         try:
@@ -242,8 +246,11 @@ class Server:
         steps = {Step.PLANNING: before, **self.lifecycle.steps}
         for step, seconds in steps.items():
             _START_SECONDS.labels(step).set(seconds)
-        rounded = {step: round(seconds, 1) for step, seconds in steps.items()}
-        return {"elapsed_s": round(sum(steps.values()), 1), "steps": rounded}
+        facts: dict[str, object] = {"elapsed_s": round(sum(steps.values()), 1)}
+        loading = start_phases.report(steps.get(Step.LOADING, 0.0))
+        for name, parts in (("steps", steps), ("loading", loading)):
+            facts[name] = {part: round(seconds, 1) for part, seconds in parts.items()}
+        return facts
 
     def _note(self, step: Step, text: str = "") -> None:
         self.lifecycle.note(step, text)
