@@ -6,8 +6,10 @@ vLLM that is the same in every instance that serves the same model, and differs 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -176,7 +178,8 @@ def steady_path(folder: Path) -> Path:
     cache has the path in its keys.
 
     The link is named after the configuration and the files' sizes, which another model may share.
-    Returns the folder itself if the link leads to such a model or cannot be made.
+    Returns the folder itself if the link leads to such a model that another server uses, or if
+    there can be no link. This process keeps the link's lock until it ends.
     """
     with contextlib.suppress(OSError):
         names = sorted(_files(Folder(folder)))
@@ -185,8 +188,12 @@ def steady_path(folder: Path) -> Path:
         with contextlib.suppress(FileNotFoundError), (folder / "config.json").open("rb") as file:
             digest.update(file.read(LONGEST_JSON))
         link = folders.make(folders.place("served")) / f"model-{digest.hexdigest()[:16]}"
-        if not link.exists():
+        lock = os.open(f"{link}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             served_path(folder, link.name)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         if link.samefile(folder):
             return link
+        os.close(lock)
     return folder

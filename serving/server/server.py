@@ -63,8 +63,8 @@ _ROLE = Info("slipway_role", "What a router has this server do.")
 Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 
 
-def serve(deployment: Deployment) -> Exit:
-    """Serve until SIGTERM or SIGINT, or until something has failed.
+def serve(deployment: Deployment, warm: bool = False) -> Exit:
+    """Serve until SIGTERM or SIGINT, or until something has failed. warm: stop once ready.
 
     A thread may still be inside vLLM when this returns; the caller should end the process at once.
     """
@@ -86,7 +86,7 @@ def serve(deployment: Deployment) -> Exit:
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
         about = explain.summary(deployment.plan)
-        server = Server(listener, settings, lambda note: start(deployment, note), about)
+        server = Server(listener, settings, lambda note: start(deployment, note), about, warm)
         try:
             return uvloop.run(server.run())
         finally:
@@ -104,10 +104,12 @@ class Server:
         settings: Settings,
         start: Start,
         plan: Mapping[str, Any] = NO_PLAN,
+        warm: bool = False,
     ) -> None:
         """start: brings up what serves, and notes meanwhile what it is busy with. plan: as the page
-        at /ui shows it.
+        at /ui shows it. warm: whether it stops once it is ready.
         """
+        self._warm = warm
         self._listener = listener
         self._settings = settings
         self._start = start
@@ -167,6 +169,9 @@ class Server:
         failure = asyncio.create_task(self._failure(runtime.engine))
         following = asyncio.create_task(kept("adapters", runtime.follow))
         saving = asyncio.create_task(runtime.save())
+        if self._warm:
+            await saving
+            self.stop()
         batches = self.backend.files.runner
         running = {asyncio.create_task(kept("batches", batches.run))} if batches else set()
         await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -226,6 +226,15 @@ def test_model_infos_of_the_image_are_copied_and_vllms_own_stay(tmp_path):
     assert len([*(tmp_path / "home/.cache/vllm/modelinfos").iterdir()]) == 2
 
 
+PATH = """
+import sys
+from pathlib import Path
+from serving.kv_cache.identity import steady_path
+print(steady_path(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_model_has_the_same_path_wherever_it_is(tmp_path):
     folders = []
     for name in ("one", "two"):
@@ -234,11 +243,14 @@ def test_a_model_has_the_same_path_wherever_it_is(tmp_path):
         (folder / "config.json").write_text(json.dumps({"of": str(tmp_path)}))
         (folder / "model.safetensors").write_bytes(b"x" * 100)
         folders.append(folder)
-    one = steady_path(folders[0])
-    assert one != folders[0]
-    assert one.samefile(folders[0])
-    assert steady_path(folders[1]) == folders[1], "the link of a model that is served stays"
-    one.unlink()
+    command = [sys.executable, "-c", PATH, str(folders[0])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdin
+        assert it.stdout
+        one = Path(it.stdout.readline().strip())
+        assert one != folders[0]
+        assert one.samefile(folders[0])
+        assert steady_path(folders[1]) == folders[1], "another server uses the link"
+        it.stdin.close()
     assert steady_path(folders[1]) == one
     assert one.samefile(folders[1])
-    Path(one).unlink()
