@@ -25,6 +25,7 @@ from lmi_config.options.parsers import (
     amount,
     at_most,
     boolean,
+    cache_source,
     choice,
     compilation,
     copies,
@@ -273,6 +274,13 @@ class Settings:
         default_text="beside the downloads, if those are on a volume, else none",
         help="The folder that keeps compiled graphs, kernels and profiles, so that the next start "
         "does not make them again. No other user may be able to write to it.",
+    )
+    cache_source: str | None = _option(
+        cache_source,
+        "OPTION_CACHE_SOURCE",
+        section=Section.MODEL,
+        help="An archive of such a folder on S3 with its digest, `s3://bucket/name.tgz#sha256=…`, "
+        "which fills an empty OPTION_CACHE_FOLDER (/tmp/slipway/compiled without the option).",
     )
     cache_size: int = _option(
         size,

@@ -16,10 +16,11 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lmi_config.plan.compile_cache import MANIFEST, CompileCache, manifest
+from serving.server.compile_cache_source import fill
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,17 @@ class Kept:
     environment: the variables that have vLLM use it; empty if it is not used.
     """
 
-    def __init__(self, cache: CompileCache | None, limit: int, least_free: int = LEAST_FREE):
-        """Open the cache. limit: bytes that the folder may keep. least_free: bytes."""
+    def __init__(
+        self,
+        cache: CompileCache | None,
+        limit: int,
+        source: str | None = None,
+        note: Callable[[str], None] = lambda _: None,
+        least_free: int = LEAST_FREE,
+    ) -> None:
+        """Open the cache. limit: bytes that the folder may keep. source: of OPTION_CACHE_SOURCE.
+        note: takes the progress of its download. least_free: bytes.
+        """
         self._cache = cache
         self._limit = limit
         self._lock: int | None = None
@@ -64,7 +74,7 @@ class Kept:
         if cache is None:
             return
         try:
-            self._open(cache, least_free)
+            self._open(cache, source, note, least_free)
         except OSError as error:
             self.close()
             log.warning(
@@ -96,7 +106,13 @@ class Kept:
         except OSError as error:
             log.warning("compiled files are not kept in %s: %s", part, error)
 
-    def _open(self, cache: CompileCache, least_free: int) -> None:
+    def _open(
+        self,
+        cache: CompileCache,
+        source: str | None,
+        note: Callable[[str], None],
+        least_free: int,
+    ) -> None:
         """Raises OSError if the cache cannot or must not be used."""
         os.umask(os.umask(0o022) | 0o022)  # what is made from here on is private
         cache.part.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,6 +122,11 @@ class Kept:
         self._lock = os.open(cache.part / _LOCK, flags, 0o600)
         if _locked(self._lock):
             _evict(cache, self._limit)
+            if source:
+                try:
+                    fill(source, cache, self._limit, note)
+                except OSError as error:
+                    log.warning("OPTION_CACHE_SOURCE: all is compiled here: %s", error)
             _require_unchanged(cache.part)
             for file in cache.part.glob(_OF_MACHINE):
                 file.unlink()

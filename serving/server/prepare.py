@@ -19,6 +19,7 @@ from lmi_config.plan import compile_cache, kv_tiers, plan, speculation
 from lmi_config.plan.compile_cache import CompileCache
 from lmi_config.plan.plan import EngineParts, Plan
 from lmi_config.plan.refusals import files
+from serving import folders
 from serving.access.access import Access
 from serving.http.tls import ServerTls
 from serving.sources.locate import locate
@@ -109,8 +110,10 @@ def _compile_cache(
         "HF_HOME": environ.get("HF_HOME"),
     }
     named = {name: path for name, path in downloads.items() if path}
-    origin = options.origins.get("cache_folder", "")
-    return compile_cache.look(options.cache_folder, named, here.gpus, origin)
+    folder, option = options.cache_folder, "cache_folder"
+    if not folder and options.cache_source:
+        folder, option = str(folders.place("compiled")), "cache_source"
+    return compile_cache.look(folder, named, here.gpus, options.origins.get(option, ""))
 
 
 def _alone(options: Settings) -> str:

@@ -97,6 +97,7 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     if plan.hindrance and not await in_thread(_may_have_code, deployment):
         raise EngineError(plan.hindrance)
     shared = deployment.shared
+    opening = asyncio.create_task(_open_compile_cache(plan, note))
     if shared:
         folder, draft = shared.folder, shared.draft
     else:
@@ -104,7 +105,7 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         draft = await cache.fetch(deployment.draft, note) if deployment.draft else None
     if not shared and plan.model.weight_bytes < plan.machine.memory_free / 2:
         threading.Thread(target=read_ahead, args=(folder,), daemon=True).start()
-    compiled = await in_thread(Kept, plan.compile_cache, plan.settings.cache_size)
+    compiled = await opening
     # Compilers read these when they are imported.
     os.environ.update({name: os.environ.get(name, it) for name, it in compiled.environment.items()})
     await in_thread(prepare_model_infos, os.environ)
@@ -132,6 +133,15 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     adapters = await _register_adapters(plan, folder, engine)
     return Runtime(
         engine=engine, adapters=adapters, code=code, cache=server, gpus=gpus, compiled=compiled
+    )
+
+
+async def _open_compile_cache(plan: Plan, note: Note) -> Kept:
+    """The compile cache, or one that keeps nothing."""
+    options = plan.settings
+    fetching = functools.partial(note, Step.FETCHING)
+    return await in_thread(
+        Kept, plan.compile_cache, options.cache_size, options.cache_source, fetching
     )
 
 

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compile cache: what another user could have written, or has changed, is not used."""
 
+import dataclasses
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lmi_config.options.parsers import CACHE_SOURCE
 from lmi_config.plan.compile_cache import MANIFEST, CompileCache
 from serving.kv_cache.identity import steady_path
 from serving.server.compile_cache import VARIABLES, Kept, prepare_model_infos
 
-LIMIT = 2**20
+LIMIT = 2**22
 KEY = "0123456789abcdef"
 
 
@@ -189,6 +193,62 @@ def test_what_is_larger_than_the_limit_is_not_kept(cache, caplog):
     assert "OPTION_CACHE_SIZE allows" in caplog.text
     assert Kept(cache, LIMIT).environment
     assert not file.exists()
+
+
+@pytest.fixture
+def packed(cache, tmp_path):
+    """A finished start's folder in an archive."""
+    file = filled(cache)
+    archive = tmp_path / "compiled.tgz"
+    subprocess.run(["tar", "-C", cache.folder, "-czf", archive, "."], check=True)
+    shutil.rmtree(cache.folder)
+    return archive, file
+
+
+@pytest.fixture
+def source(aws, packed):
+    archive, _ = packed
+    aws.client.create_bucket(Bucket="compiled")
+    aws.client.put_object(Bucket="compiled", Key="a/b.tgz", Body=archive.read_bytes())
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    return f"s3://compiled/a/b.tgz#sha256={digest}"
+
+
+def test_an_archive_fills_an_empty_folder_once(cache, packed, source, aws):
+    assert CACHE_SOURCE.fullmatch(source)
+    _, file = packed
+    for _ in range(2):
+        kept = Kept(cache, LIMIT, source)
+        assert kept.environment
+        assert file.read_text() == "code"
+        kept.close()
+    assert aws.fetched.count("a/b.tgz") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda source: source[:-4] + "beef", "and not the option's"),
+        (lambda source: source.replace("b.tgz", "c.tgz"), "there is no such object"),
+    ],
+)
+def test_an_archive_that_is_not_the_options_is_not_unpacked(
+    cache, packed, source, change, reason, caplog
+):
+    kept = Kept(cache, LIMIT, change(source))
+    assert kept.environment, "the folder is used, and filled by this start"
+    assert not packed[1].exists()
+    assert "OPTION_CACHE_SOURCE: all is compiled here" in caplog.text
+    assert reason in caplog.text
+
+
+def test_an_archive_of_other_versions_or_too_large_is_told(cache, packed, source, caplog):
+    other = dataclasses.replace(cache, key="f" * 16)
+    assert Kept(other, LIMIT, source).environment
+    assert f"has no files for the key {'f' * 16}" in caplog.text
+    assert Kept(cache, 100, source).environment
+    assert "the limit is 100" in caplog.text
+    assert not packed[1].exists()
 
 
 def test_what_is_made_later_is_private(cache):
