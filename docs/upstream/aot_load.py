@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/upstream/aot_load.md: load what torch's own backend has compiled ahead of time, as vLLM does."""
+"""docs/upstream/aot_load.md: load a function that torch's own backend has compiled, as vLLM does."""
 
 import tempfile
 
@@ -17,8 +17,7 @@ with functorch.patch(bundled_autograd_cache=True), dynamo.patch(enable_aot_compi
     ahead = compiled.aot_compile(((torch.ones(3),), {}))
     with tempfile.NamedTemporaryFile() as file:
         ahead.save_compiled_function(file.name)
-        with open(file.name, "rb") as saved:
-            loaded = torch.compiler.load_compiled_function(saved)
+        loaded = torch.compiler.load_compiled_function(file)
 
 function = loaded._artifacts.compiled_fn
 print(f"loaded: a {type(function).__name__}; it answers {loaded(torch.ones(3)).tolist()}")
