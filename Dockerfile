@@ -94,6 +94,9 @@ COPY --chmod=755 lmi_config /opt/slipway/lmi_config
 COPY --chmod=755 handlers /opt/slipway/handlers
 COPY --chmod=755 serving /opt/slipway/serving
 COPY --chmod=755 slipway.dist-info /opt/slipway/slipway.dist-info
+# A build machine without a GPU may be unable to import some; vLLM then inspects those at the start.
+RUN PYTHONPATH=/opt/slipway VLLM_LOGGING_LEVEL=ERROR /opt/venv/bin/python3 -m serving.engine.model_infos \
+        /opt/venv/share/slipway/modelinfos || echo "no model infos in this image"
 RUN python3 -m compileall -q /opt/slipway
 WORKDIR /opt/slipway
 # Any user can run it, also one without a name, and the root may be read-only: what is written, with

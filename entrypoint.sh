@@ -12,7 +12,7 @@ export DO_NOT_TRACK=${DO_NOT_TRACK:-1}
 [ $# -gt 0 ] || set -- serve
 id='^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$'
 case $1 in
-    serve | plan | tune | route | keys | -* | s3://*) ;;
+    serve | warm | plan | tune | route | keys | -* | s3://*) ;;
     *)
         case "${1##*/} ${2-} ${3-} " in
             "vllm serve "* | python*" -m vllm.entrypoints.openai.api_server ")

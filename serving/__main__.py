@@ -38,11 +38,12 @@ from lmi_config.plan import explain
 from serving.exit import USAGE_ERROR, Exit, failure, report
 from serving.observability import logs, redaction
 
-USAGE = """usage: python -m serving [serve | plan | tune | route] [ARGUMENT ...]
+USAGE = """usage: python -m serving [serve | warm | plan | tune | route] [ARGUMENT ...]
        python -m serving keys new NAME [--tenant TENANT]
        python -m serving [vllm serve] ARGUMENT ...
 
   serve   serve a model (the default)
+  warm    start as serve does, fill the folder of OPTION_CACHE_FOLDER, and end
   plan    print what serve would do here, and why; starts nothing
   tune    measure configurations of serve, and write the options of the best one
   route   route requests to several servers
@@ -120,7 +121,12 @@ def _run(
     return end.code
 
 
-def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
+def _warm(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
+    one = Given("1", "warm")  # every copy compiles the same
+    return _serve(environ, {**argued, "OPTION_COPIES": one}, warm=True)
+
+
+def _serve(environ: Mapping[str, str], argued: Mapping[str, Given], warm: bool = False) -> Exit:
     from serving.access.access import Access
     from serving.kv_cache import pool
     from serving.observability.capture import capture_output
@@ -129,6 +135,10 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     with pool.cleanup():  # before the machine's memory is looked at
         deployment = prepare(environ, argued)
         options = deployment.plan.settings
+        if warm and not deployment.plan.compile_cache:
+            raise SettingsError(
+                ["OPTION_CACHE_FOLDER is not set: warm fills it; name a folder on a volume"]
+            )
         logs.set_format(options.log_format)
         logs.set_level(options.log_level)
         asyncio.run(Access(options).require())
@@ -142,7 +152,7 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
         with capture_output():
             from serving.server.server import serve
 
-            return serve(deployment)
+            return serve(deployment, warm)
 
 
 def _epp_faults(options: Settings) -> list[str]:
@@ -225,6 +235,7 @@ def _keys(rest: list[str], environ: Mapping[str, str]) -> int:
 
 _VERBS: Mapping[str, Callable[[list[str], Mapping[str, str]], int]] = {
     "serve": functools.partial(_run, "serve", _serve),
+    "warm": functools.partial(_run, "warm", _warm),
     "plan": _plan,
     "tune": _tune,
     "route": functools.partial(_run, "route", _route),

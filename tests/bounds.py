@@ -143,6 +143,9 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "Answers of the cache server": {
         "serving/kv_cache/server.py": ["CacheServer._read_series answer.aiter_bytes"],
     },
+    "The compile cache": {
+        "lmi_config/plan/compile_cache.py": ["manifest file.read", "manifest msgspec.json.decode"],
+    },
     "An adapter's archive": {
         "serving/lora/archives.py": [
             "_Stream.content self._file.read",
@@ -157,7 +160,11 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_object json.loads",
         ],
         "lmi_config/options/secure.py": ["_content file.read", "_templated json.loads"],
-        "serving/kv_cache/identity.py": ["_length file.read", "_length json.loads"],
+        "serving/kv_cache/identity.py": [
+            "_length file.read",
+            "_length json.loads",
+            "steady_path file.read",
+        ],
         "serving/sources/digests.py": ["_sampled_digest file.read"],
     },
     "Option files": {
@@ -191,7 +198,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "lmi_config/facts/machine.py": [
             "_cpu_quota (group / file).read_text",
             "_groups listed.read_text",
-            "_kind mounts.read_text",
+            "_mount mounts.read_text",
             "_nodes file.read_text",
             "_number path.read_text",
             "_table path.read_text",

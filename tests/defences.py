@@ -448,6 +448,11 @@ DEFENCES: Mapping[str, Removed] = {
         "test_the_length_counts_where_positions_depend_on_it[config4-lengths4-2]",
         {"serving.kv_cache.identity:_length": nothing},
     ),
+    "Another user writes compiled code into `OPTION_CACHE_FOLDER`": Removed(
+        "tests/serving/server/test_compile_cache.py::"
+        "test_code_that_others_could_have_written_is_not_used",
+        {"serving.server.compile_cache:_require_private": nothing},
+    ),
     "The disk tier removes other files, or follows links to them": Removed(
         "tests/serving/kv_cache/test_disk.py::test_a_strangers_file_in_a_cache_of_ours_stays",
         {

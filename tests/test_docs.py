@@ -34,7 +34,7 @@ from tests.lmi_config.examples import PARTS, machine, model
 
 LANGUAGES = {"console", "python", "json", "jsonl", "yaml", "properties", "text"}
 PROGRAMS = {
-    *("aws", "curl", "docker", "git", "grep", "helm", "kubectl", "pip", "printf", "python3"),
+    *("aws", "curl", "docker", "git", "grep", "helm", "kubectl", "pip", "printf", "python3", "tar"),
     "tail",
 }
 """Programs of others that commands may call."""
@@ -159,7 +159,7 @@ def check(call: Call) -> None:
     if call.words[:2] == ["docker", "run"]:
         environ, command = container(call.words)
         verb, *words = command or ["serve"]
-        assert verb in ("serve", "plan", "tune", "route", "keys", "vllm", "bash")
+        assert verb in ("serve", "warm", "plan", "tune", "route", "keys", "vllm", "bash")
         if verb not in ("vllm", "keys"):
             configured(environ, verb, words)
 

@@ -223,6 +223,12 @@ def test_a_model_that_is_not_there_ends_it_at_once(model, fault):
     assert fault in ended.stderr
 
 
+def test_warm_needs_a_folder_to_fill(model):
+    ended = run("warm", OPTION_MODEL_ID=str(model))
+    assert ended.returncode == 2
+    assert "OPTION_CACHE_FOLDER is not set: warm fills it" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "environ", "fault"),
     [

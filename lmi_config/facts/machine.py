@@ -325,16 +325,29 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
         os.close(descriptor)
 
 
+def is_volume(path: Path, root: Path = Path("/")) -> bool:
+    """Whether a folder, which need not exist yet, is on a file system that is mounted into the
+    container and is not in memory. root: a prefix of /proc, for tests.
+    """
+    point, kind = _mount(path.absolute(), root)
+    return point != "/" and kind not in ("unknown", "tmpfs", "ramfs")
+
+
 def _kind(path: Path, root: Path) -> str:
-    """A folder's kind of file system, by the longest mount point above it (proc(5), mountinfo)."""
-    found = (0, "unknown")
+    """The kind of a folder's file system."""
+    return _mount(path, root)[1]
+
+
+def _mount(path: Path, root: Path) -> tuple[str, str]:
+    """The longest mount point above a folder, and its kind of file system (proc(5), mountinfo)."""
+    found = ("", "unknown")
     mounts = root / "proc/self/mountinfo"
     for line in mounts.read_text().splitlines() if mounts.exists() else ():
         before, _, after = line.partition(" - ")
         point = before.split()[4].replace("\\040", " ")
-        if path.is_relative_to(point) and len(point) >= found[0]:
-            found = (len(point), after.split()[0])
-    return found[1]
+        if path.is_relative_to(point) and len(point) >= len(found[0]):
+            found = (point, after.split()[0])
+    return found
 
 
 def _direct(folder: Path) -> bool:

@@ -30,6 +30,8 @@ _PYTHON = ("", "python", "mpi", "vllm")
 """LMI's engines that run vLLM."""
 _ABOUT = {
     "serve": "Serve a model. MODEL is a local folder, an s3:// prefix or a Hugging Face hub id.",
+    "warm": "Start as `serve` does, fill the folder of OPTION_CACHE_FOLDER, and end: for an init "
+    "container\nor an image's build.",
     "plan": "Print what `serve` would do here, and why; starts nothing. --json is for programs.",
     "tune": "Measure configurations of `serve` under a workload, and write the best one's options: "
     "FILE has\noptions of AIPerf's, --slo-ttft-ms and --slo-itl-ms are the objectives, FOLDER gets "
@@ -38,6 +40,7 @@ _ABOUT = {
 }
 _POSITIONAL = {
     "serve": "[MODEL]",
+    "warm": "[MODEL]",
     "plan": "[MODEL] [--json]",
     "tune": "[MODEL] --workload FILE [--results FOLDER]",
     "route": "[REPLICA ...]",

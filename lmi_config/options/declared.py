@@ -25,6 +25,7 @@ from lmi_config.options.parsers import (
     amount,
     at_most,
     boolean,
+    cache_source,
     choice,
     compilation,
     copies,
@@ -265,6 +266,29 @@ class Settings:
         vllm="download_dir",
         default_text="`/tmp/slipway/models` for S3, `HF_HOME` for the hub",
         help="The folder for models from S3.",
+    )
+    cache_folder: str | None = _option(
+        text,
+        "OPTION_CACHE_FOLDER",
+        section=Section.MODEL,
+        default_text="beside the downloads, if those are on a volume, else none",
+        help="The folder that keeps compiled graphs, kernels and profiles, so that the next start "
+        "does not make them again. No other user may be able to write to it.",
+    )
+    cache_source: str | None = _option(
+        cache_source,
+        "OPTION_CACHE_SOURCE",
+        section=Section.MODEL,
+        help="An archive of such a folder on S3 with its digest, `s3://bucket/name.tgz#sha256=…`, "
+        "which fills an empty OPTION_CACHE_FOLDER (/tmp/slipway/compiled without the option).",
+    )
+    cache_size: int = _option(
+        size,
+        "OPTION_CACHE_SIZE",
+        section=Section.MODEL,
+        default=20 * 1024**3,
+        help="Most bytes that the folder of OPTION_CACHE_FOLDER keeps, like 20G. Files of other "
+        "versions and GPUs go first, the least recently used first.",
     )
     entry_point: str | None = _option(
         entry_point,

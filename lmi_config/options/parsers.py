@@ -111,6 +111,19 @@ def repos(value: str) -> tuple[str, ...]:
     return found
 
 
+CACHE_SOURCE = re.compile(
+    r"(?P<uri>s3://(?P<bucket>[^/#]+)/(?P<prefix>(?:[^/#]+/)*)(?P<name>[^/#]+))"
+    r"#sha256=(?P<digest>[0-9a-f]{64})"
+)
+"""An archive on S3 and its digest."""
+
+
+def cache_source(value: str) -> str:
+    if not CACHE_SOURCE.fullmatch(value):
+        raise ValueError("an archive and its digest: s3://bucket/name.tgz#sha256=…, 64 hex digits")
+    return value
+
+
 def address(value: str) -> str:
     """Read an IP address."""
     try:

@@ -152,6 +152,12 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "  KV tier L1", format_size(plan.tiers.l1), "below"
     yield "  left", format_size(left), ""
     yield from _tiers(plan, each)
+    if cache := plan.compile_cache:
+        size = format_size(cache.size) if cache.seen else "empty"
+        text = "a start like this one has finished before" if cache.seen else "the first start"
+        yield "compile cache", size, f"{cache.part} ({cache.origin}); {text}"
+    else:
+        yield "compile cache", "none", "OPTION_CACHE_FOLDER keeps it on a volume for the next start"
     yield "port", str(settings.port), settings.origins.get("port", "default")
     if settings.kv_events:
         events, log = vllm.kv_event_ports(settings, plan.parallelism.copies)

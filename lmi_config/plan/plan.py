@@ -15,6 +15,7 @@ from lmi_config.options.settings import SettingsError
 from lmi_config.plan import kv_tiers, lmcache, memory, preflight, speculation, vllm
 from lmi_config.plan.attention import verdict as attention
 from lmi_config.plan.attention.verdict import Verdict
+from lmi_config.plan.compile_cache import CompileCache
 from lmi_config.plan.devices import copies
 from lmi_config.plan.devices.copies import Copy
 from lmi_config.plan.devices.parallelism import Parallelism
@@ -66,6 +67,7 @@ class Plan:
     lora_modules: tuple[vllm.LoraModule, ...]
     copies: tuple[Copy, ...]
     findings: tuple[str, ...]
+    compile_cache: CompileCache | None = None
 
     @property
     def hindrance(self) -> str | None:
@@ -128,12 +130,14 @@ def make(
     room: int = 0,
     chat: Chat = _UNKNOWN,
     alone: str = "",
+    compile_cache: CompileCache | None = None,
 ) -> Plan:
     """Decide.
 
     lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that have yet
     to be downloaded; room: bytes that are free where they go. chat: the formats of the model's
     answers. alone: why there can be no router before several copies, where the plan cannot know.
+    compile_cache: where generated files are kept.
 
     Raises SettingsError where it cannot work.
     """
@@ -236,7 +240,7 @@ def make(
         gpu=gpu,
         tiers=tiers,
         verdict=verdict,
-        environment=vllm.environment(settings, machine, spread, environ),
+        environment=vllm.environment(settings, machine, spread, environ, compile_cache),
         cache_environment=cache_environment,
         options=options,
         lora_modules=vllm.lora_modules(settings),
@@ -248,4 +252,5 @@ def make(
             *preflight.downloads(to_fetch, room),
             *kv_tiers.transfer_findings(settings, environ),
         ),
+        compile_cache=compile_cache,
     )

@@ -13,6 +13,7 @@ from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import LORA_DEFAULTS, OPTIONS, Settings, vllm_knows
 from lmi_config.options.parsers import HUB, hub_id, names_repo
 from lmi_config.options.settings import SettingsError, traces_protocol
+from lmi_config.plan.compile_cache import CompileCache
 from lmi_config.plan.devices.parallelism import Parallelism
 
 _DERIVED = {
@@ -262,7 +263,11 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def environment(
-    settings: Settings, machine: Machine, parallelism: Parallelism, environ: Mapping[str, str]
+    settings: Settings,
+    machine: Machine,
+    parallelism: Parallelism,
+    environ: Mapping[str, str],
+    compile_cache: CompileCache | None = None,
 ) -> dict[str, str]:
     """Variables to set before vLLM is imported. Options of the operator stay unchanged."""
     wanted = {
@@ -283,6 +288,9 @@ def environment(
             wanted["OTEL_SERVICE_NAME"] = "slipway"  # vLLM would be an unknown service
     if "SAGEMAKER_SAFE_PORT_RANGE" in environ and len(machine.ports) >= HELPERS:
         wanted["VLLM_PORT"] = str(machine.ports[HELPERS - 1] + 1)
+    if machine.gpus and compile_cache:
+        # vLLM then keeps the result of memory profiling beside its compiled graphs.
+        wanted["VLLM_ENABLE_STARTUP_PLAN"] = "1"
     if not machine.gpus:
         # oneDNN keeps code for each shape that a batch has had: with its default of 1,024 shapes,
         # 0.3 GiB more within minutes for a tiny model, and a heap that grew to 1.4 GiB in 20 of

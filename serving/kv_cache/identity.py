@@ -6,8 +6,10 @@ vLLM that is the same in every instance that serves the same model, and differs 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -169,3 +171,29 @@ def served_path(folder: Path, fingerprint: str) -> Path:
     link = links / f".{fingerprint}-{secrets.token_hex(8)}"
     link.symlink_to(folder.absolute(), target_is_directory=True)
     return link.replace(links / fingerprint)
+
+
+def steady_path(folder: Path) -> Path:
+    """A link to the model's folder with the same path wherever the same model is. vLLM's compile
+    cache has the path in its keys.
+
+    The link is named after the configuration and the files' sizes, which another model may share.
+    Returns the folder itself if the link leads to such a model that another server uses, or if
+    there can be no link. This process keeps the link's lock until it ends.
+    """
+    with contextlib.suppress(OSError):
+        names = sorted(_files(Folder(folder)))
+        facts = [(name, (folder / name).stat().st_size) for name in names]
+        digest = hashlib.sha256(json.dumps(facts).encode())
+        with contextlib.suppress(FileNotFoundError), (folder / "config.json").open("rb") as file:
+            digest.update(file.read(LONGEST_JSON))
+        link = folders.make(folders.place("served")) / f"model-{digest.hexdigest()[:16]}"
+        lock = os.open(f"{link}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            served_path(folder, link.name)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if link.samefile(folder):
+            return link
+        os.close(lock)
+    return folder

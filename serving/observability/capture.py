@@ -33,6 +33,14 @@ PIPE = 1024**2
 """Bytes that wait while this process is busy; more hold up who writes."""
 
 
+_listeners: list[Callable[[logging.LogRecord], object]] = []
+
+
+def listen(listener: Callable[[logging.LogRecord], object]) -> None:
+    """Have a function called with each record of another process, in the thread that reads them."""
+    _listeners.append(listener)
+
+
 @contextlib.contextmanager
 def capture_output() -> Iterator[None]:
     """Make lines of the log of everything that this process and its children write.
@@ -90,6 +98,8 @@ def _log(
     try:
         for record in parse(line):
             _remember_cause(record)
+            for listener in _listeners:
+                listener(record)
             if record.levelno >= logging.getLogger("serving").level:
                 handle(record)
     except Exception:

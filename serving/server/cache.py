@@ -75,7 +75,7 @@ def _transferring(plan: Plan, folder: Path) -> Path:
     to have the same.
     """
     if not kv_tiers.transfers(plan.settings):
-        return folder
+        return identity.steady_path(folder) if plan.compile_cache else folder
     fingerprint = _fingerprint(plan, folder, 0, whole=True, besides=_ENGINES_COMPARE)
     _TRANSFER.labels(identity.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
     return _named(folder, fingerprint)

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from lmi_config.facts import chat, draft, handler, machine, model
+from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import secure, settings
 from lmi_config.options.declared import Settings, vllm_knows
 from lmi_config.options.files import Given
 from lmi_config.options.settings import SettingsError
-from lmi_config.plan import kv_tiers, plan, speculation
+from lmi_config.plan import compile_cache, kv_tiers, plan, speculation
+from lmi_config.plan.compile_cache import CompileCache
 from lmi_config.plan.plan import EngineParts, Plan
 from lmi_config.plan.refusals import files
+from serving import folders
 from serving.access.access import Access
 from serving.batch.records import OtherCopies
 from serving.http.tls import ServerTls
@@ -93,10 +96,26 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
         *(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room),
         chat=formats,
         alone=_alone(options),
+        compile_cache=_compile_cache(options, environ, here),
     )
     if faults := files.faults(made.settings, made.options, made.model, made.lora_modules):
         raise SettingsError(faults)
     return Deployment(made, source, draft_source)
+
+
+def _compile_cache(
+    options: Settings, environ: Mapping[str, str], here: Machine
+) -> CompileCache | None:
+    """The folder for compiled files, or None if they are not kept."""
+    downloads = {
+        options.origins.get("download_dir", ""): options.download_dir,
+        "HF_HOME": environ.get("HF_HOME"),
+    }
+    named = {name: path for name, path in downloads.items() if path}
+    folder, option = options.cache_folder, "cache_folder"
+    if not folder and options.cache_source:
+        folder, option = str(folders.place("compiled")), "cache_source"
+    return compile_cache.look(folder, named, here.gpus, options.origins.get(option, ""))
 
 
 def _alone(options: Settings) -> str:

@@ -44,6 +44,7 @@ from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
 from serving.observability.capture import causes
 from serving.process import StopSignals
 from serving.protocol import INVOCATIONS, PING, UI
+from serving.server import start_phases
 from serving.server.prepare import Deployment
 from serving.server.startup import Runtime, start
 
@@ -63,8 +64,8 @@ _ROLE = Info("slipway_role", "What a router has this server do.")
 Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 
 
-def serve(deployment: Deployment) -> Exit:
-    """Serve until SIGTERM or SIGINT, or until something has failed.
+def serve(deployment: Deployment, warm: bool = False) -> Exit:
+    """Serve until SIGTERM or SIGINT, or until something has failed. warm: stop once ready.
 
     A thread may still be inside vLLM when this returns; the caller should end the process at once.
     """
@@ -81,12 +82,13 @@ def serve(deployment: Deployment) -> Exit:
     facts = {"plan": explain.as_json(deployment.plan)}
     log.info("plan", extra={"facts": facts, "text": f"model: {model}, {size}"})
     process.adopt_orphans()
+    start_phases.follow()
     # vLLM leaves the sockets it talks to its processes over where it has put them.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
         about = explain.summary(deployment.plan)
         others = deployment.shared.others if deployment.shared else None
-        server = Server(listener, settings, lambda note: start(deployment, note), about, others)
+        server = Server(listener, settings, lambda note: start(deployment, note), about, others, warm)
         try:
             return uvloop.run(server.run())
         finally:
@@ -105,10 +107,12 @@ class Server:
         start: Start,
         plan: Mapping[str, Any] = NO_PLAN,
         others: OtherCopies | None = None,
+        warm: bool = False,
     ) -> None:
         """start: brings up what serves, and notes meanwhile what it is busy with. plan: as the page
-        at /ui shows it. others: as Backend has it.
+        at /ui shows it. others: as Backend has it. warm: whether it stops once it is ready.
         """
+        self._warm = warm
         self._listener = listener
         self._settings = settings
         self._start = start
@@ -167,6 +171,10 @@ class Server:
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
         failure = asyncio.create_task(self._failure(runtime.engine))
         following = asyncio.create_task(kept("adapters", runtime.follow))
+        saving = asyncio.create_task(runtime.save())
+        if self._warm:
+            await saving
+            self.stop()
         batches = self.backend.files.runner
         running = {asyncio.create_task(kept("batches", batches.run))} if batches else set()
         await asyncio.wait({failure, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,6 +188,7 @@ class Server:
             end = await self._drain(requests, failure)
         failure.cancel()
         following.cancel()
+        saving.cancel()
         if running:
             await asyncio.wait(running, timeout=SHUTDOWN.farewell)
         try:
@@ -245,8 +254,11 @@ class Server:
         steps = {Step.PLANNING: before, **self.lifecycle.steps}
         for step, seconds in steps.items():
             _START_SECONDS.labels(step).set(seconds)
-        rounded = {step: round(seconds, 1) for step, seconds in steps.items()}
-        return {"elapsed_s": round(sum(steps.values()), 1), "steps": rounded}
+        facts: dict[str, object] = {"elapsed_s": round(sum(steps.values()), 1)}
+        loading = start_phases.report(steps.get(Step.LOADING, 0.0))
+        for name, parts in (("steps", steps), ("loading", loading)):
+            facts[name] = {part: round(seconds, 1) for part, seconds in parts.items()}
+        return facts
 
     def _note(self, step: Step, text: str = "") -> None:
         self.lifecycle.note(step, text)

@@ -34,6 +34,7 @@ from serving.lora.files import AdapterFiles
 from serving.lora.registry import AdapterRegistry
 from serving.lora.shared_list import ListBucket, ListFolder, ListStore, SharedList
 from serving.server import cache
+from serving.server.compile_cache import Kept, prepare_model_infos
 from serving.server.prepare import Deployment
 from serving.sources.hub import OFFLINE, Hub, offline
 from serving.sources.locate import downloads_folder
@@ -64,6 +65,13 @@ class Runtime:
     cache: CacheServer | None
     gpus: int = 0
     """How many of them the engine may use."""
+    compiled: Kept | None = None
+    """The compiled files, for the next start."""
+
+    async def save(self) -> None:
+        """List the compiled files, for the next start."""
+        if self.compiled:
+            await in_thread(self.compiled.save)
 
     async def follow(self) -> None:
         """Keep adapters as other servers have them, until cancelled."""
@@ -77,6 +85,9 @@ class Runtime:
         await self.engine.stop()
         if self.cache:
             await self.cache.stop()
+        await self.save()
+        if self.compiled:
+            self.compiled.close()
 
 
 async def start(deployment: Deployment, note: Note) -> Runtime:
@@ -86,6 +97,7 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     if plan.hindrance and not await in_thread(_may_have_code, deployment):
         raise EngineError(plan.hindrance)
     shared = deployment.shared
+    opening = asyncio.create_task(_open_compile_cache(plan, note))
     if shared:
         folder, draft = shared.folder, shared.draft
     else:
@@ -93,6 +105,10 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         draft = await cache.fetch(deployment.draft, note) if deployment.draft else None
     if not shared and plan.model.weight_bytes < plan.machine.memory_free / 2:
         threading.Thread(target=read_ahead, args=(folder,), daemon=True).start()
+    compiled = await opening
+    # Compilers read these when they are imported.
+    os.environ.update({name: os.environ.get(name, it) for name, it in compiled.environment.items()})
+    await in_thread(prepare_model_infos, os.environ)
     async with _beside(_start_cache(deployment, folder)) as starting_cache:
         _, code = await asyncio.gather(vllm.load(note), _start_code(deployment, folder))
         if not starting_cache.done():
@@ -115,7 +131,18 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     options = plan.engine(str(name), str(draft) if draft else None)
     engine = await vllm.start(arguments(options), note, _verification(plan))
     adapters = await _register_adapters(plan, folder, engine)
-    return Runtime(engine=engine, adapters=adapters, code=code, cache=server, gpus=gpus)
+    return Runtime(
+        engine=engine, adapters=adapters, code=code, cache=server, gpus=gpus, compiled=compiled
+    )
+
+
+async def _open_compile_cache(plan: Plan, note: Note) -> Kept:
+    """The compile cache, or one that keeps nothing."""
+    options = plan.settings
+    fetching = functools.partial(note, Step.FETCHING)
+    return await in_thread(
+        Kept, plan.compile_cache, options.cache_size, options.cache_source, fetching
+    )
 
 
 async def _start_cache(deployment: Deployment, folder: Path) -> tuple[CacheServer | None, Path]:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from moto.server import ThreadedMotoServer
 
+from lmi_config.plan import compile_cache
 from scripts.harness.wait import until
 from scripts.models import tiny
 from serving import folders
@@ -77,6 +78,7 @@ def served(aws, folder, group):
         "SERVING_MODEL_STORE": str(folder),
         "SERVING_DOWNLOAD_DIR": str(folder / "downloads"),
         "OPTION_KV_DISK_PATH": str(folder / "kv"),
+        "OPTION_CACHE_FOLDER": str(folder / "compiled"),
         **aws,
     }
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
@@ -136,5 +138,7 @@ def test_it_stops_with_its_cache_server(served, folder):
     assert served.process.wait(30) == 0
     assert not psutil.pid_exists(lmcache[0].pid)
     assert served.left_behind() == []
+    listed = [compile_cache.manifest(part) or {} for part in (folder / "compiled").iterdir()]
+    assert [any("modelinfos" in file for file in each) for each in listed] == [True]
     decision = (folders.place(str(served.port)) / "lmcache.yaml").read_text()
     assert f'local_disk: "file://{folder}/kv"\n' in decision

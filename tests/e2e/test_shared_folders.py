@@ -42,6 +42,7 @@ def options(tiny_options, folder, store):
         "OPTION_ADAPTER_LIST": f"valkey://127.0.0.1:{store.port}/1",
         "OPTION_BATCH_FOLDER": str(folder / "batches"),
         "OPTION_BATCH_CONCURRENCY": "2",
+        "OPTION_CACHE_FOLDER": str(folder / "compiled"),
     }
 
 

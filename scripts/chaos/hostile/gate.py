@@ -224,7 +224,9 @@ class Gate(Kept):
                 )
                 streams = [call() for _ in range(100)]
                 for stream in streams:
-                    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    with contextlib.suppress(
+                        grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError
+                    ):
                         for message in drawn.choice(exchanges):
                             await asyncio.wait_for(stream.write(message), 2)
                 await asyncio.sleep(1)

@@ -34,6 +34,12 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 
 {{- define "slipway.podSecurity" -}}
 runAsNonRoot: true
+{{- if .Values.server.compileCache }}
+# The volume's root becomes the group's. Changing what is below it on each mount would let the group
+# write to compiled code, which is then not used.
+fsGroup: 2000
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
@@ -155,6 +161,9 @@ containers:
       {{- end }}
       {{- end }}
       {{- end }}
+      {{- if .Values.server.compileCache }}
+      - {name: OPTION_CACHE_FOLDER, value: /compile-cache/slipway}
+      {{- end }}
       {{- if .Values.cache.enabled }}
       - {name: OPTION_KV_L2_URL, value: "redis://{{ .Release.Name }}-cache"}
       {{- end }}
@@ -214,6 +223,9 @@ limits:
 {{- if .Values.server.diskCache }}
 - {name: kv, mountPath: /tmp/lmcache}
 {{- end }}
+{{- if .Values.server.compileCache }}
+- {name: compile-cache, mountPath: /compile-cache}
+{{- end }}
 {{- if .Values.adapters.volume }}
 - {name: adapters, mountPath: /mnt/adapters}
 {{- end }}
@@ -229,6 +241,10 @@ limits:
   emptyDir: {medium: Memory, sizeLimit: {{ .Values.server.sharedMemory }}}
 {{- with .Values.server.diskCache }}
 - name: kv
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.server.compileCache }}
+- name: compile-cache
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.adapters.volume }}

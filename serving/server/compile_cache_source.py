@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An archive of the compile cache on S3, for machines without a volume (OPTION_CACHE_SOURCE).
+
+The archive is a folder of OPTION_CACHE_FOLDER, packed by `tar`. The option has its SHA-256: the
+archive contains code, and whoever can write to the bucket could otherwise run it here.
+"""
+
+import contextlib
+import hashlib
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from lmi_config.options.parsers import CACHE_SOURCE
+from lmi_config.plan.compile_cache import MANIFEST, CompileCache
+from serving.sources.s3 import S3
+from serving.sources.source import SourceError
+
+
+def fill(source: str, cache: CompileCache, limit: int, note: Callable[[str], None]) -> None:
+    """Unpack the archive's part for this server's key, unless a start has filled it before.
+
+    limit: bytes of the archive, and of its files. note: takes the progress of the download. Raises
+    OSError if the archive does not come, has another digest, or has nothing for the key.
+    """
+    found = CACHE_SOURCE.fullmatch(source)
+    if found is None or (cache.part / MANIFEST).exists():
+        return
+    with tempfile.TemporaryDirectory(prefix=".source-", dir=cache.folder) as folder:
+        s3 = S3(found["uri"], found["bucket"], found["prefix"], Path(folder), found["name"])
+        try:
+            listing = s3.list()
+            if listing.size > limit:
+                raise OSError(f"{found['uri']} has {listing.size} bytes; the limit is {limit}")
+            archive = listing.fetch(note) / found["name"]
+        except SourceError as error:
+            raise OSError(str(error)) from error
+        with archive.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != found["digest"]:
+            raise OSError(f"{found['uri']} has the SHA-256 {digest}, and not the option's")
+        unpacked = Path(folder) / "unpacked"
+        try:
+            _unpack(archive, unpacked, cache.key, limit)
+        except tarfile.TarError as error:
+            raise OSError(f"{found['uri']} cannot be unpacked: {error}") from error
+        if not (unpacked / cache.key / MANIFEST).exists():
+            raise OSError(f"{found['uri']} has no files for the key {cache.key}")
+        for path in (unpacked / cache.key).iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(cache.part / path.name)
+            path.rename(cache.part / path.name)
+
+
+def _unpack(archive: Path, folder: Path, key: str, limit: int) -> None:
+    """Write the archive's files below the key; nothing outside the folder, and no file that others
+    can write to. Raises TarError, or OSError if they have more than `limit` bytes.
+    """
+    folder.mkdir()
+    left = limit
+    with tarfile.open(archive) as members:
+        for member in members:
+            name = member.name.removeprefix("./")
+            if name.startswith(f"{key}/") and not name.endswith("/.lock"):
+                left -= member.size
+                if left < 0:
+                    raise OSError(f"the files of the archive have more than {limit} bytes")
+                members.extract(member, folder, filter="data")
