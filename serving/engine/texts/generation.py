@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens, should_include_usage
 from vllm.entrypoints.serve.utils.fingerprint import get_system_fingerprint
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.renderers.inputs.preprocess import extract_prompt_components, extract_prompt_len
 from vllm.utils.async_utils import merge_async_iterators
@@ -33,7 +33,6 @@ from vllm.utils.serial_utils import numpy2base64
 
 from serving.engine.texts.prompts import Prompts
 from serving.engine.texts.streams import Steps, Stream
-from serving.errors import NotFound
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +202,8 @@ class Generation:
             if found.error.code == 400:
                 raise client.refusal(found)
         known = ", ".join(it.name for it in self._models.base_model_paths)
-        raise NotFound(f"The model `{name}` does not exist. Valid aliases: {known}.")
+        # Not our own error: its message goes through from_engine(), which hides inner names.
+        raise VLLMNotFoundError(f"The model `{name}` does not exist. Valid aliases: {known}.")
 
     def _params(
         self, call: Any, request: Any, name: str, prompt: Any, adapter: Any
