@@ -106,7 +106,7 @@ def computed_again(server: Program, seed: int) -> float:
     usages = asyncio.run(asked(server, bodies, 2 * SLOTS))
     cached: dict[int, list[int]] = {}
     for n, usage in zip(order, usages, strict=True):
-        details = usage["prompt_tokens_details"] or {}
+        details = usage.get("prompt_tokens_details") or {}
         cached.setdefault(n, []).append(details.get("cached_tokens") or 0)
     could = sum(max(it) * (ASKED - 1) for it in cached.values())
     return 1 - sum(sum(it) - min(it) for it in cached.values()) / could
@@ -189,7 +189,7 @@ def cache_server(folder: Path, copies: int, seconds: float) -> None:
 def _all_cached(server: Program, bodies: Sequence[dict[str, Any]]) -> bool:
     """Whether each prompt comes from the tiers, whichever copy is asked."""
     usages = asyncio.run(asked(server, [*bodies, *bodies], CLIENTS))
-    return all((it["prompt_tokens_details"] or {}).get("cached_tokens") for it in usages)
+    return all((it.get("prompt_tokens_details") or {}).get("cached_tokens") for it in usages)
 
 
 def _l1(server: Program) -> float:

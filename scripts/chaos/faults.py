@@ -2,6 +2,7 @@
 """The faults of chaos, one after the other, and the time to recover."""
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
@@ -71,13 +72,17 @@ class Faults:
 
     # copies of one container
 
-    def _parts(self) -> tuple[psutil.Process, list[psutil.Process]]:
-        """The container's router, and its copies."""
+    def _parts(self) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """The container's router, if it is there, and its copies."""
         server = self.world.servers[0]
-        words = "serving.copies"
-        parts = [it for it in server.own.children() if words in " ".join(it.cmdline())]
-        routes = [it for it in parts if _listens(it, server.port)]
-        return routes[0], [it for it in parts if it not in routes]
+        routers: list[psutil.Process] = []
+        copies: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for it in server.own.children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "serving.copies" in " ".join(it.cmdline()):
+                        (routers if _listens(it, server.port) else copies).append(it)
+        return routers, copies
 
     async def copy(self, name: str) -> None:
         """Kill a copy. The others serve, and it is started again."""
@@ -104,7 +109,7 @@ class Faults:
 
     async def own_router(self, name: str) -> None:
         """Kill the container's router: connections are cut, new ones wait."""
-        router, _ = self._parts()
+        ((router,), _) = self._parts()
         fault = self.ledger.fault(name, ERRORS | {CUT})
         router.kill()
         await self._replaced(fault, router)
@@ -119,8 +124,8 @@ class Faults:
         """Wait until a new process has replaced the victim, and all copies serve."""
 
         async def anew() -> bool:
-            router, copies = self._parts()
-            there = victim not in (router, *copies) and len(copies) == self.world.copies
+            routers, copies = self._parts()
+            there = victim not in (*routers, *copies) and len(copies) == self.world.copies
             return there and time.monotonic() > fault.began + NOTICED_S and await self.world.well()
 
         await self._recovered(fault, anew, fault.began)
