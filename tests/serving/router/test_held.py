@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -341,14 +342,23 @@ class Container:
 
     def __init__(self, stub: Program, router: Program, client: httpx.AsyncClient) -> None:
         self.stub, self.router, self.client = stub, router, client
-        self.answered: list[int] = []
         self.woken = False
 
     async def ask(self, number: int) -> httpx.Response:
         body = {"prompt": f"{number}", "stream": True, "max_tokens": 2}
-        answer = await self.client.post("/v1/completions", json=body)
-        self.answered.append(number)
-        return answer
+        headers = {"x-request-id": f"number-{number}"}
+        return await self.client.post("/v1/completions", json=body, headers=headers)
+
+    async def ended(self, count: int) -> list[str]:
+        """The requests in the order of their ends, by the router's log."""
+        log = self.router.log
+        assert log
+        found: list[str] = []
+        async with asyncio.timeout(LATE_S):
+            while len(found) < count:
+                await asyncio.sleep(0.05)
+                found = re.findall(r'"request_id":\s?"(number-\d+)"', log.read_text())
+        return found
 
     async def held(self, count: int) -> None:
         async with asyncio.timeout(LATE_S):
@@ -369,10 +379,10 @@ class Container:
 
 
 @asynccontextmanager
-async def scaled_to_zero(**environ: str) -> AsyncIterator[Container]:
+async def scaled_to_zero(folder: Path, **environ: str) -> AsyncIterator[Container]:
     stub = Program(sys.executable, stub_replica.__file__, "{port}", "--slots=1", "--rate=200")
     options = {"OPTION_ROUTER_REPLICAS": stub.url, "OPTION_ROUTER_HOLD_S": "90"}
-    router = Program(*ROUTE, environ=options | environ)
+    router = Program(*ROUTE, environ=options | environ, log=folder / "router.log")
     async with AsyncExitStack() as stack:
         router.start()
         stack.callback(router.end)
@@ -384,29 +394,25 @@ async def scaled_to_zero(**environ: str) -> AsyncIterator[Container]:
         yield it
 
 
-async def test_at_zero_a_server_is_woken_and_answers_in_order():
-    async with scaled_to_zero() as it:
+async def test_at_zero_a_server_is_woken_and_answers_in_order(tmp_path):
+    async with scaled_to_zero(tmp_path) as it:
         answer = await it.client.get("/ping")
         assert answer.status_code == 200
         assert "requests wait for one for at most 90 s" in answer.json()["detail"]
-        waking = asyncio.create_task(it.scaler())
-        await asyncio.sleep(0.2)
-        assert not waking.done()  # nothing is asked, and nothing started
+        assert await series(it.client, "slipway_router_held") == 0
         asked = []
         for number in range(8):
             asked.append(asyncio.create_task(it.ask(number)))
-            if number == 0:  # that one wakes it; the others come meanwhile, in this order
-                await it.held(1)
-            await asyncio.sleep(0.02)
-        await waking
+            await it.held(number + 1)
+        await it.scaler()
         for found in asked:
             assert (await found).status_code == 200
-        assert it.answered == [*range(8)]
+        assert await it.ended(8) == [f"number-{number}" for number in range(8)]
         assert await series(it.client, "slipway_router_held") == 0
 
 
-async def test_at_zero_each_of_several_processes_holds_and_the_sum_is_told():
-    async with scaled_to_zero(OPTION_ROUTER_PROCESSES="2") as it:
+async def test_at_zero_each_of_several_processes_holds_and_the_sum_is_told(tmp_path):
+    async with scaled_to_zero(tmp_path, OPTION_ROUTER_PROCESSES="2") as it:
         asked = [asyncio.create_task(it.ask(number)) for number in range(12)]
         await it.held(12)
         await it.scaler()
@@ -415,8 +421,8 @@ async def test_at_zero_each_of_several_processes_holds_and_the_sum_is_told():
         await it.held(0)
 
 
-async def test_a_router_that_is_stopped_at_zero_answers_what_it_holds():
-    async with scaled_to_zero() as it:
+async def test_a_router_that_is_stopped_at_zero_answers_what_it_holds(tmp_path):
+    async with scaled_to_zero(tmp_path) as it:
         asked = [asyncio.create_task(it.ask(number)) for number in range(5)]
         await it.held(5)
         it.router.kill(signal.SIGTERM)
