@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the process ends: its exit code, and a last line that says why and what helps. The line is
-short enough for SageMaker's failure reason, and it is also where Kubernetes looks for it.
+"""The end of the process: its exit code, and a last line with the reason and a fix. The line is
+short enough for SageMaker's failure reason. It is also written to the file that Kubernetes reads.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from serving.observability.redaction import redacted
 log = logging.getLogger(__name__)
 
 DIED = 1
-"""The exit code of what served and then failed, and of errors of Slipway's own."""
+"""The exit code of a server that became ready and then failed, and of errors of Slipway itself."""
 USAGE_ERROR = 2
-"""The exit code of a wrong call: a verb, an option, a model that cannot be served."""
+"""The exit code of a wrong call: a wrong verb or option, or a model that cannot be served."""
 START_FAILED = 3
 """The exit code of a server that never became ready."""
 
 MAX_LINE = 900
-"""Characters of the last line."""
+"""Most characters of the last line."""
 TERMINATION_LOG = Path("/dev/termination-log")
-"""What `kubectl describe pod` shows as the message; it is there where Kubernetes is."""
+"""The file whose content `kubectl describe pod` shows. It only exists on Kubernetes."""
 
 
 class Exit(NamedTuple):
-    """How the process ends."""
+    """The end of the process."""
 
     code: int
-    """0 where it was asked to stop."""
+    """The exit code; 0 after a signal to stop."""
     stage: str
-    """Where it was: options, start, serving, draining, routing or unforeseen."""
+    """The stage: options, start, serving, draining, routing or unforeseen."""
     reason: str = ""
     """Why it failed, in a sentence."""
 
@@ -138,11 +138,11 @@ _REMEDIES = tuple(
 _WANTED = re.compile(
     r"CUDA out of memory.*allocate ([\d.]+) ([MG])iB.*total capacity of ([\d.]+) GiB", re.DOTALL
 )
-"""What torch says of the memory that it has not got: how much it wanted, and of how much."""
+"""torch's message for an allocation that failed: the wanted memory, and the GPU's whole memory."""
 
 
 def remedy(reason: str, stage: str = "") -> str:
-    """What is likely to help."""
+    """Return a fix that is likely to help."""
     if stage == "serving" and (found := _WANTED.search(reason)):
         wanted = float(found[1]) / (1024 if found[2] == "M" else 1)
         share = math.ceil(100 * wanted / float(found[3])) / 100
@@ -168,14 +168,17 @@ _VAGUE = re.compile(
 
 
 def root_cause(reason: str, causes: Sequence[str]) -> str:
-    """The reason, or where it only points to another, the first of the causes that does not."""
+    """Return the reason. If it is vague, return the first of the causes that is not."""
     if not _VAGUE.search(reason):
         return reason
     return next((cause for cause in causes if not _VAGUE.search(cause)), reason)
 
 
 def memory_ran_out(before: int | None) -> str:
-    """What to add to a reason when the kernel has killed more processes than it had `before`."""
+    """Return an addition to the reason if the kernel's out-of-memory killer ran, or "".
+
+    before: the number of its kills at the start, or None if it cannot be known.
+    """
     now = out_of_memory_kills()
     if before is None or now is None or now <= before:
         return ""
@@ -183,7 +186,9 @@ def memory_ran_out(before: int | None) -> str:
 
 
 def failure(error: Exception) -> Exit:
-    """How the process ends after an exception, of which the log has what the last line cannot."""
+    """Return the end of the process after an exception, and log the details that the last line has
+    no room for.
+    """
     if isinstance(error, SettingsError):
         if len(error.faults) > 1:
             for fault in error.faults:

@@ -48,7 +48,7 @@ class Keys(NamedTuple):
         return [*(it.caller for it in self.by_digest.values()), *(self.by_tenant or {}).values()]
 
     def of_token(self, tenant: str) -> Caller:
-        """Who has sent a token of this tenant's. Raises NotPermitted."""
+        """Return the sender of a token of this tenant's. Raises NotPermitted."""
         if self.by_tenant is None:
             return Caller(name=TOKEN + tenant, tenant=tenant)
         found = self.by_tenant.get(tenant) or self.by_tenant.get("")
@@ -134,8 +134,8 @@ def parsed(content: bytes) -> Keys:
             raise ValueError(f"two keys are called {row.name}; rename one")
         if row.sha256 in found:
             other = found[row.sha256].caller.name
-            raise ValueError(f"{row.name} has the sha256 of {other}; give each a key of its own")
-        if row.sha256 == _OF_NOTHING:  # whoever sends no key would have it
+            raise ValueError(f"{row.name} has the sha256 of {other}; give each a separate key")
+        if row.sha256 == _OF_NOTHING:  # a request without a key would have it
             raise ValueError(f"{row.name} has the sha256 of nothing; write that of a key")
         names.add(row.name)
         found[row.sha256] = _key(row)

@@ -281,7 +281,7 @@ async def test_an_authority_that_is_taken_out_lets_nobody_in(
         kept = one.session
         put(followed, ca[1], renamed=bundled)
         with contextlib.suppress(TimeoutError):  # it is asserted below
-            await until_async(lambda: "were read anew" in caplog.text, 10)
+            await until_async(lambda: "were reloaded" in caplog.text, 10)
         for _ in range(3):
             one.session = kept
             assert await ask(one, resumed=True) == 0
