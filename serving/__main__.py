@@ -107,8 +107,7 @@ def _run(
     rest: list[str],
     environ: Mapping[str, str],
 ) -> int:
-    """Run a verb that logs. Its last line always has the reason of its end. Returns the exit code.
-    """
+    """Run a verb that logs. Its last line has the reason of its end. Returns the exit code."""
     logs.configure(environ)
     try:
         argued = arguments.read(name, rest)

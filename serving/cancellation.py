@@ -79,8 +79,7 @@ class Cancellation:
                 self.ignore(hear)
 
     def raising(self) -> "_Raising":
-        """Return a context manager in which the cause interrupts this task's await, and is raised.
-        """
+        """Return a context manager: the cause interrupts this task's await in it, and is raised."""
         return _Raising(self)
 
     @contextlib.contextmanager

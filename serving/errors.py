@@ -110,8 +110,7 @@ class NotLoaded(AdapterFailed):
 
 
 class UserCodeFailed(ServingError):
-    """A model.py cannot be loaded, or one of its functions raised, hung or returned a wrong value.
-    """
+    """A model.py cannot be loaded, or its function raised, hung or returned a wrong value."""
 
 
 class NoSlot(ServingError):

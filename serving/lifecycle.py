@@ -62,7 +62,7 @@ class Step(enum.StrEnum):
     """A step of the start, by its name in `slipway_start_seconds`."""
 
     sentence: str
-    """The step's text for /ping and the log. For FETCHING the source gives one with its progress."""
+    """The step's text for /ping and the log. In FETCHING the source gives its own text."""
 
     def __new__(cls, name: str, sentence: str = "") -> "Step":
         step = str.__new__(cls, name)

@@ -313,8 +313,7 @@ class UserCode:
         raise AssertionError
 
     async def _ready_process(self) -> "_Process":
-        """Return a responsive process. A start continues after the request that needs it has left.
-        """
+        """Return a responsive process. A start continues if its request ends early."""
         if self._process and not self._process.ended:
             await self._process.until_responsive()
         if self._process and not self._process.ended:

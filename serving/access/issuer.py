@@ -90,8 +90,7 @@ class Issuer:
             raise
 
     def _note(self, error: Refused) -> None:
-        """Log why a token was refused, without the token, at most once in NOTED_S for each reason.
-        """
+        """Log why a token was refused, without the token; once in NOTED_S for each reason."""
         reason, now = str(error), time.monotonic()
         at, more = self._noted.get(reason, (-NOTED_S, 0))
         if now < at + NOTED_S:

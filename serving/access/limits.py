@@ -241,7 +241,8 @@ class Limiter:
         return min(stats.remaining, limit), _until(stats.reset_time)
 
     async def _place(self, name: str, limit: int, until: float) -> str | None:
-        """Take and return a place among the caller's concurrent requests, or None if all are taken.
+        """Take a place among the caller's concurrent requests. Returns it, or None if all are
+        taken.
         """
         if self._store:
             key, place = f"{NAMESPACE}:at-once:{name}", uuid.uuid4().hex

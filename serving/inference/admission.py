@@ -96,7 +96,8 @@ class Admission:
             )
 
     async def drained(self, deadline: float) -> bool:
-        """Wait until no request is in flight, at most `deadline` seconds. Returns whether none is.
+        """Wait until no request is in flight, for at most `deadline` seconds. Returns whether
+        none is.
         """
         try:
             await asyncio.wait_for(self._idle.wait(), deadline)

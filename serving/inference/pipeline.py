@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline of every request to the engine, step by step. No request reaches the engine past it.
-"""
+"""The pipeline of every request to the engine. No request reaches the engine past it."""
 
 import contextlib
 import dataclasses
@@ -334,8 +333,7 @@ class Pipeline:
             yield adapter
 
     def _code(self, adapter: Adapter | None, function: str) -> UserCode | None:
-        """Return the model.py that has the function: the adapter's, or else the model's, or None.
-        """
+        """Return the model.py with the function: the adapter's, or else the model's, or None."""
         for code in (adapter.code if adapter else None, self.code):
             if code and function in code.functions:
                 return code

@@ -69,8 +69,7 @@ class _Formatting:
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, events: list[bytes]) -> None:
-        """Queue events for the formatter; wait while more than WINDOW are queued (back-pressure).
-        """
+        """Queue events for the formatter. Back-pressure: wait while more than WINDOW are queued."""
         self._pending += events
         if self._pending and (not self._task or self._task.done()):
             self._task = asyncio.create_task(self._run())
@@ -160,8 +159,7 @@ class Relay:
         return self._steps is not None
 
     async def run(self, engine: Engine, call: Call) -> None:
-        """Let the engine answer. Raises ServingError if no part has been sent yet, and ClientLeft.
-        """
+        """Let the engine answer. Raises ServingError if no part was sent yet, and ClientLeft."""
         try:
             await self._answered_by(engine, call)
         finally:

@@ -88,8 +88,7 @@ class TextFormatter(logging.Formatter):
         return _CONTROL.sub(lambda it: f"\\x{ord(it[0]):02x}", redacted(text)).replace("\n", _NEXT)
 
     def _in_full(self, record: logging.LogRecord) -> str:
-        """Return the message with all facts, and with the logger's name if it is not the server's.
-        """
+        """Return the message with all facts, and with the name of a logger that is not ours."""
         facts = dict(getattr(record, "facts", {}))
         if request := REQUEST_ID.get():
             facts["request_id"] = request
@@ -195,8 +194,7 @@ class Handler(logging.StreamHandler[TextIO]):
 
 
 def make_record(level: int, values: Mapping[str, Any]) -> logging.LogRecord:
-    """Return a record that this process did not log itself. values: its fields besides the level.
-    """
+    """Make a record that this process did not log itself. values: its further fields."""
     return logging.makeLogRecord(
         {"levelno": level, "levelname": logging.getLevelName(level), **values}
     )
@@ -238,8 +236,7 @@ os.register_at_fork(before=flush)  # otherwise the child could write the lines a
 
 
 def reach(done: float, total: float) -> None:
-    """Report the progress of the step that was last logged as busy: `done` of `total`, in any unit.
-    """
+    """Report the progress of the step that was last logged as busy, in any unit."""
     if _handler:
         _handler.reach(done, total)
 
@@ -272,8 +269,7 @@ class RequestLine(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 def milliseconds(seconds: float) -> float:
-    """Return milliseconds, to a tenth. round() takes several times as long, and a line needs two.
-    """
+    """Return milliseconds, to a tenth. round() takes several times as long."""
     return int(10_000 * seconds + 0.5) / 10
 
 

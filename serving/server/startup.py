@@ -235,8 +235,7 @@ def _code_folders(deployment: Deployment, folder: Path) -> list[Path]:
 
 
 def _own_folders(settings: Settings, folder: Path) -> list[Path]:
-    """Return the folders of the deployment's files: that of serving.properties, then the weights'.
-    """
+    """Return the folders of the deployment's files: of serving.properties, of the weights."""
     own = settings.model_folder
     return [folder] if own in (None, folder) else [own, folder]
 

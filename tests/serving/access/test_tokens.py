@@ -241,7 +241,10 @@ REFUSED = {
     "an algorithm of another key's": (lambda it: it.token(name="ec"), r"\('RS256'\)"),
     "another's signature": (lambda it: it.token(key=OTHER), "its signature"),
     "altered": (altered, "its signature"),
-    "an unknown key": (lambda it: it.token(key=OTHER, name="o"), r"not one of the issuer's \('o'\)"),
+    "an unknown key": (
+        lambda it: it.token(key=OTHER, name="o"),
+        r"not one of the issuer's \('o'\)",
+    ),
     "no key": (lambda it: it.token(name=None), "not one of the issuer's"),
     "a key of its own": (
         lambda it: it.token(key=OTHER, name="o", head={"jwk": jwk(OTHER, "o")}),
