@@ -11,7 +11,7 @@ from serving.errors import ServingError, TimedOut
 
 
 class ClientLeft(Exception):
-    """The client disconnected; no one waits for the answer."""
+    """The client disconnected and needs no answer."""
 
 
 Cause = ServingError | ClientLeft

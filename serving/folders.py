@@ -21,8 +21,8 @@ def place(name: str) -> Path:
 
 
 def make(folder: Path) -> Path:
-    """Make a folder. One of place()'s is only for this user. Raises OSError, also if another user
-    has made such a folder.
+    """Make a folder. Folders of place() are only for this user. Raises OSError, also if another
+    user has made such a folder.
     """
     if folder.parent not in _homes():
         folder.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ FORMATTED = b"x-slipway-formatted"
 IGNORED = b"x-slipway-ignored"
 """Names the keys of a request that had no effect on its answer."""
 ROUTE = b"x-slipway-route"
-"""Asks a router, by any value, why it chose the replica that answers; the answer says so."""
+"""With any value, asks a router why it chose the replica. The answer has the reason in it."""
 
 AUTHORIZATION = b"authorization"
 API_KEY = b"x-api-key"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys: how they are made, and the file that has their hashes.
 
-A key has 256 random bits, so its SHA-256 tells nothing of it and needs neither salt nor stretching.
-Keys are looked up by their hash: the time of a lookup reveals only facts about hashes, which nobody
-can choose.
+A key has 256 random bits, so its SHA-256 reveals nothing about it and needs neither salt nor
+stretching. Keys are looked up by their hash. The time of a lookup only reveals facts about hashes,
+and clients cannot choose a key's hash.
 """
 
 import hashlib

@@ -45,8 +45,7 @@ LATE = 1000
 """Most places that the store may have granted after a timeout. They are released once it answers.
 """
 WINDOWS = 1000
-"""Windows in memory at which ended ones are removed, because tokens may name any number of tenants.
-"""
+"""Ended windows in memory are removed above this number. Tokens may name any number of tenants."""
 NAMESPACE = "slipway-limits"
 """The prefix of keys in the store."""
 

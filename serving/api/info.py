@@ -57,7 +57,7 @@ async def page(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Metrics:
-    """/metrics: all series of this process, the engine's and the cache server's too."""
+    """/metrics: all series of this process, also the engine's and the cache server's."""
 
     def __init__(self, backend: Backend) -> None:
         self._exemplars = backend.tracer is not None

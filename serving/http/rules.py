@@ -13,14 +13,14 @@ KEEP_ALIVE_S = 75.0
 """Seconds between two requests: longer than the 60 after which load balancers drop a connection."""
 LEAST_RATE = 8 * 1024
 """Lowest bytes per second of a body. A client may fall behind this rate by BEHIND_S, so a body may
-also pause for that long. Time in which the server does not read does not count.
+also pause for that long. The time does not count while the server does not read.
 """
 BEHIND_S = 30.0
 AHEAD = 1_000
 """Most requests that a client may send ahead of their answers."""
 LINGER_S = 2.0
-"""Time in which a refused client that is still sending can read the reason. Closing a connection
-with unread data resets it, and loses the answer.
+"""Time for a refused client that is still sending to read the reason. Closing a connection with
+unread data resets it, and loses the answer.
 """
 NOT_HTTP = "the request is not HTTP/1.1"
 TOO_MANY_AHEAD = "too many requests were sent ahead of their answers; wait for some of them"

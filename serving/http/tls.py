@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARNED_DAYS = (1, 3, 14)
-"""Days before a certificate expires at which a warning is logged."""
+"""A warning is logged this many days before a certificate expires."""
 CHECK_S = 600.0
 """Seconds between two checks of the expiry."""
 CHAIN = 10

@@ -96,8 +96,8 @@ class Admission:
             )
 
     async def drained(self, deadline: float) -> bool:
-        """Wait until no request is in flight, for at most `deadline` seconds. Returns whether
-        none is.
+        """Wait until all requests have ended, for at most `deadline` seconds. Returns whether they
+        have.
         """
         try:
             await asyncio.wait_for(self._idle.wait(), deadline)

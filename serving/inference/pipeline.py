@@ -216,7 +216,7 @@ class Pipeline:
         return found
 
     async def run(self, request: InferenceRequest) -> None:
-        """Let the engine answer a request in its turn. Raises ServingError and ClientLeft.
+        """Let the engine answer a request when its turn comes. Raises ServingError and ClientLeft.
 
         If the request ends early, its waits and the engine's work are cancelled.
         """

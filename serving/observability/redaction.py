@@ -91,8 +91,8 @@ LEFT_OUT = "(left out: it may be of a request)"
 def leave_out(record: logging.LogRecord) -> bool:
     """Remove any text of a request from a record. Returns True: as a filter it keeps every record.
 
-    The template stays, because it is in the library's code, and so do the lines that raised an
-    exception. Lines of another process were filtered in that process.
+    The template stays, because it is in the library's code. The frames of an exception also stay.
+    Lines of another process were filtered in that process.
     """
     if not record.pathname or not _is_of_a_reader(record):
         return True

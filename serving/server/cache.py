@@ -48,8 +48,8 @@ async def start(
 ) -> tuple[CacheServer | None, Path]:
     """Start the cache server. Returns it, and the name of the model's folder for it.
 
-    Returns None as the server if none is planned, or if it cannot be started. prefilled, hits: as
-    for CacheServer.
+    The server is None if the plan has no tiers, or if it cannot be started. prefilled, hits: as for
+    CacheServer.
     """
     tiers = plan.tiers
     if isinstance(tiers, NoTiers):
