@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that are known and do nothing here, were removed, or are refused, each with the reason."""
+"""Known names without effect, removed names, and refused names, each with the reason."""
 
 from collections.abc import Mapping
 
@@ -165,7 +165,7 @@ UNUSED: Mapping[str, str] = {
     "SERVING_MODEL_URL_PATTERN": "one server serves one model",
     "SERVING_WAIT_MODEL_LOADING": "/ping answers 503 until the model is ready",
 }
-"""LMI's names that are accepted and do nothing: name → why."""
+"""LMI's names that are accepted but have no effect: name → the reason."""
 
 _EACH_REQUEST = (
     "give it in each request; OPTION_OVERRIDE_GENERATION_CONFIG sets defaults for all of them"
@@ -370,7 +370,7 @@ REMOVED: Mapping[str, str] = {
     "OPTION_HUGGINGFACE_TOKEN": "set HF_TOKEN",
     "OPTION_S3URL": "set OPTION_MODEL_ID to it",
 }
-"""Names of LMI's and of older versions of vLLM that are accepted: name → what to do instead."""
+"""Accepted names of LMI's and of older versions of vLLM: name → the alternative."""
 
 # vLLM options that belong to its own HTTP server, which Slipway replaces.
 _HTTP = "its own HTTP server is not used: Slipway answers HTTP itself"
@@ -409,4 +409,4 @@ REFUSED: Mapping[str, str] = {
     ),
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",
 }
-"""vLLM options that cannot be given, each with the reason."""
+"""vLLM options that cannot be set, each with the reason."""

@@ -195,7 +195,7 @@ def _consistent(workload: Workload) -> Workload:
 
 
 def spread(mean: int, stddev: float) -> float:
-    """Return the half-width of the uniform distribution with this deviation, divided by the mean."""
+    """Return the half-width of the uniform distribution with this deviation, over the mean."""
     return math.sqrt(3) * stddev / mean
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM refuses of its options with this model, this draft and on this machine: numbers,
-lengths, packages, code (vllm/config/model.py, vllm/config/vllm.py, vllm/platforms).
+"""Options that vLLM refuses with this model, this draft or this machine: numbers, lengths,
+packages, code (vllm/config/model.py, vllm/config/vllm.py, vllm/platforms).
 """
 
 import re
@@ -11,7 +11,7 @@ from lmi_config.plan.refusals.given import Given, limits
 
 
 def faults(given: Given) -> Iterator[str]:
-    """A sentence for each."""
+    """Yield a sentence for each refused option."""
     yield from _quantised(given)
     yield from _numbers(given)
     yield from _packages(given)
@@ -27,9 +27,9 @@ _FAMILIES = (
     ("awq", "awq_marlin", "auto_awq", "marlin"),
     ("gptq", "gptq_marlin", "auto_gptq", "marlin"),
 )
-"""Names of one quantisation method; vLLM runs files of the first under all of them."""
+"""Names of one quantisation method. vLLM accepts files of the first one under all of them."""
 _RENAMED = ("auto-round", "intel/auto-round", "")
-"""Names in model files that vLLM calls otherwise."""
+"""Names in model files that have another name in vLLM."""
 _INSTEAD = {
     "bitsandbytes": "fp8_per_tensor",
     "bnb": "fp8_per_tensor",
@@ -53,7 +53,7 @@ def _own(given: Given) -> str | None:
 def _quantised(given: Given) -> Iterator[str]:
     """vLLM's _verify_quantization, and get_quant_config in weight_utils.py."""
     known, asked, own = limits()["quantization"], _method(given), _own(given)
-    if given.machine.extended:  # whose methods are not known
+    if given.machine.extended:  # the methods of extensions are unknown
         return
     renamed = any(own == family[0] and asked in family for family in _FAMILIES)
     if asked and asked not in known and not renamed:
@@ -82,7 +82,7 @@ def _quantised(given: Given) -> Iterator[str]:
 
 
 def _plain(given: Given, asked: str) -> Iterator[str]:
-    """Whether weights that do not say that they are quantised can be run so."""
+    """Yield a fault if weights without quantisation in their files cannot run with this method."""
     row, there = limits()["quantization"][asked], given.model.checks.quantised
     told = given.parsed("hf_overrides").keys() & {*_OVERRIDES}
     if row["plain"] or there is None or not given.model.architectures or told:
@@ -103,13 +103,13 @@ def _plain(given: Given, asked: str) -> Iterator[str]:
 
 
 def _suited(given: Given, method: str | None) -> Iterator[str]:
-    """Whether the GPUs and the model's numbers are those that a way to quantise takes."""
+    """Yield a fault if a quantisation method does not support the GPUs or the model's numbers."""
     online = limits()["online_quantization"]
     own = _own(given)
     if not own and (method == "fp8" or method in online):
         method = "online"
     row = limits()["quantization"].get(method)
-    if not row or str(method).startswith("modelopt"):  # of which vLLM chooses another by the files
+    if not row or str(method).startswith("modelopt"):  # vLLM may choose another by the files
         return
     least = divmod(row["capability"], 10)
     told = given.shown("quantization") if given.has("quantization") else f"quantisation by {own}"
@@ -137,7 +137,7 @@ def _dtype(given: Given) -> str | None:
     return None if dtype in (None, "auto") else _DTYPES.get(dtype, dtype)
 
 
-_BFLOAT16 = (8, 0)  # the least compute capability with it
+_BFLOAT16 = (8, 0)  # the lowest compute capability with bfloat16
 
 
 def _numbers(given: Given) -> Iterator[str]:
@@ -170,8 +170,7 @@ _LOADERS = {
     "runai_streamer_sharded": "runai_model_streamer",
     "tensorizer": "tensorizer",
 }
-"""Ways to load weights → the module that vLLM imports for them (vllm/model_executor/model_loader).
-"""
+"""Load formats → the module that vLLM imports for them (vllm/model_executor/model_loader)."""
 
 
 def _packages(given: Given) -> Iterator[str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM refuses of its options whatever the model is: values, and options that exclude or need
-each other (vllm/config/*.py, vllm/engine/arg_utils.py). One rule for each. No rule refuses a
-configuration that vLLM would accept: unknown values count as right.
+"""Options that vLLM refuses for any model: values, and options that exclude or need each other
+(vllm/config/*.py, vllm/engine/arg_utils.py). Each has one rule. No rule refuses a configuration
+that vLLM would accept: unknown values count as valid.
 """
 
 import re
@@ -14,8 +14,8 @@ from lmi_config.plan.refusals.given import Given, limits
 
 
 class Rule(NamedTuple):
-    """at: the path of the value to name. wrong: whether vLLM refuses it. fix: what vLLM wants, and
-    what to do.
+    """at: the path of the value at fault. wrong: whether vLLM refuses it. fix: vLLM's condition,
+    and the fix.
     """
 
     at: str
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
 
 def faults(given: Given) -> Iterator[str]:
-    """A sentence for each."""
+    """Yield a sentence for each refused option."""
     for rule in (*_CONFIGURATIONS, *_PARALLEL, *_CACHE, *_SPECULATION, *_OTHERS, *_GPUS):
         if rule.wrong(given):
             yield f"{given.shown(rule.at)}: {rule.fix}"
@@ -32,7 +32,7 @@ def faults(given: Given) -> Iterator[str]:
 
 
 def _keys(given: Given) -> Iterator[str]:
-    """Keys that vLLM's configurations do not have (extra="forbid" in vllm/config/utils.py)."""
+    """Yield keys that vLLM's configurations lack (extra="forbid" in vllm/config/utils.py)."""
     for name, known in limits()["keys"].items():
         for key, value in given.parsed(name).items():
             inner = known.get(key)
@@ -59,7 +59,7 @@ _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
 def _mode(given: Given) -> object:
-    """The way of compiling that is asked for, by its name."""
+    """Return the requested compilation mode, by its name."""
     mode = given.get("compilation_config.mode")
     if isinstance(mode, int) and 0 <= mode < len(_MODES):
         return _MODES[mode]
@@ -77,7 +77,7 @@ def _above(given: Given, path: str, least: float) -> bool:
 
 
 def _graphs(given: Given) -> object:
-    """The mode of CUDA graphs that is asked for."""
+    """Return the requested mode of CUDA graphs."""
     mode = given.get("compilation_config.cudagraph_mode")
     return mode.upper() if isinstance(mode, str) else mode
 
@@ -118,7 +118,7 @@ def _profiler(given: Given) -> object:
 
 
 def _proton(given: Given, key: str) -> object:
-    """One of Proton's options, or its default."""
+    """Return the value of an option of Proton's, or its default."""
     value = given.get(f"profiler_config.proton_{key}")
     return _PROTON[key] if value is None else value
 
@@ -597,7 +597,7 @@ def _devices(given: Given) -> list[str]:
 
 
 def _shown_gpus(given: Given) -> int | None:
-    """How many CUDA_VISIBLE_DEVICES lists."""
+    """Return the number of devices in CUDA_VISIBLE_DEVICES, or None."""
     shown = given.environ.get("CUDA_VISIBLE_DEVICES")
     return len(shown.split(",")) if shown and given.gpus else None
 
@@ -1009,8 +1009,8 @@ _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def _second(given: Given) -> bool | None:
-    """Whether vLLM's model runner is the second one; None where that depends on more. There is no
-    Triton without a GPU, and it wants that.
+    """Whether vLLM uses its second model runner; None if that depends on more facts. It needs
+    Triton, which needs a GPU.
     """
     if _hisparse(given) or given.has("watermark_config"):
         return True
@@ -1248,14 +1248,14 @@ def _recovers(given: Given) -> bool:
 
 
 def _replays(given: Given) -> bool:
-    """With speculation, of a model that is known not to be one of the others."""
+    """Whether there is speculation, and the model is known not to be one of the others."""
     names = given.model.architectures
     drafted = given.has("speculative_config")
     return given.on("use_replayssm") and drafted and bool(names) and not {*names} & _KDA
 
 
 def _method(given: Given) -> object:
-    """The method of speculation as vLLM names it by now."""
+    """Return vLLM's current name of the method of speculation."""
     method = given.get("speculative_config.method")
     if method is None and given.get("speculative_config.model") in ("ngram", "[ngram]"):
         return "ngram"
