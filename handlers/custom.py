@@ -340,7 +340,7 @@ class Code:
         try:
             await self._in_thread(result.execute_finalize)
         except Fault as fault:
-            logging.getLogger(__name__).warning("what finalize() was given failed: %s", fault)
+            logging.getLogger(__name__).warning("the function of finalize() failed: %s", fault)
 
 
 def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bool) -> str | None:
@@ -580,10 +580,10 @@ def _isolated(folder: Path, tokenizer: Path, user: int, memory: int) -> tuple[Pa
     try:
         moved = isolation.give_up(user, [folder, tokenizer])
     except OSError as error:
-        raise Fault(f"cannot become user {user}, as whom adapters' code runs: {error}") from None
+        raise Fault(f"cannot become user {user}, who runs adapters' code: {error}") from None
     if not os.access(moved[folder] / FILE, os.R_OK):
         raise Fault(
-            f"{folder / FILE} cannot be read by user {user}, as whom adapters' code runs; "
+            f"{folder / FILE} cannot be read by user {user}, who runs adapters' code; "
             f"`chmod -R a+rX {folder}` lets it"
         )
     return moved[folder], moved[tokenizer]

@@ -143,7 +143,7 @@ class FormReader:
             known = any(self._name == name for name, _ in self.fields)
             known = known and not self._name.endswith(_LISTED)
         if known:
-            raise FormatError(f"{self._name} is there twice; send it once", self._name)
+            raise FormatError(f"{self._name} is repeated; send it once", self._name)
         if any(it in self._name for it in '"\r\n\\'):
             raise FormatError("the name of a field should be plain")
 

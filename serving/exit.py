@@ -50,7 +50,7 @@ _REMEDIES = tuple(
     (re.compile(pattern, re.IGNORECASE), remedy)
     for pattern, remedy in (
         (r"cannot listen.*assign", "set OPTION_HOST to an address of this machine, or 0.0.0.0"),
-        (r"cannot listen on port", "end what listens there, or set OPTION_PORT"),
+        (r"cannot listen on port", "end the program that listens there, or set OPTION_PORT"),
         (
             r"does not fit (?:vLLM|LMCache|uvicorn|Starlette|OpenTelemetry|pydantic)",
             "install versions that docs/explanation/patches.md lists, or use Slipway's image",
@@ -72,15 +72,15 @@ _REMEDIES = tuple(
         ),
         (
             r"has no attribute 'image_token_index'|target model does not have 'model' attribute",
-            "leave the draft out: vLLM does not run this model, which sees, with one",
+            "leave the draft out: vLLM does not run this vision model with one",
         ),
         (
             r"max_model_len .* is greater than",
-            "lower OPTION_MAX_MODEL_LEN to what the model was made for",
+            "lower OPTION_MAX_MODEL_LEN to the model's own length",
         ),
         (
             r"free memory on device .* is less than desired",
-            "end what else uses the GPU, or lower OPTION_GPU_MEMORY_UTILIZATION",
+            "end other programs that use the GPU, or lower OPTION_GPU_MEMORY_UTILIZATION",
         ),
         (
             r"CUDA out of memory|OutOfMemoryError|no available memory for the cache",
@@ -115,12 +115,12 @@ _REMEDIES = tuple(
         ),
         (
             r"\bNCCL\b|ProcessGroup",
-            "see that the GPUs reach each other and that /dev/shm is large enough; NCCL_DEBUG=INFO "
-            "tells more",
+            "check that the GPUs reach each other and that /dev/shm is large enough; "
+            "NCCL_DEBUG=INFO tells more",
         ),
         (
             r"failed to be inspected|No module named 'torchvision'",
-            "see the lines above; where they name torchvision, which the engine for CPUs has not, "
+            "see the lines above; if they name torchvision, which the engine for CPUs lacks, "
             "serve the model on a GPU",
         ),
         (
@@ -129,7 +129,7 @@ _REMEDIES = tuple(
         ),
         (
             r"no such (?:file|folder)|FileNotFoundError|not found|there is no|there are no",
-            "see that the name is right and that the model is complete",
+            "check that the name is right and that the model is complete",
         ),
     )
 )
@@ -194,7 +194,7 @@ def failure(error: Exception) -> Exit:
             for fault in error.faults:
                 log.error("%s", fault)
         return Exit(USAGE_ERROR, "options", "; ".join(error.faults))
-    log.error("an error of Slipway's own", exc_info=error)
+    log.error("an error of Slipway itself", exc_info=error)
     return Exit(DIED, "unforeseen", f"{type(error).__name__}: {error}")
 
 

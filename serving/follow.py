@@ -94,7 +94,7 @@ def kept_in_thread(what: What, work: Callable[[], object]) -> None:
 
 
 def _ended(what: What) -> None:
-    log.exception("following of %s has ended, and begins anew in %g s", what, AGAIN_S)
+    log.exception("polling of %s has failed, and starts again in %g s", what, AGAIN_S)
     count(what)
 
 

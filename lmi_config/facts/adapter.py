@@ -249,7 +249,9 @@ def _whole(
     if saved and not heads:
         raise ModelError(f"{WEIGHTS} has no weight of modules_to_save={saved!r}")
     if len(heads) > 1:
-        raise ModelError(f"{WEIGHTS} has {' and '.join(sorted(heads))}; vLLM takes one of them")
+        raise ModelError(
+            f"{WEIGHTS} has {' and '.join(sorted(heads))}; vLLM accepts only one of them"
+        )
     for name, parts in heads.items():
         weight, bias = parts.get("weight", ()), parts.get("bias")
         if len(weight) != 2 or 0 in weight or bias not in (None, weight[:1]):
@@ -338,7 +340,7 @@ def faults(
     modules = {_module(it, names): it for it in adapter.modules}
     if len(modules) < len(adapter.modules):
         twice = min(adapter.modules.keys() - {*modules.values()})
-        return [*found, f"it has {twice} under another name, too"]
+        return [*found, f"it also has {twice} under another name"]
     usual = all(f"{module}.weight" in base for module in modules)
     prefixes = modules.keys() if usual or not base else _prefixes(base)
     for module, name in sorted(modules.items()):

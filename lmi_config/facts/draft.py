@@ -279,14 +279,14 @@ def _token_faults(draft: Draft, tokens: int | None) -> Iterator[str]:
         return
     if not 1 <= guessed <= MOST_TOKENS:
         yield (
-            f"num_speculative_tokens is {guessed}, but has to be from 1 to {MOST_TOKENS}, as no "
+            f"num_speculative_tokens is {guessed}, but must be from 1 to {MOST_TOKENS}, as no "
             "draft is right for longer; try 3"
         )
     made = draft.tokens or guessed
     if draft.method == "medusa" and guessed > made:
         yield f"num_speculative_tokens is {guessed}, but it has {made} heads; set at most {made}"
     if draft.method == "mtp" and guessed > made and guessed % made:
-        yield f"num_speculative_tokens is {guessed}, but has to be a multiple of {made} or less"
+        yield f"num_speculative_tokens is {guessed}, but must be a multiple of {made} or less"
 
 
 def _vocabulary_faults(draft: Draft, target: ModelFacts) -> Iterator[str]:
@@ -413,7 +413,7 @@ def _layer_faults(aux: _Aux, layers: int, file: str) -> Iterator[str]:
     elif len(taken) != aux.count:
         yield (
             f"it reads the states of {aux.count} of the model's layers, but "
-            f"{_LAYER_IDS if aux.ids else 'what vLLM chooses by itself'}, {list(ids)}, makes "
+            f"{_LAYER_IDS if aux.ids else 'the choice of vLLM'}, {list(ids)}, makes "
             f"{len(taken)} from 0 to {layers}; name {aux.count} different ones as {_LAYER_IDS} in "
             f"{file}"
         )
@@ -518,7 +518,7 @@ def _misshapen(draft: Draft, name: str, wanted: tuple[int, ...]) -> Iterator[str
     found = draft.shapes.get(name)
     if found is not None and found != wanted and not draft.facts.quantization:
         yield (
-            f"its {name} is {list(found)}, but has to be {list(wanted)} by its configuration; use "
+            f"its {name} is {list(found)}, but must be {list(wanted)} by its configuration; use "
             "a draft whose files belong together"
         )
 

@@ -97,7 +97,7 @@ class KvLayers:
         )
 
 
-UNTOLD = KvLayers(unknown="its files do not tell its layers")
+UNTOLD = KvLayers(unknown="its files do not describe its layers")
 
 
 class Attention(NamedTuple):
@@ -257,17 +257,15 @@ def look(
     )
     foreign, unknown = "", found.unread
     if architecture is None and layers:
-        told = (
-            f"its architecture {names[0]!r:.60}" if names else "an architecture that is not named"
-        )
+        told = f"its architecture {names[0]!r:.60}" if names else "an unnamed architecture"
         foreign = f"{told} is not one of vLLM's own"
     model_type = config.top.get("model_type")
     if isinstance(model_type, str) and model_type not in vllms["configurations"]:
-        foreign = foreign or f"its configuration ({model_type:.60}) takes code of its own to read"
+        foreign = foreign or f"its configuration ({model_type:.60}) needs the model's own code"
     if not layers:
-        unknown = "its files do not tell its layers"
+        unknown = "its files do not describe its layers"
     elif architecture in vllms["unlike"]:
-        unknown = f"vLLM keeps for {architecture} what it keeps for no other"
+        unknown = f"vLLM keeps a special state for {architecture}"
     elif varied:
         unknown = f"its layers differ by {varied}"
     words = text.get("layer_types")

@@ -214,7 +214,9 @@ def look(
     both = {*CONFIGS} <= checkpoint.sizes.keys()
     mistrals = both and any(fnmatchcase(name, _WEIGHTS[0][0]) for name in _top(checkpoint))
     if mistrals and _kept_by(kept) != _kept_by(_mistrals_own(checkpoint)):
-        kept = dataclasses.replace(kept, unknown=f"{' and '.join(CONFIGS)} tell different layers")
+        kept = dataclasses.replace(
+            kept, unknown=f"{' and '.join(CONFIGS)} describe different layers"
+        )
     described = frozenset(it for it in _top(checkpoint) if it.endswith(_DESCRIBING))
     checks = found.checks._replace(quantised=described)
     if mistrals or any(it.startswith("sentence_") for it in _top(checkpoint)):
@@ -273,7 +275,7 @@ class Config:
     def fault(self, name: str, value: Any, wanted: str, fix: str = "correct it") -> ModelError:
         # The value is cut before it is formatted, because a list may have any length and depth.
         told = repr(value)[:40] if isinstance(value, str | int | float) else type(value).__name__
-        return ModelError(f"{self.file}: {name} is {told}, but has to be {wanted}; {fix}")
+        return ModelError(f"{self.file}: {name} is {told}, but must be {wanted}; {fix}")
 
 
 _NESTED = (
@@ -751,13 +753,13 @@ def _entries(file: str, content: bytes) -> Iterator[tuple[str, object]]:
         raise _no_json(file, error) from None
     if not (begun := re.match(rf"{_BLANK}{{{_BLANK}(?P<end>}}{_BLANK}\Z)?", text)):
         _object(file, content[:_FIRST_READ])
-        raise ModelError(f"{file} has to hold a JSON object; correct it, or {_FETCH_AGAIN}")
+        raise ModelError(f"{file} must contain a JSON object; correct it, or {_FETCH_AGAIN}")
     at = begun.end()
     end = begun["end"]
     while end is None:
         name = _NAME.match(text, at)
         if not name:
-            raise _no_json(file, f"character {at} begins no name of a tensor")
+            raise _no_json(file, f"character {at} does not begin a tensor's name")
         tensor = json.loads(name["name"])
         if tensor == "__metadata__":
             value = _TEXTS.match(text, name.end()) or _NULL.match(text, name.end())
@@ -796,7 +798,7 @@ def _object(file: str, content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise _no_json(file, error) from None
     if not isinstance(found, dict):
-        raise ModelError(f"{file} has to hold a JSON object; correct it, or {_FETCH_AGAIN}")
+        raise ModelError(f"{file} must contain a JSON object; correct it, or {_FETCH_AGAIN}")
     return found
 
 

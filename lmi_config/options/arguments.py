@@ -180,7 +180,7 @@ def _model(models: str) -> dict[str, Given]:
     name, _, rest = named.partition(":")
     engine = rest.partition(":")[2].partition(":")[0]
     if engine.lower() not in _PYTHON:
-        raise fault(f"chooses the engine {engine}, and Slipway runs vLLM only")
+        raise fault(f"chooses the engine {engine}, but Slipway only runs vLLM")
     names = {"OPTION_SERVED_MODEL_NAME": Given(f"{name},lmi", "-m")} if name else {}
     if url.startswith("s3://"):
         return {**names, "OPTION_MODEL_ID": Given(url, "-m")}

@@ -68,10 +68,10 @@ def _unwrapped(store: Path, must_be_one: bool) -> Path | None:
     if not must_be_one:
         return None
     if archives and not folders:
-        raise FileFault(f"{archives[0]}: a model has to be a folder; unpack the archive")
+        raise FileFault(f"{archives[0]}: a model must be a folder; unpack the archive")
     names = ", ".join(entry.name for entry in folders + archives)
     raise FileFault(
-        f"{store} holds several models ({names}), and a server serves one; name it with "
+        f"{store} holds several models ({names}), and a server serves only one; name it with "
         f"OPTION_MODEL_ID, like {(folders or archives)[0]}"
     )
 

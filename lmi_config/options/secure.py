@@ -156,7 +156,7 @@ def file_faults(controls: Collection[str], folder: str, files: Iterable[File]) -
 
 # A control, or None for rules that always apply; the files that it forbids; the words for them.
 _FORBIDDEN: tuple[tuple[str | None, Callable[[File, str], bool], str], ...] = (
-    (None, lambda file, _: file.outside, "links may not lead out of a folder in secure mode"),
+    (None, lambda file, _: file.outside, "links must not lead out of a folder in secure mode"),
     (REQUIREMENTS, lambda _, name: name == "requirements.txt", f"{REQUIREMENTS} forbids it"),
     (
         PICKLE_FILES,

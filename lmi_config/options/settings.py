@@ -343,7 +343,7 @@ class _Resolver:
     def _other_engines(self) -> None:
         for name, engine in engines.others({name: it.text for name, it in self.given.items()}):
             self._faults.append(
-                f"{self._shown(name)}: chooses {engine}, and Slipway runs vLLM only; remove it to "
+                f"{self._shown(name)}: chooses {engine}, but Slipway only runs vLLM; remove it to "
                 f"serve the model with vLLM, or use LMI's container with {engine}"
             )
 
@@ -403,7 +403,7 @@ class _Resolver:
             elif option in REFUSED:
                 self._faults.append(f"{written}: vLLM has this option, but {REFUSED[option]}")
             elif instead := REMOVED.get(PREFIX + option.upper()):
-                self._notes.append(f"{written} does nothing here: {instead}")
+                self._notes.append(f"{written} has no effect here: {instead}")
             else:
                 self._unknown(name, strict)
         return engine
@@ -445,7 +445,7 @@ class _Resolver:
         for name in sorted(self.given.keys() & UNUSED.keys()):
             unused.setdefault(UNUSED[name], []).append(self.given[name].name)
         if reasons := "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items()):
-            yield f"accepted, but does nothing here: {reasons}"
+            yield f"accepted, but without effect here: {reasons}"
 
     def _rank(self, name: str) -> int:
         if name.startswith("SAGEMAKER_"):
@@ -456,7 +456,7 @@ class _Resolver:
         """Return the value of the first name that is set."""
         given = [name for name in names if name in self.given]
         if _LENIENT in given and (why := self._wrong(_LENIENT, readers[_LENIENT])):
-            self._notes.append(f"{why}; it is passed over")
+            self._notes.append(f"{why}; it is ignored")
             given.remove(_LENIENT)
         if not given:
             return None
@@ -520,7 +520,7 @@ class _Resolver:
             self._notes.append(_unread(name))
             return
         if meant := spelling.other_prefix(name, _FAMILIES, _known() | vllm_environment()):
-            told = f"{name} is not known and does nothing; did you mean {meant}?"
+            told = f"{name} is unknown and has no effect; did you mean {meant}?"
             if (
                 strict is False
                 or meant.startswith(_VLLMS)
@@ -546,7 +546,7 @@ def _unread(name: str) -> str:
     instead = f"set {option}" if option in _known() else ""
     if not instead and (near := spelling.nearest(name, vllm_environment(), _LETTER)):
         instead = f"did you mean {near}?"
-    return f"{name}: this vLLM reads no such variable" + (f"; {instead}" if instead else "")
+    return f"{name}: this vLLM does not read this variable" + (f"; {instead}" if instead else "")
 
 
 def _assigned(name: str) -> str:
@@ -560,7 +560,7 @@ def nearly(name: str, sought: str, known: Mapping[str, str]) -> Iterator[str]:
     sought: the compared part of its name. known: the same part of known names → the names.
     """
     if near := spelling.nearest(sought, known, _LETTER):
-        yield f"{name} is not known and does nothing; did you mean {known[near]}?"
+        yield f"{name} is unknown and has no effect; did you mean {known[near]}?"
 
 
 def _bare(name: str) -> str:

@@ -125,7 +125,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "layers", plan.verdict.kind.replace("_", " "), f"of the KV cache: {kept}"
     longest = settings.max_model_len or model.max_length
     if longest == AUTO:
-        yield "longest request", "auto", "what fits the KV cache; vLLM decides"
+        yield "longest request", "auto", "as much as fits the KV cache; vLLM decides"
     elif longest:
         origin = settings.origins.get("max_model_len", "the model's own")
         yield "longest request", f"{longest:,} tokens", origin
@@ -136,7 +136,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield from _chat(plan)
     if settings.model_folder and (settings.model_folder / handler.FILE).is_file():
         service = _service(plan)
-        yield handler.FILE, "", f"{settings.model_folder}, run in a process of its own"
+        yield handler.FILE, "", f"{settings.model_folder}, run in a separate process"
         if service:
             yield "", "", service
         if service is handler.Service.ITS_OWN and (names := settings.for_engine):

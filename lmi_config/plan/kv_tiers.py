@@ -413,9 +413,12 @@ def _chunk_size(machine: Machine, block: int) -> tuple[int, str]:
 def _l1(free: int, least: int, asked: int | None) -> tuple[int, str]:
     """Return the cache server's share of the free bytes of memory, and the reason."""
     if asked is None:
-        return free // _STEP * _STEP, "what the engine leaves, all of it taken at the start"
+        return (
+            free // _STEP * _STEP,
+            "the rest, all allocated at the start",
+        )
     if asked == 0:
-        return least, "OPTION_KV_L1_SIZE=0: what is on its way to the disk or the shared store"
+        return least, "OPTION_KV_L1_SIZE=0: data in flight to the disk or the shared store"
     if not least <= asked <= free:
         raise SettingsError(
             [
@@ -423,7 +426,7 @@ def _l1(free: int, least: int, asked: int | None) -> tuple[int, str]:
                 f"{format_size(free)}, and less than {format_size(least)} would not help"
             ]
         )
-    return asked, "OPTION_KV_L1_SIZE, all of it taken at the start"
+    return asked, "OPTION_KV_L1_SIZE, all allocated at the start"
 
 
 def _document(settings: Settings, model: ModelFacts) -> int:
@@ -474,7 +477,7 @@ def _manually(
     l1, of_l1 = round(translation.l1_gib * GIB) * ranks, f"max_local_cpu_size{each}"
     if not l1:
         l1 = max(SMALLEST_L1, _document(settings, model))
-        of_l1 = "max_local_cpu_size=0: what is on its way to the disk or the shared store"
+        of_l1 = "max_local_cpu_size=0: data in flight to the disk or the shared store"
         if not (translation.disk or translation.remote or shared):
             found.append(
                 "max_local_cpu_size=0: KV would be kept nowhere; give it a size, or name a "

@@ -99,7 +99,7 @@ class _Vocabulary:
 
 _CONTROLLER = "there is no controller: engines share KV through OPTION_KV_L2_URL"
 _STATISTICS = "chunks are not counted; /metrics has the hits of each tier"
-_LAZY = "the server takes its memory bit by bit where it can"
+_LAZY = "the server allocates its memory in steps if it can"
 _LIMITS = "the server has its own time limits"
 _PLUGINS = "plugins are not loaded; use local_disk or remote_url"
 _SHARING = "engines share KV through OPTION_KV_L2_URL, not with one another"
@@ -121,7 +121,7 @@ _TOP = _Vocabulary(
         "enable_chunk_statistics": _STATISTICS,
         "enable_controller": _CONTROLLER,
         "local_cpu_use_hugepages": "the server's memory is in pages of the usual size",
-        "min_retrieve_tokens": "what is worth loading is decided by how long it takes",
+        "min_retrieve_tokens": "loading is decided by its measured time",
         "numa_mode": "the server does not place its memory by NUMA node",
         "remote_serde": "the server stores KV as it is",
         "use_layerwise": "the server loads all layers at once, beside the engine's work",
@@ -140,22 +140,22 @@ _TOP = _Vocabulary(
         "reserve_local_cpu_size": "the container's memory limit is looked at instead",
         "save_unfull_chunk": "complete chunks are stored, and what is left over is computed",
         "use_gpu_connector_v3": "it chooses among connectors that are not used here",
-        "app_id": "nothing uses it without remote_config_url",
-        "blend_*": "nothing uses it without enable_blending",
+        "app_id": "it has no effect without remote_config_url",
+        "blend_*": "it has no effect without enable_blending",
         "chunk_statistics_*": _STATISTICS,
         "controller_*": _CONTROLLER,
-        "gds_*": "nothing uses it without gds_path",
-        "hidden_state*": "nothing uses it without enable_hidden_state_cache",
+        "gds_*": "it has no effect without gds_path",
+        "hidden_state*": "it has no effect without enable_hidden_state_cache",
         "internal_api_server_*": "LMCache's HTTP interface is not offered; see /metrics",
         "lmcache_*": _CONTROLLER,
-        "maru_*": "nothing uses it without maru_path",
-        "max_hidden_state_cpu_size": "nothing uses it without enable_hidden_state_cache",
-        "nixl_*": "nothing uses it without extra_config.enable_nixl_storage",
-        "p2p_*": "nothing uses it without enable_p2p",
-        "pd_*": "nothing uses it without enable_pd",
-        "script_allowed_imports": "nothing uses it without run_script_api_enabled",
-        "transfer_channel": "nothing uses it without enable_p2p",
-        "use_gds": "nothing uses it without gds_path",
+        "maru_*": "it has no effect without maru_path",
+        "max_hidden_state_cpu_size": "it has no effect without enable_hidden_state_cache",
+        "nixl_*": "it has no effect without extra_config.enable_nixl_storage",
+        "p2p_*": "it has no effect without enable_p2p",
+        "pd_*": "it has no effect without enable_pd",
+        "script_allowed_imports": "it has no effect without run_script_api_enabled",
+        "transfer_channel": "it has no effect without enable_p2p",
+        "use_gds": "it has no effect without gds_path",
     },
     refused={
         "audit_actual_remote_url": "remote stores are not audited; name the store as remote_url",
@@ -243,7 +243,7 @@ _EXTRA_NEEDLESS = {
     "request_timeout": _LIMITS,
     "save_chunk_meta": "the server's chunks need no description of their own",
     "save_only_first_rank": "the server knows what the ranks have in common",
-    "valkey_ttl_sec": "nothing uses it without extra_config.valkey_enable_ttl",
+    "valkey_ttl_sec": "it has no effect without extra_config.valkey_enable_ttl",
 }
 _EXTRA_REFUSED = {
     "enable_nixl_storage": "NIXL is not used; give a folder as local_disk",
@@ -317,7 +317,7 @@ def misspelt(names: Iterable[str]) -> Iterator[str]:
 
 
 _SPLIT = {"prefill": "kv_producer", "decode": "kv_consumer"}
-_UNUSED_HERE = "nothing uses it: LMCache is a server of its own"
+_UNUSED_HERE = "it has no effect: LMCache is a separate server"
 _OF_CONNECTOR = {
     **dict.fromkeys(
         ("engine_id", "kv_buffer_device", "kv_buffer_size", "kv_connector_module_path", "kv_ip"),
@@ -386,7 +386,7 @@ def mistyped(names: Iterable[str], strict: object) -> tuple[list[str], list[str]
     """
     known = {f"LMCACHE_{it.upper()}" for it in _TOP.names}
     told = [
-        f"{name} is not known and does nothing; did you mean {meant}?"
+        f"{name} is unknown and has no effect; did you mean {meant}?"
         for name in sorted(names)
         if (meant := spelling.other_prefix(name, ("LMCACHE_",), known))
     ]
@@ -469,7 +469,7 @@ def _without_plugin(config: Mapping[str, object]) -> dict[str, object]:
 def _extra_vocabulary(users: set[str]) -> _Vocabulary:
     """Return the vocabulary of extra_config if these options are used."""
     unused = {
-        key: f"nothing uses it without {extra.user}"
+        key: f"it has no effect without {extra.user}"
         for key, extra in _EXTRA.items()
         if extra.user not in users
     }

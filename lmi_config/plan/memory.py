@@ -294,7 +294,7 @@ def _offload_faults(
         )
     elif "kv_offloading_size" in engine and (settings.kv_transfer_config or {}).get("kv_connector"):
         yield (
-            f"{name}: vLLM would put its own connector in the place of "
+            f"{name}: vLLM would replace the connector of "
             f"{settings.named('kv_transfer_config')}'s; leave one of them out"
         )
     if not machine.gpus:

@@ -81,7 +81,7 @@ def findings(
     yield from lmcache.misspelt(sorted(settings.lmcache))
     if settings.lmcache and not wanted(settings):
         names = ", ".join(sorted(settings.lmcache)[:3])
-        yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"
+        yield f"{names}: KV cache tiers are off; set OPTION_LMCACHE_AUTO_CONFIG=true"
     if vllm.reuse(settings, machine, model):
         yield (
             "prefix caching is off: without a GPU, vLLM ends at a prompt with it where layers "
@@ -89,7 +89,7 @@ def findings(
         )
     if settings.kv_events and settings.engine.get("enable_prefix_caching") is False:
         yield (
-            "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave "
+            "OPTION_KV_EVENTS=true, but there will be no events: prefix caching is off; leave "
             "OPTION_ENABLE_PREFIX_CACHING out"
         )
     if isinstance(tiers, Tiers):
@@ -181,7 +181,7 @@ def _gpus(
                 f"{parallelism.workers} are the most that attention heads, KV heads and the "
                 "vocabulary can be divided among"
             )
-        yield f"{idle} of {total} GPUs will do nothing; {fix}"
+        yield f"{idle} of {total} GPUs will be idle; {fix}"
 
 
 def _memory(machine: Machine, parallelism: Parallelism, budget: Budget) -> Iterator[str]:

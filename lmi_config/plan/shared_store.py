@@ -133,8 +133,8 @@ def _without_login(parts: SplitResult) -> None:
 
 
 _COUNTED = (
-    "capacity_gb bounds what this server stores from its start on; what it finds there, and what "
-    "other servers store, is neither counted nor removed"
+    "capacity_gb limits the bytes that this server stores after its start; older data and data of "
+    "other servers are neither counted nor removed"
 )
 
 
@@ -161,7 +161,7 @@ def _redis(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
         raise ValueError(f"the path after {scheme}://{hosts} should be a database number, like /0")
     database = int(path or 0)
     if database and cluster:
-        raise ValueError(f"{scheme}:// reaches database 0 only of a cluster, not {database}")
+        raise ValueError(f"{scheme}:// only supports database 0 of a cluster, not {database}")
     capacity = query.get("capacity_gb")
     nodes = ",".join(f"{host}:{port}" for host, port in addresses)
     adapter: dict[str, object] = {"type": "valkey", "startup_nodes": nodes}
@@ -234,7 +234,7 @@ def _file(parts: SplitResult, _: Mapping[str, str]) -> L2Store:
         raise ValueError("file:// needs a folder, like file:///mnt/kv")
     capacity = _query(parts, capacity_gb=positive).get("capacity_gb")
     adapter: dict[str, object] = {"type": "fs_native", "base_path": str(path), "shared": True}
-    kept = "nothing removes old files: give capacity_gb, or clean the folder from outside"
+    kept = "old files are not removed: set capacity_gb, or clean the folder from outside"
     return L2Store(
         kind="fs_native",
         adapter=_bounded(adapter, capacity),
@@ -263,7 +263,7 @@ def _hyperpod(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
             )
     ((host, port), *others) = _addresses(parts, host + colon + rest, 9200)
     if others or parts.path.strip("/"):
-        raise ValueError(f"{scheme}:// takes one host and port, and nothing behind it")
+        raise ValueError(f"{scheme}:// takes one host and port, without a path")
     address = f"{host}:{port}"
     return L2Store(
         kind="tieredstorage",

@@ -334,7 +334,7 @@ def kv_events_faults(settings: Settings, copies: int) -> list[str]:
     found = []
     if "kv_events_config" in settings.engine:
         name = settings.named("kv_events_config")
-        found.append(f"OPTION_KV_EVENTS=true and {name} both say where events go; keep one")
+        found.append(f"OPTION_KV_EVENTS=true and {name} both set the address of events; keep one")
     first, last = settings.kv_events_port, settings.kv_events_port + 2 * copies - 1
     told = f"OPTION_KV_EVENTS_PORT={first}: events and their logs take the ports to {last}"
     if last > 65535:

@@ -84,7 +84,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         if self.paths is not None:
             if path not in self.paths:
-                raise NotPermitted(f"the router's own question is not for {path:.100}")
+                raise NotPermitted(f"the router's own identity is not valid for {path:.100}")
         elif not self.admin and not inference and administers(path):
             raise NotPermitted(
                 f"{path:.100} needs an admin key: OPTION_ADMIN_API_KEY, or one with `admin: true` "

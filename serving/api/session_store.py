@@ -93,7 +93,7 @@ class SessionStore:
             await self._on_disk(self._folder.create, session, expires, gone)
         except OSError as error:
             self._unsaved.add(session)
-            log.warning("a session will not outlive a restart: %s", error or "the disk is slow")
+            log.warning("a session will not survive a restart: %s", error or "the disk is slow")
         moment = datetime.fromtimestamp(expires, UTC)
         return session, f"{session}; Expires={moment:%Y-%m-%dT%H:%M:%SZ}"
 

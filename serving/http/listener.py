@@ -134,7 +134,7 @@ class Listener:
                 ssl_shutdown_timeout=limit,
             )
         except OSError as error:  # also errors of TLS
-            log.debug("a connection did not begin: %s", error)
+            log.debug("a connection could not be established: %s", error)
             place.release()
         except BaseException:
             place.release()

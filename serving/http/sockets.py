@@ -123,7 +123,7 @@ class Place:
         """The reason why it only answers /ping, or ""."""
         most = self._of.most
         if len(self._of.open) > most:
-            return f"there are {most} connections, as many as the server takes"
+            return f"there are {most} connections, as many as the server accepts"
         if self.spare:
             return "the server has no file descriptor left for more connections"
         return ""

@@ -208,7 +208,7 @@ def pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return f"certificate and key do not go together, or are not PEM ({error.reason})"
+        return f"certificate and key do not match, or are not PEM ({error.reason})"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return str(error)

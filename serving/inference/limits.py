@@ -193,7 +193,7 @@ def check_kept(call: RequestFields) -> None:
     """
     for key, fix in KEPT.items():
         if bytes(getattr(call, key)) not in (b"", b"null", b"false"):
-            raise BadRequest(f"{key}: no answers are kept here; {fix}", key)
+            raise BadRequest(f"{key}: no answers are stored here; {fix}", key)
 
 
 def check_pairs(call: RequestFields) -> None:

@@ -58,7 +58,7 @@ async def prepare(
     """
     arguments = request.get("mm_processor_kwargs")
     if arguments and await in_thread(_has_place, arguments):
-        raise BadRequest("mm_processor_kwargs may name no URLs or files", "mm_processor_kwargs")
+        raise BadRequest("mm_processor_kwargs must not name URLs or files", "mm_processor_kwargs")
     parts = [
         part
         for part in _parts([request.get(key) for key in (PAIRS if pairs else _CONVERSATIONS)])
@@ -429,7 +429,7 @@ def _require_content(response: httpx.Response, host: str) -> None:
     elif status != 200:
         reason = f"answers {status}"
     elif response.headers.get("content-encoding", "identity").lower() != "identity":
-        reason = "answers with compressed content, which was not asked for"
+        reason = "answers with compressed content, although it was not requested"
     else:
         return
     raise BadRequest(f"media cannot be fetched: {host} {reason}", "messages")

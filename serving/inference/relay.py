@@ -176,7 +176,9 @@ class Relay:
             case _ if self._whole:
                 await self._answer(self._whole)
             case _:
-                await self._fail(EngineFailed("the engine broke off; the server's log says why"))
+                await self._fail(
+                    EngineFailed("the engine ended the answer early; the server's log says why")
+                )
 
     async def _answered_by(self, engine: Engine, call: Call) -> None:
         try:

@@ -116,7 +116,7 @@ def _by_options(settings: Settings) -> Verdict | None:
             option = settings.named(name)
             return Verdict(
                 kind="unknown",
-                against=f"what the layers keep of a request is not known with {option}",
+                against=f"the state of the layers is not known with {option}",
                 instead=f"leave {option} out, or the options for KV cache tiers",
             )
     attention = given.get("attention_config")
@@ -126,7 +126,7 @@ def _by_options(settings: Settings) -> Verdict | None:
         option = settings.named("attention_config")
         return Verdict(
             kind="unknown",
-            against=f"HiSparse ({option}) keeps a part of the KV cache in memory of its own",
+            against=f"HiSparse ({option}) keeps a part of the KV cache in separate memory",
             instead="leave hisparse_config out, or the options for KV cache tiers",
         )
     return None
@@ -194,19 +194,18 @@ def _by_kind(kept: KvLayers) -> Verdict | None:
     if kept.cross:
         return Verdict(
             kind="encoder_decoder",
-            against="its decoder attends to what an encoder made, which LMCache does not keep",
+            against="its decoder attends to an encoder's output, which LMCache does not keep",
         )
     if kept.state:
         return Verdict(
             kind="state",
-            against="layers keep a state (Mamba, linear attention, convolutions), of which a page "
+            against="layers keep a state (Mamba, linear attention, convolutions), and its page "
             "holds one moment and not a token's KV",
         )
     if kept.foreign or kept.unknown:
         return Verdict(
             kind="unknown",
-            against="what its layers keep of a request is not known: "
-            + (kept.foreign or kept.unknown),
+            against="the state of its layers is not known: " + (kept.foreign or kept.unknown),
         )
     return None
 
@@ -220,7 +219,7 @@ def _by_format(settings: Settings, kv: KvShape | None) -> Verdict | None:
     name = settings.named("kv_cache_dtype")
     return Verdict(
         kind="format",
-        against=f"tiers were not tried with a KV cache of the format {found}",
+        against=f"tiers are untested with a KV cache of the format {found}",
         instead=f"set {name}=fp8, or leave the options for KV cache tiers out",
     )
 
@@ -235,7 +234,7 @@ def _by_windows(
     if len(kept.windows) != 1 or (kept.windowed and kept.chunked):
         return Verdict(
             kind="windows_differ",
-            against="its layers have windows of several sizes, which vLLM cannot keep as one",
+            against="its layers have windows of several sizes, which vLLM cannot combine",
         )
     (window,) = kept.windows
     if kept.full:
@@ -243,7 +242,7 @@ def _by_windows(
             option = settings.named(HYBRID)
             return Verdict(
                 kind="windows_and_full",
-                against=f"{option}=false lets go of what has left a window, and the tiers would "
+                against=f"{option}=false frees tokens that have left a window, and the tiers would "
                 "find nothing where it was",
                 instead=f"leave {option} out, or the options for KV cache tiers",
             )

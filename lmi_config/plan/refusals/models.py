@@ -353,7 +353,7 @@ _DEVICE = re.compile(
 
 def _encoder(given: Given) -> Iterator[str]:
     if str(given.get("mm_encoder_attn_backend")).upper() == "XFORMERS":
-        yield f"{given.shown('mm_encoder_attn_backend')}: vLLM 0.32 has it no more; leave it out"
+        yield f"{given.shown('mm_encoder_attn_backend')}: vLLM 0.32 no longer has it; leave it out"
     size = "mm_shm_cache_max_object_size_mb"
     if given.get(size) not in (None, 128) and given.get("mm_processor_cache_type") != "shm":
         yield f"{given.shown(size)}: needs OPTION_MM_PROCESSOR_CACHE_TYPE=shm"

@@ -264,7 +264,7 @@ _CONFIGURATIONS = (
         Rule(
             flat,
             lambda it, flat=flat, path=path: it.has(flat) and it.has(path),  # type: ignore[misc]
-            f"{path} says it, too, and vLLM takes one of them; keep one",
+            f"{path} says it, too, and vLLM accepts only one of them; keep one",
         )
         for flat, path in (
             ("attention_backend", "attention_config.backend"),

@@ -193,7 +193,7 @@ def test_lmis_flag_takes_weights_where_there_is_nothing_else(tmp_path):
         (("-m", "a=https://h/m.tar.gz"), "should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX"),
         (("-m", "a=file:/,b=file:/"), "one server serves one model; start a server for each"),
         (("-m", "a=file:/", "-m", "b=file:/"), "one server serves one model"),
-        (("-m", "a::PyTorch=file:/"), "chooses the engine PyTorch, and Slipway runs vLLM only"),
+        (("-m", "a::PyTorch=file:/"), "chooses the engine PyTorch, but Slipway only runs vLLM"),
     ],
 )
 def test_what_lmis_flag_cannot_mean_here(words, fault):

@@ -46,7 +46,7 @@ memory                    256.0 GiB        the container's limit; 256.0 GiB free
   cache server            0.8 GiB          without its pool; measured
   KV tier L1              213.6 GiB        below
   left                    26 MiB
-KV tier L1                213.6 GiB        what the engine leaves, all of it taken at the start
+KV tier L1                213.6 GiB        the rest, all allocated at the start
                                            1,750,016 tokens, 175 documents of 10k
 KV tier disk              398.0 GiB        500.0 GiB free (ext4, O_DIRECT), 102.0 GiB kept for \
 other files
@@ -204,7 +204,7 @@ def test_a_length_that_vllm_chooses_is_no_number():
 )
 def test_a_variable_that_is_nearly_one_of_ours_is_noted(name):
     findings = planned({name: "5"}).findings
-    assert any(f"{name} is not known and does nothing; did you mean" in it for it in findings)
+    assert any(f"{name} is unknown and has no effect; did you mean" in it for it in findings)
 
 
 OLD = dataclasses.replace(H100, driver="550.54.15")
@@ -280,12 +280,17 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             None,
             "max_model_len=200000 is more than the model's 131072; vLLM will refuse it unless",
         ),
-        ({"OPTION_ROLLING_BATCH": "vllm"}, None, None, "accepted, but does nothing here: OPTION_"),
+        (
+            {"OPTION_ROLLING_BATCH": "vllm"},
+            None,
+            None,
+            "accepted, but without effect here: OPTION_",
+        ),
         (
             {"OPTION_KV_EVENTS": "true", "OPTION_ENABLE_PREFIX_CACHING": "false"},
             None,
             None,
-            "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave",
+            "OPTION_KV_EVENTS=true, but there will be no events: prefix caching is off; leave",
         ),
     ],
 )
