@@ -125,7 +125,7 @@ _REMEDIES = tuple(
         ),
         (
             r"ModuleNotFoundError|ImportError|undefined symbol",
-            "use the image as it was built; the reason names what is missing in this installation",
+            "use the unchanged image; the reason names the missing part of this installation",
         ),
         (
             r"no such (?:file|folder)|FileNotFoundError|not found|there is no|there are no",

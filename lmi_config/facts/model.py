@@ -620,7 +620,7 @@ def _indexed(checkpoint: Checkpoint, index: str) -> set[str]:
     listed = json_object(checkpoint, index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelError(
-            f"{checkpoint.where}/{index}: weight_map has to be an object of tensor → file; "
+            f"{checkpoint.where}/{index}: weight_map must be an object of tensor → file; "
             + _FETCH_AGAIN
         )
     return set(listed.values())
@@ -764,9 +764,7 @@ def _entries(file: str, content: bytes) -> Iterator[tuple[str, object]]:
         if tensor == "__metadata__":
             value = _TEXTS.match(text, name.end()) or _NULL.match(text, name.end())
             if not value:
-                raise ModelError(
-                    f"{file}: __metadata__ has to be an object of texts; {_FETCH_AGAIN}"
-                )
+                raise ModelError(f"{file}: __metadata__ must be an object of texts; {_FETCH_AGAIN}")
         else:
             value = _FLAT.match(text, name.end(), name.end() + _LONGEST_ENTRY)
             if not value:

@@ -123,7 +123,7 @@ UNUSED: Mapping[str, str] = {
         ),
         "/metrics always has these series",
     ),
-    "OPTION_ENV": "set what is in it as variables of the container",
+    "OPTION_ENV": "set its values as variables of the container",
     "OPTION_SESSIONS_S3URL": "OPTION_SESSIONS_PATH may be a disk that servers share",
     "SERVING_ALLOW_MULTI_STATUS": "/ping answers 200 or 503, for the one model",
     "SERVING_CHUNKED_READ_TIMEOUT": "OPTION_PREDICT_TIMEOUT bounds an answer as a whole",
@@ -149,7 +149,7 @@ UNUSED: Mapping[str, str] = {
             "SAGEMAKER_PROGRAM",
             "SAGEMAKER_SUBMIT_DIRECTORY",
         ),
-        "they are the SageMaker toolkits'; code of your own is a model.py beside the model",
+        "they are the SageMaker toolkits'; your own code is a model.py beside the model",
     ),
     **dict.fromkeys(
         ("MODEL_CACHE_ROOT", "SAGEMAKER_ENABLE_CLOUDWATCH_METRICS", "SAGEMAKER_REGION"),
@@ -345,7 +345,7 @@ REMOVED: Mapping[str, str] = {
             "OPTION_DISABLE_UVICORN_ACCESS_LOG",
             "OPTION_UVICORN_LOG_LEVEL",
         ),
-        "Slipway has a log of its own, and OPTION_LOG_LEVEL sets how much is in it",
+        "Slipway has its own log, and OPTION_LOG_LEVEL sets its level",
     ),
     **dict.fromkeys(
         (
@@ -361,7 +361,7 @@ REMOVED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("OPTION_H11_MAX_HEADER_COUNT", "OPTION_H11_MAX_INCOMPLETE_EVENT_SIZE"),
-        "Slipway has limits of its own on the heads of requests",
+        "Slipway has its own limits of requests' heads",
     ),
     "OPTION_API_SERVER_COUNT": "one process answers HTTP; the router spreads load over servers",
     "OPTION_ENABLE_REQUEST_ID_HEADERS": "every answer has X-Request-Id",
@@ -404,7 +404,7 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("enable_scale_out", "tokens_only"),
-        "Slipway has no paths for tokens in the place of text; OPTION_SERVER_ROLE splits prefill "
+        "Slipway has no paths for tokens instead of text; OPTION_SERVER_ROLE splits prefill "
         "from decoding",
     ),
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",

@@ -633,8 +633,7 @@ def routed_paths(value: str) -> tuple[str, ...]:
             )
         if administers(path) or path.lower() in _BROAD:
             raise ValueError(
-                f"without paths by which servers are administered; {path} is one, or has some "
-                "below it"
+                f"without administrative paths of servers; {path} is one, or has some below it"
             )
     return found
 

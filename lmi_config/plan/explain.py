@@ -255,7 +255,7 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
         yield "KV tier shared", "", tiers.shared.shown
     yield "KV chunk", f"{tiers.chunk_size} tokens", tiers.reasons["chunk_size"]
     if tokens := _engine_tokens(plan):
-        yield "KV tiers pay", "", f"from {tokens:,} tokens in use on; so many the engine holds"
+        yield "KV tiers pay", "", f"above {tokens:,} tokens in use, the engine's capacity"
 
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:

@@ -138,7 +138,7 @@ _TOP = _Vocabulary(
         "pre_caching_hash_algorithm": "the server's hash is the same in every process",
         "py_enable_gc": "the cache is not in the engine's process",
         "reserve_local_cpu_size": "the container's memory limit is looked at instead",
-        "save_unfull_chunk": "complete chunks are stored, and what is left over is computed",
+        "save_unfull_chunk": "complete chunks are stored, and the rest is computed",
         "use_gpu_connector_v3": "it chooses among connectors that are not used here",
         "app_id": "it has no effect without remote_config_url",
         "blend_*": "it has no effect without enable_blending",
@@ -167,7 +167,7 @@ _TOP = _Vocabulary(
         ),
         "enable_p2p": _SHARING,
         "external_backends": _PLUGINS,
-        "external_lookup_client": "only the server is asked what is cached; remove it",
+        "external_lookup_client": "only the server is asked about cached KV; remove it",
         "gds_path": "GPUDirect Storage is not used; give the folder as local_disk",
         "hit_miss_ratio": "hits are never turned into misses; remove it",
         "local_device": "it is local_disk by now, with max_local_disk_size",
@@ -241,7 +241,7 @@ _EXTRA_NEEDLESS = {
     "connection_timeout": _LIMITS,
     "disk_io_threads": "the server's disk tier has its own threads",
     "request_timeout": _LIMITS,
-    "save_chunk_meta": "the server's chunks need no description of their own",
+    "save_chunk_meta": "the server's chunks need no separate description",
     "save_only_first_rank": "the server knows what the ranks have in common",
     "valkey_ttl_sec": "it has no effect without extra_config.valkey_enable_ttl",
 }
@@ -328,10 +328,10 @@ _OF_CONNECTOR = {
     "kv_load_failure_policy": "KV that cannot be loaded is computed",
 }
 _EXTRA_OF_CONNECTOR = {
-    "discard_partial_chunks": "complete chunks are stored, and what is left over is computed",
+    "discard_partial_chunks": "complete chunks are stored, and the rest is computed",
     "lmcache_rpc_port": _UNUSED_HERE,
     "lmcache.max_tokens_per_load": "the server loads without holding up the engine",
-    "skip_last_n_tokens": "complete chunks are stored, and what is left over is computed",
+    "skip_last_n_tokens": "complete chunks are stored, and the rest is computed",
 }
 
 

@@ -128,7 +128,7 @@ def budget(
     kv = None
     if not on_gpu and "kv_cache_memory_bytes" not in settings.origins:
         kv = _kv_on_cpu(machine, left) // count
-        reason = "half of what is left, at most a quarter of the memory and 4 GiB"
+        reason = "half of the rest, at most a quarter of the memory and 4 GiB"
     elif settings.kv_cache_memory_bytes and not on_gpu:
         kv = settings.kv_cache_memory_bytes
         reason = settings.origins["kv_cache_memory_bytes"]

@@ -89,7 +89,7 @@ def read(url: str, environ: Mapping[str, str]) -> L2Store:
             raise ValueError
     except ValueError:  # urlsplit's own message may repeat the password
         raise ValueError(
-            "characters that mean something in a URL, like / ? # [, have to be percent-encoded in "
+            "characters that mean something in a URL, like / ? # [, must be percent-encoded in "
             "a password or a path: %2F for /"
         ) from None
     return reader(parts, environ)

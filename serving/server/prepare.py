@@ -120,9 +120,7 @@ def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
         if service is handler.Service.ITS_OWN:
             return model.UNKNOWN
         if service is handler.Service.EITHER:
-            say = (
-                f"if {handler.FILE} has an engine of its own, set OPTION_ENTRYPOINT={handler.FILE}"
-            )
+            say = f"if {handler.FILE} has its own engine, set OPTION_ENTRYPOINT={handler.FILE}"
             raise ModelError(f"{error}; {say}") from None
         raise
 

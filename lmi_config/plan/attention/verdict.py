@@ -173,8 +173,8 @@ def chunk_faults(settings: Settings, kept: KvLayers, block: int, gpus: bool) -> 
     name = settings.named("block_size")
     fix = f"set {name}={fits}" if fits else f"no block divides them (of {least} tokens or more)"
     return [
-        f"{name}: the model's layers attend in chunks of {chunk:,} tokens, of which a block of "
-        f"{block} has to be a whole part; {fix}"
+        f"{name}: the model's layers attend in chunks of {chunk:,} tokens, which a block of "
+        f"{block} does not divide; {fix}"
     ]
 
 

@@ -159,7 +159,7 @@ def _one_server(
         yield f"{settings.named(field)}: other machines take part in the one server"
     for field, value in engine.items():
         if field.startswith("data_parallel_") and value not in (1, False):
-            yield f"{settings.named(field)}: vLLM has copies of its own in one server"
+            yield f"{settings.named(field)}: vLLM runs several copies in one server"
     if engine.get("enable_expert_parallel"):
         name = settings.named("enable_expert_parallel")
         yield f"{name}: all GPUs share the experts of one server"

@@ -231,7 +231,7 @@ def _length(given: Given) -> Iterator[str]:
         "max_num_batched_tokens", length
     ):
         yield (
-            f"{given.shown('max_num_batched_tokens')}: a prompt of {length} tokens has to fit into "
+            f"{given.shown('max_num_batched_tokens')}: a prompt of {length} tokens must fit into "
             "a step where OPTION_ENABLE_CHUNKED_PREFILL=false; raise it, or lower "
             "OPTION_MAX_MODEL_LEN"
         )
@@ -366,7 +366,7 @@ def _encoder(given: Given) -> Iterator[str]:
     device = given.get("mm_processor_kwargs.device")
     if isinstance(device, str) and not _DEVICE.fullmatch(device):
         yield (
-            f"{given.shown('mm_processor_kwargs.device')}: has to be a device as torch names them, "
+            f"{given.shown('mm_processor_kwargs.device')}: must be a device as torch names them, "
             "like cpu or cuda:0"
         )
     shared = given.get("ec_transfer_config.ec_role") != "ec_producer"

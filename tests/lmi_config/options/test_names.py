@@ -94,7 +94,7 @@ def test_a_mistyped_prefix_stops_the_start(name, meant):
          "OPTION_ATTENTION_BACKEND"),
         ({"VLLM_USE_V1": "0"}, "VLLM_USE_V1: this vLLM does not read this variable"),
         ({"VLLM_LOGING_LEVEL": "DEBUG"}, "did you mean VLLM_LOGGING_LEVEL?"),
-        ({"OPTION_ENV": "VLLM_USE_V1=0"}, "(set what is in it as variables of the container)"),
+        ({"OPTION_ENV": "VLLM_USE_V1=0"}, "(set its values as variables of the container)"),
         ({"OPTION_TASK": "summarization"}, "OPTION_TASK: 'summarization' is no task of vLLM's: the "
          "model does its own, as with auto"),
         ({"HF_TASK": "question-answering"}, "HF_TASK: 'question-answering' is no task"),

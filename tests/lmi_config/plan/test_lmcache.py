@@ -163,7 +163,7 @@ def test_awss_file_for_hyperpod_loads_and_the_operators_variable_comes_first():
     assert found.remote == store("sagemaker-hyperpod://10.0.0.7:9200", {})
     assert (found.chunk_size, found.l1_gib) == (256, 4)
     assert found.ignored == (
-        "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
+        "save_unfull_chunk: complete chunks are stored, and the rest is computed",
         "remote_serde: the server stores KV as it is",
     )
 
@@ -173,7 +173,7 @@ KNOWN = (
     "file://, tieredstorage://, sagemaker-hyperpod://"
 )
 ENCODE = (
-    "characters that mean something in a URL, like / ? # [, have to be percent-encoded in a "
+    "characters that mean something in a URL, like / ? # [, must be percent-encoded in a "
     "password or a path: %2F for /"
 )
 BUCKET = (
@@ -403,14 +403,14 @@ def test_what_asks_for_nothing_is_told_with_its_reason():
         "max_local_disk_size": 5,
     }
     assert translate(config, {}).ignored == (
-        "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
+        "save_unfull_chunk: complete chunks are stored, and the rest is computed",
         "remote_serde: the server stores KV as it is",
         "blocking_timeout_secs: the server has its own time limits",
         "enable_lazy_memory_allocator: the server allocates its memory in steps if it can",
         "pre_caching_hash_algorithm: the server's hash is the same in every process",
         "pd_role: it has no effect without enable_pd",
         "max_local_disk_size: there is no disk tier without local_disk",
-        "extra_config.save_chunk_meta: the server's chunks need no description of their own",
+        "extra_config.save_chunk_meta: the server's chunks need no separate description",
     )
 
 
