@@ -630,7 +630,7 @@ class _Process:
             self._writer.write(framed((number, what, data)))
 
     def _abandon(self, number: int, call: _Call) -> None:
-        """Cancel a call whose caller has left."""
+        """Cancel a call that its caller no longer waits for."""
         call.abandoned = True
         self._send(number, What.CANCEL, None)
         self._watch(call)

@@ -56,7 +56,7 @@ class KvShape:
         return self._in_groups()._bytes(tokens, kept, cache_dtype, model_dtype)
 
     def _in_groups(self) -> "KvShape":
-        """Add vLLM's padding, because layers with and without a window form groups of equal size.
+        """Return the shape with vLLM's padding: layers with and without a window form equal groups.
 
         This is _get_kv_cache_groups_uniform_page_size in vllm/v1/core/kv_cache_utils.py, for layers
         that all keep the same number of bytes: 22 layers with a window and 4 without form 7 groups

@@ -111,7 +111,7 @@ class Issuer:
                 if time.monotonic() + START_PAUSE_S > ended:
                     source = "OPTION_JWT_JWKS_URL" if self._jwks_url else "OPTION_JWT_ISSUER"
                     raise SettingsError(
-                        [f"{source}: {error}; no token of the issuer's could be verified"]
+                        [f"{source}: {error}; the issuer's tokens need it"]
                     ) from None
             await asyncio.sleep(START_PAUSE_S)
 

@@ -34,7 +34,7 @@ class Origins:
         if self._loopback and not (_is_local(host) or host in self._hosts):
             raise Forbidden(
                 f"the host {host!r:.100} is not this machine's: the server listens on a loopback "
-                "address; OPTION_HOST=0.0.0.0 has it listen on all, and take any name"
+                "address; OPTION_HOST=0.0.0.0 lets it listen on all, and accept any name"
             )
         if method in _SAFE or self._any:
             return

@@ -98,7 +98,7 @@ KEPT = {
     "previous_response_id": "send the whole conversation as input",
     "prompt": "send its text as instructions or input",
     "previous_input_messages": "send the whole conversation as input",
-    "background": "wait for the answer, or have it streamed",
+    "background": "wait for the answer, or request a stream",
     "store": "leave it out, or set it to false",
 }
 """Keys of Responses that need stored answers → the fix for the client."""

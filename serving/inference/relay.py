@@ -189,7 +189,7 @@ class Relay:
             with contextlib.suppress(ServingError, ClientLeft), self._cancellation.raising():
                 await self._formatting.drained()  # the events before the engine stopped
 
-    # What the engine calls
+    # The engine's calls
 
     def begin(self, usage: Usage) -> None:
         self.usage = usage
@@ -255,7 +255,7 @@ class Relay:
         if not self._cancellation.cause:
             await self._send_body(b"", more=False)
 
-    # What the client gets
+    # The client's answer
 
     def _rendered(self, render: Callable[[], bytes]) -> bytes:
         """Return a rendered part of the answer. A failure of our rendering cancels the request, and

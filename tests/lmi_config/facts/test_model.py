@@ -562,7 +562,7 @@ def test_a_value_of_the_wrong_type_is_told(config, message):
         ),
         (framed(b"{"), "is not JSON"),
         (framed(b"[" * 100_000), "is nested too deeply"),
-        (framed(b"[]"), "has to hold a JSON object"),
+        (framed(b"[]"), "must contain a JSON object"),
         (framed(b'{"a": 1}'), "what its header says of a is no tensor"),
         (framed(b'{"a": {"dtype": "BF16", "shape": [1.0], "data_offsets": [0, 0]}}'), "of a is no"),
         (framed(b'{"a": {"dtype": "BF16", "shape": [-1], "data_offsets": [0, 0]}}'), "of a is no"),

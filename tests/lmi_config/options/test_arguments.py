@@ -107,7 +107,7 @@ def test_faults_name_the_flag_as_it_was_typed(words, fault):
 def test_flags_that_only_do_nothing_are_noted(words):
     flag = words[0].partition("=")[0]
     (note,) = settings("some/model", *words).notes
-    assert note.startswith(f"{flag} does nothing here"), note
+    assert note.startswith(f"{flag} has no effect here"), note
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_flags_of_vllms_http_server_that_do_no_harm_are_noted():
         SM_VLLM_DISABLE_FASTAPI_DOCS="true",
     )
     assert (read.model_id, read.port, read.engine) == ("org/m", 1, {})
-    assert [note.partition(" does nothing here: ")[0] for note in read.notes] == [
+    assert [note.partition(" has no effect here: ")[0] for note in read.notes] == [
         "--disable-uvicorn-access-log",
         "--uvicorn-log-level",
         "SM_VLLM_DISABLE_FASTAPI_DOCS",

@@ -365,7 +365,7 @@ def test_what_is_surely_mistyped_stops_the_start(name, meant):
         ),
         (
             "OPTION_MAX_INPUT_LEN",
-            "OPTION_MAX_INPUT_LEN does nothing here: set OPTION_MAX_MODEL_LEN, for prompt and "
+            "OPTION_MAX_INPUT_LEN has no effect here: set OPTION_MAX_MODEL_LEN, for prompt and "
             "answer together",
         ),
         ("OPTION_MIN_LORAS", "OPTION_MIN_LORAS is not known"),
