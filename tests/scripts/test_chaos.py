@@ -386,7 +386,7 @@ def test_what_grows_by_more_than_it_may_in_an_hour_is_told():
     assert problems[0].startswith("memory of server grow")
 
 
-KEEPS = '''
+KEEPS = """
 import asyncio, pathlib, sys, time, weakref
 
 async def main(file):
@@ -405,16 +405,20 @@ async def main(file):
     print("kept" if gone() else "gone")
 
 asyncio.run(main(pathlib.Path(sys.argv[1])))
-'''
+"""
 
 
 def test_counting_tasks_keeps_none_of_them(tmp_path):
-    """A list of tasks that outlives the count would keep the done ones, and be a leak of its own."""
+    """A list of tasks that outlived the count would keep the done ones: a leak in itself."""
     (tmp_path / "keeps.py").write_text(KEEPS)
     count = tmp_path / "count"
     done = subprocess.run(
         [sys.executable, "-m", "scripts.chaos.counted", "-P", "-m", "keeps", str(count)],
-        env={**os.environ, TASKS_FILE: str(count), "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+        env={
+            **os.environ,
+            TASKS_FILE: str(count),
+            "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
+        },
         capture_output=True,
         text=True,
         timeout=60,

@@ -648,7 +648,7 @@ def test_without_being_asked_for_there_are_no_kv_events():
 @pytest.mark.parametrize(
     ("environ", "fault"),
     [
-        ({"OPTION_KV_EVENTS_CONFIG": "{}"}, "and OPTION_KV_EVENTS_CONFIG both set the address of events"),
+        ({"OPTION_KV_EVENTS_CONFIG": "{}"}, "EVENTS_CONFIG both set the address of events"),
         ({"OPTION_KV_EVENTS_PORT": "8079"}, "ports to 8080, and requests come in at 8080"),
         (
             {"OPTION_KV_EVENTS_PORT": "65534", "OPTION_DATA_PARALLEL_SIZE": "2"},
