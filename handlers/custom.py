@@ -4,13 +4,13 @@
 Here it may block, print, fill memory and import its own modules without harm to the server. The
 server ends this process if a call takes too long. The server's side is serving/user_code.py.
 
-Both sides send frames: 4 bytes with the length of the rest, then a msgpack array. From the server
-(call, what, data): call is a number, data what the function gets. Back (call, kind, data), where
-kind is one of Kind.
+Both sides send frames: 4 bytes with the length of the rest, then a msgpack array. The server sends
+(call, what, data): a number, one of What, and the function's arguments.
+The answer is (call, kind, data), and kind is one of Kind.
 
-A handler's answer is held back where its client is slow: of one call at most WINDOW bytes, and the
-part that goes beyond, are on their way until the server asks for more. Each call has a separate
-window, so no call waits for another's client.
+Back-pressure: the parts of one call's answer in flight have at most WINDOW bytes, plus the part
+that exceeds it, until the server asks for more. Each call has a separate window, so no call waits
+for another's client.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ from handlers.djl_python.outputs import Output, encoded
 from handlers.djl_python.response import Response
 
 FILE = "model.py"
-THREADS = 32  # calls of sync functions at a time
+THREADS = 32  # most concurrent calls of sync functions
 WINDOW = 256 * 1024
-"""Bytes of one answer's parts that the server has not asked for more after."""
+"""Most bytes in flight of one answer's parts."""
 TOOLKIT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
 """The functions of SageMaker's inference toolkit. Nothing here calls them."""
 RAW = ("image/", "audio/", "tensor/", "application/x-npy")
@@ -69,30 +69,30 @@ class What(StrEnum):
     CHUNKS = "chunks"  # data: events of its stream → Formatted
     HANDLE = "handle"  # data: (properties, body) → a custom handler's answer
     INIT = "init"  # data: (properties, Initial) → handle() is called with them and no content, as
-    # LMI does; b"" where handle is the whole service and leaves nothing to the engine, else what
-    # is worth a warning
-    MORE = "more"  # data: so many bytes of the call's parts have been used
-    CANCEL = "cancel"  # nobody waits for the call any more, which is to end: it is HEARD, then ends
+    # in LMI. The result is b"" if handle is the whole service and leaves no request to the engine,
+    # otherwise a text for a warning
+    MORE = "more"  # data: the number of bytes of the call's parts that have been used
+    CANCEL = "cancel"  # the call must end, as no one waits for it: it answers HEARD, and then ends
 
 
 class Initial(StrEnum):
     """The outcome of a custom handler's initial call."""
 
-    NEEDED = "needed"  # its failure is the handler's
-    TRIED = "tried"  # the engine starts whatever comes of it
-    LEFT_OUT = "left out"  # the call has hung, or ended a process, before
+    NEEDED = "needed"  # if it fails, the handler fails
+    TRIED = "tried"  # the engine starts even if it fails
+    LEFT_OUT = "left out"  # an earlier call has hung, or ended its process
 
 
 class Kind(StrEnum):
     """The answer to a call. The first frame is LOADED or FAILED, of call 0."""
 
-    LOADED = "loaded"  # data: the names of the functions that the file has
-    FAILED = "failed"  # data: why, in a line
-    DONE = "done"  # data: the result, and the end of the call
-    BEGUN = "begun"  # a custom handler is called now: until then the call can go elsewhere
-    HEARD = "heard"  # of a CANCEL
+    LOADED = "loaded"  # data: the names of the file's functions
+    FAILED = "failed"  # data: the reason, in a line
+    DONE = "done"  # data: the result; the call has ended
+    BEGUN = "begun"  # a custom handler is called now; before, another process can take the call
+    HEARD = "heard"  # acknowledges a CANCEL
     HEAD = "head"  # data: Head, of a handler's answer
-    PART = "part"  # data: the next piece of a handler's answer
+    PART = "part"  # data: the next part of a handler's answer
 
 
 Formatted = tuple[list[bytes], str | None]
@@ -108,7 +108,7 @@ class Fault(Exception):
 
 
 class Lazy:
-    """The model's tokenizer, loaded when it is first touched: that takes seconds."""
+    """The model's tokenizer, loaded at its first use, because that takes seconds."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -156,7 +156,7 @@ class Code:
         if reason := _never_called(module, self.functions, of_adapter):
             raise Fault(reason)
         self._extras = _extras(self.functions.get("input"), tokenizer, {})
-        # Files with a sync handle were written for LMI's sync mode, which has one call at a time.
+        # A file with a sync handle was written for LMI's sync mode, which makes one call at a time.
         self._sync = "handle" in self.functions and not inspect.iscoroutinefunction(handle)
         self._turn = asyncio.Lock() if self._sync else contextlib.nullcontext()
 
@@ -229,20 +229,20 @@ class Code:
         def run() -> Any:
             try:
                 return function(*args, **kwargs)
-            except BaseException as error:  # some of which no future takes, StopIteration for one
+            except BaseException as error:  # a future refuses some exceptions, like StopIteration
                 raise Fault(told(error, self._folder)) from None
 
         job = self._threads.submit(run)
         try:
             return await asyncio.wrap_future(job)
         finally:
-            if job.running():  # it was cancelled, but nothing ends a thread from outside
+            if job.running():  # it was cancelled, but a thread cannot be ended from outside
                 await asyncio.wait([asyncio.wrap_future(job)])
 
     async def _began(self, properties: Mapping[str, str], initial: Initial) -> bytes | None:
         """Make the initial call, if there is a handler. Returns the data of INIT's DONE.
 
-        Raises Fault where the call was needed.
+        Raises Fault if the call was needed and failed.
         """
         if "handle" not in self.functions:
             return None
@@ -261,8 +261,8 @@ class Code:
     async def _initialised(self, properties: Mapping[str, str]) -> bool:
         """Let the handler initialise itself. As in LMI, it gets an empty Input.
 
-        Says whether it answers all requests itself: a sync one does in LMI, and so does one that
-        has an answer to this.
+        Returns whether it answers all requests itself: if it is a sync handler, as in LMI, or if it
+        has an answer to this call.
         """
         what = "in the initialising call, whose inputs.is_empty()"
         try:
@@ -279,7 +279,7 @@ class Code:
     async def _handled(
         self, properties: Mapping[str, str], body: bytes
     ) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """A custom handler's answer; DONE with None if it leaves the request to the engine."""
+        """Yield a custom handler's answer; DONE with None to leave the request to the engine."""
         result = await self._called("handle", _input(properties, body))
         if result is None:
             yield Kind.DONE, None
@@ -312,7 +312,7 @@ class Code:
             await self._finalized(result)
 
     async def _pieces(self, result: Any) -> AsyncGenerator[Any, None]:
-        """The chunks of an answer. A non-streamed answer is one chunk."""
+        """Yield the chunks of an answer. A non-streamed answer is one chunk."""
         if not isinstance(result, Output) or result.stream_content is None:
             yield result
             return
@@ -334,17 +334,17 @@ class Code:
             yield output
 
     async def _finalized(self, result: Any) -> None:
-        """Call the answer's finalizer after the answer was sent. Its failure is only printed."""
+        """Call the answer's finalizer after the answer was sent. A failure is only printed."""
         if not isinstance(result, Output):
             return
         try:
             await self._in_thread(result.execute_finalize)
         except Fault as fault:
-            logging.getLogger(__name__).warning("what finalize() was given failed: %s", fault)
+            logging.getLogger(__name__).warning("the function of finalize() failed: %s", fault)
 
 
 def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bool) -> str | None:
-    """Why the file has a function for requests that would never be called: nobody would notice."""
+    """Return why a function of the file would never be called, or None. It would go unnoticed."""
     handle = getattr(module, "handle", None)
     if callable(handle) and "handle" not in functions:
         if of_adapter:
@@ -368,7 +368,7 @@ def _never_called(module: ModuleType, functions: Collection[str], of_adapter: bo
 def _extras(
     formatter: Callable[..., Any] | None, tokenizer: Lazy, properties: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The keyword arguments of the input formatter.
+    """Return the keyword arguments of the input formatter.
 
     The tokenizer, if it has that parameter; the properties, if it takes any keywords. Properties
     never replace its own parameters, as in LMI.
@@ -384,16 +384,16 @@ def _extras(
 
 
 def _input(properties: Mapping[str, str], body: bytes | None = None) -> Input:
-    """A request as a custom handler gets it."""
+    """Return a custom handler's argument for a request."""
     request = Input(properties, body)
     request.function_name = "handle"
     return request
 
 
 def _payload(body: bytes, content_type: str) -> dict[str, Any]:
-    """A request as an input formatter gets it: what says which adapter is meant is left out.
+    """Return an input formatter's argument for a request, without the fields that name an adapter.
 
-    Text is in a list, as LMI has it.
+    Text is in a list, as in LMI.
     """
     kind = content_type.lower()
     try:
@@ -424,7 +424,7 @@ def _encoded(what: str, result: Any) -> bytes:
 
 
 def _piece(result: Any) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and content of a handler's answer, or of a part of it."""
+    """Return status, headers and content of a handler's answer, or of a part of it."""
     if isinstance(result, Output):
         headers = {"content-type": "application/json"}
         for name, value in result.properties.items():
@@ -436,7 +436,7 @@ def _piece(result: Any) -> tuple[int, dict[str, str], bytes]:
 
 
 def _status(code: Any) -> int:
-    """The status of an answer. Raises Fault for an invalid status; 1xx only precede an answer."""
+    """Return an answer's status. Raises Fault for an invalid one; 1xx only precede an answer."""
     try:
         status = int(code)
         fits = 200 <= status <= 599 and status == float(code)
@@ -454,8 +454,8 @@ def _returned(name: str, result: Any, wanted: str) -> str:
 
 
 def told(error: BaseException, folder: Path = Path(FILE)) -> str:
-    """An exception in a line: its type, its message, and where in the folder's files it was."""
-    # What the code that failed still holds may be all the memory that this process has.
+    """Return an exception as a line: type, message, and its place in the folder's files."""
+    # The failed code's frames may hold all the memory that this process has.
     traceback.clear_frames(error.__traceback__)
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError) and error.filename:
@@ -472,7 +472,7 @@ def told(error: BaseException, folder: Path = Path(FILE)) -> str:
 
 def load(folder: Path, tokenizer: Lazy, of_adapter: bool = False) -> Code:
     """Run the folder's model.py. Raises Fault with the reason."""
-    sys.modules["djl_python"] = djl_python  # what customers' files import is LMI's package
+    sys.modules["djl_python"] = djl_python  # customers' files import LMI's package
     sys.path.insert(0, str(folder))
     spec = importlib.util.spec_from_file_location("model", folder / FILE)
     assert spec
@@ -489,7 +489,7 @@ def load(folder: Path, tokenizer: Lazy, of_adapter: bool = False) -> Code:
 
 
 class _Window:
-    """How much of a call's answer may be on its way to the server."""
+    """The window of a call's answer: limits its bytes in flight to the server."""
 
     def __init__(self) -> None:
         self._left = WINDOW
@@ -532,7 +532,7 @@ async def serve(connection: socket.socket, code: Code) -> None:
         del tasks[call], windows[call]
         if task.cancelled():
             send(call, Kind.FAILED, "it was cancelled")
-        elif task.exception():  # there was no memory to say so, or the server has gone
+        elif task.exception():  # no memory was left to send the failure, or the server has gone
             os._exit(1)
 
     def end_without_memory(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -565,32 +565,34 @@ def framed(content: Any) -> bytes:
 
 
 async def frame(reader: asyncio.StreamReader) -> Any:
-    """The next frame. Raises asyncio.IncompleteReadError when there is none."""
+    """Read the next frame. Raises asyncio.IncompleteReadError if there is none."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return msgspec.msgpack.decode(await reader.readexactly(length))
 
 
 def _isolated(folder: Path, tokenizer: Path, user: int, memory: int) -> tuple[Path, Path]:
-    """Give up what an adapter's code is not to have. Returns the paths of the folders.
+    """Give up the rights that an adapter's code must not have. Returns the paths of the folders.
 
-    Raises Fault where the code could not be read after that.
+    Raises Fault if the code could not be read after that.
     """
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:
         moved = isolation.give_up(user, [folder, tokenizer])
     except OSError as error:
-        raise Fault(f"cannot become user {user}, as whom adapters' code runs: {error}") from None
+        raise Fault(f"cannot become user {user}, who runs adapters' code: {error}") from None
     if not os.access(moved[folder] / FILE, os.R_OK):
         raise Fault(
-            f"{folder / FILE} cannot be read by user {user}, as whom adapters' code runs; "
+            f"{folder / FILE} cannot be read by user {user}, who runs adapters' code; "
             f"`chmod -R a+rX {folder}` lets it"
         )
     return moved[folder], moved[tokenizer]
 
 
 def main(socket_number: str, folder: str, tokenizer: str, memory: str, user: str = "") -> None:
-    """user: as whom an adapter's code runs, 0 for the server's own; empty for the model's code."""
+    """Run the process. user: the user of an adapter's code, 0 for the server's own user; empty for
+    the model's code.
+    """
     connection = socket.socket(fileno=int(socket_number))
     limit = int(memory)
     if limit:
@@ -600,24 +602,24 @@ def main(socket_number: str, folder: str, tokenizer: str, memory: str, user: str
     try:
         if user:
             here, there = _isolated(here, there, int(user), limit)
-        # The end of the connection says so too, but blocked code would not hear of it.
+        # The connection's end shows this too, but blocked code would not notice it.
         isolation.end_with_parent()
         code = load(here, Lazy(str(there)), of_adapter=bool(user))
     except Fault as fault:
         connection.sendall(framed((0, Kind.FAILED, str(fault))))
         return
     if "handle" in code.functions:
-        # It may well have a model of its own, and on a GPU address space that it never fills.
+        # It may have its own model, and on a GPU much more address space than memory.
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
     try:
         asyncio.run(serve(connection, code))
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
     except MemoryError:
-        os._exit(1)  # nobody could be told more
+        os._exit(1)  # no memory is left for a message
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # threads of the user's may never end
+    os._exit(0)  # the user's threads may never end

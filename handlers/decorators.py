@@ -10,12 +10,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def input_formatter(function: Function) -> Function:
-    """Mark the function that turns a decoded request into what the engine takes."""
+    """Mark the function that turns a decoded request into a request for the engine."""
     return _mark(function, "input_formatter")
 
 
 def output_formatter(function: Function) -> Function:
-    """Mark the function that turns the engine's answer into what the client gets."""
+    """Mark the function that turns the engine's answer into the client's answer."""
     return _mark(function, "output_formatter")
 
 
@@ -25,7 +25,7 @@ def prediction_handler(function: Function) -> Function:
 
 
 def init_handler(function: Function) -> Function:
-    """Mark a function that loads a model. As prediction_handler: marked, not called."""
+    """Mark a function that loads a model. Like prediction_handler: it is marked, but not called."""
     return _mark(function, "init_handler")
 
 
@@ -35,9 +35,9 @@ def _mark(function: Function, kind: str) -> Function:
 
 
 def marked(module: ModuleType, kind: str) -> Callable[..., Any] | None:
-    """The module's function of this kind: the first by name, imported ones included."""
+    """Return the module's first function of this kind by name, also an imported one; or None."""
     for _, value in sorted(vars(module).items()):
-        # Static: a mock or a lazily loaded object would answer to any attribute, or fail over it.
+        # Static: a mock or a lazily loaded object would have any attribute, or fail.
         if callable(value) and inspect.getattr_static(value, f"is_{kind}", None) is True:
             function: Callable[..., Any] = value
             return function

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The isolation of an adapter's code, which nobody vouches for.
+"""The isolation of an adapter's code, which is not trusted.
 
 It runs as a separate user, if the server may choose one, and in a Landlock domain, if the kernel
 supports it. Its environment has no secrets, and it has no capabilities and no way to gain rights.
-That is no sandbox: the network, and every file that all users may read, stay within its reach.
+This is not a sandbox: it can still access the network, and every file that all users may read.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 PROCESSES = 1024
-"""Processes and threads that one user of ours may have."""
+"""Most processes and threads of one of our users."""
 
-# Those that systemd gives to services for as long as they run; no package has them.
+# systemd's range for dynamic users of services; no package uses it.
 _USERS = range(61184, 65520)
 
 _PASSED_ON = frozenset(
@@ -45,12 +45,12 @@ _SCOPES = 6  # the version that has them
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38  # prctl(2)
 
 _in_use: set[int] = set()
-_next_users = itertools.cycle(_USERS)  # what one has left behind is long gone when it comes again
+_next_users = itertools.cycle(_USERS)  # so a user's leftovers are gone long before its reuse
 
 
 def environment(environ: Mapping[str, str], scratch: str | None = None) -> dict[str, str]:
-    """The part of an environment that adapters' code gets. Secrets have no place in it. scratch: a
-    folder for its temporary files.
+    """Return the environment of adapters' code, without secrets. scratch: a folder for its
+    temporary files.
     """
     kept = {
         name: value
@@ -63,10 +63,10 @@ def environment(environ: Mapping[str, str], scratch: str | None = None) -> dict[
 
 
 def take_user() -> int:
-    """The number of a user for an adapter's code, or 0 where we may not choose one.
+    """Return the number of a user for an adapter's code, or 0 if we may not choose one.
 
-    No other adapter's has it as long as there are enough. Otherwise the code runs as the server's
-    user, and the server protects its own memory and environment.
+    Adapters only share a user if all users are taken. With 0 the code runs as the server's user,
+    and the server protects its own memory and environment.
     """
     if not _may_choose():
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -91,12 +91,12 @@ def _may_choose() -> bool:
 
 
 def give_up(user: int, folders: Iterable[Path]) -> Mapping[Path, Path]:
-    """Become another user for good, with no way to more rights.
+    """Become another user permanently, without a way to gain rights.
 
-    user: its number, which is its group's too, or 0 to stay who one is, where the server may not
+    user: its number, which is also its group's, or 0 to stay the same user, if the server may not
     change users. Returns the new path of each folder. Files under a folder that only root may
-    enter, such as /root, are reached by a descriptor that was opened before. With Landlock,
-    everything else is out of reach. The same is done to where modules are imported from. Raises
+    enter, such as /root, are accessed by a descriptor that was opened before. With Landlock, all
+    other such files are inaccessible. The same applies to the folders of imported modules. Raises
     OSError if there cannot be such a user.
     """
     needed = [str(folder) for folder in folders]
@@ -110,7 +110,7 @@ def give_up(user: int, folders: Iterable[Path]) -> Mapping[Path, Path]:
         os.setuid(user)
     library = ctypes.CDLL(None)
     library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # Of this thread, effective, permitted and inheritable ones: none, if a root stays root.
+    # If root stays root: no effective, permitted or inheritable capabilities for this thread.
     library.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
     moved = {}
     for place, number in [*opened.items()]:
@@ -125,12 +125,12 @@ def give_up(user: int, folders: Iterable[Path]) -> Mapping[Path, Path]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process with the server. It forgets that at a change of user."""
+    """Make the kernel kill this process with the server. A change of user resets that."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def landlock() -> int:
-    """The version of Landlock that the kernel has, or 0."""
+    """Return the kernel's version of Landlock, or 0."""
     version: int = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, 1)
     return max(version, 0)
 
@@ -139,10 +139,10 @@ def _enter_domain(folders: Sequence[int]) -> None:
     """Enter a Landlock domain: the process can only read the memory of itself and its children and,
     from version 6 on, only signal these.
 
-    This thread must be the only one. folders: descriptors of those that this user reaches by no
-    path. They must not lead outside, as ".." does. So the domain allows all paths that any user can
-    reach, and these folders, and nothing more. Without them the domain only forbids that block
-    devices are made, as it has to forbid something.
+    This thread must be the only one. folders: descriptors of folders that this user cannot access
+    by a path. They must not lead outside by "..". So the domain only allows all paths that any user
+    can access, and these folders. Without folders the domain only forbids making block devices,
+    because a domain must forbid something.
     """
     version = landlock()
     if not version:
@@ -168,10 +168,11 @@ def _enter_domain(folders: Sequence[int]) -> None:
 
 
 def _within_reach(folders: Sequence[Path]) -> Iterator[tuple[str, int]]:
-    """All paths but those within what keeps this user from the folders, and how they may be used.
+    """Yield all allowed paths with their rights: all paths, except those in the closed parents of
+    the folders.
 
     Landlock has no exceptions, so each entry of a folder on the way is named. Entries that are made
-    later are out of reach.
+    later are inaccessible.
     """
     ways = ((*reversed(folder.parents), folder) for folder in folders)
     firsts = (next((it for it in way if not os.access(it, os.X_OK)), None) for way in ways)

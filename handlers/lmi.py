@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMI's text generation format: `inputs` and `parameters` in, `generated_text` out.
 
-The schema is the one of Amazon SageMaker's LMI container, which took it from Hugging Face's text
+The schema is that of Amazon SageMaker's LMI container, which took it from Hugging Face's text
 generation inference server. It becomes an OpenAI completion for the engine.
 """
 
@@ -15,7 +15,7 @@ from handlers.records import EngineCall, FormatError, Step, flag, read
 
 DEFAULT_MAX_NEW_TOKENS = 30
 BESIDE = 128 * 1024
-"""Bytes beside `inputs` and `adapters` if these are lists: each of the inputs gets a copy."""
+"""Most bytes beside `inputs` and `adapters` if these are lists: each input gets a copy of them."""
 
 _RENAMED = {
     "max_new_tokens": "max_tokens",
@@ -26,13 +26,13 @@ _RENAMED = {
 MEANINGLESS = frozenset(
     ("best_of", "early_stopping", "num_beams", "top_n_tokens", "typical_p", "watermark")
 )
-"""Parameters of other engines, for search and watermarks, which vLLM has nothing for."""
+"""Parameters of other engines, for search and watermarks, which vLLM lacks."""
 _UNDERSTOOD = {
     *("decoder_input_details", "details", "do_sample", "return_full_text"),
     *("stop", "stop_sequences"),
 }
 _ELSEWHERE = {"adapters", "model", "stream"}
-"""Keys beside the parameters, which count only there."""
+"""Keys that only count beside the parameters, and not in them."""
 SAMPLING = frozenset(
     (
         *("allowed_token_ids", "bad_words", "do_sample", "frequency_penalty", "ignore_eos"),
@@ -44,8 +44,8 @@ SAMPLING = frozenset(
         *("truncate_prompt_tokens", "use_beam_search"),
     )
 )
-"""Parameters that count beside `inputs`, too: they change which tokens come, not what the answer
-looks like.
+"""Parameters that also count beside `inputs`: they change the generated tokens, not the form of the
+answer.
 """
 PASSED = SAMPLING | {
     *("add_special_tokens", "cache_salt", "echo", "guided_choice", "guided_decoding_backend"),
@@ -57,7 +57,7 @@ PASSED = SAMPLING | {
     *("thinking_token_budget", "truncation_side", "user", "vllm_xargs", "watermarking"),
     *("mm_payload", "prompt", "prompt_embeds"),
 }
-"""Parameters that mean something to vLLM's completions."""
+"""Parameters with an effect in vLLM's completions."""
 _EFFECTIVE = PASSED | _UNDERSTOOD | _ELSEWHERE
 _NOT_PASSED = MEANINGLESS | _UNDERSTOOD | _ELSEWHERE
 KNOWN = (
@@ -66,15 +66,15 @@ KNOWN = (
     | _UNDERSTOOD
     | {"max_completion_tokens", "messages", "tool_choice", "tools", "top_logprobs"}
 )
-"""Names that clients send on purpose, whether they mean anything here or not."""
+"""Names that clients send on purpose, with or without effect here."""
 BESIDE_INPUTS = frozenset(
     ("inputs", "parameters", "stream", "model", "cache_salt", "adapters", "requestType")
 )
-"""Keys of a request that mean something here."""
+"""Keys of a request with an effect here."""
 
 
 class _Parameters(msgspec.Struct):
-    """The parameters that mean something here; the others are passed to vLLM as they are."""
+    """The parameters that Slipway reads; the others are passed to vLLM unchanged."""
 
     max_new_tokens: int | None = None
     do_sample: bool | None = None
@@ -112,7 +112,7 @@ _encode = msgspec.json.encode
 
 
 def parse(body: bytes) -> EngineCall:
-    """Read an LMI request. Raises FormatError when it has a wrong type or asks the impossible."""
+    """Read an LMI request. Raises FormatError for a wrong type or an impossible request."""
     request = read(_read_request, body)
     given = request.parameters or {}
     ignored = sorted(given.keys() - _EFFECTIVE)
@@ -122,7 +122,7 @@ def parse(body: bytes) -> EngineCall:
     if not isinstance(stream, bool):
         raise FormatError(f"Expected true or false, got {stream!r:.50} - at `$.stream`", "stream")
     try:
-        # As LMI reads them: "50" is a number there, and "true" is true.
+        # LMI reads "50" as a number, and "true" as true.
         parameters = msgspec.convert(given, _Parameters, strict=False)
     except msgspec.ValidationError as error:
         raise FormatError(str(error)) from None
@@ -151,7 +151,7 @@ def parse(body: bytes) -> EngineCall:
     if request.cache_salt is not None:
         call["cache_salt"] = request.cache_salt
     if stream or parameters.details:
-        call.setdefault("logprobs", 0)  # of the chosen tokens alone
+        call.setdefault("logprobs", 0)  # only of the chosen tokens
         call["return_token_ids"] = True
     if stream:
         call["stream"] = True
@@ -176,7 +176,7 @@ def _take_in(parameters: dict[str, Any], request: dict[str, msgspec.Raw]) -> lis
 
 
 def split(body: bytes, count: int) -> list[bytes]:
-    """One request for each of the inputs, each with the other fields and its adapter.
+    """Return a request for each of the inputs, with the other fields and its adapter.
 
     Raises FormatError if the numbers of inputs and adapters differ, or the other fields are too
     large.
@@ -280,7 +280,7 @@ class LmiReply:
             }
 
     def _sequence(self, prompt: str, choices: list[_Choice]) -> dict[str, Any]:
-        """The object for one prompt; of its choices the first, and in the details the others."""
+        """Return the object for a prompt: its first choice, with the others in the details."""
         first, *others = choices
         sequence: dict[str, Any] = {"generated_text": self._full_text(prompt, first.text)}
         if not self._parameters.details:
@@ -307,7 +307,7 @@ class LmiReply:
         return prompt + text if self._parameters.return_full_text else text
 
     def _finish_reason(self, choice: _Choice | Step) -> str | None:
-        """LMI's words for vLLM's: `stop` is an end-of-sequence token or something asked for.
+        """Return LMI's reason for vLLM's: `stop` is an end-of-sequence token or a requested stop.
 
         A model may have several end-of-sequence tokens; vLLM names all but one in stop_reason.
         """
@@ -320,7 +320,7 @@ class LmiReply:
 
 
 class _Token(msgspec.Struct, gc=False):
-    """LMI's code calls it logprob, its documentation log_prob; clients were written for either."""
+    """A token with both names: LMI's code has logprob, and its documentation has log_prob."""
 
     id: int | None
     text: str | None
@@ -337,7 +337,7 @@ class _Line(msgspec.Struct, tag_field="index", tag=0):
 
 
 def _step(choice: _Choice) -> Step:
-    """A choice, or an event's part of one, as a step."""
+    """Return a choice, or an event's part of one, as a step."""
     logprobs, prompt = choice.logprobs, choice.prompt_token_ids
     return Step(
         choice.text,
@@ -351,7 +351,7 @@ def _step(choice: _Choice) -> Step:
 
 
 def _tokens(step: Step) -> list[_Token]:
-    """The tokens of a step. Their texts join to its text, whatever the tokens are.
+    """Return the tokens of a step. Their joined texts are always the step's text.
 
     A stop sequence cuts text off the end, so each token gets its part of the step's text. If that
     fails, because several tokens form one character, the last token has the whole text.

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms with a file, as OpenAI's paths for audio and for files take them: multipart/form-data
-(RFC 7578).
-"""
+"""Forms with a file, for OpenAI's paths of audio and files: multipart/form-data (RFC 7578)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,17 +15,17 @@ CONTENT_TYPE = "multipart/form-data"
 FILE = "file"
 FIELDS = 64
 FIELDS_SIZE = 64 * 1024
-"""Parts that a form may have, and bytes of all that is not its file."""
+"""Most parts of a form, and most bytes of all parts except its file."""
 _PIECE = 64 * 1024
-"""Bytes that are read before the limits are looked at."""
+"""Bytes that are read before the limits are checked."""
 
-_TRUE = {"true", "1", "yes", "on", "y", "t"}  # as pydantic reads a text that is to be true or false
-_LISTED = "[]"  # what the name of a field ends with that may be there several times
+_TRUE = {"true", "1", "yes", "on", "y", "t"}  # pydantic's texts for true
+_LISTED = "[]"  # the suffix of a field that may be repeated
 
 
 @dataclass(frozen=True)
 class Form:
-    """file: its content. fields: names and values, in their order; `file` is none of them."""
+    """A form. file: the file's content. fields: names and values in order, without `file`."""
 
     file: bytes
     fields: tuple[tuple[str, str], ...]
@@ -48,7 +46,7 @@ class Form:
 
 
 def parse(body: bytes, content_type: str) -> Form:
-    """Read a form that is there. Raises what FormReader does."""
+    """Read a complete form. Raises what FormReader raises."""
     file: list[bytes] = []
     reader = FormReader(content_type, file.append)
     reader.read(body)
@@ -57,28 +55,28 @@ def parse(body: bytes, content_type: str) -> Form:
 
 
 class FormReader:
-    """Reads a form as it comes.
+    """Reads a form as its bytes arrive.
 
     Every function raises FormatError: if the body is not a form, has no file or several, has a
     field twice, or is too large.
     """
 
     def __init__(self, content_type: str, sink: Callable[[bytes], object]) -> None:
-        """sink: is given the file's content, piece by piece."""
+        """sink: gets the file's content, piece by piece."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != CONTENT_TYPE.encode() or not boundary:
             raise FormatError(f"the body should be {CONTENT_TYPE} with a `{FILE}`", FILE)
         self.fields: list[tuple[str, str]] = []
-        """Names and values, in their order; the file is none of them."""
+        """Names and values in order, without the file."""
         self.filename: str | None = None
-        """The client's, None until there is a file."""
+        """The client's name of the file; None before the file."""
         self.size = 0
-        """Bytes of the file that have come."""
+        """Received bytes of the file."""
         self._sink = sink
         self._read = self._parts = 0
         self._ended = False
-        # Of the part that is read
+        # The current part
         self._header = self._value = self._disposition = b""
         self._name = ""
         self._content = bytearray()
@@ -103,7 +101,7 @@ class FormReader:
                 raise FormatError(f"a form may have at most {FIELDS_SIZE} bytes beside its file")
 
     def require_whole(self) -> None:
-        """The body is complete."""
+        """End the body. Raises FormatError if it is incomplete."""
         if not self._ended:
             raise _no_form("it ends in the middle")
         if self.filename is None:
@@ -145,7 +143,7 @@ class FormReader:
             known = any(self._name == name for name, _ in self.fields)
             known = known and not self._name.endswith(_LISTED)
         if known:
-            raise FormatError(f"{self._name} is there twice; send it once", self._name)
+            raise FormatError(f"{self._name} is repeated; send it once", self._name)
         if any(it in self._name for it in '"\r\n\\'):
             raise FormatError("the name of a field should be plain")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own formats, OpenAI's and Anthropic's: bodies and answers pass untouched."""
+"""The engine's own formats, OpenAI's and Anthropic's: bodies and answers are passed through."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -25,5 +25,5 @@ PROMPT_ALONE: Mapping[str, Mapping[str, object]] = {
 
 @functools.cache
 def on(path: str) -> Callable[[bytes], EngineCall]:
-    """The format of bodies of one engine path."""
+    """Return the format of bodies for one of the engine's paths."""
     return functools.partial(EngineCall, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A body of any content type that LMI takes → requests as JSON."""
+"""A body of any of LMI's content types → requests as JSON."""
 
 import csv
 import io
@@ -17,19 +17,19 @@ JSON_LINES = ("application/jsonlines", "application/x-jsonlines", "application/j
 
 
 ROWS = 1024
-"""Prompts in a CSV."""
+"""Most prompts in a CSV."""
 LINE = 2**20
-"""Bytes in a line of a CSV. A field has at most 128 KiB."""
+"""Most bytes in a line of a CSV. A field has at most 128 KiB."""
 LINES = 100_000
-"""JSON lines in a body."""
+"""Most JSON lines in a body."""
 
 
 def requests(body: bytes, content_type: str) -> Iterator[bytes]:
-    """The requests in a body: one, or for JSON lines one for each line that is not blank.
+    """Return the requests in a body: one, or for JSON lines one for each line that is not blank.
 
-    content_type: as the header has it. Text is a prompt, unless it is a JSON request after all. A
-    CSV has its prompts in the column `inputs`. Unknown types count as JSON. Raises FormatError for
-    text that is not UTF-8, a CSV without the column, lines without any, and too many of them.
+    content_type: the header's value. Text is a prompt, unless it is a JSON request. A CSV has its
+    prompts in the column `inputs`. Unknown types count as JSON. Raises FormatError for text that is
+    not UTF-8, a CSV without the column, a body without lines, and too many lines.
     """
     match content_type.partition(";")[0].strip().lower():
         case "text/plain" if not _is_request(body):
@@ -75,7 +75,7 @@ def _is_request(body: bytes) -> bool:
 
 
 def _column(body: bytes) -> list[str]:
-    """The column `inputs`. No more is read than a CSV may have."""
+    """Return the column `inputs`. Reading stops at the limits of a CSV."""
     found: list[str] = []
     try:
         rows = csv.DictReader(_csv_lines(body), strict=True)
@@ -97,7 +97,7 @@ def _column(body: bytes) -> list[str]:
 
 
 def _csv_lines(body: bytes) -> Iterator[str]:
-    text = io.TextIOWrapper(io.BytesIO(body), "utf-8-sig", newline="")  # Excel writes a mark first
+    text = io.TextIOWrapper(io.BytesIO(body), "utf-8-sig", newline="")  # Excel writes a BOM first
     while line := text.readline(LINE + 1):
         if len(line) > LINE:
             raise FormatError(f"a line of the CSV is longer than {LINE} characters")

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class FormatError(ValueError):
-    """A request that its format does not allow. The message is meant for the client.
+    """A request breaks its format's rules. The message is meant for the client.
 
     parameter: the faulty part of the request, if there is one.
     """
@@ -50,7 +50,7 @@ def read(decode: Callable[[bytes], T], body: bytes) -> T:
 
 
 _SEVERAL = re.compile(rb"\s*\{[^\n]*\}[ \t\r]*\n\s*\{")
-"""A line that is an object, and the beginning of another one."""
+"""An object on one line, and the beginning of another one on the next."""
 _FLAGS = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1", 1), True),
     **dict.fromkeys(("false", "f", "no", "n", "off", "0", 0), False),
@@ -58,8 +58,8 @@ _FLAGS = {
 
 
 def flag(value: Any) -> Any:
-    """The truth value that pydantic reads in its lax mode, in which vLLM reads a body: true in
-    `"true"`, `"on"` and `1`. Other values are returned unchanged.
+    """Return the truth value that vLLM would read, with pydantic's lax mode: true for `"true"`,
+    `"on"` and `1`. Other values are returned unchanged.
 
     https://docs.pydantic.dev/latest/concepts/conversion_table/
     """
@@ -69,10 +69,10 @@ def flag(value: Any) -> Any:
 
 
 def _half(body: bytes) -> str:
-    """The message about half of a surrogate pair in a body, or nothing."""
+    """Return the message about half of a surrogate pair in a body, or ""."""
     for half in itertools.islice(_HALF.finditer(body), _TRIES):
         before = body[max(half.start() - 64, 0) : half.start()]
-        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # else its backslash is escaped
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # otherwise its backslash is escaped
             return f"{_ONE_HALF} (byte {half.start()})"
     return ""
 
@@ -94,40 +94,40 @@ class Step(msgspec.Struct, gc=False):
     text: str
     token_ids: Sequence[int] = ()
     texts: Sequence[str] = ()
-    """Each token's own."""
+    """The text of each token."""
     logprobs: Sequence[float | None] = ()
     """Text of the tokens."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_tokens: int | None = None
-    """None where a step before has told."""
+    """None if an earlier step had it."""
 
 
 class Reply(Protocol):
-    """Turns the engine's answer to one request, in OpenAI's shape, into the format's own."""
+    """Turns the engine's answer to a request from OpenAI's format into another format."""
 
     def whole(self, answer: bytes) -> bytes:
-        """The JSON body of an answer that is not streamed."""
+        """Return the JSON body of an answer that is not streamed."""
 
     def event(self, data: bytes) -> list[bytes]:
-        """The JSON objects that one server-sent event's data becomes: none, one or several."""
+        """Return the JSON objects for one SSE event's data: none, one or several."""
 
 
 class StepReply(Reply, Protocol):
     """A reply that reads only the steps of a stream, so that engines need not make SSE events."""
 
     def step(self, step: Step) -> list[bytes]:
-        """The JSON objects that a step becomes."""
+        """Return the JSON objects for a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
-    """A request as a format has read it.
+    """A request after its format has parsed it.
 
     path: the engine's path that answers it. body: the engine's request: the client's bytes if they
-    already are one, otherwise the values that the format has made of them. reply: None where the
-    engine's answer is the format's. steps: the same reply, if the answer is a stream whose steps it
-    can read. ignored: names of keys and parameters of the request that have no effect.
+    already are one, otherwise the format's values. reply: renders the answer; None if the engine's
+    answer has the right format. steps: the same reply, if the answer is a stream whose steps it can
+    read. ignored: names of the request's keys and parameters that have no effect.
     """
 
     path: str

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lmi_config VERB [ARGUMENT ...]`: the verb's help, or a check of what it is given, with
-nothing installed but Python.
+"""`python -m lmi_config VERB [ARGUMENT ...]`: the verb's help, or a check of its options. It only
+needs Python.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ if arguments.wants_help(rest):
     print(arguments.usage(verb))
     sys.exit()
 try:
-    with contextlib.suppress(ModuleNotFoundError):  # what reads a file is not installed yet
+    with contextlib.suppress(ModuleNotFoundError):  # the reader of a file is not installed yet
         read(os.environ, arguments.read(verb, rest))
 except SettingsError as error:
     print(error, file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m serving VERB`: the verbs, and what the process exits with."""
+"""`python -m serving VERB`: the verbs, and the exit code."""
 
 import os
 import signal
@@ -8,20 +8,20 @@ import time
 
 
 def _stop_early(number: int, frame: object) -> None:
-    """End at once: nothing has been started that would have to be stopped."""
+    """End at once: nothing was started yet."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = f'"time": "{stamp}", "level": "info", "logger": "serving", "message": "stopped"'
     os.write(2, b"stopped\n" if os.isatty(2) else f'{{{line}, "stage": "options"}}\n'.encode())
     os._exit(0)
 
 
-# Before what takes longer to import: PID 1 never hears of a signal that nothing waits for.
+# This comes before the slow imports: PID 1 never gets a signal without a handler.
 if __name__ == "__main__":
     _ENDING = (signal.SIGTERM, signal.SIGINT)
     if "plan" not in sys.argv:
         for _number in _ENDING:
             signal.signal(_number, _stop_early)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # entrypoint.sh has them wait until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # entrypoint.sh has blocked them
 
 import asyncio
 import functools
@@ -69,13 +69,13 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     return _VERBS[verb](rest, environ)
 
 
-# Each verb imports what it alone needs: `plan` answers without the web server's imports.
+# Each verb imports its own modules: `plan` answers without the web server's imports.
 
 
 def _plan(rest: list[str], environ: Mapping[str, str]) -> int:
     from serving.server.prepare import prepare
 
-    redaction.hide(environ)  # a secret may also stand in the value of another option
+    redaction.hide(environ)  # the value of another option may contain a secret
     try:
         argued = arguments.read("plan", rest)
         redaction.hide(environ, argued)
@@ -108,7 +108,7 @@ def _run(
     rest: list[str],
     environ: Mapping[str, str],
 ) -> int:
-    """Run a verb that logs. However it ends, the last line says why."""
+    """Run a verb that logs. Its last line has the reason of its end. Returns the exit code."""
     logs.configure(environ)
     try:
         argued = arguments.read(name, rest)
@@ -132,7 +132,7 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given], warm: bool =
     from serving.observability.capture import capture_output
     from serving.server.prepare import prepare
 
-    with pool.cleanup():  # before the machine's memory is looked at
+    with pool.cleanup():  # before the machine's memory is measured
         deployment = prepare(environ, argued)
         options = deployment.plan.settings
         if warm and not deployment.plan.compile_cache:
@@ -156,7 +156,7 @@ def _serve(environ: Mapping[str, str], argued: Mapping[str, Given], warm: bool =
 
 
 def _epp_faults(options: Settings) -> list[str]:
-    """What an endpoint picker cannot do its work with."""
+    """Return the options' faults for an endpoint picker."""
     from serving.http import tls
 
     faults = []
@@ -175,7 +175,7 @@ def _epp_faults(options: Settings) -> list[str]:
     source = parsers.replica_source(options.router_replicas or "")
     if isinstance(source, frozenset):
         faults += [
-            f"OPTION_ROUTER_REPLICAS: {url}: gateways take IP addresses, and no names"
+            f"OPTION_ROUTER_REPLICAS: {url}: gateways need IP addresses, not names"
             for url in sorted(source)
             if not parsers.is_address(url)
         ]
@@ -195,7 +195,7 @@ def _route(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
     from serving.access.objectives import Objectives
     from serving.http.tls import ServerTls
 
-    access = Access(options, routes=True)  # which reads the file of keys: here it stops the start
+    access = Access(options, routes=True)  # reads the keys file; a fault in it stops the start here
     Objectives(options)
     if options.epp and (faults := _epp_faults(options)):
         raise SettingsError(faults)
@@ -229,7 +229,7 @@ def _keys(rest: list[str], environ: Mapping[str, str]) -> int:
     except ValueError as error:
         print(f"{name!r} cannot be a key's name: {error}", file=sys.stderr)
         return USAGE_ERROR
-    print(f"# The key, which is kept nowhere: {key}\n# For the file of keys, below `keys:`\n{row}")
+    print(f"# The key, which is not stored: {key}\n# For the file of keys, below `keys:`\n{row}")
     return 0
 
 
@@ -245,7 +245,7 @@ _VERBS: Mapping[str, Callable[[list[str], Mapping[str, str]], int]] = {
 
 if __name__ == "__main__":
     code = main(sys.argv[1:], dict(os.environ))
-    # Not sys.exit(): vLLM's libraries do not bear the interpreter being taken down around them.
+    # Not sys.exit(): vLLM's libraries may crash while the interpreter shuts down.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

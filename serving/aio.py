@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking work beside the event loop."""
+"""Blocking work in threads."""
 
 import _thread
 import asyncio
@@ -11,7 +11,9 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[..., T], *args: object) -> T:
-    """Run a function in a thread that does not keep the process alive, unlike an executor's."""
+    """Run a function in a thread. Returns its result, or raises its exception. The thread does not
+    keep the process alive, unlike an executor's.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -26,8 +28,8 @@ async def in_thread(function: Callable[..., T], *args: object) -> T:
             value = function(*args)
         except BaseException as error:
             setter, value = done.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody wants to know
+        with contextlib.suppress(RuntimeError):  # the loop has closed: no one waits
             loop.call_soon_threadsafe(resolve, setter, value)
 
-    _thread.start_new_thread(run, ())  # threading's waits for the thread, which busy machines delay
+    _thread.start_new_thread(run, ())  # threading's start() waits for the thread to run
     return await done

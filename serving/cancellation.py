@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a request ends before it has been answered. The first cause wins, and everybody hears it."""
+"""The early end of a request. The first cause wins, and all listeners get it."""
 
 import asyncio
 import contextlib
@@ -11,19 +11,19 @@ from serving.errors import ServingError, TimedOut
 
 
 class ClientLeft(Exception):
-    """The client left; nobody waits for an answer any more."""
+    """The client disconnected and needs no answer."""
 
 
 Cause = ServingError | ClientLeft
 
 
 class Cancellation:
-    """A request's early end: its client left, its deadline is over, or the server stops.
+    """A request's early end: its client disconnected, its deadline passed, or the server stops.
 
-    Whatever the request awaits is awaited within raising(). An engine that does not do so is told
-    by heard(), since it frees what it works on only when it believes that the client has gone.
+    A request awaits everything within raising(). An engine that does not must wait for heard(): it
+    only frees a request's resources when it believes that the client has disconnected.
 
-    began: when the request did, by the event loop's clock; now, where it is not given.
+    began: when the request began, by the event loop's clock; None for now.
     """
 
     def __init__(self, began: float | None = None) -> None:
@@ -34,8 +34,8 @@ class Cancellation:
         self._timer: asyncio.TimerHandle | None = None
 
     def cancel(self, cause: Cause) -> None:
-        """End the request, unless it is being ended already. A task that calls this within its own
-        raising() has to await something there before it leaves, which is when it is interrupted.
+        """End the request, unless it already has a cause. A task that calls this within its own
+        raising() must await something there before it leaves, because that await is interrupted.
         """
         if self.cause is None:
             self.cause = cause
@@ -43,8 +43,8 @@ class Cancellation:
                 listener()
 
     def end_after(self, timeout: int | None) -> None:
-        """End the request `timeout` seconds after it began. Takes the place of an earlier deadline;
-        None is for none.
+        """End the request `timeout` seconds after it began. This replaces an earlier deadline; None
+        removes it.
         """
         if self._timer:
             self._timer.cancel()
@@ -54,18 +54,18 @@ class Cancellation:
             self._timer = self._loop.call_at(self.began + timeout, self.cancel, error)
 
     def end_after_now(self, timeout: int | None) -> None:
-        """The same, as if it began now."""
+        """Do the same, but count from now."""
         self.began = self._loop.time()
         self.end_after(timeout)
 
     def time_left(self, timeout: int | None) -> float | None:
-        """Seconds of `timeout` that are left; None where there is none."""
+        """Return the seconds that are left of `timeout`; None without a timeout."""
         return self.began + timeout - self._loop.time() if timeout else None
 
     async def heard(self) -> None:
         """Wait until there is a cause."""
         if self.cause is None:
-            # A future by hand: every request waits here, and an Event costs more.
+            # A future instead of an Event, which costs more: every request waits here.
             over = self._loop.create_future()
 
             def hear() -> None:
@@ -79,12 +79,14 @@ class Cancellation:
                 self.ignore(hear)
 
     def raising(self) -> "_Raising":
-        """Raise the cause at whatever this task awaits within, which is cancelled."""
+        """Return a context manager: the cause interrupts this task's await in it, and is raised."""
         return _Raising(self)
 
     @contextlib.contextmanager
     def part(self) -> Iterator["Cancellation"]:
-        """One for a part of the request, which begins now, may end before it, and ends with it."""
+        """Yield the cancellation of a part of the request. The part begins now, may end earlier,
+        and ends with the request.
+        """
         part = Cancellation()
         if self.cause:
             part.cancel(self.cause)
@@ -102,7 +104,7 @@ class Cancellation:
 
     @contextlib.contextmanager
     def watching(self, receive: Receive) -> Iterator[None]:
-        """Hear that the client leaves. Its body has to have been read."""
+        """Cancel the request when its client disconnects. Its body must have been read."""
 
         async def watch() -> None:
             await receive()
@@ -115,17 +117,18 @@ class Cancellation:
             watching.cancel()
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Have a function called when there is a cause."""
+        """Add a listener, which is called when there is a cause."""
         self._listeners[listener] = None
 
     def ignore(self, listener: Callable[[], object]) -> None:
-        """Have it called no more."""
+        """Remove a listener."""
         del self._listeners[listener]
 
 
 class _Raising:
-    """As asyncio.timeout() does it: the task is cancelled, and its CancelledError becomes the
-    cause, unless others have cancelled it as well. A class, since each request enters several.
+    """Works like asyncio.timeout(): it cancels the task, and turns its CancelledError into the
+    cause, unless other code has also cancelled the task. It is a class because each request enters
+    several, and a generator costs more.
     """
 
     __slots__ = ("_before", "_cancellation", "_interrupted", "_task")

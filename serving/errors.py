@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a request, and what it is on the wire: one table, a shape for each API."""
+"""The errors of requests, and how they are sent: a table of statuses, and a shape for each API."""
 
 import logging
 import re
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class ServingError(Exception):
-    """A request that is not answered as asked. The message is meant for the client."""
+    """The request is not answered as asked. The message is meant for the client."""
 
 
 class BadRequest(ServingError):
-    """The request cannot be understood, or asks for what cannot be done.
+    """The request is invalid, or asks for something unsupported.
 
-    parameter: the part of the request that is at fault, where one is.
+    parameter: the part of the request that is at fault, or None.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -31,32 +31,32 @@ class BadRequest(ServingError):
 
 
 class Malformed(ServingError):
-    """What came is no HTTP/1.1, or may be read in two ways."""
+    """The bytes are not HTTP/1.1, or are ambiguous."""
 
 
 class InternalFunction(ServingError):
-    """The request names the handler's function that it is for, which is no client's to choose."""
+    """The request names a function of the handler, which clients must not choose."""
 
 
 class NotFound(ServingError):
-    """The request names a model or a path that is not here."""
+    """The request names a model or a path that does not exist here."""
 
 
 class Forbidden(ServingError):
-    """The request comes from a web page that may not send it."""
+    """The request comes from a web page of a forbidden origin."""
 
 
 class Unauthorized(ServingError):
-    """The request has no key, or none that is valid. The message does not have it."""
+    """The request has no valid key. The message does not contain the key."""
 
 
 class NotPermitted(ServingError):
-    """The request's key is valid, and not for this."""
+    """The request's key is valid, but does not permit this request."""
 
 
 class RateLimited(ServingError):
-    """A key has used up what it may. what: of which it has no more, in OpenAI's words. limit: how
-    much it may. retry_after: in seconds. said: headers of all its limits.
+    """A key has reached a limit. what: the limit's name in OpenAI's terms. limit: the limit, as a
+    text. retry_after: in seconds. said: the headers of all its limits.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RateLimited(ServingError):
 
 
 class MethodNotAllowed(ServingError):
-    """The path is here but answers other methods: those that are allowed."""
+    """The path exists, but answers only the allowed methods."""
 
     def __init__(self, path: str, method: str, allowed: Sequence[str]) -> None:
         super().__init__(f"{path} does not answer {method}; it answers {', '.join(allowed)}")
@@ -77,14 +77,14 @@ class MethodNotAllowed(ServingError):
 
 
 class TooLarge(ServingError):
-    """The body is larger than the server takes. option: sets the limit."""
+    """The body is larger than the server accepts. option: the option that sets the limit."""
 
     def __init__(self, limit: int, option: str = "SERVING_MAX_REQUEST_SIZE") -> None:
         super().__init__(f"the body is larger than {limit} bytes; {option} sets the limit")
 
 
 class Conflict(ServingError):
-    """The name is taken, or the call asks for what this server does not do."""
+    """The name is taken, or the call asks for an operation that this server does not support."""
 
 
 class AdapterRefused(ServingError):
@@ -92,25 +92,25 @@ class AdapterRefused(ServingError):
 
 
 class AdapterFailed(ServingError):
-    """The engine could not load an adapter; it may be tried again."""
+    """The engine could not load an adapter; a retry may succeed."""
 
 
 class AlreadyLoaded(AdapterFailed):
-    """The engine has an adapter of this inner name."""
+    """The engine already has an adapter with this inner name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the engine has {name} already")
 
 
 class NotLoaded(AdapterFailed):
-    """The engine has no adapter of this inner name."""
+    """The engine has no adapter with this inner name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the engine does not have {name}")
 
 
 class UserCodeFailed(ServingError):
-    """A user's model.py cannot be loaded, or a function of it raised, hung or returned nonsense."""
+    """A model.py cannot be loaded, or its function raised, hung or returned a wrong value."""
 
 
 class NoSlot(ServingError):
@@ -118,7 +118,7 @@ class NoSlot(ServingError):
 
 
 class NotReady(ServingError):
-    """The server is starting or stopping, or holds as much as it can."""
+    """The server is starting or stopping, or has used up a memory limit."""
 
 
 class Overloaded(ServingError):
@@ -130,7 +130,7 @@ class Overloaded(ServingError):
 
 
 class Shed(ServingError):
-    """The engine works on as much as it can, and a request of this priority does not wait."""
+    """The engine runs as many requests as it can, and a request of this priority does not wait."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -149,11 +149,11 @@ class TimedOut(ServingError):
 
 
 class StorageFull(ServingError):
-    """There is no room on disk for what the client wants to be kept."""
+    """There is no room on disk for the client's file or batch."""
 
 
 class HeadTooLarge(ServingError):
-    """The request's line and headers are longer than the server takes."""
+    """The request's line and headers are longer than the server accepts."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"the request's line and headers are longer than {limit} bytes")
@@ -164,7 +164,7 @@ class TooSlow(ServingError):
 
 
 class ReplicaFailed(ServingError):
-    """A replica broke off, or did not speak HTTP, before its answer began."""
+    """A replica closed its connection or sent invalid HTTP before its answer began."""
 
 
 class ReplicaTimedOut(ServingError):
@@ -172,15 +172,15 @@ class ReplicaTimedOut(ServingError):
 
 
 class EngineFailed(ServingError):
-    """The engine broke while it served the request; its log has the cause."""
+    """The engine failed while it served the request. The log has the cause."""
 
 
 class ServerFailed(ServingError):
-    """Slipway itself broke while it served the request; its log has the cause."""
+    """Slipway itself failed while it served the request. The log has the cause."""
 
 
 class _Row(NamedTuple):
-    """One kind of error: its status, and its name in the two APIs that have names."""
+    """One kind of error: its statuses, and its names in the two APIs that have names."""
 
     status: int
     status_on_invocations: int
@@ -188,7 +188,7 @@ class _Row(NamedTuple):
     lmi_type: str
 
 
-# LMI answers 424 to every fault of the client that its Python side finds, and clients match on it.
+# LMI answers 424 to every client error that its Python side finds, and clients depend on that.
 _TABLE: Mapping[type[ServingError], _Row] = {
     BadRequest: _Row(400, 424, "BadRequestError", "BadRequestException"),
     Malformed: _Row(400, 400, "BadRequestError", "BadRequestException"),
@@ -225,10 +225,10 @@ _OPENAI_CODES: Mapping[type[ServingError], str] = {
     NotPermitted: "insufficient_permissions",
     RateLimited: "rate_limit_exceeded",
 }
-"""OpenAI's own words for some; the others have vLLM's, which is the status."""
+"""OpenAI's codes of some errors. The others have vLLM's code, which is the status."""
 
 Codes = Mapping[type[ServingError], int]
-"""Statuses that the operator wants in the place of those in the table."""
+"""Statuses of the operator's, which replace those in the table."""
 
 
 def codes(settings: Settings) -> Codes:
@@ -247,7 +247,7 @@ _NONE: Codes = {}
 
 
 def headers(error: ServingError) -> dict[str, str]:
-    """What the answer's head says of the error besides the status."""
+    """Return the headers of the error's answer."""
     match error:
         case NotReady() | Shed():
             return {"retry-after": "1"}
@@ -264,9 +264,9 @@ def headers(error: ServingError) -> dict[str, str]:
 
 
 class ErrorShape:
-    """How an API has errors: in which statuses, and in which bodies. This is LMI's own.
+    """An API's shape of errors: their statuses and bodies. This class has LMI's shape.
 
-    codes: statuses that the operator wants in the place of those in the table.
+    codes: statuses of the operator's, which replace those in the table.
     """
 
     def __init__(self, codes: Codes = _NONE) -> None:
@@ -279,11 +279,11 @@ class ErrorShape:
         return msgspec.json.encode(self._shaped(error, self.status(error)))
 
     def event(self, error: ServingError) -> bytes:
-        """The same in a stream that has begun."""
+        """Return the error as an event of a stream that has begun."""
         return self.body(error)
 
     def response(self, error: ServingError) -> Response:
-        """The whole answer."""
+        """Return the error as a whole answer."""
         return Response(
             self.body(error),
             status_code=self.status(error),
@@ -299,7 +299,7 @@ class ErrorShape:
 
 
 class InvocationsErrors(ErrorShape):
-    """As LMI's Python side has them."""
+    """The errors of LMI's Python side."""
 
     def _status(self, row: _Row) -> int:
         return row.status_on_invocations
@@ -309,7 +309,7 @@ class InvocationsErrors(ErrorShape):
 
 
 class OpenAIErrors(ErrorShape):
-    """As OpenAI has them."""
+    """OpenAI's errors."""
 
     def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
         kind = getattr(error, "what", None) or _TABLE[type(error)].openai_type
@@ -320,7 +320,7 @@ class OpenAIErrors(ErrorShape):
 
 
 class ResponsesErrors(OpenAIErrors):
-    """As OpenAI's Responses have them: in streams as an event of their own."""
+    """The errors of OpenAI's Responses, which have a separate event for errors in streams."""
 
     def event(self, error: ServingError) -> bytes:
         kind, parameter = _TABLE[type(error)].openai_type, getattr(error, "parameter", None)
@@ -329,7 +329,7 @@ class ResponsesErrors(OpenAIErrors):
 
 
 class AnthropicErrors(ErrorShape):
-    """As Anthropic has them (docs.anthropic.com, Errors), but for its 529, which is 503 here."""
+    """Anthropic's errors (docs.anthropic.com, Errors), except that its 529 is 503 here."""
 
     def _shaped(self, error: ServingError, code: int) -> dict[str, Any]:
         kind = _ANTHROPIC.get(_TABLE[type(error)].status, "api_error")
@@ -351,7 +351,7 @@ _INVOCATIONS = re.compile(INVOCATIONS_PATH)
 
 
 def shape(path: str, codes: Codes = _NONE) -> ErrorShape:
-    """The shape of a path's API."""
+    """Return the shape of a path's API."""
     if _INVOCATIONS.fullmatch(path):
         return InvocationsErrors(codes)
     if path.startswith(MESSAGES):
@@ -364,6 +364,6 @@ def shape(path: str, codes: Codes = _NONE) -> ErrorShape:
 
 
 def unforeseen() -> ServingError:
-    """The error for an exception that nobody foresaw. To be called while it is handled."""
+    """Log the exception that is being handled, and return the client's error for it."""
     log.exception("a request failed unexpectedly")
     return ServerFailed("the server failed on this request; its log says why")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the process ends: its exit code, and a last line that says why and what helps. The line is
-short enough for SageMaker's failure reason, and it is also where Kubernetes looks for it.
+"""The end of the process: its exit code, and a last line with the reason and a fix. The line is
+short enough for SageMaker's failure reason. It is also written to the file that Kubernetes reads.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from serving.observability.redaction import redacted
 log = logging.getLogger(__name__)
 
 DIED = 1
-"""The exit code of what served and then failed, and of errors of Slipway's own."""
+"""The exit code of a server that became ready and then failed, and of errors of Slipway itself."""
 USAGE_ERROR = 2
-"""The exit code of a wrong call: a verb, an option, a model that cannot be served."""
+"""The exit code of a wrong call: a wrong verb or option, or a model that cannot be served."""
 START_FAILED = 3
 """The exit code of a server that never became ready."""
 
 MAX_LINE = 900
-"""Characters of the last line."""
+"""Most characters of the last line."""
 TERMINATION_LOG = Path("/dev/termination-log")
-"""What `kubectl describe pod` shows as the message; it is there where Kubernetes is."""
+"""The file whose content `kubectl describe pod` shows. It only exists on Kubernetes."""
 
 
 class Exit(NamedTuple):
-    """How the process ends."""
+    """The end of the process."""
 
     code: int
-    """0 where it was asked to stop."""
+    """The exit code; 0 after a signal to stop."""
     stage: str
-    """Where it was: options, start, serving, draining, routing or unforeseen."""
+    """The stage: options, start, serving, draining, routing or unforeseen."""
     reason: str = ""
     """Why it failed, in a sentence."""
 
@@ -57,7 +57,7 @@ _REMEDIES = tuple(
     (re.compile(pattern, re.IGNORECASE), remedy)
     for pattern, remedy in (
         (r"cannot listen.*assign", "set OPTION_HOST to an address of this machine, or 0.0.0.0"),
-        (r"cannot listen on port", "end what listens there, or set OPTION_PORT"),
+        (r"cannot listen on port", "end the program that listens there, or set OPTION_PORT"),
         (
             r"does not fit (?:vLLM|LMCache|uvicorn|Starlette|OpenTelemetry|pydantic)",
             "install versions that docs/explanation/patches.md lists, or use Slipway's image",
@@ -79,15 +79,15 @@ _REMEDIES = tuple(
         ),
         (
             r"has no attribute 'image_token_index'|target model does not have 'model' attribute",
-            "leave the draft out: vLLM does not run this model, which sees, with one",
+            "leave the draft out: vLLM does not run this vision model with one",
         ),
         (
             r"max_model_len .* is greater than",
-            "lower OPTION_MAX_MODEL_LEN to what the model was made for",
+            "lower OPTION_MAX_MODEL_LEN to the model's own length",
         ),
         (
             r"free memory on device .* is less than desired",
-            "end what else uses the GPU, or lower OPTION_GPU_MEMORY_UTILIZATION",
+            "end other programs that use the GPU, or lower OPTION_GPU_MEMORY_UTILIZATION",
         ),
         (
             r"CUDA out of memory|OutOfMemoryError|no available memory for the cache",
@@ -122,8 +122,8 @@ _REMEDIES = tuple(
         ),
         (
             r"\bNCCL\b|ProcessGroup",
-            "see that the GPUs reach each other and that /dev/shm is large enough; NCCL_DEBUG=INFO "
-            "tells more",
+            "check that the GPUs reach each other and that /dev/shm is large enough; "
+            "NCCL_DEBUG=INFO tells more",
         ),
         (
             _OWN_DEVICE,
@@ -132,16 +132,16 @@ _REMEDIES = tuple(
         ),
         (
             r"failed to be inspected|No module named 'torchvision'",
-            "see the lines above; where they name torchvision, which the engine for CPUs has not, "
+            "see the lines above; if they name torchvision, which the engine for CPUs lacks, "
             "serve the model on a GPU",
         ),
         (
             r"ModuleNotFoundError|ImportError|undefined symbol",
-            "use the image as it was built; the reason names what is missing in this installation",
+            "use the unchanged image; the reason names the missing part of this installation",
         ),
         (
             r"no such (?:file|folder)|FileNotFoundError|not found|there is no|there are no",
-            "see that the name is right and that the model is complete",
+            "check that the name is right and that the model is complete",
         ),
     )
 )
@@ -150,7 +150,7 @@ _REMEDIES = tuple(
 _WANTED = re.compile(
     r"CUDA out of memory.*allocate ([\d.]+) ([MG])iB.*total capacity of ([\d.]+) GiB", re.DOTALL
 )
-"""What torch says of the memory that it has not got: how much it wanted, and of how much."""
+"""torch's message for an allocation that failed: the wanted memory, and the GPU's whole memory."""
 
 
 def of_its_device(reason: str) -> bool:
@@ -159,7 +159,7 @@ def of_its_device(reason: str) -> bool:
 
 
 def remedy(reason: str, stage: str = "") -> str:
-    """What is likely to help."""
+    """Return a fix that is likely to help."""
     if stage == "serving" and (found := _WANTED.search(reason)):
         wanted = float(found[1]) / (1024 if found[2] == "M" else 1)
         share = math.ceil(100 * wanted / float(found[3])) / 100
@@ -185,14 +185,17 @@ _VAGUE = re.compile(
 
 
 def root_cause(reason: str, causes: Sequence[str]) -> str:
-    """The reason, or where it only points to another, the first of the causes that does not."""
+    """Return the reason. If it is vague, return the first of the causes that is not."""
     if not _VAGUE.search(reason):
         return reason
     return next((cause for cause in causes if not _VAGUE.search(cause)), reason)
 
 
 def memory_ran_out(before: int | None) -> str:
-    """What to add to a reason when the kernel has killed more processes than it had `before`."""
+    """Return an addition to the reason if the kernel's out-of-memory killer ran, or "".
+
+    before: the number of its kills at the start, or None if it cannot be known.
+    """
     now = out_of_memory_kills()
     if before is None or now is None or now <= before:
         return ""
@@ -200,13 +203,15 @@ def memory_ran_out(before: int | None) -> str:
 
 
 def failure(error: Exception) -> Exit:
-    """How the process ends after an exception, of which the log has what the last line cannot."""
+    """Return the end of the process after an exception, and log the details that the last line has
+    no room for.
+    """
     if isinstance(error, SettingsError):
         if len(error.faults) > 1:
             for fault in error.faults:
                 log.error("%s", fault)
         return Exit(USAGE_ERROR, "options", "; ".join(error.faults))
-    log.error("an error of Slipway's own", exc_info=error)
+    log.error("an error of Slipway itself", exc_info=error)
     return Exit(DIED, "unforeseen", f"{type(error).__name__}: {error}")
 
 

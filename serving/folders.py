@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders under /tmp for what no option names a folder for, safe from the machine's other users.
+"""Folders under /tmp for data without an option for a folder, safe from the machine's other users.
 
-Every user may make folders and links in /tmp, so only folders that no other user has made are used.
+Every user may make folders and links in /tmp, so a folder of another user is never used.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ HOME = Path("/tmp/slipway")
 
 
 def place(name: str) -> Path:
-    """The path of the folder of this name: in /tmp/slipway, or in /tmp/slipway-UID where the first
-    is another user's or cannot be written. Makes nothing.
+    """Return the path for a folder of this name: in /tmp/slipway, or in /tmp/slipway-UID if the
+    first is another user's or cannot be written. Makes no folder.
     """
     first, second = (home / name for home in _homes())
     return first if _usable(first) else second
 
 
 def make(folder: Path) -> Path:
-    """Make a folder; one of place()'s for this user alone. Raises OSError, also where another user
-    has made one of those.
+    """Make a folder. Folders of place() are only for this user. Raises OSError, also if another
+    user has made such a folder.
     """
     if folder.parent not in _homes():
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,8 @@ def make(folder: Path) -> Path:
 
 
 def require_ours(path: Path) -> None:
-    """Raise PermissionError for what a user other than this one and root has made, unless it is a
-    mounted disk.
+    """Raise PermissionError if the path belongs to another user than this one and root, unless it
+    is a mounted disk.
     """
     if not _ours(path):
         owner = path.lstat().st_uid

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is looked at again and again: files, lists, stores, issuers, APIs, processes.
+"""Polling of sources: files, lists, stores, issuers, APIs, processes.
 
-A look that fails is logged and counted, leaves everything as it was, and is followed by another
-look. Nothing that is followed ends the process.
+A failed poll is logged and counted. It leaves everything as it was, and polling continues. No
+failure of a source ends the process.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""Between two looks at a file."""
+"""Seconds between two polls of a file."""
 AGAIN_S = 1.0
-"""After which what has ended unforeseen begins anew."""
+"""Seconds until work that ended in an exception is started again."""
 LONGEST_PAUSE_S = 120.0
-"""Of pauses that double."""
+"""The longest of the doubling pauses, in seconds."""
 LARGEST = 4 * 2**20
-"""Bytes of a file that is followed."""
+"""Most bytes of a polled file."""
 
 What = Literal[
     "adapters",
@@ -52,7 +52,7 @@ What = Literal[
     "time_outs",
     "tokenizer",
 ]
-"""What is followed, as the label of the series."""
+"""The source that is polled, as the label of the series."""
 
 
 @functools.cache
@@ -65,12 +65,12 @@ def _failures() -> "Counter":
 
 
 def count(what: What, failures: int = 1) -> None:
-    """Count looks that have failed. With 0 the series is there from then on."""
+    """Count failed polls. `failures=0` creates the series."""
     _failures().labels(what).inc(failures)
 
 
 async def kept(what: What, work: Callable[[], Awaitable[object]]) -> None:
-    """Have work done, anew whenever it ends in an exception; until it returns or is cancelled."""
+    """Run work, again after each exception, until it returns or is cancelled."""
     count(what, 0)
     while True:
         try:
@@ -82,7 +82,7 @@ async def kept(what: What, work: Callable[[], Awaitable[object]]) -> None:
 
 
 def kept_in_thread(what: What, work: Callable[[], object]) -> None:
-    """The same of work that blocks, in the thread that calls."""
+    """Do the same for blocking work, in the calling thread."""
     count(what, 0)
     while True:
         try:
@@ -94,25 +94,25 @@ def kept_in_thread(what: What, work: Callable[[], object]) -> None:
 
 
 def _ended(what: What) -> None:
-    log.exception("following of %s has ended, and begins anew in %g s", what, AGAIN_S)
+    log.exception("polling of %s has failed, and starts again in %g s", what, AGAIN_S)
     count(what)
 
 
 def pauses(first: float, longest: float = LONGEST_PAUSE_S) -> Iterator[float]:
-    """Seconds to wait after each failure in a row: twice as many each time."""
+    """Yield the seconds to wait after consecutive failures. They double up to `longest`."""
     while True:
         yield first
         first = min(first * 2, longest)
 
 
 class FaultLog:
-    """Logs what keeps something from being read: each reason once, until it can be read again.
+    """Logs why a source cannot be read: each reason once, until the source can be read again.
 
-    Counts every look that fails.
+    Counts every failed poll.
     """
 
     def __init__(self, what: str, source: object, label: What) -> None:
-        """what: is read, in the plural. source: from where, as the log calls it."""
+        """what: the data that are read, in the plural. source: the source's name in the log."""
         self._what = what
         self._source = source
         self._label = label
@@ -120,7 +120,9 @@ class FaultLog:
         count(label, 0)
 
     def failed(self, error: Exception | str) -> None:
-        """It could not be read. What is neither OSError nor ValueError is told with its trace."""
+        """Log why the source could not be read. Any error but OSError and ValueError is logged with
+        its traceback.
+        """
         count(self._label)
         reason = str(error) or type(error).__name__
         if reason != self._reason:
@@ -137,14 +139,14 @@ class FaultLog:
         self._reason = reason
 
     def recovered(self) -> None:
-        """It could be read."""
+        """Log that the source could be read again."""
         if self._reason:
             log.warning("%s are read from %s again", self._what, self._source)
         self._reason = None
 
 
 def content(path: Path) -> bytes:
-    """A file that is followed. Raises OSError, and ValueError where it is larger than LARGEST."""
+    """Return the content of a polled file. Raises OSError, and ValueError above LARGEST bytes."""
     with path.open("rb") as file:
         found = file.read(LARGEST + 1)
     if len(found) > LARGEST:
@@ -155,24 +157,25 @@ def content(path: Path) -> bytes:
 async def changes(
     read: Callable[[], C], parse: Callable[[C], T], faults: FaultLog, known: C | None = None
 ) -> AsyncGenerator[T]:
-    """What is read, parsed, now and each time that it is another than before. Does not end.
+    """Poll a source. Yields the parsed content at first, and after each change. Never ends.
 
-    read: is called in a thread. parse: raises for what cannot be used, ValueError with the reason;
-    then there is no change. known: what was read before, which is no change either.
+    read: called in a thread. parse: raises ValueError with the reason if the content cannot be
+    used; this is not a change. known: the content that was read before, which is not a change
+    either.
 
-    It is read again and again rather than watched by inotify, which follows the file that was there
-    at first, not the path, where Kubernetes swaps a link two folders up and editors put a new file
-    in place; and which says nothing of file systems on a network.
+    It polls instead of using inotify, for two reasons. inotify follows the first file and not the
+    path, but Kubernetes swaps a link two folders up, and editors replace the file. And inotify
+    reports no changes on network file systems.
     """
     used = seen = known
     refused: tuple[C, Exception] | None = None
     while True:
         try:
             found = await in_thread(read)
-            # What is being written may be seen empty or cut off. Two looks agree on it less often.
+            # A file that is being written may look empty or cut off, but rarely in two polls.
             if found == used:
                 faults.recovered()
-            elif refused and found == refused[0]:  # what cannot be used is not parsed twice
+            elif refused and found == refused[0]:  # refused content is not parsed twice
                 faults.failed(refused[1])
             elif used is None or found == seen:
                 refused = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a server: starting → ready → draining → stopped, and failed from anywhere.
 
-Everything that changes or reads the stage goes through this file, and so does what /ping says.
+Only this module changes the stage, and decides the answer of /ping.
 """
 
 import enum
@@ -12,18 +12,18 @@ from typing import NamedTuple, Protocol
 from serving.errors import NotReady
 
 GRACE_S = 30.0
-"""SageMaker and Kubernetes kill so long after SIGTERM."""
+"""Seconds from SIGTERM until SageMaker and Kubernetes kill the process."""
 
 
 class Shutdown(NamedTuple):
-    """Seconds that each step of an orderly end may take, one after the other."""
+    """The limits of a shutdown's steps, which follow each other, in seconds."""
 
     drain: float = 23.0
     """Requests finish."""
     farewell: float = 1.0
-    """Answers are written to those that did not."""
+    """Unfinished requests are answered with an error."""
     settle: float = 0.2
-    """The last lines of processes that have died are read."""
+    """The last lines of dead processes are read."""
     engine: float = 3.5
     """Handlers, the engine's processes and the cache server end by themselves."""
     connections: int = 1
@@ -31,14 +31,14 @@ class Shutdown(NamedTuple):
     traces: float = 0.3
     """Spans are sent."""
     log: float = 0.5
-    """What children wrote last is logged."""
+    """The children's last output is logged."""
 
 
 SHUTDOWN = Shutdown()
 
 
 class Stage(enum.StrEnum):
-    """Where a server is in its life, as /ping says it."""
+    """A server's stage, as /ping shows it."""
 
     STARTING = "starting"
     READY = "ready"
@@ -62,7 +62,7 @@ class Step(enum.StrEnum):
     """A step of the start, by its name in `slipway_start_seconds`."""
 
     sentence: str
-    """What /ping and the log say meanwhile; of FETCHING the source says what, and how much."""
+    """The step's text for /ping and the log. In FETCHING the source gives its own text."""
 
     def __new__(cls, name: str, sentence: str = "") -> "Step":
         step = str.__new__(cls, name)
@@ -71,7 +71,7 @@ class Step(enum.StrEnum):
         return step
 
     PLANNING = "planning"
-    """Before there is a server: Python starts, options and the machine are looked at."""
+    """Before there is a server: Python starts, and reads the options and the machine."""
     BEGINNING = "beginning", "beginning"
     FETCHING = "fetching"
     IMPORTING = "importing", "importing vLLM"
@@ -82,27 +82,27 @@ class Step(enum.StrEnum):
 
 
 class Note(Protocol):
-    """Takes down what the start is busy with, for people who wait."""
+    """Notes the current step of the start, for people who wait."""
 
     def __call__(self, step: Step, text: str = "") -> None:
-        """text: more than the step's own sentence."""
+        """text: replaces the step's sentence."""
 
 
 class Lifecycle:
-    """Where the server is in its life."""
+    """The server's stage, and the steps of its start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = self._step_began = clock()
         self._step = Step.BEGINNING
         self.steps: dict[Step, float] = {}
-        """Seconds that each step of the start took, in their order."""
+        """Seconds that each finished step of the start took, in order."""
         self.stage = Stage.STARTING
         self.detail = Step.BEGINNING.sentence
-        """What the server is doing in this stage, or why it failed."""
+        """The server's activity in this stage, or why it failed."""
 
     def enter(self, stage: Stage, detail: str = "") -> None:
-        """Go on to another stage. Raises RuntimeError when no path leads there from here."""
+        """Enter another stage. Raises RuntimeError if it cannot follow the current stage."""
         if stage not in _NEXT[self.stage]:
             raise RuntimeError(f"cannot go from {self.stage} to {stage}")
         if self.stage is Stage.STARTING:
@@ -111,14 +111,14 @@ class Lifecycle:
         self.detail = detail
 
     def note(self, step: Step, text: str = "") -> None:
-        """Go on to a step of the start. text: more than the step's own sentence."""
+        """Begin a step of the start. text: replaces the step's sentence."""
         self._end_step()
         self._step = step
         self.detail = text or step.sentence
 
     @property
     def progress(self) -> dict[Step, float]:
-        """Seconds that each step of the start has taken so far, also the one under way."""
+        """Seconds that each step of the start has taken so far, also the current one."""
         if self.stage is not Stage.STARTING:
             return self.steps
         since = self._clock() - self._step_began
@@ -141,7 +141,7 @@ class Lifecycle:
             raise NotReady(f"the server is {self.stage}{detail}")
 
     def ping(self) -> tuple[int, dict[str, object]]:
-        """The status and JSON body that /ping answers with now."""
+        """Return the status and JSON body of /ping's answer."""
         answer: dict[str, object] = {"status": self.stage, "elapsed_s": round(self.elapsed, 1)}
         if self.detail:
             answer["detail"] = self.detail

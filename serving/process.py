@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals, and the processes below this one: what `serve`, `route` and `tune` share of a life."""
+"""Signals and child processes, for `serve`, `route` and `tune`."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,14 @@ import psutil
 from serving.observability import logs
 
 REAP_S = 10.0
-"""Between two rounds: far longer than it takes to wait for a child of one's own that has ended."""
+"""Seconds between two rounds. Code that starts a child waits for it much sooner after its end."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class StopSignals:
-    """What signals ask a server for: the first one to stop, a second one not to wait for requests.
+    """Signals that stop a server. The first starts a drain, and the second ends the drain.
 
     SIGUSR1 and SIGUSR2 change the log's level.
     """
@@ -35,7 +35,7 @@ class StopSignals:
         self._hurry = asyncio.Event()
 
     def listen(self, *numbers: signal.Signals) -> None:
-        """Handle the signals in the event loop that runs. numbers: those that ask to stop."""
+        """Handle the signals in the running event loop. numbers: the signals that stop."""
         loop = asyncio.get_running_loop()
         for number in numbers:
             loop.add_signal_handler(number, self.ask)
@@ -43,34 +43,36 @@ class StopSignals:
         loop.add_signal_handler(signal.SIGUSR2, logs.step_level, 1)
 
     def ask(self) -> None:
-        """Ask as one more signal does."""
+        """Do the same as one more signal."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
 
     async def stop(self) -> None:
-        """Wait until the server is asked to stop."""
+        """Wait for the first signal."""
         await self._stop.wait()
 
     async def hurry(self) -> None:
-        """Wait until it is asked not to wait for requests."""
+        """Wait for the second signal."""
         await self._hurry.wait()
 
 
 def keep_freed_memory(size: int) -> None:
-    """Have the C library keep so many bytes that were freed, and take blocks up to as many from
-    them. By its own measure (mallopt(3)) it gives 128 KiB at the end of its heap back to the kernel
-    at once, which has to clear them when they are next wanted.
+    """Make the C library keep up to `size` freed bytes, and use them for blocks up to that size.
+
+    By default (mallopt(3)) it returns free memory above 128 KiB at the end of its heap to the
+    kernel at once, and the kernel must clear it for the next use.
     """
-    with contextlib.suppress(AttributeError):  # a C library without it
+    with contextlib.suppress(AttributeError):  # a C library without mallopt()
         for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
             ctypes.CDLL(None).mallopt(parameter, size)
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Have the kernel send this process a signal when its parent ends.
+    """Make the kernel send this process a signal when its parent ends.
 
-    parent: its number, where it is known: then it is noticed that it has ended already.
+    parent: the parent's process id. If it is given, and the parent has already ended, the process
+    sends the signal to itself.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
@@ -80,7 +82,7 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
 def begin(
     command: list[str], environ: Mapping[str, str], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Begin a program that ends when this process does, and does not hear the terminal's Ctrl-C."""
+    """Start a program that ends with this process, and does not get the terminal's Ctrl-C."""
     return subprocess.Popen(
         command,
         env=environ,
@@ -93,19 +95,19 @@ def begin(
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose own parent dies, as PID 1 of a container is anyway.
+    """Become the parent of descendants whose parent dies, as PID 1 of a container always does.
 
-    When vLLM's engine core is killed, its workers take seconds to notice; only their parent can
+    If vLLM's engine core is killed, its workers take seconds to notice it. Only their parent can
     still find them.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 async def reap() -> None:
-    """Wait for adopted children that have ended: nobody else does, and each keeps its number.
+    """Wait for adopted children that have ended. No other code does, and each keeps its process id.
 
-    Who starts a child waits for it when it ends; multiprocessing does so when it is asked. So what
-    has ended and is still there a round later is adopted.
+    Code that starts a child also waits for it; multiprocessing does so in active_children(). So a
+    child that has ended and still exists one round later is adopted.
     """
     before: set[psutil.Process] = set()
     while True:
@@ -126,15 +128,15 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill those that have not ended in the meantime."""
+    """Kill processes, except those that have already ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def kill_all_of(user: int) -> None:
-    """Kill what a user of ours has started and left behind, in whatever session. It is below this
-    process where adopt_orphans() was called. Blocks.
+    """Kill all processes of one of our users, in any session. They are descendants of this process
+    if adopt_orphans() was called. Blocks.
     """
     for _ in range(20):  # it may start more in the meantime
         below = psutil.Process().children(recursive=True)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder's model.py, which runs in a process of its own (handlers/custom.py).
+"""A folder's model.py, which runs in a separate process (handlers/custom.py).
 
-A call that nobody waits for any more, because it took too long, its client left or the server
-drains, is cancelled, and has to end. Where it does not, a new process replaces the one it is in:
+A call is cancelled when it takes too long, its client disconnects or the server drains. It must end
+after its cancellation. If it does not, a new process replaces its process:
 
-- The process has acknowledged the cancellation, so its other calls go on: it retires, which is to
-  say that it gets no new calls, and is ended after the last, or when another one has to retire.
-- It has not, so a call blocks its event loop and with it all of its calls: it is killed. Calls that
-  it had not begun go to the new one.
+- If the process has acknowledged the cancellation, its other calls still run. The process retires:
+  it gets no new calls, and is killed after its last call, or when another process retires.
+- If the process has not acknowledged it, a call blocks the event loop and so every other call. The
+  process is killed. Calls that it had not begun go to the new process.
 
-So there are at most three processes: one that is called, one that starts, one that retires. A
-process that ends by itself, for want of memory for example, is started again at the next call.
+So there are at most three processes: one that is called, one that starts and one that retires. If a
+process ends by itself, because it ran out of memory for example, the next call starts another.
 """
 
 import ast
@@ -57,39 +57,39 @@ from serving.process import kill_all_of
 log = logging.getLogger(__name__)
 
 LOAD_S = 120.0
-"""For a file to be loaded: it may import large libraries."""
+"""Limit for loading a file, which may import large libraries."""
 INITIAL_S = 1200.0
-"""For the initialising call, which may load a model: LMI's own limit to that."""
-GONE_S = 1.0  # for a process to end after it was killed
-LAST_S = 0.2  # for what a process sent before it ended to be read, where its connection stays open
+"""Limit for the initialising call, which may load a model. LMI has the same limit."""
+GONE_S = 1.0  # until a killed process has ended
+LAST_S = 0.2  # to read the last output of an ended process, if its connection stays open
 GRACE_S = 5.0
-"""For a call that took too long to end after it was cancelled, but at most a third of its limit."""
+"""Time that a cancelled call has to end if it took too long; at most a third of its limit."""
 LEFT_S = 30.0
-"""The same for a call that might have gone on, had its client not left. An `async def handle` that
-blocks while it computes is usual, and no reason to have its model loaded again.
+"""Time that a cancelled call has to end if only its client disconnected. An `async def handle`
+often blocks while it computes, which is no reason to load its model again.
 """
 LOSSES = 3
-"""Processes that were lost with no answer between them; then the model cannot be served."""
+"""The model cannot be served once as many processes were lost without an answer between them."""
 RETRY_S = 5.0  # between tries to start a process for a model that cannot be served without it
-MESSAGE = 4096  # characters of what went wrong
+MESSAGE = 4096  # characters of an error message
 LONGEST_FRAME = 256 * 1024**2
-"""Bytes that adapters' code may send at a time."""
+"""Most bytes in a frame from adapters' code."""
 LONGEST_NOTE = 1024**2
-"""Bytes of a frame that carries no data: any kind but DONE and PART, or of a call that is over."""
+"""Most bytes in a frame without data: any kind but DONE and PART, or of a call that has ended."""
 AT_ONCE = 16
 """Events of a stream that a formatter gets in one call."""
 FRAMES = 64
-"""Frames that are read in one turn of the event loop."""
+"""Frames that are read before the event loop may run other tasks."""
 OUTPUT = 64 * 1024
-"""Bytes that are read at a time of what a process prints."""
+"""Bytes that are read at a time from a process's output."""
 PRINTED_S, BURST = 200, 1000
-"""Lines of a process that are logged: a second, and at once. A long one counts as its KiB."""
+"""Lines of a process that are logged per second, and in a burst. A longer line counts per KiB."""
 LINE = 8 * 1024
 """Bytes of a line that are logged."""
 TOLD_S = 10.0
-"""Between two lines of the log that say how many of a process were left out."""
+"""Seconds between two log lines that give the number of omitted lines."""
 SLOWED_S = 0.01
-"""Between two reads of what is not logged: its process waits, not the event loop."""
+"""Seconds between two reads of output that is not logged. The process waits, not the event loop."""
 
 
 LONGEST = 1024 * 1024
@@ -101,7 +101,7 @@ _NO_CODE = (
 
 
 def faults_of_adapter(checkpoint: Checkpoint, may_run: bool) -> list[str]:
-    """What can be said against an adapter's model.py, where it has one, without running it.
+    """Check an adapter's model.py, if it has one, without running it. Returns its faults.
 
     may_run: adapters may have code.
     """
@@ -122,14 +122,14 @@ def faults_of_adapter(checkpoint: Checkpoint, may_run: bool) -> list[str]:
 
 
 class Limits(NamedTuple):
-    """What a model.py may use, in seconds and bytes."""
+    """The limits of a model.py, in seconds and bytes."""
 
     formatter_s: float
     """For one call of a formatter."""
     handler_s: float
-    """For a custom handler, between two pieces of its answer."""
+    """Between two parts of a custom handler's answer."""
     memory: int
-    """Of its process, or 0 for no limit."""
+    """The memory of its process; 0 for no limit."""
     initial_s: float = INITIAL_S
     """For the initialising call of a custom handler."""
 
@@ -142,12 +142,12 @@ async def start_user_code(
     of_adapter: bool = False,
     in_front: bool = False,
 ) -> "UserCode | None":
-    """Start the folder's model.py, where it has one and the server calls one of its functions.
+    """Start the folder's model.py. Returns None without one, or if it has no function that we call.
 
-    tokenizer: the folder of the model whose tokenizer formatters get. properties: the model's,
-    which a custom handler gets. of_adapter: it runs without the server's rights and secrets.
-    in_front: an `async def handle` stands in front of the engine, whatever becomes of its
-    initialising call. Raises UserCodeFailed.
+    tokenizer: the folder of the model whose tokenizer formatters get. properties: the model's
+    properties, which a custom handler gets. of_adapter: run it without the server's rights and
+    secrets. in_front: an `async def handle` runs before the engine, even if its initialising call
+    fails. Raises UserCodeFailed.
     """
     if not (folder / FILE).is_file():
         return None
@@ -166,8 +166,8 @@ async def start_user_code(
 class UserCode:
     """The functions of a folder's model.py, and the processes that run them.
 
-    functions: those of `input`, `output` and `handle` that it has. Calls raise UserCodeFailed. The
-    parameters are start_user_code()'s.
+    functions: the names that it defines among `input`, `output` and `handle`. Calls raise
+    UserCodeFailed. The parameters are those of start_user_code().
     """
 
     def __init__(
@@ -182,28 +182,28 @@ class UserCode:
         self._folder = folder
         self._tokenizer = tokenizer
         self._limits = limits
-        # LMI's files look for what is beside them there.
+        # LMI's model.py files find their neighbouring files by this property.
         self._properties = {**(properties or {}), "model_dir": str(folder)}
         self._initial = Initial.TRIED if in_front else Initial.NEEDED
         self._user = isolation.take_user() if of_adapter else None
         self._scratch: str | None = None
-        """Where an adapter's code with a user of its own may write."""
+        """The folder that an adapter's code may write to if it runs as a separate user."""
         # Its processes
         self._process: _Process | None = None
         self._retiring: _Process | None = None
         self._starting: asyncio.Task[_Process] | None = None
         self._retry: asyncio.TimerHandle | None = None
-        # How they fare
-        self._losses = 0  # processes since the last answer
-        self._fault: str | None = None  # of the last start
+        # Their failures
+        self._losses = 0  # processes lost since the last answer
+        self._fault: str | None = None  # why the last start failed
         self._stopped = False
         self.functions: frozenset[str] = frozenset()
         self.alone = False
-        """Whether the custom handler has an engine of its own, and leaves nothing to ours."""
+        """Whether the custom handler has its own engine, so that ours is not needed."""
 
     @property
     def failure(self) -> str | None:
-        """Why the model cannot be served now, in a sentence, or None where it may be."""
+        """The reason why the model cannot be served now, in a sentence, or None."""
         if self._fault:
             return f"{FILE} could not be started again: {self._fault}"
         if self._losses >= LOSSES:
@@ -216,38 +216,40 @@ class UserCode:
         return "handle" in self.functions
 
     async def start(self) -> None:
-        """Load the file. Raises UserCodeFailed with what is wrong with it."""
+        """Load the file. Raises UserCodeFailed if it cannot be loaded."""
         process = await self._ready_process()
         self.functions, self.alone = process.functions, process.alone
 
     async def format_request(self, body: bytes, content_type: str) -> bytes:
-        """A request as the input formatter makes it, in JSON.
+        """Return the JSON request that the input formatter makes of the body.
 
-        content_type: the client's. The body is JSON but for what only formatters read.
+        content_type: the client's. The body is JSON, unless only a formatter can read it.
         """
         return await self._format(What.INPUT, (body, content_type))
 
     async def format_answer(self, answer: bytes) -> bytes:
-        """The engine's JSON answer as the output formatter makes it."""
+        """Return the output formatter's version of the engine's JSON answer."""
         return await self._format(What.WHOLE, answer)
 
     async def format_events(self, events: list[bytes]) -> tuple[list[bytes], UserCodeFailed | None]:
-        """Events of the engine's stream as the output formatter makes them, one by one, and why it
-        has not made all of them. Each may take as long as a call.
+        """Format events of the engine's stream one by one.
+
+        Returns the formatted events, and the failure if the formatter did not format all of them.
+        Each event has the time limit of one call.
         """
         answer = await self._format(What.CHUNKS, events, len(events))
         try:
             done, fault = _FORMATTED.decode(answer)
         except msgspec.MsgspecError as error:
-            raise _failed(What.CHUNKS, f"it sent what is no answer: {error}") from None
+            raise _failed(What.CHUNKS, f"it sent an invalid answer: {error}") from None
         return done, _failed(What.CHUNKS, redacted(fault[:MESSAGE])) if fault else None
 
     async def handle(
         self, headers: Mapping[str, str], body: bytes
     ) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """What the custom handler answers: its head and its parts, or DONE with None.
+        """Yield the custom handler's answer: its head and its parts, or DONE with None.
 
-        headers: the request's. Those by the name of an option are not passed on.
+        headers: the request's. A header that has the name of an option is not passed on.
         """
         own = {name.lower() for name in self._properties}
         kept = {
@@ -257,7 +259,7 @@ class UserCode:
         }
         data = {**kept, **self._properties}, body
         limit = self._limits.handler_s
-        for last in (False, True):  # another process where the first does not begin it
+        for last in (False, True):  # a second process if the first does not begin the call
             answers = (await self._ready_process()).call(What.HANDLE, data, limit)
             try:
                 async with contextlib.aclosing(answers):
@@ -275,7 +277,7 @@ class UserCode:
                     raise _failed(What.HANDLE, str(error)) from None
 
     async def stop(self) -> None:
-        """End its processes. Nothing can be called after that."""
+        """End its processes. No function can be called after that."""
         self._stopped = True
         if self._retry:
             self._retry.cancel()
@@ -294,7 +296,7 @@ class UserCode:
             self._user = 0
 
     async def _format(self, what: What, data: Any, calls: int = 1) -> bytes:
-        """calls: of the user's function."""
+        """calls: the number of calls of the user's function."""
         limit = calls * self._limits.formatter_s
         for last in (False, True):
             answers = (await self._ready_process()).call(what, data, limit)
@@ -311,7 +313,7 @@ class UserCode:
         raise AssertionError
 
     async def _ready_process(self) -> "_Process":
-        """A process that answers. A start goes on when the request that it is for has left."""
+        """Return a responsive process. A start continues if its request ends early."""
         if self._process and not self._process.ended:
             await self._process.until_responsive()
         if self._process and not self._process.ended:
@@ -326,7 +328,7 @@ class UserCode:
 
     async def _start_process(self) -> "_Process":
         if self._process:
-            await self._process.gone()  # a handler's may have held a GPU's memory
+            await self._process.gone()  # a handler's process may have held GPU memory
         if self._user and not self._scratch:
             self._scratch = tempfile.mkdtemp(prefix="slipway-adapter-")
             os.chown(self._scratch, self._user, self._user)
@@ -340,7 +342,7 @@ class UserCode:
         except InitialCallFailed as error:
             if self._initial != Initial.TRIED:
                 raise
-            log.warning("%s: %s; it gets no initialising call from now on", FILE, error)
+            log.warning("%s: %s; it gets no initialising call any more", FILE, error)
             self._initial = Initial.LEFT_OUT
             self._process = await start(self._initial)
         return self._process
@@ -361,7 +363,7 @@ class UserCode:
             self._begin_start()
 
     def _replace(self, process: "_Process", reason: str) -> None:
-        """Replace a process that has ended, or retires."""
+        """Replace a process that has ended or retires."""
         if self._stopped or process is not self._process:
             return
         log.warning("a new process for %s: %s", self._folder / FILE, reason)
@@ -370,7 +372,7 @@ class UserCode:
             if self._retiring:
                 self._retiring.kill()
             self._retiring, self._process = process, None
-        if self._losses < LOSSES:  # else with the next call
+        if self._losses < LOSSES:  # otherwise the next call starts a process
             self._begin_start()
 
 
@@ -386,16 +388,16 @@ async def _start(
 ) -> "_Process":
     """Start a process, load the file in it, and initialise its custom handler if it has one.
 
-    Raises UserCodeFailed, and InitialCallFailed where the initialising call hung or ended it.
-    user: as whom an adapter's code runs, 0 for ourselves; None for the model's own code. scratch:
-    the folder for its temporary files, where it has one of its own.
+    Raises UserCodeFailed, and InitialCallFailed if the initialising call hung or ended the process.
+    user: the id of the user that runs an adapter's code, 0 for our own user; None for the model's
+    code. scratch: a separate folder for its temporary files, or None.
     """
     ours, theirs = socket.socketpair()
-    reading, writing = os.pipe()  # of our own: asyncio's cannot be closed while others write to it
+    reading, writing = os.pipe()  # asyncio's pipe cannot be closed while others write to it
     output = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
-    # uvloop closes the descriptor, and then the file once more (handles/handle.pyx): what a thread
-    # has opened in between would be closed, since it has the same number.
+    # uvloop closes the descriptor, and then the file (handles/handle.pyx). The second close would
+    # hit a file that a thread has opened in between, since it gets the same number.
     file = os.fdopen(reading, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
     printed, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
     try:
@@ -444,7 +446,7 @@ async def _start(
 async def _within(
     seconds: float, participle: str, failure: type[UserCodeFailed] = UserCodeFailed
 ) -> AsyncGenerator[None, None]:
-    """Raise the failure where the block takes longer."""
+    """Raise the failure if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -457,7 +459,7 @@ class InitialCallFailed(UserCodeFailed):
 
 
 class _NotBegun(Exception):
-    """A call whose process has ended before it began. The message says why it has ended."""
+    """The process ended before it began the call. The message says why the process ended."""
 
 
 @dataclass(eq=False)
@@ -467,26 +469,26 @@ class _Call:
     what: What
     limit: float
     active: float | None
-    """When it began, or its last piece came; None while it has not begun."""
+    """When it began, or its last part arrived; None while it has not begun."""
     answers: "asyncio.Queue[tuple[Kind, Any] | Exception]" = field(default_factory=asyncio.Queue)
     abandoned: bool = False
-    """Nobody waits for it any more, and the process was sent its cancellation."""
+    """It is cancelled: the process was sent its cancellation."""
     acknowledged: bool = False
     """The process has read the cancellation."""
     timer: asyncio.TimerHandle | None = None
 
     @property
     def may_block(self) -> bool:
-        """Whether it may be what keeps the process from reading what it is sent."""
+        """Whether this call may block the process, which then reads no messages."""
         return self.abandoned and self.active is not None and not self.acknowledged
 
 
 class _Process:
     """A process that runs a model.py, and its calls.
 
-    output, printed: what it prints, and the transport that brings it. name: in the log.
-    longest_frame: bytes that it may send at a time. on_lost: called with the reason when it has
-    ended, or retires.
+    output, printed: its standard output, and the transport of it. name: its name in the log.
+    longest_frame: the most bytes that it may send in a frame. on_lost: called with the reason when
+    the process has ended or retires.
     """
 
     def __init__(
@@ -533,7 +535,7 @@ class _Process:
                 raise UserCodeFailed(f"{FILE} ended its process while it was loaded")
             _, kind, data = reading.result()
             if kind not in (Kind.FAILED, Kind.LOADED):
-                raise _BadFrame(f"{FILE} sent what is no answer: {kind} before it was loaded")
+                raise _BadFrame(f"{FILE} sent an invalid answer: {kind} before it was loaded")
             found = _decoded(kind, data)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise UserCodeFailed(f"{FILE} ended its process while it was loaded") from None
@@ -547,9 +549,9 @@ class _Process:
         self._tasks.append(asyncio.create_task(self._read_answers()))
 
     async def initialise(self, properties: Mapping[str, str], initial: Initial) -> None:
-        """Say the properties, and make the custom handler's initialising call.
+        """Send the properties, and make the custom handler's initialising call.
 
-        Raises UserCodeFailed, and InitialCallFailed where the process ends.
+        Raises UserCodeFailed, and InitialCallFailed if the process ends.
         """
         data = properties, initial
         try:
@@ -565,15 +567,16 @@ class _Process:
             log.warning("%s: %s; vLLM starts, and gets what handle leaves to it", FILE, said)
 
     async def until_responsive(self) -> None:
-        """Wait until no call may block it any more, or it has ended."""
+        """Wait until no call may block the process, or the process has ended."""
         await self._responsive.wait()
 
     async def call(
         self, what: What, data: Any, limit: float
     ) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """Call a function; yields what comes back of it, DONE as the last.
+        """Call a function. Yields the parts of its answer; DONE is the last.
 
-        limit: seconds that it may take, which the caller enforces. Raises _NotBegun.
+        limit: seconds that it may take, which the caller enforces. Raises _NotBegun and
+        UserCodeFailed.
         """
         if self.ended:
             raise _NotBegun(_DIED)
@@ -601,7 +604,7 @@ class _Process:
                 self._abandon(number, call)
 
     def kill(self, reason: str = "") -> None:
-        """Kill it. reason: for those who wait for an answer."""
+        """Kill the process. reason: for the callers that wait for an answer."""
         self.ended = True
         self._responsive.set()
         self._writer.close()
@@ -613,10 +616,10 @@ class _Process:
             self._finish(number, _failed(call.what, reason) if begun else _NotBegun(reason))
 
     async def gone(self) -> None:
-        """Wait until the process has ended, but not for what it may have started itself."""
+        """Wait until the process has ended, but not for processes that it started."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), GONE_S)
-        # What it started may hold its connection and its output open.
+        # Processes that it started may hold its connection and its output open.
         await asyncio.wait(self._tasks, timeout=LAST_S)
         for task in (*self._tasks, self._exit):
             task.cancel()
@@ -627,14 +630,14 @@ class _Process:
             self._writer.write(framed((number, what, data)))
 
     def _abandon(self, number: int, call: _Call) -> None:
-        """Cancel a call that nobody waits for any more."""
+        """Cancel a call that its caller no longer waits for."""
         call.abandoned = True
         self._send(number, What.CANCEL, None)
         self._watch(call)
         self._end_if_retired()
 
     def _watch(self, call: _Call) -> None:
-        """Give an abandoned call so much time to end."""
+        """Start the timer of an abandoned call."""
         if call.active is None:  # it may begin before its cancellation is read
             return
         remaining = call.active + call.limit - self._now()
@@ -644,7 +647,7 @@ class _Process:
         self._update_responsive()
 
     def _overdue(self, call: _Call) -> None:
-        """Retire, or end, because an abandoned call did not end."""
+        """Retire or kill the process, because an abandoned call did not end."""
         if call.acknowledged:
             self._retires = True
             self._on_lost(self, "a call that was cancelled did not end")
@@ -668,15 +671,17 @@ class _Process:
             self._responsive.clear()
 
     def _end_if_retired(self) -> None:
-        """End a process that retires, when nobody waits for any of its calls."""
+        """Kill a retired process whose calls are all abandoned."""
         waited_for = any(not call.abandoned for call in self._calls.values())
         if self._retires and not self.ended and not waited_for:
             self.kill()
 
     async def _read_frame(self) -> tuple[int, Kind, memoryview | bytes]:
-        """What the process sends next, which may be anything: its call, its kind, and its data in
-        msgpack, which _decoded() reads; of large data the bytes that it holds. Nothing is decoded
-        before it is known to be wanted: an empty list is one byte here, and 56 as an object.
+        """Read the next frame, whose content is not trusted. Returns its call, kind and data.
+
+        The data are in msgpack, for _decoded(), or already the bytes themselves if they are large.
+        No data are decoded before they are known to be expected: an empty list takes one byte
+        here, and 56 as an object.
 
         Raises asyncio.IncompleteReadError or ConnectionError at the end, and _BadFrame.
         """
@@ -687,7 +692,7 @@ class _Process:
         frame = await self._reader.readexactly(min(length, _LONGEST_HEAD + 5))
         head = _HEAD.match(frame)
         if not head:
-            raise _BadFrame(f"{FILE} sent what is no answer: it begins with {frame!r:.80}")
+            raise _BadFrame(f"{FILE} sent an invalid answer: it begins with {frame!r:.80}")
         number, kind = msgspec.msgpack.decode(head["call"]), Kind(head["kind"][1:].decode())
         if length > LONGEST_NOTE and not (kind in _WITH_DATA and number in self._calls):
             raise _BadFrame(
@@ -698,12 +703,12 @@ class _Process:
             return number, kind, memoryview(frame)[head.end() :]
         size, begun = length - head.end() - 5, frame[head.end() :]
         if begun[0] != _BIN32 or int.from_bytes(begun[1:5]) != size:
-            raise _BadFrame(f"{FILE} sent what is no answer: {kind} of {length} bytes is no bytes")
+            raise _BadFrame(f"{FILE} sent an invalid answer: {length} bytes of {kind} are no bytes")
         return number, kind, await self._read_large(begun[5:], size)
 
     async def _read_large(self, begun: bytes, size: int) -> bytes:
-        """So many bytes, of which the first are here. A piece at a time and with no copy of all,
-        for which the event loop would stand still.
+        """Read `size` bytes that start with `begun`, a piece at a time and without a copy of them
+        all, which would block the event loop.
         """
         data = io.BytesIO()
         data.write(begun)
@@ -726,11 +731,11 @@ class _Process:
                 answer = _decoded(kind, data) if headed or kind != Kind.HEAD else None
                 if not call or not self._receive(number, call, kind, answer):
                     idle += 1
-                # A call that is cancelled as it ends has at most two more.
+                # A call that is cancelled as it ends sends at most two more answers.
                 if idle > _MOST_IDLE + 2 * self._latest:
-                    raise _BadFrame(f"{FILE} sent {idle} answers that nobody waits for")
+                    raise _BadFrame(f"{FILE} sent {idle} answers to no call")
                 if count % FRAMES == 0 or len(data) > OUTPUT:
-                    await asyncio.sleep(0)  # to read what is there already gives up no turn
+                    await asyncio.sleep(0)  # reading buffered data does not yield to other tasks
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except _BadFrame as error:
@@ -738,11 +743,11 @@ class _Process:
         self._lose(reason)
 
     async def _notice_exit(self) -> None:
-        """Wait for the end of the process itself: processes that it forked may keep its connection
-        open, and what they do is no answer.
+        """Wait for the end of the process itself. Processes that it forked may keep its connection
+        open, but they do not answer its calls.
         """
         await self._process.wait()
-        await asyncio.sleep(LAST_S)  # what it sent before is most often still to be read
+        await asyncio.sleep(LAST_S)  # its last frames are usually still unread
         self._lose(_DIED)
 
     def _lose(self, reason: str) -> None:
@@ -751,7 +756,7 @@ class _Process:
             self._on_lost(self, reason)
 
     def _receive(self, number: int, call: _Call, kind: Kind, answer: Any) -> bool:
-        """Take an answer; say whether it is one that the call can have."""
+        """Take an answer. Returns whether the call can have such an answer."""
         match kind:
             case Kind.DONE:
                 self._finish(number, (kind, answer))
@@ -772,7 +777,7 @@ class _Process:
         return True
 
     async def _pass_on_output(self) -> None:
-        """Log what the user's code prints, a line at a time and without secrets."""
+        """Log the output of the user's code, a line at a time and without secrets."""
         output = _Output(self._now())
         told = self._now() - TOLD_S
         while data := await self._output.read(OUTPUT):
@@ -783,43 +788,43 @@ class _Process:
             if output.dropped and self._now() - told > TOLD_S:
                 told = self._now()
                 self._tell_dropped(output)
-            # To read what is there already gives up no turn of the event loop.
+            # Reading buffered data does not yield to other tasks.
             await asyncio.sleep(SLOWED_S if output.dropping else 0)
         if line := output.rest():
             self._log(line)
         self._tell_dropped(output)
 
     def _log(self, line: str) -> None:
-        # No template: by one, different lines would count as repetitions of the first.
+        # No template: different lines with one template would count as repetitions of the first.
         log.info(redacted(f"{self._name}: {line}"))
 
     def _tell_dropped(self, output: "_Output") -> None:
         if output.dropped:
-            text = f"{self._name} printed {output.dropped} lines more than are logged of it"
+            text = f"{self._name} printed {output.dropped} more lines, which are not logged"
             log.warning(text)
             output.dropped = 0
 
 
 class _Output:
-    """What a process prints, in lines; as many as PRINTED_S and BURST allow.
+    """The output of a process in lines, at most as many as PRINTED_S and BURST allow.
 
-    now: seconds, of the clock that lines() is told.
+    now: seconds, of the same clock as the `now` of lines().
     """
 
     def __init__(self, now: float) -> None:
         self.dropped = 0
-        """Lines that were left out."""
+        """Omitted lines."""
         self._left, self._since = float(BURST), now
-        self._line, self._size = b"", 0  # what has no end yet: its beginning, all of its bytes
-        self._skips = False  # the rest of a line of which the beginning was left out
+        self._line, self._size = b"", 0  # the unfinished line: its first bytes, its full size
+        self._skips = False  # whether to skip the rest of a line whose beginning was omitted
 
     @property
     def dropping(self) -> bool:
-        """Whether what comes now is left out."""
+        """Whether the next output is omitted."""
         return self._left < 1 or self._skips or self._size > LINE
 
     def lines(self, data: bytes, now: float) -> Iterator[str]:
-        """The lines that end in this, each at most LINE bytes."""
+        """Yield the lines that end in these data, each with at most LINE bytes."""
         self._left = min(BURST, self._left + (now - self._since) * PRINTED_S)
         self._since = now
         at = 0
@@ -835,17 +840,17 @@ class _Output:
         rest = data[at:]
         if self._left >= 1:
             self._add(rest)
-        elif rest:  # in one go, however many lines it has
+        elif rest:  # counted at once, for any number of lines
             self.dropped += rest.count(b"\n")
             self._skips = not rest.endswith(b"\n")
             self._line, self._size = b"", 0
 
     def rest(self) -> str:
-        """The line that has begun, which is then over."""
+        """Return the unfinished line, and clear it."""
         line, size, self._line, self._size = self._line, self._size, b"", 0
         if size <= LINE:
             return line.decode(errors="replace").rstrip()
-        # A secret that is cut does not look like one: the last word goes.
+        # Redaction does not recognise part of a secret, so the last word is cut off.
         whole, _, word = line.rpartition(b" ")
         kept = whole if len(word) < 1024 else line[:-1024]
         return f"{kept.decode(errors='replace')} … ({size - len(kept)} bytes more)"
@@ -857,7 +862,7 @@ class _Output:
 
 
 class _BadFrame(Exception):
-    """A frame that is not of handlers/custom.py's format. The message says why."""
+    """A frame is not in the format of handlers/custom.py. The message says why."""
 
 
 _FORMATTED = msgspec.msgpack.Decoder(
@@ -874,13 +879,13 @@ _DATA: Mapping[Kind, msgspec.msgpack.Decoder[Any]] = {
     Kind.HEAD: msgspec.msgpack.Decoder(Head),
     Kind.PART: msgspec.msgpack.Decoder(bytes),
 }
-"""What the data of each kind is."""
+"""Each kind of frame → the decoder of its data."""
 _BIN32 = 0xC6
-"""What bytes begin with in msgpack that have so many; four with their number follow."""
+"""The first byte of long bytes in msgpack. Four bytes with their length follow."""
 _WITH_DATA = (Kind.DONE, Kind.PART)
 _MOST_IDLE = 1000
 
-# What a frame begins with, in msgpack: an array of three, the call's number and the kind.
+# The beginning of a frame in msgpack: an array of three, the call's number and the kind.
 _HEAD = re.compile(
     rb"\x93(?P<call>[\x00-\x7f]|\xcc.|\xcd.{2}|\xce.{4}|\xcf.{8})"
     rb"(?P<kind>" + b"|".join(msgspec.msgpack.encode(kind) for kind in Kind) + rb")",
@@ -890,13 +895,13 @@ _LONGEST_HEAD = 17
 
 
 def _decoded(kind: Kind, data: memoryview | bytes) -> Any:
-    """Raises _BadFrame."""
+    """Return the data of a frame. Raises _BadFrame."""
     if isinstance(data, bytes):
         return data
     try:
         return _DATA[kind].decode(data)
     except msgspec.MsgspecError as error:
-        raise _BadFrame(f"{FILE} sent what is no answer: {kind}: {error}") from None
+        raise _BadFrame(f"{FILE} sent an invalid answer: {kind}: {error}") from None
 
 
 _DIED = (

@@ -3,8 +3,8 @@
 
     python examples/sagemaker/endpoint.py URL IMAGE FIRST SECOND NEWER NAME=VALUE...
 
-URL: of the stand-in (scripts/sagemaker local). IMAGE: what it runs, like
-process:./entrypoint.sh, where the stand-in was started with --program ./entrypoint.sh.
+URL: the stand-in's (scripts/sagemaker local). IMAGE: the program that it runs, like
+process:./entrypoint.sh if the stand-in was started with --program ./entrypoint.sh.
 FIRST, SECOND: the adapters, like s3://bucket/french.tar.gz. NEWER: another version of the first.
 NAME=VALUE: the container's environment, like HF_MODEL_ID=HuggingFaceTB/SmolLM2-135M-Instruct.
 """
@@ -22,7 +22,7 @@ GREEDY = {"max_tokens": 16, "temperature": 0}
 
 url, image, first, second, newer, *variables = sys.argv[1:]
 environment = dict(it.split("=", 1) for it in variables) | {"OPTION_ENABLE_LORA": "true"}
-# Their key is in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, as the stand-in prints it. Without
+# Their key is in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, which the stand-in prints. Without
 # endpoint_url these are clients of AWS.
 options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
 sagemaker: Any = boto3.client("sagemaker", **options)
@@ -128,7 +128,7 @@ assert closed["ClosedSessionId"] == session
 try:
     invoke("base", {"prompt": "Hello", **GREEDY}, SessionId=session)
 except runtime.exceptions.ModelError as error:
-    # The container's own status and words; to the client every error of its is 424.
+    # The container's own status and message; to the client every error of it is 424.
     assert "session not found" in error.response["OriginalMessage"]
 else:
     raise AssertionError("the session lives on")
@@ -144,7 +144,7 @@ assert updated not in answers.values(), updated
 assert answer("second") == answers["second"]
 print("updated:", updated)
 
-# 7. The way back: adapters, base, endpoint, configuration, model.
+# 7. Delete all: adapters, base, endpoint, configuration, model.
 for name in ("first", "second", "base"):
     sagemaker.delete_inference_component(InferenceComponentName=name)
     while sagemaker.list_inference_components(NameContains=name)["InferenceComponents"]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of an answer that SageMaker streams. Copy this file: it needs nothing but Python.
+"""The events of an answer that SageMaker streams. Copy this file: it only needs Python.
 
     answer = boto3.client("sagemaker-runtime").invoke_endpoint_with_response_stream(...)
     for event in events(answer["Body"]):
         print(event["choices"][0]["delta"].get("content"), end="")
 
-SageMaker cuts the container's bytes where it likes: a part can be half an event, several, or end
-within a character.
+SageMaker splits the container's bytes at any place: a part can be half an event, several events, or
+end within a character.
 """
 
 import json
@@ -17,7 +17,7 @@ FAILURES = ("ModelStreamError", "InternalStreamFailure")
 
 
 class StreamError(Exception):
-    """The stream broke off, or the model told an error in it. code: the platform's or its own."""
+    """The stream broke off, or has an error of the model's. code: the platform's or the model's."""
 
     def __init__(self, message: str, code: object = None) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class StreamError(Exception):
 
 
 def events(body: Iterable[Any]) -> Iterator[Any]:
-    """The events of server-sent events or JSON lines: what JSON says, or text that is none.
+    """Yield the data of SSE events or JSON lines: parsed JSON, or text that is not JSON.
 
     body: boto3's event stream, or any other parts, as bytes. Ends at `[DONE]` or with the body.
-    Raises StreamError, and what the client library raises for broken connections.
+    Raises StreamError, and the client library's exceptions for broken connections.
     """
-    data: list[bytes] = []  # the lines of a server-sent event that is not whole yet
+    data: list[bytes] = []  # the lines of an incomplete SSE event
     rest = b""
     parts = _parts(body)
     for part in parts:
@@ -44,7 +44,7 @@ def events(body: Iterable[Any]) -> Iterator[Any]:
             elif data and not line:
                 event, data = b"\n".join(data), []
                 if event == b"[DONE]":
-                    for _ in parts:  # to its end, for the connection to be used again
+                    for _ in parts:  # to its end, so that the connection can be reused
                         pass
                     return
                 yield _event(event)
@@ -79,7 +79,7 @@ def _parts(body: Iterable[Any]) -> Iterator[bytes]:
             else:
                 ((name, told),) = part.items()
                 raise StreamError(f"{name}: {told.get('Message')}", told.get("ErrorCode", name))
-    except Exception as error:  # boto3 raises a class of its own, which this file does not import
+    except Exception as error:  # boto3's own class, which this file does not import
         told = getattr(error, "response", {}).get("Error", {})
         if told.get("Code") not in FAILURES:
             raise

@@ -2,7 +2,7 @@
 """The names that users' model.py files import from LMI's package `djl_python`.
 
 They find it under that name, in a separate process. Names and signatures are LMI's, as far as a
-file written for LMI's vLLM path uses them. Nothing large is imported before it is needed.
+file written for LMI's vLLM path uses them. Large modules are only imported when they are needed.
 """
 
 import importlib
@@ -14,9 +14,9 @@ from .outputs import Output
 from .pair_list import PairList
 
 __all__ = ["Input", "Output", "PairList"]
-__version__ = "0.36.0"  # of the package that this one stands in for
+__version__ = "0.36.0"  # of the package that this one replaces
 
-# An alias for the package alone would have Python load its modules twice, djl_python.outputs beside
+# With an alias only for the package, Python would load its modules twice, as djl_python.outputs and
 # handlers.djl_python.outputs, and an Output of the one would not be an Output of the other.
 for _name in (
     "async_utils",

@@ -2,7 +2,7 @@
 """The names of LMI's djl_python that this package lacks. Importing one raises an error that names
 the alternative.
 
-docs/reference/djl_python.md lists every name; a test holds that page to this file.
+docs/reference/djl_python.md lists every name; a test compares that page with this file.
 """
 
 import sys
@@ -52,7 +52,7 @@ _MODULES: Mapping[str, str] = {
         _INSIDE,
     ),
 }
-"""Module, or package → why it is not here, and what to do."""
+"""Missing module or package → the reason, and the alternative."""
 
 _FORMATTING = (
     "it formats tokens of LMI's rolling batch; here an output_formatter gets the engine's answer "
@@ -96,16 +96,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         _FORMATTING,
     ),
 }
-"""Module that is here → name in it that is not → why, and what to do."""
+"""Existing module → name that it lacks → the reason, and the alternative."""
 
 
 def reason(module: str) -> str:
-    """Why a module of the package is not here. module: its name below the package."""
+    """Return why a module of the package is missing. module: its name below the package."""
     return _MODULES.get(module.partition(".")[0], _OLDER)
 
 
 def looked_up(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that is here."""
+    """Return the `__getattr__` of an existing module."""
 
     def look_up(name: str) -> Any:
         whole = f"{PACKAGE}.{module}".rstrip(".")
@@ -117,7 +117,7 @@ def looked_up(module: str) -> Callable[[str], Any]:
 
 
 class _Finder:
-    """Finds no module of the package, and says why."""
+    """Raises an error with the reason for each missing module of the package."""
 
     def find_spec(
         self,

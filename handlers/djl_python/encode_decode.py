@@ -19,10 +19,10 @@ def decode(
     key: str | None = None,
     require_csv_headers: bool = True,
 ) -> Any:
-    """The decoded content of a request. Raises ValueError when its body is not what content_type
-    says.
+    """Return the decoded content of a request. Raises ValueError if its body does not have the
+    type content_type.
 
-    JSON may be anything, and a CSV without headers is an array; whatever else there is comes as
+    JSON may be any value, and a CSV without headers is an array. All other content is
     {"inputs": …}.
     """
     if not content_type:
@@ -53,7 +53,7 @@ def _guessed(inputs: Input, key: str | None) -> Any:
 
 
 def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
-    """The column `inputs`, or the rows; without headers an array of numbers.
+    """Return the column `inputs`, or the rows; without headers an array of numbers.
 
     Raises ValueError if no header names the key, and for a value that is not a number.
     """

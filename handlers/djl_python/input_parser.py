@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decorators' place in LMI's package."""
+"""LMI's module of the decorators."""
 
 from handlers.decorators import init_handler, input_formatter, prediction_handler
 

@@ -30,12 +30,12 @@ class Input:
             self.content.add("data", body)
 
     def __str__(self) -> str:
-        """Its properties and its content, which are a request's: not for a log."""
+        """Return its properties and its content. They are a request's, so never log them."""
         contents = [f"{key}: {self.get_data(key)}" for key in self.content.get_keys()]
         return "\n".join([f"properties: {dict(self.properties)}", *contents])
 
     def get_batches(self) -> list["Input"]:
-        """The requests in here: this one, as the engine batches by itself."""
+        """Return the requests in this one: only itself, because the engine batches requests."""
         return [self]
 
     def is_batch(self) -> bool:

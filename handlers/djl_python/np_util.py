@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of arrays in bytes: NumPy's own files, and DJL's NDList.
 
-An NDList is a count, then each array. An array is the text NDAR, a version, a byte that is set if a
-name follows, the name, the names of storage and type, the shape, a layout letter for each
-dimension, a byte for the byte order, the length of the data, and the data. Numbers are big-endian;
-lengths of texts have 2 bytes, extents 8, all others 4.
+An NDList is a count, then each array. An array begins with the text NDAR, a version, and a byte
+that is set if a name follows. Then come the name, the names of storage and type, the shape, and a
+layout letter for each dimension. A byte for the byte order, the length of the data, and the data
+follow. Numbers are big-endian; lengths of texts have 2 bytes, extents 8, all others 4.
 """
 
 import io
@@ -21,7 +21,7 @@ _MOST_DIMENSIONS = 32
 
 
 def from_nd_list(encoded: bytes) -> list[Any]:
-    """The arrays of an NDList, an .npz or an .npy file. Raises ValueError when it is none."""
+    """Return the arrays of an NDList, an .npz or an .npy file. Raises ValueError for other data."""
     import numpy as np
 
     stream = io.BytesIO(encoded)
@@ -66,7 +66,7 @@ def _text(stream: io.BytesIO) -> str:
 
 
 def to_nd_list(np_list: Any) -> bytes:
-    """An NDList of an array or of several."""
+    """Return an NDList of one or several arrays."""
     import numpy as np
 
     arrays = np_list if isinstance(np_list, list | tuple) else [np_list]

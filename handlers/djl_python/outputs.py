@@ -11,11 +11,11 @@ from . import np_util
 from .pair_list import PairList, Properties
 
 FAILED = 424
-"""LMI's status for whatever went wrong in Python."""
+"""LMI's status for any failure in Python."""
 
 
 class Encoded(bytearray):
-    """The result of Output.binary_encode(), which has more than the content.
+    """The result of Output.binary_encode(), which has further fields beside the content.
 
     fields: by LMI's names: data, last, code and error.
     """
@@ -26,14 +26,14 @@ class Encoded(bytearray):
 
 
 def in_json_lines(token_texts: Any) -> str:
-    """A step of a stream, as LMI writes it where the handler does not say how."""
+    """Return a step of a stream in LMI's default format."""
     return json.dumps({"outputs": token_texts}) + "\n"
 
 
 class Output:
     """An answer. The server reads code, properties (the headers), body, last, and stream_content.
 
-    last: whether nothing follows this piece of a stream.
+    last: whether this is the last piece of a stream.
     """
 
     def __init__(self, code: int = 200, message: str = "OK") -> None:
@@ -55,7 +55,7 @@ class Output:
 
     @property
     def body(self) -> bytes:
-        """The content of the name "data", or the first, as LMI sends it."""
+        """The content with the name "data", or the first content, as in LMI."""
         if self.content.is_empty():
             return b""
         body: bytes = self.content.get("data") or self.content.value_at(0)
@@ -87,7 +87,7 @@ class Output:
         """Make this the answer to a request that failed. code: the HTTP status."""
         self.code = code
         self.message = message
-        self.content = PairList()  # what was added before it failed
+        self.content = PairList()  # drops content that was added before the failure
         self.add_property("Content-Type", "application/json")
         return self.add_as_json({"code": code, "message": message, "error": error})
 
@@ -106,15 +106,15 @@ class Output:
         stream_content: Iterator[Any],
         output_formatter: Callable[[Any], Any] | None = in_json_lines,
     ) -> Self:
-        """Have the answer be what an iterator gives, a piece after the other, each as
-        output_formatter makes it. None: as it is.
+        """Stream the items of an iterator as the answer. output_formatter formats each item; None
+        leaves them unchanged.
         """
         self.stream_content = iter(stream_content)
         self.stream_output_formatter = output_formatter
         return self
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:
-        """Have a function called once the answer has been sent."""
+        """Set a function that is called after the answer has been sent."""
         self.finalize_function, self.finalize_args = finalize_function, args
         return self
 
@@ -125,9 +125,9 @@ class Output:
 
     @staticmethod
     def binary_encode(data: Mapping[str, Any]) -> Encoded:
-        """An answer, or a piece of one, for add(): its data, whether it is the last, its code and
-        its error. As bytes: a count of 2 bytes, then keys and values, each with its length before
-        it, in 4 bytes, big-endian.
+        """Encode an answer, or a piece of one, for add(): its data, whether it is the last, its
+        code and its error. The bytes are a count of 2 bytes, then keys and values, each preceded by
+        its length in 4 bytes, big-endian.
         """
         message = bytearray(len(data).to_bytes(2, "big"))
         for name, value in data.items():
@@ -147,7 +147,7 @@ class Output:
         raise NotImplementedError("Output.send: the server sends what handle returns")
 
     def _told(self, fields: Mapping[str, str | None]) -> str:
-        """Take over what binary_encode() was told; the content is returned."""
+        """Apply the fields of binary_encode(). Returns the content."""
         self.last = (fields.get("last") or "").lower() == "true"
         error = fields.get("error")
         if code := fields.get("code"):
@@ -179,7 +179,7 @@ class Output:
 
 
 def encoded(value: Any) -> bytes:
-    """Text and bytes as they are, anything else as JSON."""
+    """Return text and bytes unchanged, and other values as JSON."""
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if hasattr(value, "model_dump_json"):
@@ -188,7 +188,7 @@ def encoded(value: Any) -> bytes:
 
 
 def dumped(value: Any, indent: int | None = None) -> str:
-    """A value in JSON. Raises TypeError or ValueError when it has no place there."""
+    """Return a value as JSON. Raises TypeError or ValueError if JSON cannot represent it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, indent=indent)
 
 

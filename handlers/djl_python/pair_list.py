@@ -77,9 +77,9 @@ class PairList:
 
 
 class Properties(dict[str, str]):
-    """Properties by name, in any case: headers are among them.
+    """Properties by case-insensitive name, also headers.
 
-    get, `in`, reading and setting an item go by it; a name keeps the spelling it came with first.
+    get, `in`, reading and setting an item ignore the case; a name keeps its first spelling.
     """
 
     def __getitem__(self, name: str) -> str:

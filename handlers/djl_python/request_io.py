@@ -33,7 +33,7 @@ class Token:
 
 
 class Iterator:
-    """An index that goes on."""
+    """An index that can be advanced."""
 
     def __init__(self) -> None:
         self._index = 0

@@ -11,8 +11,8 @@ _ENGINES = ("Accelerate",)
 
 
 class HFStreamer:
-    """What `generate()` writes to, and who wants its text reads: a list of texts for each step, one
-    for each of the prompts.
+    """A queue between `generate()`, which writes tokens, and a reader of text: each step is a list
+    with a text for each prompt.
     """
 
     def __init__(self, tokenizer: Any, **decode_kwargs: Any) -> None:
@@ -21,7 +21,7 @@ class HFStreamer:
         self._texts: queue.Queue[Any] = queue.Queue()
 
     def put(self, value: Any) -> None:
-        """Take a step's tokens, one for each prompt, or the prompts', a list for each."""
+        """Take a step's tokens, one for each prompt, or the prompts' tokens, a list for each."""
         rows = [[token] for token in value.tolist()] if value.ndim == 1 else value.tolist()
         self._texts.put([self._tokenizer.decode(row, **self._decode_kwargs) for row in rows])
 
@@ -50,8 +50,8 @@ class StreamingUtils:
     def use_hf_default_streamer(
         model: Any, tokenizer: Any, inputs: Sequence[str], device: Any, **kwargs: Any
     ) -> HFStreamer:
-        """The texts of `model.generate()`, which runs in a thread: first the prompts, then a step
-        after the other. A failure is the last item. kwargs: generate()'s.
+        """Return the texts of `model.generate()`, which runs in a thread: first the prompts, then
+        each step. A failure is the last item. kwargs: generate()'s.
         """
         streamer = HFStreamer(tokenizer, skip_special_tokens=True)
         _generate(model, tokenizer, inputs, device, streamer, kwargs)
@@ -59,8 +59,8 @@ class StreamingUtils:
 
     @staticmethod
     def get_stream_generator(execution_engine: str) -> Callable[..., Iterator[list[str]]]:
-        """A function of (model, tokenizer, inputs, device, **parameters) whose iterator has a list
-        of texts for each step, one for each of the inputs; without the prompts.
+        """Return a function of (model, tokenizer, inputs, device, **parameters). Its iterator has a
+        list of texts for each step, one for each of the inputs, without the prompts.
 
         execution_engine: "Accelerate". Raises ValueError for another.
         """
@@ -90,7 +90,7 @@ def _generate(
     streamer: HFStreamer,
     parameters: dict[str, Any],
 ) -> None:
-    """Have a thread generate; its tokens go to the streamer."""
+    """Generate in a thread; the tokens go to the streamer."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokens = tokenizer(list(inputs), padding=True, return_tensors="pt")
     tokens = tokens.to(model.device if device is None else device)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts from a LoRA adapter's files, and the reasons why it cannot work with a model.
 
-Only the configuration and the header of the weights are read, so this takes milliseconds however
-large the adapter is. It refuses what vLLM 0.32 refuses (vllm/lora/peft_helper.py, lora_model.py),
-before the engine sees it. In the engine a fault would cost the first request, or the engine itself.
+Only the configuration and the weights' header are read, so this takes milliseconds for an adapter
+of any size. It refuses the adapters that vLLM 0.32 refuses (vllm/lora/peft_helper.py,
+lora_model.py). In the engine such a fault would fail the first request, or crash the engine.
 
 Checkpoints, PEFT and vLLM name the same module differently: transformers has called a language
 model's layers `model.language_model.layers` since 4.52, published files call them `model.layers` or
@@ -29,29 +29,30 @@ LONGEST_CONFIG = 4 * 1024 * 1024  # bytes; it may name each expert of a large mo
 NESTED_CONFIG = 10_000  # lists and objects in it; PEFT writes a few dozen
 LONGEST_HEADER = 32 * 1024 * 1024  # bytes; 90,000 tensors, of all experts in 58 layers, take 15 MB
 _BESIDE = 1024 * 1024
-"""Bytes of a header that are for no tensor: what a program for training notes of itself."""
+"""Most bytes of a header beside its tensors: a training program's own metadata."""
 _LONGEST_ENTRY = 512
-"""Bytes of a tensor's entry in a header, without its name in the base model."""
+"""Most bytes of a tensor's entry in a header, without its name in the base model."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _UNSUPPORTED = (
     *("use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication"),
     *("use_bdlora", "use_qalora"),
 )
-# What only sets the first values of the weights; others change the model's own at PEFT's loading.
+# Methods that only initialise the adapter's weights. Other methods change the model's own weights
+# when PEFT loads the adapter.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _PREFIX = "base_model.model."
 """PEFT's prefix of module names, which some training programs leave out."""
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<part>[AB])")
 _COPY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.base_layer\.weight")
-"""The model's own weights, which PEFT saves beside the adapter's; vLLM does not read them."""
+"""The model's own weights, which PEFT saves with the adapter's. vLLM does not read them."""
 _HEADS = ("classifier", "score")
-"""Modules that an adapter may bring whole: the last layer of a model that classifies."""
+"""Modules that an adapter may replace as a whole: the last layer of a classification model."""
 _HEAD = re.compile(rf"(.+\.)?(?P<module>{'|'.join(_HEADS)})\.(?P<part>weight|bias)")
 _FUSED = ".experts.base_layer"
-"""How the names of PEFT's adapters of gate_up_proj end that are one tensor for all experts of a
-layer; those of down_proj end with `.experts`."""
+"""The suffix of PEFT's module names for gate_up_proj in one tensor for all experts of a layer. The
+suffix for down_proj is `.experts`."""
 
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -60,10 +61,12 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """rank: the largest of its modules. modules: name in PEFT's model → shapes of A, (rank, in),
+    """An adapter's facts.
+
+    rank: the largest rank of its modules. modules: name in PEFT's model → shapes of A, (rank, in),
     and B, (out, rank). For all experts of a layer in one tensor, rank is the sum of their ranks.
-    copies: of weights of the model, by names of tensors. heads: modules that it brings whole, with
-    the shape of the weight, (labels, in).
+    copies: copies of the model's own weights, by names of tensors. heads: modules that it replaces
+    as a whole, with the shape of the weight, (labels, in).
     """
 
     rank: int
@@ -73,7 +76,7 @@ class Adapter:
 
     @property
     def fused(self) -> frozenset[str]:
-        """Modules whose tensors are of all experts of a layer."""
+        """Modules with one tensor for all experts of a layer."""
         down = {it.removesuffix(".base_layer") for it in self.modules if it.endswith(_FUSED)}
         down |= {it for it in self.modules if it.endswith(".experts")}
         return frozenset(self.modules.keys() & (down | {f"{it}.base_layer" for it in down}))
@@ -85,8 +88,8 @@ _Renames = tuple[tuple[str, str], ...]
 
 
 class Experts(StrEnum):
-    """How vLLM takes adapters of experts: as one tensor for all of a layer (PEFT's
-    target_parameters), as tensors of each, or both ways.
+    """The form of experts' adapters that vLLM accepts: one tensor for all experts of a layer
+    (PEFT's target_parameters), tensors for each expert, or both.
     """
 
     FUSED = "fused"
@@ -99,7 +102,7 @@ class Names:
     """An architecture's rules, in vLLM's order (WeightsMapper in model_executor/models/utils.py).
 
     told: whether the names are known; otherwise only the engine can interpret them.
-    pooling: the model does not generate; vLLM then finds modules without a leading `model.`, too.
+    pooling: the model does not generate; vLLM then also finds modules without a leading `model.`.
     """
 
     regex: _Renames = ()
@@ -111,7 +114,7 @@ class Names:
     experts: Experts = Experts.EITHER
 
     def of(self, tensor: str) -> str:
-        """vLLM's name for a tensor of the model or an adapter."""
+        """Return vLLM's name for a tensor of the model or an adapter."""
         for old, new in self.regex:
             tensor = re.sub(old, new, tensor)
         for old, new in self.substr:
@@ -125,17 +128,17 @@ class Names:
         return tensor.removeprefix("model.") if self.pooling else tensor
 
     def renamed(self, tensors: Mapping[str, _T]) -> dict[str, _T]:
-        """A model's tensors by vLLM's names."""
+        """Return a model's tensors by vLLM's names."""
         return {self.of(name): tensor for name, tensor in tensors.items()}
 
 
 LITERAL = Names()
-"""Nothing is renamed."""
+"""The rules that rename no tensor."""
 
 
 @cache
 def _vllms() -> Mapping[str, Any]:
-    """What scripts/generate/vllm_adapters.py writes, and which architectures there are."""
+    """Return the data that scripts/generate/vllm_adapters.py writes, with vLLM's architectures."""
     adapters = json.loads(Path(__file__).with_name("vllm_adapters.json").read_text())
     return {**adapters, "known": vllm_models()["known"]}
 
@@ -146,7 +149,7 @@ _SUFFIXES = (
     *("ForAudioClassification", "ForImageClassification", "ForVideoClassification"),
     *("ClassificationModel", "ForRewardModeling", "RewardModel", "Model"),
 )
-"""By which vLLM finds the model that it makes another one of (vllm/config/model.py)."""
+"""Suffixes of architectures that vLLM derives from another model (vllm/config/model.py)."""
 
 
 def _served_by(architectures: Iterable[str]) -> str | None:
@@ -186,10 +189,10 @@ def names(architectures: Iterable[str], engine: Mapping[str, Any], pooling: bool
 
 
 def look(checkpoint: Checkpoint, base: Mapping[str, Tensor] | None = None) -> Adapter:
-    """Read an adapter as PEFT saves it. Raises ModelError, which names the file and the fault.
+    """Read an adapter in PEFT's format. Raises ModelError, which names the file and the fault.
 
-    base: the model's tensors by name, where they are known: each can have two in an adapter, and a
-    header that is longer than so many need is not read.
+    base: the model's tensors by name, if known. Each can have two tensors in an adapter. A header
+    that is longer than these need is not read.
     """
     if WEIGHTS not in checkpoint.sizes:
         pickled = sorted(name for name in checkpoint.sizes if name.endswith(PICKLES))
@@ -242,11 +245,13 @@ def _tensors_of(name: str, tensor: Tensor) -> int:
 def _whole(
     heads: Mapping[str, Mapping[str, tuple[int, ...]]], saved: Any
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the heads' weights. Raises ModelError for an adapter that vLLM would refuse."""
+    """Return the shapes of the heads' weights. Raises ModelError if vLLM refuses the adapter."""
     if saved and not heads:
         raise ModelError(f"{WEIGHTS} has no weight of modules_to_save={saved!r}")
     if len(heads) > 1:
-        raise ModelError(f"{WEIGHTS} has {' and '.join(sorted(heads))}; vLLM takes one of them")
+        raise ModelError(
+            f"{WEIGHTS} has {' and '.join(sorted(heads))}; vLLM accepts only one of them"
+        )
     for name, parts in heads.items():
         weight, bias = parts.get("weight", ()), parts.get("bias")
         if len(weight) != 2 or 0 in weight or bias not in (None, weight[:1]):
@@ -322,10 +327,10 @@ def _pair(
 def faults(
     adapter: Adapter, base: Mapping[str, Tensor], max_rank: int, names: Names = LITERAL
 ) -> list[str]:
-    """Why the adapter cannot work with this model.
+    """Return the reasons why the adapter cannot work with this model.
 
-    base: the model's tensors, by vLLM's names as `names` makes them; a module whose weight is not
-    among them under its usual name (in a quantised model) has no check of its shape.
+    base: the model's tensors, renamed by `names`. The shape of a module is not checked if its
+    weight has no usual name among them, as in a quantised model.
     """
     found = []
     if adapter.rank > max_rank:
@@ -335,7 +340,7 @@ def faults(
     modules = {_module(it, names): it for it in adapter.modules}
     if len(modules) < len(adapter.modules):
         twice = min(adapter.modules.keys() - {*modules.values()})
-        return [*found, f"it has {twice} under another name, too"]
+        return [*found, f"it also has {twice} under another name"]
     usual = all(f"{module}.weight" in base for module in modules)
     prefixes = modules.keys() if usual or not base else _prefixes(base)
     for module, name in sorted(modules.items()):
@@ -361,7 +366,7 @@ def faults(
 
 
 def _module(name: str, names: Names) -> str:
-    """vLLM's name of a module; it renames the tensors."""
+    """Return vLLM's name of a module, by the name of its tensor."""
     end = ".lora_A.weight"
     return names.of(f"{name}{end}").removesuffix(end)
 
@@ -382,7 +387,7 @@ def _tied(module: str, base: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _experts_fault(adapter: Adapter, name: str, names: Names) -> str | None:
-    """Why vLLM does not take an adapter of experts in its form."""
+    """Return why vLLM refuses the form of an experts' adapter, or None."""
     if name in adapter.fused:
         other = name.removesuffix(".base_layer") if name.endswith(_FUSED) else f"{name}.base_layer"
         if other not in adapter.modules:

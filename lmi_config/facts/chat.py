@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formats of a model's tool calls and reasoning, and vLLM's parsers for them.
 
-No file names a parser. A model's format follows from its training, and shows in its chat template
-and its model_type. The rules are vLLM 0.32's: the format that each of its parsers reads
-(vllm/tool_parsers, vllm/reasoning), which of them its users name for which model
-(vllm-project/recipes), and the tokens without which a parser does not start. A model that no rule
-fits has none: a wrong parser takes a part of the answer away.
+No file names a parser. A model's format follows from its training, and is visible in its chat
+template and its model_type. The rules are vLLM 0.32's: the format of each parser
+(vllm/tool_parsers, vllm/reasoning), the parsers that users choose for models
+(vllm-project/recipes), and the tokens that a parser needs to start. A model without a fitting rule
+gets no parser, because a wrong parser would remove a part of the answer.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lmi_config.facts.model import Checkpoint, ModelError, json_object
 
-_LONGEST_TEMPLATE = 1_000_000  # bytes; those that are published have less than 40,000
+_LONGEST_TEMPLATE = 1_000_000  # bytes; published templates have less than 40,000
 _THINK = ("<think>", "</think>")
 _JAMBA = ("<tool_calls>", "</tool_calls>")
 _DEEPSEEK = "<｜Assistant｜>"  # noqa: RUF001  # its tokens have wide bars
@@ -32,8 +32,8 @@ class Parser:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """tools: whether it reads tool calls from the model's output. reasoning: tells its thoughts
-    from its answer. None: not known.
+    """The parsers of a model's output; None if unknown. tools: parses tool calls. reasoning:
+    separates reasoning from the answer.
     """
 
     tools: Parser | None = None
@@ -42,10 +42,10 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """Which parser, where all of this holds.
+    """A parser, and the conditions for it, which must all hold.
 
-    types: prefixes of model_type; one of them must match. marks: what the template has to contain.
-    tokens: what the vocabulary has to.
+    types: prefixes of model_type; one of them must match. marks: texts that the template must
+    contain. tokens: tokens that the vocabulary must contain.
     """
 
     parser: str | None
@@ -54,7 +54,7 @@ class _Rule:
     tokens: tuple[str, ...] = ()
 
 
-# The first that fits counts.
+# The first fitting rule counts.
 _TOOLS = (
     _Rule("openai", types=("gpt_oss",)),
     _Rule("deepseek_v32", types=("deepseek_v32",)),
@@ -121,7 +121,7 @@ _REASONING = (
     _Rule("deepseek_v3", marks=(_DEEPSEEK, "<think>", "not thinking"), tokens=_THINK),
     _Rule("deepseek_r1", marks=(_DEEPSEEK + "<think>",), tokens=_THINK),
     _Rule("qwen3", types=("qwen3",), marks=("<think>", "<|im_start|>"), tokens=_THINK),
-    # QwQ and what was made of it: their prompts end with an open thought.
+    # QwQ and models derived from it: their prompts end with an open <think>.
     _Rule(
         "deepseek_r1", types=("qwen2",), marks=("<|im_start|>assistant\\n<think>",), tokens=_THINK
     ),
@@ -141,16 +141,16 @@ tests/serving/engine/test_streamed_calls.py finds out).
 
 
 def look(checkpoint: Checkpoint, model_type: str | None, template: str | None = None) -> Chat:
-    """The formats according to the model's files. template: the template that replaces the model's
-    own.
+    """Return the parsers according to the model's files. template: the template that replaces the
+    model's own.
     """
     if template is None and "tekken.json" in checkpoint.sizes:
-        # vLLM then takes Mistral's own tokenizer, which has templates in its code.
+        # vLLM then uses Mistral's own tokenizer, which has templates in its code.
         return Chat(tools=Parser("mistral", "it has Mistral's own tokenizer, tekken.json"))
     tokenizer = _object(checkpoint, "tokenizer_config.json")
     if template is None:
         template = "\n".join(_templates(checkpoint, tokenizer))
-    # They may be in a large file, which only some rules need.
+    # The tokens may be in a large file, which only some rules need.
     tokens = functools.cache(lambda: frozenset(_added(checkpoint, tokenizer)))
     tools = _first(_TOOLS, template, model_type or "", tokens)
     if tools and (wrong := STREAMED_BADLY.get(tools.name)):
@@ -177,9 +177,8 @@ def _first(
 
 
 def _templates(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Iterable[str]:
-    """All chat templates, as transformers keeps them.
-
-    One in a file or in the tokenizer's or the processor's configuration, or several with names.
+    """Yield all chat templates, in the places of transformers: a file, or the configuration of the
+    tokenizer or the processor, which may have several with names.
     """
     for name, size in checkpoint.sizes.items():
         if name == "chat_template.jinja" or (
@@ -197,11 +196,11 @@ def _templates(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Itera
                         yield each["template"]
 
 
-_LIMITS = {"tokenizer.json": (64 * 2**20, 1_000_000)}  # a list for each merge, of 500,000
+_LIMITS = {"tokenizer.json": (64 * 2**20, 1_000_000)}  # one list for each of 500,000 merges
 
 
 def _added(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Iterable[str]:
-    """The tokens that were added to the vocabulary by hand, special ones among them."""
+    """Yield the tokens that were added to the vocabulary, also special ones."""
     yield from _object(checkpoint, "added_tokens.json")
     entries = tokenizer.get("added_tokens_decoder")
     if isinstance(entries, dict) and entries:
@@ -215,7 +214,7 @@ def _added(checkpoint: Checkpoint, tokenizer: Mapping[str, object]) -> Iterable[
 
 
 def _object(checkpoint: Checkpoint, name: str) -> dict[str, object]:
-    """The content of a JSON file; empty if it cannot be read, which vLLM reports itself."""
+    """Return the content of a JSON file; empty if it cannot be read, which vLLM reports itself."""
     with contextlib.suppress(ModelError):
         if name in checkpoint.sizes:
             return json_object(checkpoint, name, *_LIMITS.get(name, ()))

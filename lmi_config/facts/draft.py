@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft for speculative decoding: what kind it is, and why it could not work with a model.
+"""A draft for speculative decoding: its kind, and the reasons why it cannot work with a model.
 
-vLLM 0.32 refuses some drafts when it loads them, and others only at the first request. What is said
-here follows vllm/config/speculative.py and the loaders in vllm/model_executor/models (llama_eagle,
-llama_eagle3, qwen3_eagle3, medusa), which leave a tensor that is missing as random memory.
+vLLM 0.32 refuses some drafts when it loads them, and others only at the first request. The facts
+here follow vllm/config/speculative.py and the loaders in vllm/model_executor/models (llama_eagle,
+llama_eagle3, qwen3_eagle3, medusa). These loaders leave a missing tensor as uninitialised memory.
 """
 
 import dataclasses
@@ -23,11 +23,9 @@ from lmi_config.facts.model import (
 )
 
 MOST_TOKENS = 32
-"""More drafted tokens than this do not pay, because hardly any draft has this many accepted in a
-row.
-"""
+"""More drafted tokens than this do not pay: hardly any draft has this many accepted in a row."""
 
-# speculators_model_type → vLLM's method, and entries without which vLLM cannot read it.
+# speculators_model_type → vLLM's method, and entries that vLLM needs to read it.
 _SPECULATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "dflash": ("dflash", ("aux_hidden_state_layer_ids", "mask_token_id")),
     "dflash2": ("dflash", ("aux_hidden_state_layer_ids", "mask_token_id")),
@@ -37,7 +35,7 @@ _SPECULATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 _SPECULATORS_EAGLE3 = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
 
-# The classes that vLLM has for EAGLE drafts; a draft's own class gets the prefix where it lacks it.
+# vLLM's classes for EAGLE drafts. vLLM adds the prefix to a draft's class if it is missing.
 _EAGLE = (
     "EagleCohereForCausalLM",
     "EagleDeepSeekMTPModel",
@@ -63,7 +61,7 @@ _EAGLE3 = (
 )
 
 _SEES = "ForConditionalGeneration"
-"""How the architectures of models end that see or hear, most of them."""
+"""The suffix of most architectures with vision or audio."""
 SEEING_WITH_EAGLE3 = (
     *("CohereCompass", "Cosmos3", "Emu3", "Exaone4_5_", "Gemma4"),
     *("Gemma4Unified", "HunYuanVL", "InternS1Pro", "InternS2Mobius", "InternS2Preview"),
@@ -74,12 +72,12 @@ SEEING_WITH_EAGLE3 = (
 )
 """Architectures that vLLM runs with an EAGLE-3 draft (SupportsEagle3), without their suffix."""
 SEEING_WITHOUT_EAGLE = ("Idefics3", "SmolVLM")
-"""Those with which vLLM ends when it loads any EAGLE draft: it looks for `image_token_index`, which
-their configuration has not, and for a `model` in what get_language_model() gives
+"""Architectures that crash vLLM with any EAGLE draft: vLLM reads `image_token_index`, which their
+configuration lacks, and a `model` of get_language_model()'s result
 (vllm/v1/spec_decode/llm_base_proposer.py).
 """
 
-# What vLLM always runs as multi-token prediction layers when it is given as a draft.
+# Drafts that vLLM always runs as multi-token prediction layers.
 _MTP_TYPES = re.compile(
     r".*_mtp|mtp|bailing_hybrid|deepseek_v(3|32|4|41)|dots3_note|ernie4_5_moe|exaone_moe|exaone4_5.*"
     r"|gemma4(_unified)?_assistant|glm5_next|glm_moe_dsa|hy_v[34]|inkling(_mm)?_model|interns2_mobius"
@@ -90,24 +88,24 @@ _MTP_CLASSES = re.compile(
     r"BailingMoeV(2_5|3|3VL)For.*|Glm4Moe(Lite)?ForCausalLM|GlmOcrForConditionalGeneration"
     r"|MiMo(V2|V2Omni|V2Flash)?ForCausalLM|MiniMaxM3.*|Step3p[57]For.*"
 )
-_ONE_LAYER = ("gemma4", "mimo_v2", "MiMoV2")  # vLLM runs one, whatever else they bring
+_ONE_LAYER = ("gemma4", "mimo_v2", "MiMoV2")  # vLLM only runs one of their layers
 
 _MOST_LAYERS = 64  # a configuration may claim any number
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
-# Parts of a path by which vLLM takes any model for a draft of this kind.
+# Parts of a path that make vLLM treat any model as a draft of this kind.
 _MISLEADING = re.compile(r"eagle-|eagle3|dflash|dspark")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A draft, as its own files describe it.
+    """A draft, by its own files.
 
     method, parallel: for vLLM's speculative_config, as `method` and `parallel_drafting`. tokens:
-    how many it is made to guess, None where its files do not say; to be given to vLLM, which does
-    not always read it. architecture: vLLM's class for an EAGLE draft, if known. shapes: of its
-    tensors; empty for formats other than safetensors.
+    the number of tokens that it was trained to draft, or None if its files do not say. vLLM does
+    not always read it, so the plan passes it on. architecture: vLLM's class for an EAGLE draft, if
+    known. shapes: shapes of its tensors; empty for formats other than safetensors.
     """
 
     method: str
@@ -121,7 +119,7 @@ class Draft:
 
 
 def look(checkpoint: Checkpoint) -> Draft:
-    """Look at a draft's files. Raises ModelError if no model can use them."""
+    """Read a draft's files. Raises ModelError if no model can use them."""
     config = configuration(checkpoint)
     about = facts(config, weight_files(checkpoint))
     shapes = {name: tensor.shape for name, tensor in tensors(checkpoint).items()}
@@ -143,7 +141,7 @@ def look(checkpoint: Checkpoint) -> Draft:
 
 
 def asked(draft: Draft, method: object) -> Draft:
-    """The draft as vLLM runs it where the operator names the method, whatever its files say."""
+    """Return the draft with the operator's method, which vLLM prefers to that in its files."""
     own = draft.config.top.get("speculators_model_type") is not None
     if own or draft.method == method or method not in ("eagle", "eagle3", "medusa"):
         return draft
@@ -154,7 +152,7 @@ def asked(draft: Draft, method: object) -> Draft:
 
 
 def _speculators(config: Config, kind: Any) -> str:
-    """The method of a draft in the format of the speculators library."""
+    """Return the method of a draft in the speculators library's format."""
     if not isinstance(kind, str) or kind not in _SPECULATORS:
         wanted = f"one of {', '.join(_SPECULATORS)} for vLLM 0.32"
         raise config.fault("speculators_model_type", kind, wanted, "use another draft")
@@ -232,7 +230,7 @@ def _architecture(method: str, about: ModelFacts, config: Config) -> str | None:
 
 
 def _tokens(method: str, about: ModelFacts, config: Config) -> int | None:
-    """How many tokens the draft is made to guess at once."""
+    """Return the number of tokens that the draft was trained to draft at once, or None."""
     match config.top.get("speculators_config"):
         case {"proposal_methods": [{"speculative_tokens": int(tokens)}, *_]}:
             return tokens
@@ -250,10 +248,10 @@ def _tokens(method: str, about: ModelFacts, config: Config) -> int | None:
 
 
 def faults(draft: Draft, target: ModelFacts, tokens: int | None) -> list[str]:
-    """The reasons why the draft cannot work with the target, each with the fix.
+    """Return the reasons why the draft cannot work with the target, each with the fix.
 
     tokens: num_speculative_tokens, or None. Unknown facts about either model are left to vLLM.
-    Raises ModelError where a value in the draft's configuration is of the wrong type.
+    Raises ModelError if a value in the draft's configuration has the wrong type.
     """
     found = [*_token_faults(draft, tokens)]
     match draft.method:
@@ -281,14 +279,14 @@ def _token_faults(draft: Draft, tokens: int | None) -> Iterator[str]:
         return
     if not 1 <= guessed <= MOST_TOKENS:
         yield (
-            f"num_speculative_tokens is {guessed}, but has to be from 1 to {MOST_TOKENS}, as no "
+            f"num_speculative_tokens is {guessed}, but must be from 1 to {MOST_TOKENS}, as no "
             "draft is right for longer; try 3"
         )
     made = draft.tokens or guessed
     if draft.method == "medusa" and guessed > made:
         yield f"num_speculative_tokens is {guessed}, but it has {made} heads; set at most {made}"
     if draft.method == "mtp" and guessed > made and guessed % made:
-        yield f"num_speculative_tokens is {guessed}, but has to be a multiple of {made} or less"
+        yield f"num_speculative_tokens is {guessed}, but must be a multiple of {made} or less"
 
 
 def _vocabulary_faults(draft: Draft, target: ModelFacts) -> Iterator[str]:
@@ -347,8 +345,9 @@ def _eagle_faults(draft: Draft, target: ModelFacts) -> Iterator[str]:
 class _Aux:
     """The target's layers whose hidden states an EAGLE-3 draft reads.
 
-    ids: those that its configuration names, if any. count, width: how many states vLLM lets its fc
-    take, and how wide each is. read: how many it was made for, where another number is known.
+    ids: the layers that its configuration names, if any. count, width: the number of states that
+    vLLM passes to its fc, and the width of each. read: the number of states that it was trained
+    for, if that differs.
     """
 
     ids: tuple[int, ...]
@@ -358,7 +357,7 @@ class _Aux:
 
 
 def _aux(draft: Draft) -> _Aux | None:
-    """The target's layers that an EAGLE-3 draft reads; None if it reads only the last state."""
+    """Return the target's layers that an EAGLE-3 draft reads; None if only the last state."""
     config = draft.config
     inner = config.text.get("eagle_config") or {}
     if not isinstance(inner, dict):
@@ -378,7 +377,7 @@ def _aux(draft: Draft) -> _Aux | None:
 
 
 def _read(draft: Draft, width: int | None, count: int | None, ids: tuple[int, ...]) -> int | None:
-    """How many states an fc takes by its shape, or else by the ids where nothing else says it."""
+    """Return the number of states that an fc takes, by its shape, or else by the ids."""
     shape = draft.shapes.get("fc.weight")
     if draft.config.top.get("speculators_model_type") is not None:
         return None  # vLLM reads fewer entries of that format
@@ -398,9 +397,10 @@ def _ids(config: Config, value: Any) -> tuple[int, ...]:
 
 
 def _layer_faults(aux: _Aux, layers: int, file: str) -> Iterator[str]:
-    """vLLM hands over every layer that is named once, and fails at the first request if too few.
+    """Yield faults of the named layers. vLLM passes each named layer once, and fails at the first
+    request if they are too few.
 
-    Layer 0 is what goes into the first one, `layers` what comes out of the last one.
+    Layer 0 is the input of the first layer, and `layers` is the output of the last one.
     """
     ids = aux.ids or (2, layers // 2, layers - 3)
     taken = {layer for layer in ids if 0 <= layer <= layers}
@@ -413,14 +413,16 @@ def _layer_faults(aux: _Aux, layers: int, file: str) -> Iterator[str]:
     elif len(taken) != aux.count:
         yield (
             f"it reads the states of {aux.count} of the model's layers, but "
-            f"{_LAYER_IDS if aux.ids else 'what vLLM chooses by itself'}, {list(ids)}, makes "
+            f"{_LAYER_IDS if aux.ids else 'the choice of vLLM'}, {list(ids)}, makes "
             f"{len(taken)} from 0 to {layers}; name {aux.count} different ones as {_LAYER_IDS} in "
             f"{file}"
         )
 
 
 def _eagle1_tensors(draft: Draft) -> Iterator[str]:
-    """EagleLlamaForCausalLM uses the target's head, and has no norm at either end."""
+    """Yield faults for EagleLlamaForCausalLM: it uses the target's head, and has no norm at either
+    end.
+    """
     yield from _unexpected(draft, ("embed_tokens", "fc", "layers"), "layers.0.input_layernorm.")
     yield from _missing(draft, ["fc"])
     if hidden := draft.facts.hidden_size:
@@ -441,7 +443,7 @@ def _eagle3_tensors(draft: Draft, target: ModelFacts, aux: _Aux | None) -> Itera
     if guessed and guessed == target.vocabulary and _brings(draft, "d2t"):
         yield "its draft_vocab_size is the model's whole vocabulary; remove the tensor d2t"
     if aux and aux.width == target.hidden_size != hidden:
-        needed += ["embed_tokens", "lm_head"]  # the target's have another width
+        needed += ["embed_tokens", "lm_head"]  # the target's tensors have another width
     if draft.parallel and not _brings(draft, "mask_hidden"):
         yield "there is no tensor mask_hidden to guess in parallel with; use a draft that has it"
     yield from _unexpected(
@@ -458,7 +460,7 @@ def _eagle3_tensors(draft: Draft, target: ModelFacts, aux: _Aux | None) -> Itera
 
 
 def _brings(draft: Draft, part: str) -> bool:
-    """Whether a tensor has this in its name, which is what vLLM asks; yes where none are known."""
+    """Whether a tensor has this part in its name, as vLLM checks. True if tensors are unknown."""
     return not draft.shapes or any(part in name for name in draft.shapes)
 
 
@@ -466,7 +468,7 @@ _IGNORED = re.compile(r".*\.bias|.*rotary_emb\..*|.*(d2t|t2d|mask_hidden).*")
 
 
 def _unexpected(draft: Draft, parts: Iterable[str], unwanted: str | None = None) -> Iterator[str]:
-    """Tensors that vLLM's loader has no place for, and stops at."""
+    """Yield tensors that vLLM's loader does not know. It stops at them."""
     layers = {str(layer) for layer in _layers(draft)}
     names = []
     for name in draft.shapes:
@@ -482,7 +484,7 @@ def _unexpected(draft: Draft, parts: Iterable[str], unwanted: str | None = None)
 
 
 def _missing(draft: Draft, needed: Iterable[str]) -> Iterator[str]:
-    """Parts that no tensor is there for. vLLM would run them with whatever is in the memory."""
+    """Yield parts without a tensor. vLLM would run them with uninitialised memory."""
     names = [name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in draft.shapes]
 
     def has(part: str) -> bool:
@@ -516,7 +518,7 @@ def _misshapen(draft: Draft, name: str, wanted: tuple[int, ...]) -> Iterator[str
     found = draft.shapes.get(name)
     if found is not None and found != wanted and not draft.facts.quantization:
         yield (
-            f"its {name} is {list(found)}, but has to be {list(wanted)} by its configuration; use "
+            f"its {name} is {list(found)}, but must be {list(wanted)} by its configuration; use "
             "a draft whose files belong together"
         )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPUs that CUDA would show this process, as NVIDIA's driver describes them.
 
-Asked through NVML, as vLLM asks (vllm/platforms/cuda.py), and not through nvidia-smi, which need
-not be on the path where the driver is.
+This uses NVML, like vLLM (vllm/platforms/cuda.py), and not nvidia-smi, which may be missing on the
+path although there is a driver.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Found:
 
 
 def vllm_wants_them() -> bool:
-    """Whether the vLLM that is installed is built for CUDA; vllm/platforms asks its version."""
+    """Whether the installed vLLM is built for CUDA, by its version, as in vllm/platforms."""
     try:
         return "cpu" not in version("vllm")
     except PackageNotFoundError:
@@ -59,7 +59,7 @@ def vllm_wants_them() -> bool:
 
 
 def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
-    """Look at the GPUs. root: a prefix of /dev, for tests."""
+    """Find the GPUs. root: a prefix of /dev, for tests."""
     device = next((it for it in ("nvidia0", "nvidiactl") if (root / "dev" / it).exists()), None)
     try:
         pynvml.nvmlInit()
@@ -81,7 +81,7 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
         most = f"GPUs 0 to {len(present) - 1}" if len(present) > 1 else "GPU 0"
         missing = f"{VISIBLE}={visible!r} shows none of this machine's ({most})"
         return Found(missing=missing)
-    # Of slices a process gets one, which ends its list.
+    # A process only gets one slice, which ends its list.
     count = next((place for place, it in enumerate(allowed, 1) if it.slice), len(allowed))
     return Found(
         shown=tuple(allowed[:count]), slices=tuple(it for it in allowed[count:] if it.slice)
@@ -132,7 +132,7 @@ def _node(device: Any, root: Path) -> int | None:
 
 
 def _memory(device: Any) -> int | None:
-    """A container that has a slice of a GPU may not read the GPU's own."""
+    """Return the memory, or None: a container with a slice may not read the whole GPU's memory."""
     found = _told(pynvml.nvmlDeviceGetMemoryInfo, device)
     return found and int(found.total)
 

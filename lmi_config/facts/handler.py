@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model.py, as far as it can be known without running it: whose the service is."""
+"""The facts about a model.py without running it: whether it or vLLM answers requests."""
 
 import ast
 from enum import StrEnum
@@ -25,8 +25,8 @@ class Service(StrEnum):
 
 
 def look(folder: Path, entry_point: str | None) -> Service | None:
-    """Who answers; None where the folder has no model.py, or one that cannot be read or is longer
-    than LARGEST.
+    """Return the program that answers; None if the folder has no model.py, or one that cannot be
+    read or is longer than LARGEST.
 
     entry_point: OPTION_ENTRYPOINT, which names this file or one of LMI's handlers. Imports and
     names that a file makes at run time are not visible here. The rules are those of

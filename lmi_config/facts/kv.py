@@ -56,10 +56,11 @@ class KvShape:
         return self._in_groups()._bytes(tokens, kept, cache_dtype, model_dtype)
 
     def _in_groups(self) -> "KvShape":
-        """With what vLLM wastes where layers with and without a window make groups of one size.
+        """Return the shape with vLLM's padding: layers with and without a window form equal groups.
 
-        As _get_kv_cache_groups_uniform_page_size in vllm/v1/core/kv_cache_utils.py, for layers that
-        all keep as much: of 22 with a window and 4 without it makes 7 groups of 4.
+        This is _get_kv_cache_groups_uniform_page_size in vllm/v1/core/kv_cache_utils.py, for layers
+        that all keep the same number of bytes: 22 layers with a window and 4 without form 7 groups
+        of 4.
         """
         few, many = sorted((self.full, self.windowed))
         if not few:
@@ -80,7 +81,9 @@ class KvShape:
         return full * (self.full * width + self.index) + kept * self.windowed * width
 
     def without_windows(self) -> "KvShape":
-        """The same where vLLM treats layers with a window as those without, if there are both."""
+        """Return the same if vLLM treats layers with a window like those without, if there are
+        both.
+        """
         if not self.full:
             return self
         return dataclasses.replace(self, full=self.full + self.windowed, windowed=0, window=0)
@@ -96,9 +99,10 @@ class KvShape:
         )
 
     def copies(self, ranks: int) -> int:
-        """How many times tensor-parallel ranks store each token's KV, all together.
+        """Return how many times all tensor-parallel ranks together store each token's KV.
 
-        Each head is on one rank; with more ranks than heads, several hold the same one.
+        Each head is on one rank. If there are more ranks than heads, several ranks hold the same
+        head.
         """
         return -(-ranks // self.heads)
 
@@ -125,7 +129,7 @@ def latent(config: Numbers) -> bool:
 
 
 def look(config: Numbers, layers: int | None) -> tuple[KvShape | None, KvLayers]:
-    """The KV per token, None if the configuration does not tell; and the layers.
+    """Return the KV per token, or None if the configuration does not tell, and the layers.
 
     layers: of the decoder.
     """
@@ -167,7 +171,7 @@ def _shape(config: Numbers, found: of_layers.Attention) -> KvShape | None:
         heads=min(heads, full_heads),
         full=found.full * 2 * full_heads * full_size,
         windowed=(found.windowed + found.chunked) * 2 * heads * size,
-        # A chunk is kept as a window is that is one longer (ChunkedLocalAttentionSpec).
+        # A chunk is kept like a window with one more token (ChunkedLocalAttentionSpec).
         window=found.window + bool(found.chunked),
         own=own,
     )
@@ -198,9 +202,10 @@ def _sizes(config: Numbers, found: of_layers.Attention) -> list[tuple[int, int]]
 
 
 def _index(config: Numbers, layers: int) -> int:
-    """Bytes of a token in the index of sparse attention: keys of 8 bits and a scale for each 128.
+    """Return a token's bytes in the index of sparse attention: 8-bit keys, and a scale for each
+    128.
 
-    Not all layers have one where they share it (GLM 5's IndexCache). As DeepseekV2DecoderLayer and
+    If layers share an index (GLM 5's IndexCache), not all have one. See DeepseekV2DecoderLayer and
     Indexer in vllm/model_executor/models/deepseek_v2.py.
     """
     size = config.whole("index_head_dim")
@@ -218,9 +223,9 @@ def _index(config: Numbers, layers: int) -> int:
 
 
 def _own_format(config: Numbers) -> str:
-    """The format of the cache that ModelOpt's checkpoints ask for, or "auto".
+    """Return the format of the cache that ModelOpt's checkpoints request, or "auto".
 
-    As get_kv_cache_quant_algo_string in vllm/utils/torch_utils.py.
+    See get_kv_cache_quant_algo_string in vllm/utils/torch_utils.py.
     """
     found = config.text.get("quantization_config")
     if not isinstance(found, dict) or not str(found.get("quant_method")).startswith("modelopt"):

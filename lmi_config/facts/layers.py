@@ -33,10 +33,10 @@ class Numbers(Protocol):
 class KvLayers:
     """A model's layers, by the state that vLLM keeps of a request for them.
 
-    full: layers that keep all tokens; windowed: that keep the last `windows` tokens, a size for
-    each kind of them; chunked: that keep the tokens of the last chunk (Llama 4), whose size is
-    among `windows`, too. latent: whether `full` are of latent attention (MLA). indexed: whether
-    some keep an index beside it (sparse attention).
+    full: layers that keep all tokens. windowed: layers that keep the last `windows` tokens; there
+    is a size for each kind. chunked: layers that keep the tokens of the last chunk (Llama 4);
+    `windows` also has its size. latent: whether `full` have latent attention (MLA). indexed:
+    whether some layers also keep an index (sparse attention).
     state: whether layers keep a state of fixed size (Mamba, linear attention, convolutions).
     cross: whether layers attend to the output of an encoder.
     pooled: whether vLLM runs it for embeddings or scores, by its architecture, or because its
@@ -97,12 +97,12 @@ class KvLayers:
         )
 
 
-UNTOLD = KvLayers(unknown="its files do not tell its layers")
+UNTOLD = KvLayers(unknown="its files do not describe its layers")
 
 
 class Attention(NamedTuple):
-    """How many layers attend to everything, to a window and to a chunk, and the size of window or
-    chunk in tokens. unread: what decides it otherwise, and is not read here.
+    """The number of layers that attend to everything, to a window and to a chunk, and the size of
+    the window or chunk in tokens. unread: an entry that may decide otherwise, and is not read here.
 
     Unknown layers count as the first kind, which needs most memory.
     """
@@ -122,19 +122,19 @@ _CHUNKED = ("chunked_attention",)
 """Words of layer_types. A layer that is "hybrid" attends, and keeps a state as well."""
 
 _GPT_OSS = ["sliding_attention", "full_attention"]
-"""vLLM gives gpt-oss's layers a window in turn, whatever layer_types says (gpt_oss.py)."""
+"""In vLLM, every second layer of gpt-oss has a window, whatever layer_types says (gpt_oss.py)."""
 
-# Whose classes in transformers read how many layers attend to everything.
+# Models whose classes in transformers read the number of layers that attend to everything.
 _PATTERNED = (
     *("afmoe", "aya_vision", "cohere2", "cwm", "exaone", "gemma", "gpt_oss", "granite"),
     *("llama4", "muse_glimmer", "olmo3", "vaultgemma"),
 )
-# Whose classes in transformers and vLLM drop the window where use_sliding_window is false.
+# Models whose classes in transformers and vLLM drop the window if use_sliding_window is false.
 _SWITCHED = ("deepseek_ocr", "got_ocr", "muse_glimmer", "qwen", "smollm3")
 
 
 def attention(config: Numbers, layers: int) -> Attention:
-    """The layers that attend. layers: of the decoder."""
+    """Return the layers with attention. layers: of the decoder."""
     text = config.text
     window = config.whole("sliding_window") or 0
     if chunks := _chunked(config, layers):
@@ -157,7 +157,9 @@ def attention(config: Numbers, layers: int) -> Attention:
 
 
 def _hybrid(config: Numbers, layers: int) -> Attention | None:
-    """The layers that attend, in models where others keep a state; each family says it its way."""
+    """Return the layers with attention in models whose other layers keep a state, or None. Each
+    family has a different entry for it.
+    """
     text = config.text
     inner = text.get("linear_attn_config")
     full: int | None = None
@@ -193,7 +195,7 @@ def _chunked(config: Numbers, layers: int) -> Attention | None:
 
 
 def _sliding(config: Numbers, layers: int, window: int) -> Attention:
-    """Models that say by a rule which layers have the window."""
+    """Return the layers of models that have a rule for the layers with the window."""
     text = config.text
     told = text.get("model_type")
     model_type = told if isinstance(told, str) else ""
@@ -203,8 +205,8 @@ def _sliding(config: Numbers, layers: int, window: int) -> Attention:
     pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
     if (
         isinstance(pattern, int) and pattern > 0 and model_type.startswith(_PATTERNED)
-    ):  # every so many layers, one attends to everything
-        # Which of them is the first is the only difference between families.
+    ):  # one layer of each period attends to everything
+        # Families only differ in the position of this layer.
         full = -(-layers // pattern) if text.get("full_attention_first") else layers // pattern
     elif pattern:
         return Attention(layers, unread="sliding_window_pattern")
@@ -238,7 +240,7 @@ _HEADS = (
     *("n_head_kv", "num_kv_heads", "num_key_value_heads", "n_kv_heads", "head_dim"),
 )
 _LISTS = (*_HEADS, "sliding_window")
-"""Numbers that some models have for each layer: a list."""
+"""Numbers that some models list for each layer."""
 
 
 def look(
@@ -255,17 +257,15 @@ def look(
     )
     foreign, unknown = "", found.unread
     if architecture is None and layers:
-        told = (
-            f"its architecture {names[0]!r:.60}" if names else "an architecture that is not named"
-        )
+        told = f"its architecture {names[0]!r:.60}" if names else "an unnamed architecture"
         foreign = f"{told} is not one of vLLM's own"
     model_type = config.top.get("model_type")
     if isinstance(model_type, str) and model_type not in vllms["configurations"]:
-        foreign = foreign or f"its configuration ({model_type:.60}) takes code of its own to read"
+        foreign = foreign or f"its configuration ({model_type:.60}) needs the model's own code"
     if not layers:
-        unknown = "its files do not tell its layers"
+        unknown = "its files do not describe its layers"
     elif architecture in vllms["unlike"]:
-        unknown = f"vLLM keeps for {architecture} what it keeps for no other"
+        unknown = f"vLLM keeps a special state for {architecture}"
     elif varied:
         unknown = f"its layers differ by {varied}"
     words = text.get("layer_types")
@@ -291,7 +291,7 @@ def look(
 
 
 def coded(config: Numbers) -> bool:
-    """Whether a configuration is read by code that comes with the model, and by no other."""
+    """Whether only code that comes with the model can read its configuration."""
     model_type, classes = config.top.get("model_type"), config.top.get("auto_map")
     known = not isinstance(model_type, str) or model_type in vllm_models()["configurations"]
     return not known and isinstance(classes, dict) and "AutoConfig" in classes
@@ -306,7 +306,7 @@ _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadMo
 
 
 def _pools(names: Iterable[str]) -> bool:
-    """Whether vLLM takes it for a model that pools, by the end of its architecture's name
+    """Whether vLLM treats it as a pooling model, by the suffix of its architecture
     (_SUFFIX_TO_DEFAULTS in vllm/config/model.py).
     """
     for name in names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resources of the machine, or of the container on it. look() is the only place that asks."""
+"""The resources of the machine, or of the container on it. Only look() reads them."""
 
 import contextlib
 import dataclasses
@@ -20,22 +20,22 @@ from lmi_config.facts import gpus
 from lmi_config.facts.gpus import Gpu
 
 PAGE = 4096
-"""Bytes that O_DIRECT reads and writes are a multiple of; no disk's block is larger."""
+"""O_DIRECT reads and writes multiples of these bytes; no disk's block is larger."""
 
 KV = "slipway-kv"
-"""The disk tier's own folder, in the one that it is given. Nothing outside it is ever changed."""
+"""The disk tier's subfolder of its configured folder. No file outside of it is ever changed."""
 LOCK = ".lock"
-"""In that folder: locked while the caches in it change hands. In each cache: locked by the servers
-that use it. Without it, a folder was not made by us."""
+"""The lock file. That of the subfolder is held while caches in it change owners. That of a cache is
+held by the servers that use it. A folder without the file was not made by us."""
 _SHARED, _ALONE = fcntl.LOCK_SH | fcntl.LOCK_NB, fcntl.LOCK_EX | fcntl.LOCK_NB
 _CACHE = re.compile(r"[0-9a-f]{16}")  # a fingerprint
-_KV_FILE = re.compile(r".*@0x.*\.(data|tmp)")  # as LMCache's file client names them
+_KV_FILE = re.compile(r".*@0x.*\.(data|tmp)")  # the file names of LMCache's client
 
 OPTIONAL = (
     *("arctic_inference", "fastsafetensors", "instanttensor", "modelexpress", "nixl", "ray"),
     *("runai_model_streamer", "tensorizer"),
 )
-"""Modules that vLLM imports for an option, and does not require."""
+"""Modules that vLLM only imports for some options."""
 
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "none"
 
@@ -62,15 +62,15 @@ class Disk:
 class Machine:
     """The available resources.
 
-    cpus: ids of the CPUs that we may use; cpu_quota: CPUs' worth of time, or None without a limit.
-    memory: bytes there may be in use, the container's limit or the host's memory, whichever is
-    less; limited: whether it is a container's. memory_free: bytes of it that are not in use.
-    shm: free bytes of /dev/shm. disk: where the disk tier would be.
-    slices: further slices of GPUs, for other processes. nodes: the number of each NUMA node, and
-    those of its CPUs that this process may use; empty if there is only one node, or if unknown.
-    no_gpu: why there are none. built_for_cuda: whether the vLLM that is installed wants them.
-    ports: free ones on the loopback interface, for helper processes. missing: modules of OPTIONAL
-    that are not installed, though vLLM is. extended: whether packages bring vLLM more than it has.
+    cpus: ids of the CPUs that we may use; cpu_quota: the limit of CPU time, in CPUs, or None.
+    memory: the bytes of memory, the container's limit or the host's memory, whichever is less;
+    limited: whether it is a container's limit. memory_free: its unused bytes. shm: free bytes of
+    /dev/shm. disk: the disk of the disk tier's folder. slices: further slices of GPUs, for other
+    processes. nodes: the number of each NUMA node, and those of its CPUs that this process may use;
+    empty if there is only one node, or if unknown. no_gpu: why there is no GPU. built_for_cuda:
+    whether the installed vLLM needs GPUs. ports: free ports on the loopback interface, for helper
+    processes. missing: modules of OPTIONAL that are not installed although vLLM is. extended:
+    whether other packages extend vLLM.
     """
 
     cpus: tuple[int, ...]
@@ -91,16 +91,16 @@ class Machine:
 
 
 HELPERS = 3
-"""Ports for the cache server: see kv_tiers.Ports."""
+"""Number of the cache server's ports: see kv_tiers.Ports."""
 
 
 def look(
     environ: Mapping[str, str], disk: str = "/tmp", root: Path = Path("/"), servers: int = 0
 ) -> Machine:
-    """Look at the machine.
+    """Read the machine's resources.
 
-    disk: the folder of the disk tier, which need not be there yet. root: a prefix of /proc and
-    /sys, for tests. servers: the number of further servers that need ports, beside one per GPU.
+    disk: the folder of the disk tier, which need not exist yet. root: a prefix of /proc and /sys,
+    for tests. servers: the number of further servers that need ports, beside one per GPU.
     """
     memory, free, limited = _memory(root)
     found = gpus.look(environ, root)
@@ -129,19 +129,21 @@ def look(
 
 
 def _missing() -> tuple[str, ...]:
-    """Without vLLM a plan is for another machine, whose installation is unknown."""
+    """Return the modules of OPTIONAL that are missing; none without vLLM, because such a plan is
+    for another machine, whose installation is unknown.
+    """
     if not PathFinder.find_spec("vllm"):
         return ()
     return tuple(it for it in OPTIONAL if not PathFinder.find_spec(it))
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Folders that may have a controller's files, with their cgroup version: the own cgroup and all
-    above it, whose limits also apply.
+    """Yield folders that may have a controller's files, with their cgroup version: of our cgroup
+    and of all its parents, whose limits also apply.
 
-    A process sees its own cgroup at the mount's top when the container has a cgroup namespace, and
-    under the path in /proc/self/cgroup when it has none. Lines of that file are
-    `id:controllers:path`, with no controllers for version 2 (cgroups(7)).
+    If the container has a cgroup namespace, a process sees its own cgroup at the mount's top.
+    Otherwise it is under the path in /proc/self/cgroup. Lines of that file are
+    `id:controllers:path`, without controllers for version 2 (cgroups(7)).
     """
     listed = root / "proc/self/cgroup"
     for line in listed.read_text().splitlines() if listed.exists() else ():
@@ -166,7 +168,7 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """A file with a name and a number in each line."""
+    """Read a file with a name and a number in each line. Returns name → number."""
     try:
         rows = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except OSError:
@@ -175,12 +177,12 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def _memory(root: Path) -> tuple[int, int, bool]:
-    """Bytes that may be in use, bytes of them that are free, and whether a container limits them.
+    """Return the bytes of memory, its free bytes, and whether a container limits it.
 
-    A cgroup's usage includes file pages. The kernel drops pages that were not touched lately before
-    it kills a process, so they count as free (memory.stat, `inactive_file`). Above memory.high
-    processes are slowed down until they hardly run. In version 1 memory.stat has the least limit of
-    all cgroups above, also of those that a container does not see (`hierarchical_memory_limit`).
+    A cgroup's usage includes file pages. The kernel drops inactive ones before it kills a process,
+    so they count as free (memory.stat, `inactive_file`). Above memory.high, processes are throttled
+    until they hardly run. In version 1, memory.stat has the lowest limit of all parent cgroups,
+    also of those that a container does not see (`hierarchical_memory_limit`).
     """
     host = _table(root / "proc/meminfo")
     total = host["MemTotal"] * 1024
@@ -206,8 +208,8 @@ def _memory(root: Path) -> tuple[int, int, bool]:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
-    """The number of processes that the kernel has killed because the container had no memory left;
-    None if no file has it (`oom_kill` in memory.events, in version 1 memory.oom_control).
+    """Return the number of processes that the kernel has killed because the container was out of
+    memory; None if no file has it (`oom_kill` in memory.events, in version 1 memory.oom_control).
     """
     for version, group in _groups(root, "memory"):
         file = group / ("memory.events" if version == 2 else "memory.oom_control")
@@ -231,13 +233,13 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     path = path.absolute()
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
 
 
 def _free(path: Path) -> tuple[int, int]:
-    """Bytes that a user without privileges may still write, and bytes in all."""
+    """Return the bytes that an unprivileged user may still write, and all bytes."""
     try:
         found = os.statvfs(_existing(path))
     except OSError:
@@ -254,7 +256,7 @@ def _disk(path: Path, root: Path) -> Disk:
 
 
 def reclaimable(path: Path) -> int:
-    """Bytes of the KV caches of earlier servers, below the folder of the disk tier.
+    """Return the bytes of earlier servers' KV caches, below the folder of the disk tier.
 
     It is 0 while a server makes room there.
     """
@@ -267,7 +269,7 @@ def reclaimable(path: Path) -> int:
 
 @contextlib.contextmanager
 def kv_folder(path: Path) -> Iterator[int]:
-    """The disk tier's own folder below `path`, as a descriptor.
+    """Yield the disk tier's subfolder of `path`, as a descriptor.
 
     Raises OSError if it is missing, a link, or belongs to another user.
     """
@@ -290,8 +292,8 @@ def locked(folder: int, how: int) -> Iterator[int]:
 
 
 def unused_caches(home: int) -> Iterator[tuple[str, int]]:
-    """The caches in the disk tier's own folder that no server holds: name and descriptor. Each is
-    held until the next. Other entries of the folder are ignored.
+    """Yield the caches in the disk tier's subfolder that no server holds: name and descriptor. Each
+    is locked until the next one. Other entries of the folder are ignored.
     """
     for name in sorted(os.listdir(home)):
         if _CACHE.fullmatch(name):
@@ -304,7 +306,7 @@ def unused_caches(home: int) -> Iterator[tuple[str, int]]:
 
 
 def kv_files(folder: int) -> dict[str, os.stat_result]:
-    """The files of KV in a cache, by name. Files of others do not count."""
+    """Return the KV files in a cache, by name. Other files do not count."""
     found = {}
     for name in os.listdir(folder):
         if _KV_FILE.fullmatch(name):
@@ -351,8 +353,8 @@ def _mount(path: Path, root: Path) -> tuple[str, str]:
 
 
 def _direct(folder: Path) -> bool:
-    """Whether files there can be written past the page cache, found out by doing it."""
-    with mmap.mmap(-1, PAGE) as page:  # O_DIRECT wants memory at a page's start
+    """Whether O_DIRECT works in a folder, by a test write."""
+    with mmap.mmap(-1, PAGE) as page:  # O_DIRECT needs page-aligned memory
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".slipway-") as file:
                 opened = os.open(file.name, os.O_WRONLY | os.O_DIRECT)

@@ -23,11 +23,11 @@ QUANTIZED = "hf_quant_config.json"
 _DESCRIBING = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 """Suffixes of the files with vLLM's quantisation settings (get_config_filenames)."""
 SENTENCES = "modules.json"
-"""By which vLLM takes any model for one of embeddings (get_pooling_config)."""
+"""A model with this file is an embedding model in vLLM (get_pooling_config)."""
 CONFIGS = ("config.json", "params.json")
 """A model's configuration: Hugging Face's, Mistral's."""
 
-# In vLLM's order: the first pattern that any file fits is what it loads. GGUF takes a plugin. Where
+# In vLLM's order: vLLM loads the files of the first pattern with a match. GGUF needs a plugin. If
 # there is an index, only the files that it names count.
 _WEIGHTS = (
     ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
@@ -40,16 +40,16 @@ _TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt
 
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
-LONGEST_JSON = 32 * 2**20  # several times what the index of the largest models has
+LONGEST_JSON = 32 * 2**20  # several times the index of the largest models
 MOST_NESTED = 100_000
-_FIRST_READ = 128 * 1024  # holds nearly every header; what is longer takes a second request
+_FIRST_READ = 128 * 1024  # holds nearly every header; a longer one takes a second request
 _LARGEST = 2**48  # of all numbers a model could mean; JSON knows no limit
 
 _FETCH_AGAIN = "fetch it again"
 
 
 class ModelError(ValueError):
-    """A model that cannot be used. The message names the file and the fix."""
+    """A model cannot be used. The message names the file and the fix."""
 
 
 class Checkpoint(Protocol):
@@ -61,16 +61,16 @@ class Checkpoint(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Every file → bytes. Names are relative to the model's root, with "/" between folders."""
+        """All files → bytes. Names are relative to the model's root, with "/" between folders."""
 
     def head(self, name: str, length: int) -> bytes:
-        """The first `length` bytes of a file, or all of it where it is shorter."""
+        """Return the first `length` bytes of a file, or all of a shorter file."""
 
 
 class Folder:
-    """The checkpoint in a local folder: the files at its top, which are all that vLLM loads.
+    """The checkpoint in a local folder: the files at its top level; vLLM only loads these.
 
-    Raises ModelError where the folder or a file in it cannot be read.
+    Raises ModelError if the folder or a file in it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,11 +93,11 @@ class Folder:
 
 
 class Checks(NamedTuple):
-    """The files that vLLM reads before it loads a model. None: the files do not say.
+    """Facts that vLLM checks before it loads a model. None: the files do not say.
 
-    longest: the most tokens that max_model_len may be. quantised: the files at the top that
-    describe quantised weights beside config.json. coded: whether its configuration is read by code
-    that comes with it. experts: of a layer that has the most; 0 without any.
+    longest: the highest value of max_model_len. quantised: the files at the top level that describe
+    quantised weights beside config.json. coded: whether only its own code can read its
+    configuration. experts: the most experts of a layer; 0 without any.
     """
 
     longest: int | None = None
@@ -113,12 +113,12 @@ UNCHECKED = Checks()
 class ModelFacts:
     """Facts from a model's files. None: they do not say.
 
-    weight_bytes, largest_file: of the files that vLLM loads; 0 where they were not looked at.
-    max_length: vLLM's default length in tokens. layers: of the decoder.
-    attention_heads: which tensor parallelism divides among the ranks. latent: whether vLLM runs it
-    with latent attention (MLA). heard: tokens that its encoder makes of the sound that it hears at
-    once, of models like Whisper. kept: its layers, by the state that vLLM keeps of a request.
-    parts: of the weights, where safetensors files tell. checks: what vLLM looks at first.
+    weight_bytes, largest_file: of the files that vLLM loads; 0 if they were not read. max_length:
+    vLLM's default length in tokens. layers: of the decoder. attention_heads: tensor parallelism
+    divides them among the ranks. latent: whether vLLM runs it with latent attention (MLA). heard:
+    for models like Whisper, the encoder's tokens for one window of audio. kept: its layers, by the
+    state that vLLM keeps of a request. parts: parts of the weights, if safetensors files tell.
+    checks: facts that vLLM checks first.
     """
 
     architectures: tuple[str, ...]
@@ -153,7 +153,7 @@ UNKNOWN = ModelFacts(
     layers=None,
     kv=None,
 )
-"""Of what is no model of vLLM's."""
+"""The facts of a model that vLLM does not serve."""
 
 
 class Tensor(NamedTuple):
@@ -164,10 +164,10 @@ class Tensor(NamedTuple):
 
 
 class WeightParts(NamedTuple):
-    """Bytes of the weights' files that count apart.
+    """Bytes of the weights' files in special parts.
 
-    experts: of mixtures of experts, which all copies of the model share. single: numbers of 32
-    bits. outer: the vocabulary's matrices, which vLLM does not quantise as it loads them.
+    experts: mixture-of-experts weights, which all copies of the model share. single: 32-bit
+    numbers. outer: the vocabulary's matrices, which vLLM does not quantise during loading.
     """
 
     experts: int
@@ -180,7 +180,7 @@ _OF_VOCABULARY = re.compile(r"(^|[._])(embed\w*|lm_head|wte|tok_embeddings|outpu
 
 
 def weight_parts(found: Mapping[str, Tensor]) -> WeightParts | None:
-    """The parts of these tensors, or None."""
+    """Return the parts of these tensors, or None."""
     sizes = {name: math.prod(it.shape) * _BITS.get(it.dtype, 8) // 8 for name, it in found.items()}
     experts = sum(size for name, size in sizes.items() if _OF_EXPERTS.search(name))
     single = sum(size for name, size in sizes.items() if found[name].dtype == "F32")
@@ -191,11 +191,11 @@ def weight_parts(found: Mapping[str, Tensor]) -> WeightParts | None:
 def look(
     checkpoint: Checkpoint, weights: bool = True, overrides: Mapping[str, Any] = NO_OVERRIDES
 ) -> ModelFacts:
-    """Look at a model's files. weights: whether it needs any, which load_format=dummy does not.
+    """Read a model's files. weights: whether it needs weights; load_format=dummy does not.
     overrides: vLLM's hf_overrides.
 
-    Raises ModelError where vLLM could not use it: no configuration or one that cannot be read, no
-    weights, or a safetensors file that is not whole.
+    Raises ModelError if vLLM could not use it: its configuration is missing or unreadable, it has
+    no weights, or a safetensors file is incomplete.
     """
     config = configuration(checkpoint, overrides)
     files: Mapping[str, int] = {}
@@ -214,16 +214,18 @@ def look(
     both = {*CONFIGS} <= checkpoint.sizes.keys()
     mistrals = both and any(fnmatchcase(name, _WEIGHTS[0][0]) for name in _top(checkpoint))
     if mistrals and _kept_by(kept) != _kept_by(_mistrals_own(checkpoint)):
-        kept = dataclasses.replace(kept, unknown=f"{' and '.join(CONFIGS)} tell different layers")
+        kept = dataclasses.replace(
+            kept, unknown=f"{' and '.join(CONFIGS)} describe different layers"
+        )
     described = frozenset(it for it in _top(checkpoint) if it.endswith(_DESCRIBING))
     checks = found.checks._replace(quantised=described)
     if mistrals or any(it.startswith("sentence_") for it in _top(checkpoint)):
-        checks = checks._replace(longest=None)  # vLLM takes it from elsewhere
+        checks = checks._replace(longest=None)  # vLLM reads it from another file
     return dataclasses.replace(found, kept=kept, checks=checks)
 
 
 def _mistrals_own(checkpoint: Checkpoint) -> KvLayers:
-    """The layers by params.json, which vLLM reads if Mistral's own weights are also there."""
+    """Return the layers in params.json, which vLLM reads if Mistral's own weights also exist."""
     file = CONFIGS[1]
     top = _of_mistral(json_object(checkpoint, file))
     return facts(Config(f"{checkpoint.where}/{file}", top, top), {}).kept
@@ -235,10 +237,10 @@ def _kept_by(kept: KvLayers) -> tuple[object, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A model's configuration. Its methods raise ModelError where a value is of the wrong type.
+    """A model's configuration. Its methods raise ModelError if a value has the wrong type.
 
-    file: its full name, for messages. top: as it is written. text: the same, with what it says of
-    the language model in it, which is where vLLM looks for numbers, over the rest.
+    file: its full name, for messages. top: the configuration itself. text: the same, overridden by
+    the nested configuration of the language model. vLLM reads numbers from there.
     """
 
     file: str
@@ -246,10 +248,10 @@ class Config:
     text: Mapping[str, Any]
 
     def whole(self, *names: str) -> int | None:
-        """The first of these that is set.
+        """Return the first of these numbers that is set, or None.
 
-        A list with a number for each layer counts as unset, and a negative or absurd value does as
-        well. Models are published with both, and vLLM ignores them.
+        Lists with a number for each layer, and negative or absurd values, count as unset. Published
+        models have both, and vLLM ignores them.
         """
         for name in names:
             value = self.text.get(name)
@@ -262,7 +264,7 @@ class Config:
         return None
 
     def words(self, name: str) -> tuple[str, ...]:
-        """A list of strings at the top, empty where there is none."""
+        """Return a list of strings at the top level, or an empty one."""
         value = self.top.get(name)
         if value is None:
             return ()
@@ -271,9 +273,9 @@ class Config:
         return tuple(value)
 
     def fault(self, name: str, value: Any, wanted: str, fix: str = "correct it") -> ModelError:
-        # Cut before it is written out, as a list could be of any length and depth.
+        # The value is cut before it is formatted, because a list may have any length and depth.
         told = repr(value)[:40] if isinstance(value, str | int | float) else type(value).__name__
-        return ModelError(f"{self.file}: {name} is {told}, but has to be {wanted}; {fix}")
+        return ModelError(f"{self.file}: {name} is {told}, but must be {wanted}; {fix}")
 
 
 _NESTED = (
@@ -284,13 +286,13 @@ _NESTED = (
     "transformer_layer_config",  # a draft in the speculators format
 )
 
-# What configuration classes of transformers fill in for models that are published without it; a
-# language model within another may say no type of its own, and has its whole's then.
+# Defaults of transformers' configuration classes for models that are published without them. A
+# nested language model without its own type has the type of the whole model.
 _QWEN = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
 
 
 def _windows(size: int, pattern: int, **more: Any) -> Mapping[str, Any]:
-    """A window in all layers except one of this many."""
+    """Return a window in all layers, except one layer of each `pattern`."""
     return {"sliding_window": size, "sliding_window_pattern": pattern, **more}
 
 
@@ -336,7 +338,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def configuration(checkpoint: Checkpoint, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Config:
-    """Read a model's configuration; that of a model in GGUF files alone is empty. overrides: values
+    """Read a model's configuration; it is empty if there are only GGUF files. overrides: values
     that replace those in the file (_apply_dict_overrides in vllm/config/model.py).
 
     Raises ModelError if it is missing or not a JSON object.
@@ -352,7 +354,7 @@ def configuration(checkpoint: Checkpoint, overrides: Mapping[str, Any] = NO_OVER
     top = json_object(checkpoint, name)
     if name == "params.json":
         top = _of_mistral(top)
-    # Where ModelOpt before 0.31 says it.
+    # The place in ModelOpt before 0.31.
     if QUANTIZED in checkpoint.sizes and top.get("quantization_config") is None:
         top["quantization_config"] = _of_modelopt(json_object(checkpoint, QUANTIZED))
     for key, value in overrides.items():
@@ -372,7 +374,7 @@ def configuration(checkpoint: Checkpoint, overrides: Mapping[str, Any] = NO_OVER
 
 
 def _updated(found: Any, updates: Mapping[str, Any]) -> dict[str, Any]:
-    """An object with others in it replaced, and objects in it in the same way."""
+    """Return an object with values replaced, recursively in nested objects."""
     updated = dict(found) if isinstance(found, dict) else {}
     for key, value in updates.items():
         inner = isinstance(value, dict) and isinstance(updated.get(key), dict)
@@ -381,8 +383,9 @@ def _updated(found: Any, updates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_mistral(params: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's own configuration as vLLM rewords it (vllm/transformers_utils/configs/mistral.py):
-    its latent attention is DeepSeek's, and it has a window for each layer of a period.
+    """Return Mistral's own configuration in vLLM's terms
+    (vllm/transformers_utils/configs/mistral.py): its latent attention is DeepSeek's, and it has a
+    window for each layer of a period.
     """
     found = {**params, "architectures": [_mistrals(params)]}
     experts = params.get("moe") or {"num_shared_experts": 1}
@@ -397,7 +400,7 @@ def _of_mistral(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistrals(params: Mapping[str, Any]) -> str:
-    """The architecture that vLLM gives a model by Mistral's own configuration."""
+    """Return vLLM's architecture for a model with Mistral's own configuration."""
     several, experts = params.get("multimodal"), params.get("moe")
     inner = several if isinstance(several, dict) else {}
     if inner.get("whisper_model_args"):
@@ -413,16 +416,16 @@ def _mistrals(params: Mapping[str, Any]) -> str:
 
 
 def _of_modelopt(found: dict[str, Any]) -> dict[str, Any]:
-    """hf_quant_config.json with the quant_method that vLLM derives from it."""
+    """Return hf_quant_config.json with the quant_method that vLLM derives from it."""
     inner = found.get("quantization")
     algorithm = inner.get("quant_algo") if isinstance(inner, dict) else None
     return {"quant_method": "modelopt_fp4" if algorithm == "NVFP4" else "modelopt", **found}
 
 
 def weight_files(checkpoint: Checkpoint) -> Mapping[str, int]:
-    """The files that vLLM loads the weights from, by the rules of its default loader: name → bytes.
+    """Return the files of the weights by the rules of vLLM's default loader: name → bytes.
 
-    Raises ModelError if there are none, or one that an index names is missing.
+    Raises ModelError if there are none, or if one that an index names is missing.
     """
     present = _top(checkpoint)
     for pattern, index in _WEIGHTS:
@@ -449,12 +452,12 @@ def weight_files(checkpoint: Checkpoint) -> Mapping[str, int]:
 
 
 def tensors(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-    """All tensors in the safetensors files that vLLM loads; none where it loads other formats.
+    """Return all tensors in the safetensors files that vLLM loads; none for other formats.
 
     The format: 8 bytes with the length of the header, little-endian; the header, a JSON object of
     name → dtype, shape and offsets; the data. The offsets count from the start of the data.
 
-    Raises ModelError where a file is not whole, or has a header that is not one.
+    Raises ModelError if a file is incomplete, or has an invalid header.
     """
     found: dict[str, Tensor] = {}
     for name, size in weight_files(checkpoint).items():
@@ -464,9 +467,9 @@ def tensors(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
 
 
 def facts(config: Config, files: Mapping[str, int]) -> ModelFacts:
-    """The facts from a configuration and from the sizes of the weights' files.
+    """Return the facts from a configuration and from the sizes of the weights' files.
 
-    Raises ModelError where a value of the configuration is of the wrong type.
+    Raises ModelError if a value of the configuration has the wrong type.
     """
     shape, kept = kv.look(config, _layers(config))
     return ModelFacts(
@@ -502,7 +505,7 @@ def _text(config: Config, entries: Mapping[str, Any], *names: str) -> str | None
 
 
 def _dtype(config: Config) -> str | None:
-    # The language model's own counts only where the whole has none.
+    # The language model's dtype only counts if the whole model has none.
     for entries in (config.top, config.text):
         if found := _text(config, entries, "dtype", "torch_dtype"):
             return found.removeprefix("torch.")
@@ -532,7 +535,7 @@ _SCALED = ("llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 def _max_length(config: Config) -> int | None:
-    """Tokens, as _get_and_verify_max_len in vllm/config/model.py derives them."""
+    """Return the tokens that _get_and_verify_max_len in vllm/config/model.py derives, or None."""
     lengths = [length for name in _LENGTHS if (length := config.whole(name)) is not None]
     length = config.whole("model_max_length") or min(lengths, default=None)
     if length is None:
@@ -553,11 +556,11 @@ def _max_length(config: Config) -> int | None:
 
 
 def _longest(config: Config) -> int | None:
-    """The most tokens that vLLM takes as max_model_len (_get_and_verify_max_len)."""
+    """Return vLLM's highest value of max_model_len (_get_and_verify_max_len), or None."""
     nested = config.text is not config.top and any(config.top.get(it) for it in _NESTED)
     lengths = {name: config.whole(name) for name in (*_LENGTHS, "model_max_length")}
     known = {name: length for name, length in lengths.items() if length is not None}
-    elsewhere = nested and known.keys() & config.top.keys()  # vLLM asks the language model alone
+    elsewhere = nested and known.keys() & config.top.keys()  # vLLM only reads the language model's
     if not known or elsewhere or config.file.endswith(CONFIGS[1]):
         return None
     own = known.get("model_max_length")
@@ -577,8 +580,8 @@ _EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_loc
 
 
 def _experts(config: Config) -> int | None:
-    """The routed experts of a layer (get_num_experts in model_arch_config_convertor.py); None where
-    a configuration may say it otherwise.
+    """Return the routed experts of a layer (get_num_experts in model_arch_config_convertor.py);
+    None if the configuration may have them elsewhere.
     """
     counts = [count for name in _EXPERT_COUNTS if (count := config.whole(name)) is not None]
     told = (*config.text, *config.words("architectures"), str(config.text.get("model_type")))
@@ -592,7 +595,7 @@ def _experts(config: Config) -> int | None:
 
 
 def _scalings(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The RoPE parameters: one set, or one for each kind of layer that has its own."""
+    """Return the RoPE parameters: one set, or one for each kind of layer with its own set."""
     found = entries.get("rope_parameters") or entries.get("rope_scaling")
     if not isinstance(found, dict):
         return []
@@ -605,7 +608,7 @@ def _layers(config: Config) -> int | None:
 
 
 def _top(checkpoint: Checkpoint) -> dict[str, int]:
-    """The files that vLLM sees: those at the top that are not hidden."""
+    """Return the files that vLLM sees: those at the top level that are not hidden."""
     return {
         name: size
         for name, size in checkpoint.sizes.items()
@@ -617,7 +620,7 @@ def _indexed(checkpoint: Checkpoint, index: str) -> set[str]:
     listed = json_object(checkpoint, index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelError(
-            f"{checkpoint.where}/{index}: weight_map has to be an object of tensor → file; "
+            f"{checkpoint.where}/{index}: weight_map must be an object of tensor → file; "
             + _FETCH_AGAIN
         )
     return set(listed.values())
@@ -630,12 +633,12 @@ def header(
     longest: int = LONGEST_HEADER,
     most: int | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of one safetensors file of `size` bytes. longest: bytes of its header. most: the
-    limit on the number of tensors, or None.
+    """Return the tensors of a safetensors file of `size` bytes. longest: most bytes of its header.
+    most: the limit on the number of tensors, or None.
 
-    It refuses what the safetensors library (0.8) refuses: tensors that overlap, leave gaps, or do
-    not have the size of their type and shape. The size of unknown types is not checked. Raises
-    ModelError.
+    Raises ModelError for files that the safetensors library (0.8) refuses: with tensors that
+    overlap, leave gaps, or do not have the size of their type and shape. The size of unknown types
+    is not checked.
     """
     file = f"{checkpoint.where}/{name}"
     start = checkpoint.head(name, _FIRST_READ) if size else b""
@@ -685,7 +688,7 @@ _BITS = {
 
 
 def _tensor(file: str, name: str, entry: object) -> tuple[Tensor, int, int]:
-    """A tensor, and where it begins and ends in the data."""
+    """Return a tensor, and its beginning and end in the data."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
             type(each) is int and 0 <= each < 2**64 for each in (*shape, begin, end)
@@ -701,7 +704,7 @@ def _tensor(file: str, name: str, entry: object) -> tuple[Tensor, int, int]:
 
 
 def _product(bits: int, shape: Iterable[int]) -> int | None:
-    """Bits of a tensor, or None where 64 bits cannot count its numbers on the way there."""
+    """Return the bits of a tensor, or None if the product exceeds 64 bits at any step."""
     numbers = 1
     for each in shape:
         numbers *= each
@@ -713,8 +716,9 @@ def _product(bits: int, shape: Iterable[int]) -> int | None:
 def json_object(
     checkpoint: Checkpoint, name: str, longest: int = LONGEST_JSON, nested: int = MOST_NESTED
 ) -> dict[str, Any]:
-    """The object in a JSON file of limited size. nested: lists and objects that it may
-    have: an empty one is two bytes in the file and 56 here. Raises ModelError where it holds none.
+    """Return the object in a JSON file of limited size. nested: the most lists and objects in it;
+    an empty one takes two bytes in the file and 56 in memory. Raises ModelError if there is no
+    object.
     """
     file, size = f"{checkpoint.where}/{name}", checkpoint.sizes[name]
     if size > longest:
@@ -734,11 +738,11 @@ _TEXTS = re.compile(
 _FLAT = re.compile(rf"\{{(?:[^][{{}}\"]|{_TEXT}|\[[^][{{}}\"]*+\])*+}}")
 _NEXT = re.compile(rf"{_BLANK}(?:,|(?P<end>}}{_BLANK}\Z))")
 _NULL = re.compile("null")
-_LONGEST_ENTRY = 2 * 1024 * 1024  # characters of what a header says of one tensor
+_LONGEST_ENTRY = 2 * 1024 * 1024  # characters of a tensor's entry in a header
 
 
 def _entries(file: str, content: bytes) -> Iterator[tuple[str, object]]:
-    """The entry of each tensor in a safetensors header. Its metadata is left out.
+    """Yield the entry of each tensor in a safetensors header, without the header's metadata.
 
     The values are decoded one by one, and only if they have the form of a tensor's entry. As
     arbitrary objects, a header would take thirty times its bytes and block all other threads.
@@ -749,20 +753,18 @@ def _entries(file: str, content: bytes) -> Iterator[tuple[str, object]]:
         raise _no_json(file, error) from None
     if not (begun := re.match(rf"{_BLANK}{{{_BLANK}(?P<end>}}{_BLANK}\Z)?", text)):
         _object(file, content[:_FIRST_READ])
-        raise ModelError(f"{file} has to hold a JSON object; correct it, or {_FETCH_AGAIN}")
+        raise ModelError(f"{file} must contain a JSON object; correct it, or {_FETCH_AGAIN}")
     at = begun.end()
     end = begun["end"]
     while end is None:
         name = _NAME.match(text, at)
         if not name:
-            raise _no_json(file, f"character {at} begins no name of a tensor")
+            raise _no_json(file, f"character {at} does not begin a tensor's name")
         tensor = json.loads(name["name"])
         if tensor == "__metadata__":
             value = _TEXTS.match(text, name.end()) or _NULL.match(text, name.end())
             if not value:
-                raise ModelError(
-                    f"{file}: __metadata__ has to be an object of texts; {_FETCH_AGAIN}"
-                )
+                raise ModelError(f"{file}: __metadata__ must be an object of texts; {_FETCH_AGAIN}")
         else:
             value = _FLAT.match(text, name.end(), name.end() + _LONGEST_ENTRY)
             if not value:
@@ -794,7 +796,7 @@ def _object(file: str, content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise _no_json(file, error) from None
     if not isinstance(found, dict):
-        raise ModelError(f"{file} has to hold a JSON object; correct it, or {_FETCH_AGAIN}")
+        raise ModelError(f"{file} must contain a JSON object; correct it, or {_FETCH_AGAIN}")
     return found
 
 
@@ -803,7 +805,7 @@ def _unreadable(what: str, error: OSError) -> ModelError:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Some of the names, in short."""
+    """Return some of the names, as a short text."""
     some = sorted(names)
     more = f" and {len(some) - 4} more" if len(some) > 4 else ""
     return (", ".join(some[:4]) + more) or "it is empty"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML that people write: read within bounds, or refused in one way."""
+"""Reads YAML files of operators within bounds, or refuses them with one exception."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 LARGEST = 2**20
-"""Bytes of a file."""
+"""Most bytes of a file."""
 NODES, DEPTH = 100_000, 100
-"""Values of a file, and lists and mappings within each other."""
+"""Most values of a file, and the deepest nesting of lists and mappings."""
 LONGEST_NUMBER = 100
-"""Characters: PyYAML takes hours for a megabyte of a number to the base 60, like 1:30:00."""
+"""Most characters of a number. PyYAML takes hours for a megabyte in base 60, like 1:30:00."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -21,10 +21,10 @@ class NotYAML(ValueError):
 
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's is twenty times as fast."""
+"""libyaml's loader is twenty times as fast."""
 
 
-class _Loader(_Base):  # type: ignore[misc]  # which of the two it is
+class _Loader(_Base):  # type: ignore[misc]  # one of two classes
     """Refuses repeated keys; PyYAML lets the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -35,7 +35,7 @@ class _Loader(_Base):  # type: ignore[misc]  # which of the two it is
                     problem="`<<` merges another part; write it out", problem_mark=key.start_mark
                 )
             if not isinstance(key, yaml.ScalarNode):
-                continue  # which no mapping of Python's can have
+                continue  # such a key is not hashable in Python
             if key.value in names:
                 raise yaml.constructor.ConstructorError(
                     problem=f"`{key.value}` is given twice", problem_mark=key.start_mark
@@ -84,21 +84,21 @@ def read_all(content: bytes) -> list[Any]:
         raise
     except yaml.MarkedYAMLError as error:
         line = ""
-        if error.problem_mark:  # libyaml counts one line more where the end of the file is at fault
+        if error.problem_mark:  # libyaml counts one line more for a fault at the end of the file
             last = max(len(content.splitlines()), 1)
             line = f" in line {min(error.problem_mark.line + 1, last)}"
         raise NotYAML(f"not YAML{line}: {error.problem}") from None
-    except yaml.reader.ReaderError as error:  # a byte or a character that no YAML has
+    except yaml.reader.ReaderError as error:  # a byte or a character that YAML forbids
         raise NotYAML(f"not YAML at position {error.position}: {error.reason}") from None
-    except (ValueError, AttributeError, LookupError):  # of `!!int a`, `!!timestamp a`, `!!bool a`
+    except (ValueError, AttributeError, LookupError):  # for `!!int a`, `!!timestamp a`, `!!bool a`
         raise NotYAML("not YAML: a value is not of its type") from None
     except (yaml.YAMLError, RecursionError):
         raise NotYAML("not YAML") from None
 
 
 def _require_small(content: bytes) -> None:
-    """Raise NotYAML before anything is made of a file that would take long, or much memory: some
-    500 bytes whose parts repeat each other can take gigabytes.
+    """Raise NotYAML for a file whose construction would take long, or much memory: 500 bytes with
+    nested aliases can take gigabytes.
     """
     depth = nodes = 0
     for event in yaml.parse(content, _Base):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, `[MODEL] [--flag VALUE ...]`, as the options that it sets.
+"""The command line, `[MODEL] [--flag VALUE ...]` → options.
 
-Every option is a flag by its name: OPTION_MAX_MODEL_LEN is --max-model-len, as in vLLM, and
+Every option is a flag with its name: OPTION_MAX_MODEL_LEN is --max-model-len, as in vLLM, and
 SERVING_JOB_QUEUE_SIZE, which has no OPTION_ name, is --job-queue-size.
 """
 
@@ -20,9 +20,9 @@ from lmi_config.options.parsers import Reader, boolean, switch, text, words
 from lmi_config.options.settings import SettingsError
 
 AS_JSON = "--json"
-"""The one argument of `plan` that is no option."""
+"""The only argument of `plan` that is not an option."""
 WORKLOAD, RESULTS = "--workload", "--results"
-"""Those of `tune`, each with a value."""
+"""The arguments of `tune` that are not options; each has a value."""
 _BOOLEANS = (boolean, switch)
 _HELP = ("-h", "--help")
 _MODELS = ("-m", "--models")
@@ -60,10 +60,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def _of_vllm(words: Sequence[str]) -> list[str] | None:
-    """The command line of vLLM's server without a verb of ours: it begins with a flag or with a
-    model, as in vLLM's image, or starts the server under vLLM's own names. None for any other, and
-    for `--headless`: that node runs vLLM's engine only, for another's server. entrypoint.sh passes
-    the same on.
+    """Return the command line of vLLM's server, without a verb of ours: it begins with a flag or a
+    model, as in vLLM's image, or with vLLM's own names of its server. Returns None for any other,
+    and for `--headless`: such a node only runs vLLM's engine for another server. entrypoint.sh
+    passes on the same command lines.
     """
     first = words[0]
     program = Path(first).name
@@ -76,7 +76,7 @@ def _of_vllm(words: Sequence[str]) -> list[str] | None:
 
 
 def _with_vllms_port(words: Sequence[str], environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment of vLLM's command line: with vLLM's port if it names none."""
+    """Return the environment of vLLM's command line, with vLLM's port if it names none."""
     named = [name for name in environ if environ[name].strip() and settings.option(name) == "port"]
     named += [word for word in words if word.partition("=")[0] == "--port"]
     return environ if named else {**environ, "OPTION_PORT": str(VLLM_PORT)}
@@ -85,8 +85,8 @@ def _with_vllms_port(words: Sequence[str], environ: Mapping[str, str]) -> Mappin
 def called(
     words: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[str, list[str], Mapping[str, str]] | None:
-    """The meaning of the image's command line: the verb, its arguments, and its environment. None
-    where it starts another program.
+    """Return the meaning of the image's command line: the verb, its arguments, and its environment.
+    Returns None if it starts another program.
     """
     if not words or words[0] in VERBS:
         verb, *rest = words or ["serve"]
@@ -100,10 +100,10 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
-    """The options on a verb's command line: variable's name → value.
+    """Return the options on a verb's command line: variable's name → value.
 
     Values are not checked, and names need not be known. The last of equal flags counts. Raises
-    SettingsError where a flag has no value, or there is more than one model.
+    SettingsError if a flag has no value, or there is more than one model.
     """
     found: dict[str, Given] = {}
     others: list[str] = []
@@ -146,7 +146,7 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
 
 
 def apart(verb: str, arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """A verb's arguments that are no options, by their names, and the words that are left.
+    """Return a verb's arguments that are not options, by their names, and the other words.
 
     Raises SettingsError if one has no value.
     """
@@ -169,7 +169,7 @@ def apart(verb: str, arguments: Sequence[str]) -> tuple[dict[str, str], list[str
 
 
 def _model(models: str) -> dict[str, Given]:
-    """LMI's `-m NAME=URL`, with a folder that stands in the model store's place, or an S3 prefix.
+    """Read LMI's `-m NAME=URL`, with a folder that replaces the model store, or an S3 prefix.
 
     LMI's name may be followed by a version, an engine and a device: `NAME::Python:gpu0`.
     """
@@ -183,7 +183,7 @@ def _model(models: str) -> dict[str, Given]:
     name, _, rest = named.partition(":")
     engine = rest.partition(":")[2].partition(":")[0]
     if engine.lower() not in _PYTHON:
-        raise fault(f"chooses the engine {engine}, and Slipway runs vLLM only")
+        raise fault(f"chooses the engine {engine}, but Slipway only runs vLLM")
     names = {"OPTION_SERVED_MODEL_NAME": Given(f"{name},lmi", "-m")} if name else {}
     if url.startswith("s3://"):
         return {**names, "OPTION_MODEL_ID": Given(url, "-m")}
@@ -196,18 +196,18 @@ def _model(models: str) -> dict[str, Given]:
 
 
 def _option(typed: str) -> tuple[str, Reader | None]:
-    """The variable that means the same, and its reader; of a flag that is not known None."""
+    """Return the variable of a flag, and its reader; None as the reader of an unknown flag."""
     bare = typed.lstrip("-").replace("_", "-")
     unknown = (PREFIX + bare.replace("-", "_").upper(), None)
     if found := flags().get(typed) or flags().get(f"--{bare}"):
         return found
-    # As argparse does it for vLLM: the beginning of one flag of vLLM's means that flag.
+    # Like argparse in vLLM: an unambiguous prefix of one of vLLM's flags means that flag.
     longer = [it for it in vllm_flags() if typed.startswith("--") and it.startswith(f"--{bare}")]
     return flags()[longer[0]] if len(longer) == 1 else unknown
 
 
 def _with_key(before: Given | None, typed: str, text: str) -> str:
-    """The JSON of a flag with a key of it set, as `--x.key.inner 5` and `--x.list+ a,b` do."""
+    """Return a flag's JSON with one key set, as `--x.key.inner 5` and `--x.list+ a,b` do."""
     _, *keys = typed.removesuffix("+").split(".")
     value: Any = text.split(",") if typed.endswith("+") else text
     whole: Any = {}
@@ -227,7 +227,7 @@ def _with_key(before: Given | None, typed: str, text: str) -> str:
 
 
 def _value(typed: str, read: Reader | None, left: list[str]) -> str:
-    """Take the value of a flag from the rest of the command line."""
+    """Take and return the value of a flag from the rest of the command line."""
     if read in _BOOLEANS:
         given = left and left[0].lower() in ("true", "false", "1", "0")
         return left.pop(0) if given else "true"
@@ -242,7 +242,7 @@ def _value(typed: str, read: Reader | None, left: list[str]) -> str:
 
 
 def usage(verb: str) -> str:
-    """What `--help` prints."""
+    """Return the text of `--help`."""
     return "\n".join(_usage(verb)) + "\n"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options by which LMI chooses an engine other than vLLM. Each stops the start."""
+"""Options that choose an engine other than vLLM in LMI. Each stops the start."""
 
 from collections.abc import Iterator, Mapping
 
@@ -21,9 +21,9 @@ _NAMES = (
 
 
 def others(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The options that choose another engine: a variable's name, and the engine that it chooses.
+    """Yield the options that choose another engine: a variable's name, and the chosen engine.
 
-    MPI chooses none: LMI ran lmi-dist and its Hugging Face handler with it as well.
+    MPI chooses none: LMI also ran lmi-dist and its Hugging Face handler with it.
 
     given: variable's name → its value.
     """

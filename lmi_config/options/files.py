@@ -10,7 +10,7 @@ from lmi_config.options.declared import PREFIX
 
 PROPERTIES = "serving.properties"
 LARGEST = 2**20
-"""Bytes of one."""
+"""Most bytes of a file."""
 YAML = "slipway.yaml"
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".mar")
@@ -18,7 +18,9 @@ _VARIABLES = (PREFIX, "SERVING_", "SAGEMAKER_", "HF_", "LMCACHE_")
 
 
 class Given(NamedTuple):
-    """An option as it was given. name: how the operator wrote it, and where. file: if in one."""
+    """An option as it was set. name: the operator's spelling, and its place. file: its file, or
+    None.
+    """
 
     text: str
     name: str
@@ -26,16 +28,16 @@ class Given(NamedTuple):
 
 
 class FileFault(ValueError):
-    """A file with options that cannot be used; the message says which, and why."""
+    """A file with options cannot be used. The message has the file and the reason."""
 
 
 def model_folder(store: Path, model: Path | None) -> Path | None:
-    """The folder of the deployment's files, or None.
+    """Return the folder of the deployment's files, or None.
 
-    store: the folder that SageMaker fills; model: a local folder that is named as the model. The
-    store comes first, as in LMI, unless the options are in the model's own folder alone.
+    store: the folder that SageMaker fills; model: the local folder of a named model. The store
+    takes precedence, as in LMI, unless only the model's folder has options.
 
-    Raises FileFault when the store holds several models and none is named.
+    Raises FileFault if the store has several models and the model is not named.
     """
     found = _unwrapped(store, model is None)
     if model and model.is_dir():
@@ -46,7 +48,7 @@ def model_folder(store: Path, model: Path | None) -> Path | None:
 
 
 def _unwrapped(store: Path, must_be_one: bool) -> Path | None:
-    """The store, or the only model folder in it.
+    """Return the store, or the only model folder in it.
 
     LMI's rule: if the store contains only folders and archives, each is a separate model; one plain
     file or hidden name makes the whole store one model.
@@ -66,21 +68,21 @@ def _unwrapped(store: Path, must_be_one: bool) -> Path | None:
     if not must_be_one:
         return None
     if archives and not folders:
-        raise FileFault(f"{archives[0]}: a model has to be a folder; unpack the archive")
+        raise FileFault(f"{archives[0]}: a model must be a folder; unpack the archive")
     names = ", ".join(entry.name for entry in folders + archives)
     raise FileFault(
-        f"{store} holds several models ({names}), and a server serves one; name it with "
+        f"{store} holds several models ({names}), and a server serves only one; name it with "
         f"OPTION_MODEL_ID, like {(folders or archives)[0]}"
     )
 
 
 def read(folder: Path | None, config_file: str | None) -> dict[str, Given]:
-    """The options in the files of a model folder: variable's name → value.
+    """Return the options in the files of a model folder: variable's name → value.
 
     The YAML file takes precedence over serving.properties.
 
-    Raises FileFault when a file cannot be read, and ModuleNotFoundError where the parsers of a file
-    that is there are not installed yet.
+    Raises FileFault if a file cannot be read, and ModuleNotFoundError if the parser of an existing
+    file is not installed yet.
     """
     found: dict[str, Given] = {}
     if folder and (folder / PROPERTIES).is_file():
@@ -112,7 +114,7 @@ def _properties(path: Path) -> dict[str, Given]:
 
 
 def _yaml(path: Path) -> dict[str, Given]:
-    """Read a YAML mapping: `x` is OPTION_X. A value may be a mapping or a list as well."""
+    """Read a YAML mapping: `x` is OPTION_X. A value may also be a mapping or a list."""
     from lmi_config.facts import strict_yaml
 
     try:
@@ -152,7 +154,7 @@ def _unique(path: Path, pairs: list[tuple[str, str]]) -> dict[str, Given]:
 
 
 def _variable(name: str, properties: bool) -> str:
-    """The environment variable that means the same."""
+    """Return the environment variable of a name."""
     if properties and not name.startswith("option."):
         return "SERVING_" + re.sub(r"(?<=[a-z])(?=[A-Z])|\.|-", "_", name).upper()
     if name.startswith(_VARIABLES):

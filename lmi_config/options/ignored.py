@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that are known and do nothing here, were removed, or are refused, each with the reason."""
+"""Known names without effect, removed names, and refused names, each with the reason."""
 
 from collections.abc import Mapping
 
@@ -123,7 +123,7 @@ UNUSED: Mapping[str, str] = {
         ),
         "/metrics always has these series",
     ),
-    "OPTION_ENV": "set what is in it as variables of the container",
+    "OPTION_ENV": "set its values as variables of the container",
     "OPTION_SESSIONS_S3URL": "OPTION_SESSIONS_PATH may be a disk that servers share",
     "SERVING_ALLOW_MULTI_STATUS": "/ping answers 200 or 503, for the one model",
     "SERVING_CHUNKED_READ_TIMEOUT": "OPTION_PREDICT_TIMEOUT bounds an answer as a whole",
@@ -149,7 +149,7 @@ UNUSED: Mapping[str, str] = {
             "SAGEMAKER_PROGRAM",
             "SAGEMAKER_SUBMIT_DIRECTORY",
         ),
-        "they are the SageMaker toolkits'; code of your own is a model.py beside the model",
+        "they are the SageMaker toolkits'; your own code is a model.py beside the model",
     ),
     **dict.fromkeys(
         ("MODEL_CACHE_ROOT", "SAGEMAKER_ENABLE_CLOUDWATCH_METRICS", "SAGEMAKER_REGION"),
@@ -165,7 +165,7 @@ UNUSED: Mapping[str, str] = {
     "SERVING_MODEL_URL_PATTERN": "one server serves one model",
     "SERVING_WAIT_MODEL_LOADING": "/ping answers 503 until the model is ready",
 }
-"""LMI's names that are accepted and do nothing: name → why."""
+"""LMI's names that are accepted but have no effect: name → the reason."""
 
 _EACH_REQUEST = (
     "give it in each request; OPTION_OVERRIDE_GENERATION_CONFIG sets defaults for all of them"
@@ -345,7 +345,7 @@ REMOVED: Mapping[str, str] = {
             "OPTION_DISABLE_UVICORN_ACCESS_LOG",
             "OPTION_UVICORN_LOG_LEVEL",
         ),
-        "Slipway has a log of its own, and OPTION_LOG_LEVEL sets how much is in it",
+        "Slipway has its own log, and OPTION_LOG_LEVEL sets its level",
     ),
     **dict.fromkeys(
         (
@@ -361,7 +361,7 @@ REMOVED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("OPTION_H11_MAX_HEADER_COUNT", "OPTION_H11_MAX_INCOMPLETE_EVENT_SIZE"),
-        "Slipway has limits of its own on the heads of requests",
+        "Slipway has its own limits of requests' heads",
     ),
     "OPTION_API_SERVER_COUNT": "one process answers HTTP; the router spreads load over servers",
     "OPTION_ENABLE_REQUEST_ID_HEADERS": "every answer has X-Request-Id",
@@ -370,7 +370,7 @@ REMOVED: Mapping[str, str] = {
     "OPTION_HUGGINGFACE_TOKEN": "set HF_TOKEN",
     "OPTION_S3URL": "set OPTION_MODEL_ID to it",
 }
-"""Names of LMI's and of older versions of vLLM that are accepted: name → what to do instead."""
+"""Accepted names of LMI's and of older versions of vLLM: name → the alternative."""
 
 # vLLM options that belong to its own HTTP server, which Slipway replaces.
 _HTTP = "its own HTTP server is not used: Slipway answers HTTP itself"
@@ -404,9 +404,9 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("enable_scale_out", "tokens_only"),
-        "Slipway has no paths for tokens in the place of text; OPTION_SERVER_ROLE splits prefill "
+        "Slipway has no paths for tokens instead of text; OPTION_SERVER_ROLE splits prefill "
         "from decoding",
     ),
     "spec_method": "OPTION_SPECULATIVE_CONFIG takes the method",
 }
-"""vLLM options that cannot be given, each with the reason."""
+"""vLLM options that cannot be set, each with the reason."""

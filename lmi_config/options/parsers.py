@@ -25,8 +25,8 @@ def text(value: str) -> str:
 
 
 def key(value: str, shortest: int = 8) -> str:
-    """Read a value that is sent in a header. A shorter value could not be masked in a log without
-    masking harmless words.
+    """Read a value that is sent in a header. Masking a shorter value in a log would also mask parts
+    of harmless words.
     """
     if not re.fullmatch(r"[\x21-\x7e]+", value) or len(value) < shortest:
         raise ValueError(f"at least {shortest} characters of ASCII, without spaces")
@@ -34,7 +34,7 @@ def key(value: str, shortest: int = 8) -> str:
 
 
 def long_key(value: str) -> str:
-    """Read what signatures are made with."""
+    """Read a key for signatures."""
     return key(value, 32)
 
 
@@ -46,7 +46,7 @@ def store(value: str) -> str:
 
 
 def adapter_list(value: str) -> str:
-    """Read where servers list their adapters: a folder, a prefix in S3, or a Valkey or Redis."""
+    """Read the place of the list of adapters: a folder, a prefix in S3, or a Valkey or Redis."""
     try:
         return store(value) if "://" in value and not value.startswith("s3://") else value
     except ValueError:
@@ -54,7 +54,7 @@ def adapter_list(value: str) -> str:
 
 
 def https_url(value: str) -> str:
-    """Read a URL whose answers nobody on the way can change."""
+    """Read a URL whose answers cannot be changed on the way: https, or this machine."""
     match = re.fullmatch(r"(https?)://(\[[0-9a-f:]+\]|[^/\s:@\[\]]+)(:\d+)?(/[^\s#]*)?", value)
     here = match and match[2] in ("localhost", "127.0.0.1", "[::1]")
     if not match or (match[1] == "http" and not here):
@@ -63,9 +63,9 @@ def https_url(value: str) -> str:
 
 
 def words(value: str) -> tuple[str, ...]:
-    """Read a JSON list, JSON objects one after the other, or words between commas.
+    """Read a JSON list, consecutive JSON objects, or words between commas.
 
-    JSON values other than strings stay JSON. (As AWS's vLLM container reads them.)
+    JSON values other than strings stay JSON, as in AWS's vLLM container.
     """
     if value.startswith("["):
         return tuple(it if isinstance(it, str) else json.dumps(it) for it in _json(value))
@@ -91,7 +91,7 @@ class HubId(NamedTuple):
 
 
 def hub_id(src: str) -> HubId | None:
-    """What `org/name`, `hf://org/name` or either with `@revision` names; None for anything else."""
+    """Read `org/name` or `hf://org/name`, optionally with `@revision`. None for other texts."""
     found = _HUB_ID.fullmatch(src)
     return HubId(found["repo"], found["revision"]) if found else None
 
@@ -147,7 +147,7 @@ def strictness(value: str) -> bool | Literal["auto"]:
 
 
 def switch(value: str) -> bool | None:
-    """Read an option of vLLM's that has no --no- form: true, or None for not set."""
+    """Read an option of vLLM's without a --no- form: true, or None for not set."""
     return boolean(value) or None
 
 
@@ -211,7 +211,7 @@ def size(value: str) -> int:
 
 
 AUTO = -1
-"""The length that asks vLLM for the longest that fits its memory."""
+"""The length that makes vLLM choose the longest one that fits its memory."""
 
 
 def model_len(value: str) -> int:
@@ -238,7 +238,7 @@ def degree(value: str) -> int | Literal["max"]:
 
 
 class AtMost(int):
-    """As many as there is room for, up to this number."""
+    """A number that is reduced to the available room."""
 
 
 def copies(value: str) -> int | Literal["auto"]:
@@ -278,7 +278,7 @@ def _json(value: str) -> Any:
 
 
 def _objects(value: str) -> Iterator[Any]:
-    """JSON values with space or nothing between them."""
+    """Yield consecutive JSON values, with or without space between them."""
     decoder = json.JSONDecoder()
     while value := value.lstrip():
         try:
@@ -296,7 +296,7 @@ def json_text(value: str) -> str:
 
 
 def counts(value: str) -> str:
-    """Check a JSON object, or make one of `image=2,video=0`, as older versions of vLLM read it."""
+    """Check a JSON object, or make one of `image=2,video=0`, the form of older versions of vLLM."""
     if found := re.fullmatch(r"\w+=\d+(,\s*\w+=\d+)*", value):
         pairs = (pair.partition("=") for pair in found[0].replace(" ", "").split(","))
         return json.dumps({name: int(count) for name, _, count in pairs})
@@ -304,7 +304,7 @@ def counts(value: str) -> str:
 
 
 def compilation(value: str) -> str:
-    """Check JSON, and call `level` what vLLM calls `mode` by now."""
+    """Check JSON, and rename `level` to `mode`, its current name in vLLM."""
     found = _json(value)
     if isinstance(found, dict) and "level" in found and "mode" not in found:
         return json.dumps({"mode" if it == "level" else it: found[it] for it in found})
@@ -386,7 +386,7 @@ _AS_TASKS = {
 }
 """The hub's and older vLLM's names of tasks → ours."""
 _IN_WORDS = ("question-answering", "summarization", "text2text-generation", "translation")
-"""Tasks that a model which generates does when it is asked in words."""
+"""Tasks that a generating model does by a prompt."""
 UNKNOWN_TASK = "no task of vLLM's: the model does its own, as with auto"
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -424,7 +424,7 @@ _ELSEWHERE = {
         ("automatic-speech-recognition", "text-to-audio", "text-to-speech"), "a server of speech"
     ),
 }
-"""Tasks that are not done here → what does them."""
+"""Unsupported tasks → software for them."""
 
 
 def task(value: str) -> str:
@@ -445,7 +445,7 @@ def task(value: str) -> str:
 
 
 def any_task(value: str) -> str:
-    """Read a task where a model.py may do others than vLLM: those stay as they are."""
+    """Read a task for a model.py, which may do tasks that vLLM does not: these stay unchanged."""
     try:
         found = task(value)
     except ValueError:
@@ -464,7 +464,7 @@ def some_of(*choices: str) -> Reader:
 
 
 def kind(name: str, choices: tuple[str, ...] = ()) -> Reader:
-    """The reader for an option of vLLM's, by its kind in vllm_options.json."""
+    """Return the reader of an option of vLLM's, by its kind in vllm_options.json."""
     return {
         "boolean": boolean,
         "switch": switch,
@@ -479,7 +479,7 @@ def kind(name: str, choices: tuple[str, ...] = ()) -> Reader:
 
 
 def log_level(value: str) -> str:
-    """The name of a level of Python's logging."""
+    """Read the name of a level of Python's logging."""
     if value.lower() not in LOG_LEVELS:
         raise ValueError(f"one of {', '.join(LOG_LEVELS)}")
     return value.lower()
@@ -490,7 +490,7 @@ _SECONDS = {"S": 1, "M": 60, "H": 3600, "D": 86400}
 
 
 def rate(value: str) -> tuple[int, int]:
-    """LMI's rates: how many, and in how many seconds; N/DURATION in ISO 8601, or N a minute."""
+    """Read LMI's rates, N/DURATION in ISO 8601, or N per minute. Returns number and seconds."""
     if not (match := _RATE.fullmatch(value)):
         raise ValueError("errors and a duration, like 10/PT1M, 100/PT1H or 10 (a minute)")
     return int(match[1]), int(match[2] or 1) * _SECONDS[(match[3] or "M").upper()]
@@ -541,7 +541,7 @@ _ENDPOINTS = re.compile(r"([a-z0-9-]*)/([\w./=!,() -]+)(?:\?port=([a-z0-9-]+))?"
 
 
 LONGEST_HOST = 253
-"""Characters of a name that DNS can have (RFC 1035, 2.3.4)."""
+"""Most characters of a DNS name (RFC 1035, 2.3.4)."""
 
 
 def replica(value: str) -> str:
@@ -572,7 +572,7 @@ def is_address(url: str) -> bool:
 
 
 def replica_source(value: str) -> frozenset[str] | Path | Endpoints | Pool:
-    """Read where the replicas are listed: base URLs, a file that lists them, or Kubernetes."""
+    """Read the source of replicas: base URLs, a file with such, or Kubernetes."""
     scheme, _, rest = value.partition("://")
     if scheme == "file":
         if not rest.startswith("/"):
@@ -605,36 +605,36 @@ MOST_PATHS, LONGEST_PATH = 64, 200
 _SEGMENT = r"/[\w:@~-][\w.:@~-]*"
 _PATH = re.compile(rf"(?:{_SEGMENT})+(?:/\*)?", re.ASCII)
 BELOW = re.compile(rf"(?:{_SEGMENT})+", re.ASCII)
-"""The characters after a prefix, which no server can read as another path."""
+"""The allowed characters after a prefix. No server reads them as another path."""
 _ADMINISTERS = re.compile(
     # Slipway's own
     r"adapters|metrics|ping|health|files|batches|"
-    # vLLM's, SGLang's, Ollama's, llama.cpp's, Triton's, by their names or how those begin
+    # vLLM's, SGLang's, Ollama's, llama.cpp's, Triton's, by their names or prefixes
     r"(?:abort|attach|clear|collective|configure|continue|destroy|detach|dump|finish|flush|freeze|"
     r"get|init|is|load|logging|lora|pause|profile|pull|push|release|reload|reset|resume|scale|set|"
     r"shutdown|sleep|slow|start|stop|trace|unload|update|wake)(?:[_-].*)?|"
     r".*(?:weights?|lora[_-]adapters?|shared[_-]?memory)(?:[_-].*)?|"
     r"blobs|copy|create|delete|(?:open|close)_session|props|repository|settings?|slots|"
-    # and anybody's
+    # and common names
     r"admin|config|debug|exit|internal|kill|quit|reboot|restart|rpc",
     re.IGNORECASE | re.ASCII,
 )
 _OWN = re.compile(r"/(?:models|workflows|server|replicas|ui|livez)(?:/.*)?", re.IGNORECASE)
-"""Slipway's and LMI's own paths. Others have some of them at a deeper level, like KServe's
+"""Slipway's and LMI's own paths. Other servers have some of them at a deeper level, like KServe's
 /v2/models/M/infer.
 """
 _BROAD = ("/v1/*", "/v2/*", "/api/*")
-"""Below these servers have paths that administer them."""
+"""Prefixes that include administrative paths of some servers."""
 
 
 def administers(path: str) -> bool:
-    """Whether a path is, by its name, one that changes a server or tells of it."""
+    """Whether a path is an administrative one by its name: it changes or describes a server."""
     named = any(_ADMINISTERS.fullmatch(segment) for segment in path.split("/"))
     return named or bool(_OWN.fullmatch(path))
 
 
 def routed_paths(value: str) -> tuple[str, ...]:
-    """Read paths for `route` to pass on: whole ones, and prefixes that end with /*."""
+    """Read the paths that `route` passes on: whole paths, and prefixes that end with /*."""
     found = tuple(dict.fromkeys(value.replace(",", " ").split()))
     if not found or len(found) > MOST_PATHS:
         raise ValueError(f"1 to {MOST_PATHS} paths like /generate or /custom/*")
@@ -646,13 +646,12 @@ def routed_paths(value: str) -> tuple[str, ...]:
             )
         if administers(path) or path.lower() in _BROAD:
             raise ValueError(
-                f"without paths by which servers are administered; {path} is one, or has some "
-                "below it"
+                f"without administrative paths of servers; {path} is one, or has some below it"
             )
     return found
 
 
 def replicas(value: str) -> str:
-    """Check where the replicas are listed; the router reads it itself."""
+    """Check the source of replicas; the router reads it itself."""
     replica_source(value)
     return value

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognises secrets: a value by the name of its option, a part of a text by its shape. Also the
-characters that no value may have, and no terminal should get.
+"""Recognises secrets: a value by the name of its option, and a part of a text by its form. Also
+finds the characters that values must not have, and terminals must not get.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ HIDDEN = "[secret]"
 _OBEYED = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Characters that a terminal would obey, or that have no bytes: control characters, text
-directions, and halves of surrogate pairs.
+"""Characters that control a terminal, or cannot be encoded: control characters, text directions,
+and halves of surrogate pairs.
 """
 
 _WORDS = re.compile(r"[A-Z0-9]+")
@@ -29,12 +29,12 @@ _PLACES = frozenset(("FILE", "PATH", "DIR", "SOCK"))  # AWS_WEB_IDENTITY_TOKEN_F
 
 
 def escaped(text: str) -> str:
-    """A line as a person may see it, whatever came into it from elsewhere."""
+    """Return a line that is safe for a terminal, also with text from elsewhere."""
     return _OBEYED.sub(lambda it: ascii(it[0])[1:-1], text)
 
 
 def no_text(value: str) -> str:
-    """The invalid part of a value, or "". JSON may write it with escapes."""
+    """Return the invalid part of a value, or "". JSON may have it as an escape."""
     if "\\u" in value:
         with contextlib.suppress(ValueError, RecursionError):
             decoded = json.dumps(json.loads(value), ensure_ascii=False)
@@ -45,9 +45,9 @@ def no_text(value: str) -> str:
 
 
 def secret(name: str) -> bool:
-    """Whether the value of this name is secret: a variable's, an option's, or a JSON key's.
+    """Whether the value of a variable, an option or a JSON key with this name is secret.
 
-    Slipway's and vLLM's options say so themselves; everything else is judged by its words.
+    Slipway's and vLLM's options declare it. Other names are judged by their words.
     """
     option = name.upper().removeprefix(VLLM_PREFIX).removeprefix(PREFIX).lower()
     if name in _DECLARED:
@@ -71,10 +71,10 @@ _DECLARED = {
 
 
 def parts(name: str, value: str) -> Iterator[str]:
-    """The secret parts of a variable's value: all of it, its lines, or the login of a URL.
+    """Yield the secret parts of a variable's value: all of it, its lines, or the login of a URL.
 
-    Headers for collectors come as key=value pairs, URL-encoded and with commas between them
-    (OpenTelemetry's specification of the OTLP exporter); each value is secret alone.
+    Headers for collectors are key=value pairs, URL-encoded and separated by commas (OpenTelemetry's
+    specification of the OTLP exporter). Each value is a separate secret.
     """
     if secret(name):
         yield value
@@ -89,7 +89,7 @@ def parts(name: str, value: str) -> Iterator[str]:
         yield urllib.parse.unquote(login["password"] or login["login"])
 
 
-# A password may have a "/" or "@" in it that should have been encoded: it ends at the last "@".
+# A password may have an unencoded "/" or "@" in it, so it ends at the last "@".
 _LOGIN = re.compile(r"[A-Za-z][\w+.-]*://(?P<login>[^\s:@/]*(?::(?P<password>\S+))?)@")
 
 _SHAPES = re.compile(
@@ -103,12 +103,12 @@ _SHAPES = re.compile(
     r"|(X-Amz-(?:Signature|Security-Token)(?:=|%3D))[^&\s\"']+"
 )
 
-# A JSON web token. The match takes a run of letters whether or not a token's other parts follow, or
-# each "eyJ" in a run would be a reason to read the run again.
+# A JSON web token. The match consumes a run of letters even without a token's other parts after it.
+# Otherwise each "eyJ" in a run would cause another scan of the run.
 _WEB_TOKEN = re.compile(r"\beyJ[\w-]{10,}+(?P<rest>\.[\w-]{10,}+\.[\w-]{2,}+)?")
 
-# What a login in a URL begins with: the user, of which no part belongs to another match. What
-# begins like a port is no password.
+# The beginning of a login in a URL: the user, without parts of another match. A text that begins
+# like a port is not a password.
 _PORT = r"(?=\d{1,5}[/,;?#)])"
 _USER = re.compile(
     rf"(?::|%3A)//?(?P<user>(?:(?!%3A)[^\s/:\"']|%3A{_PORT}){{0,200}}+(?::|%3A))(?!/|{_PORT})"
@@ -119,10 +119,11 @@ _AT = re.compile("@|%40")
 
 
 def masked(text: str) -> str:
-    """The text without what looks like a secret: tokens of known forms, passwords of URLs.
+    """Return the text without parts that look like secrets: tokens of known forms, passwords of
+    URLs.
 
-    It takes time in proportion to the text's length, whatever the text is: lines of the log come
-    from others.
+    It takes time in proportion to the text's length for any text, because clients can cause log
+    lines.
     """
     text = _SHAPES.sub(lambda found: "".join(it or "" for it in found.groups()) + HIDDEN, text)
     text = _WEB_TOKEN.sub(lambda found: HIDDEN if found["rest"] else found[0], text)
@@ -130,8 +131,8 @@ def masked(text: str) -> str:
 
 
 def _without_logins(text: str) -> Iterator[str]:
-    """The text's pieces around the logins of URLs, each of which goes to the last "@" that is near
-    enough to be its end.
+    """Yield the text's pieces around the logins of URLs. A login ends at the last "@" that is near
+    enough.
     """
     written, start = 0, 0
     while (at := _AT.search(text, start)) and (found := _USER.search(text, start)):
@@ -150,6 +151,6 @@ def _without_logins(text: str) -> Iterator[str]:
             yield text[written : found.start("user")]
             yield HIDDEN
             written = start = found.end() + end
-        elif len(password) < _LONGEST_PASSWORD:  # a blank ends all that begin before it
+        elif len(password) < _LONGEST_PASSWORD:  # a blank ends all logins that begin before it
             start = found.end() + len(password)
     yield text[written:]

@@ -2,10 +2,10 @@
 """SageMaker's secure mode: the allowed contents and effects of untrusted files.
 
 The platform sets the controls (SAGEMAKER_SECURITY_CONTROLS) and the untrusted folders
-(SAGEMAKER_UNTRUSTED_CHANNELS). LMI checks the same in its plugin `secure-mode`; beyond it, links
-that lead out of a folder are refused, templates are found in every file that transformers reads
-them from, and adapters are looked at for all of it. The environment belongs to the operator, except
-for options that a control forbids by name.
+(SAGEMAKER_UNTRUSTED_CHANNELS). LMI checks the same in its plugin `secure-mode`. In addition,
+Slipway refuses links that lead out of a folder, finds templates in every file that transformers
+reads them from, and applies all checks to adapters. The environment is trusted, except for options
+that a control forbids by name.
 """
 
 import functools
@@ -37,7 +37,7 @@ _WITH_TEMPLATES = (
 )
 LARGEST = 16 * 2**20
 """Maximum bytes of such a file; a longer one cannot be checked for a template."""
-_TOLD = 3  # files of one kind that a fault names
+_TOLD = 3  # most files of one kind that a fault names
 
 _MODELS = ("model_id", "speculative_draft_model")
 """A file in an untrusted channel may set these if they lead into an untrusted channel, which is
@@ -49,7 +49,7 @@ _FILES = {
     "tool_parser_plugin": SCRIPTS,
     "reasoning_parser_plugin": SCRIPTS,
 }
-"""Options that name a file, which may be in no untrusted channel under these controls."""
+"""Options that name a file. It must not be in an untrusted channel under these controls."""
 
 
 class File(NamedTuple):
@@ -64,7 +64,7 @@ class File(NamedTuple):
 
 
 def look(folder: Path) -> list[File]:
-    """Everything in a folder, at any depth. Raises OSError for unreadable files."""
+    """Return all entries of a folder, at any depth. Raises OSError for unreadable files."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -90,7 +90,7 @@ def _content(path: Path) -> bytes:
 
 
 def listed(checkpoint: Checkpoint) -> list[File]:
-    """The same for files that may be elsewhere. Raises ModelError."""
+    """Return the same for a checkpoint that may be remote. Raises ModelError."""
     return [
         File(name, template=_templated(name, functools.partial(checkpoint.head, name, LARGEST + 1)))
         for name in checkpoint.sizes
@@ -104,7 +104,7 @@ def _templated(name: str, read: Callable[[], bytes]) -> bool:
     try:
         found = json.loads(content) if len(content) <= LARGEST else None
     except (ValueError, RecursionError):
-        return True  # nobody can say
+        return True  # it may have a template
     return not isinstance(found, dict) or found.get("chat_template") is not None
 
 
@@ -113,10 +113,10 @@ def faults(
     channels: Mapping[str, Collection[File] | None],
     own: Mapping[str, Collection[File]],
 ) -> list[str]:
-    """Why it may not be served like this: a sentence each.
+    """Return why the deployment is forbidden, a sentence each.
 
-    channels: what look() found in each untrusted channel; None where there is no such folder. own:
-    the top-level names of the folders whose model.py would run, wherever they are.
+    channels: the result of look() for each untrusted channel; None if there is no such folder. own:
+    the top-level names of the folders whose model.py would run, at any place.
     """
     if not settings.secure_mode:
         return []
@@ -143,7 +143,7 @@ def faults(
 
 
 def file_faults(controls: Collection[str], folder: str, files: Iterable[File]) -> list[str]:
-    """The violations of a folder or an adapter, one sentence for each kind."""
+    """Return the violations of a folder or an adapter, one sentence for each kind."""
     named = [(file, PurePosixPath(file.name).name.lower()) for file in files]
     found = []
     for control, is_it, why in _FORBIDDEN:
@@ -154,9 +154,9 @@ def file_faults(controls: Collection[str], folder: str, files: Iterable[File]) -
     return found
 
 
-# A control, or None for what secure mode always forbids; what it is about; the words for it.
+# A control, or None for rules that always apply; the files that it forbids; the words for them.
 _FORBIDDEN: tuple[tuple[str | None, Callable[[File, str], bool], str], ...] = (
-    (None, lambda file, _: file.outside, "links may not lead out of a folder in secure mode"),
+    (None, lambda file, _: file.outside, "links must not lead out of a folder in secure mode"),
     (REQUIREMENTS, lambda _, name: name == "requirements.txt", f"{REQUIREMENTS} forbids it"),
     (
         PICKLE_FILES,
@@ -165,7 +165,7 @@ _FORBIDDEN: tuple[tuple[str | None, Callable[[File, str], bool], str], ...] = (
     ),
     (SCRIPTS, lambda _, name: name == "model.py", f"{SCRIPTS} forbids it"),
     (
-        TEMPLATE,  # which GGUF files have in their heads
+        TEMPLATE,  # GGUF files have templates in their heads
         lambda file, name: file.template or name.endswith((*_TEMPLATES, ".gguf")),
         f"{TEMPLATE} forbids the chat template in it",
     ),
@@ -212,6 +212,6 @@ def _untrusted(settings: Settings, path: Path) -> bool:
     """Whether a path leads into an untrusted channel."""
     try:
         path = path.resolve()
-    except ValueError:  # a zero byte
+    except ValueError:  # a NUL
         return False
     return any(path.is_relative_to(Path(it).resolve()) for it in settings.untrusted_channels)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, the environment and files → Settings, or one error with every fault in them.
+"""The command line, the environment and files → Settings, or one error with all faults.
 
-Which one counts: the command line, then as in LMI SAGEMAKER_* variables, files, HF_*, OPTION_*,
-and the other names.
+The order of precedence is: the command line, and then, as in LMI, SAGEMAKER_* variables, files,
+HF_*, OPTION_*, and the other names.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ from lmi_config.options.redaction import escaped, masked, no_text, secret
 _VLLMS = "VLLM_"
 _FAMILIES = (PREFIX, "SERVING_", "SAGEMAKER_", VLLM_PREFIX, _VLLMS)
 _PREFIXES = ("SERVING_", "SAGEMAKER_", "TENSOR_", "PIPELINE_")
-_LETTER = 0.85  # or two; Kubernetes' SERVING_SERVICE_HOST is not meant
+_LETTER = 0.85  # one wrong letter, or two; excludes Kubernetes' SERVING_SERVICE_HOST
 _PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"}
 _TRACES, _SIGNALS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _CONFIG = "SM_VLLM_CONFIG"
 _CONFIGS = ("OPTION_CONFIG_FILE", "OPTION_CONFIG", _CONFIG)
 _MODEL_PY = "model.py"
 _LENIENT = "SAGEMAKER_MAX_PAYLOAD_IN_MB"
-"""A wrong value of this is passed over, as LMI does."""
+"""An invalid value of this variable is ignored, as in LMI."""
 _MODELS = ("HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL", "SM_VLLM_MODEL")
 
 
 class SettingsError(ValueError):
-    """Options that cannot be used. `faults` has a sentence for each."""
+    """Options cannot be used. `faults` has a sentence for each fault."""
 
     def __init__(self, faults: Iterable[str]) -> None:
         self.faults = tuple(faults)
@@ -59,18 +59,18 @@ class SettingsError(ValueError):
 
 _NOTHING: Mapping[str, Given] = {}
 _OWN = (PREFIX, VLLM_PREFIX, "SERVING_", "SAGEMAKER_", "LMCACHE_")
-"""How names of options begin; the environment has others."""
+"""The prefixes of options; the environment also has other variables."""
 
 
 def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> Settings:
     """Read the settings from environment variables and the files that they or the model bring.
 
-    argued: what the command line says (`arguments.read`). It comes before all else.
+    argued: the command line's options (`arguments.read`), which take precedence.
 
     Empty variables count as not set, except vLLM's switches under their SM_VLLM_ names. Raises
-    SettingsError with all faults at once: values that cannot be read, names of one option that
-    disagree, files that cannot be read, and names that are not known, as far as OPTION_STRICT
-    refuses them. Raises ModuleNotFoundError where a file's parser is not installed yet.
+    SettingsError with all faults at once: values that cannot be read, contradictory names of one
+    option, files that cannot be read, and unknown names, as far as OPTION_STRICT refuses them.
+    Raises ModuleNotFoundError if a file's parser is not installed yet.
     """
     given = _traced(_affirmed(from_environ(_switched_on(environ))))
     known = {**_without(given, argued), **argued}
@@ -87,7 +87,7 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     except OSError as error:
         raise SettingsError([f"{error.filename}: {error.strerror}"]) from None
     if config.name == _CONFIG:
-        # AWS's container makes flags of variables, and vLLM's flags come before its file.
+        # AWS's container turns variables into flags, and vLLM's flags precede its file.
         after = {name for name, it in found.items() if it.file == Path(config.text)}
         left = _without(found, given)
         found = {name: it for name, it in found.items() if name in left or name not in after}
@@ -95,8 +95,8 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
 
 
 def _require_text(given: Mapping[str, Given], ours: Set[str]) -> None:
-    """Raise SettingsError for values that no program can receive. ours: names that are surely meant
-    for us; of the environment's others many are not.
+    """Raise SettingsError for values that cannot be passed to a program. ours: names that are
+    certainly for us; many other variables of the environment are not.
     """
     faults = [
         f"{it.name}: it has {fault}, which no text has; remove it"
@@ -109,7 +109,7 @@ def _require_text(given: Mapping[str, Given], ours: Set[str]) -> None:
 
 
 def _entered(given: Mapping[str, Given], folder: Path | None) -> dict[str, Given]:
-    """The same, with the path of the deployment's own model.py as that name."""
+    """Return the same, with the path of the deployment's own model.py replaced by that name."""
     found = dict(given)
     for name in _ENTRY_POINT:
         if folder and (it := given.get(name)):
@@ -120,7 +120,7 @@ def _entered(given: Mapping[str, Given], folder: Path | None) -> dict[str, Given
 
 
 def _own(given: Mapping[str, Given]) -> dict[str, str]:
-    """Options that neither Slipway nor vLLM has, under the names that LMI's handlers use: as
+    """Return options that neither Slipway nor vLLM has, under the names of LMI's handlers: as
     written in serving.properties, otherwise in lower case.
     """
     found = {}
@@ -133,20 +133,20 @@ def _own(given: Mapping[str, Given]) -> dict[str, str]:
 
 
 def _without(given: Mapping[str, Given], argued: Mapping[str, Given]) -> dict[str, Given]:
-    """The given options, without those that the command line sets under any name."""
+    """Return the given options, without those that the command line sets under any name."""
     options = set(map(option, argued))
     return {name: it for name, it in given.items() if option(name) not in options}
 
 
 def option(name: str) -> str:
-    """The option that a variable sets, however it spells it: a field, or a name of vLLM's."""
+    """Return the option that a variable sets, by any spelling: a field, or a name of vLLM's."""
     return _FIELDS.get(name) or name.replace(VLLM_PREFIX, PREFIX, 1)
 
 
 def from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
-    """The given options, under the names by which LMI and AWS's vLLM container read variables.
+    """Return the given options. Their names are normalised as in LMI and AWS's vLLM container.
 
-    Raises SettingsError where two spellings of one name say different things.
+    Raises SettingsError if two spellings of one name have different values.
     """
     found: dict[str, Given] = {}
     faults = []
@@ -166,8 +166,8 @@ _CAMEL = ("entryPoint", "pythonExecutable")
 
 
 def _spelled(name: str) -> str:
-    """The variable that is meant. LMI keeps lower-case letters of OPTION_X, so it knows only its
-    own spelling; AWS's container accepts any case.
+    """Return a variable's normalised name. LMI keeps lower-case letters of OPTION_X, so it only
+    knows its own spelling; AWS's container accepts any case.
     """
     if name.startswith(PREFIX):
         typed = name.removeprefix(PREFIX)
@@ -183,7 +183,7 @@ def _spelled(name: str) -> str:
 
 
 def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
-    """SM_VLLM_NO_X, which AWS's vLLM container makes the flag --no-x of, as SM_VLLM_X."""
+    """Replace SM_VLLM_NO_X by SM_VLLM_X; AWS's vLLM container turns it into the flag --no-x."""
     found = dict(given)
     for name, it in given.items():
         meant = name.replace(f"{VLLM_PREFIX}NO_", VLLM_PREFIX, 1)
@@ -197,8 +197,8 @@ def _affirmed(given: dict[str, Given]) -> dict[str, Given]:
 
 
 def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """SM_VLLM_X without a value, which AWS's vLLM container makes the bare flag --x of, as true
-    where X is on or off.
+    """Replace SM_VLLM_X without a value by true if X is a switch. AWS's vLLM container turns it
+    into the flag --x without a value.
     """
     on = {}
     for name, value in environ.items():
@@ -210,7 +210,7 @@ def _switched_on(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _traced(given: dict[str, Given]) -> dict[str, Given]:
-    """OpenTelemetry's variables, as far as they say where traces go, as one of them.
+    """Replace OpenTelemetry's variables for the endpoint of traces by a single one.
 
     Over HTTP, the endpoint for all signals is a base URL. (OpenTelemetry's specifications of
     environment variables and of the OTLP exporter.)
@@ -231,7 +231,7 @@ def _traced(given: dict[str, Given]) -> dict[str, Given]:
 
 
 def traces_protocol(environ: Mapping[str, str]) -> str:
-    """The protocol for traces; vLLM knows only the first of these variables."""
+    """Return the protocol for traces; vLLM only reads the first of these variables."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     return next((environ[name] for name in names if environ.get(name)), "grpc")
 
@@ -289,10 +289,10 @@ def merged(
 
 
 def _interactive(given: Mapping[str, Given]) -> bool:
-    """Whether clients wait at a SageMaker endpoint, and not a batch transform job.
+    """Whether this is a SageMaker endpoint, and not a batch transform job.
 
-    SageMaker tells containers with our image's label which ports they may use, and jobs that they
-    are one.
+    SageMaker sets the range of allowed ports for containers with our image's label. It also sets a
+    variable for jobs.
     """
     ports = given.keys() & {"SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_SAFE_PORT_RANGE"}
     batch = "SAGEMAKER_BATCH" in given and given["SAGEMAKER_BATCH"].text.lower() == "true"
@@ -301,7 +301,7 @@ def _interactive(given: Mapping[str, Given]) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Resolved:
-    """What was given, read. values: field → value; the others as in Settings."""
+    """The parsed options. values: field → value; the other fields as in Settings."""
 
     values: Mapping[str, Any]
     engine: Mapping[str, Any]
@@ -318,7 +318,7 @@ class _Resolver:
         self.given = given
         self._from_files = from_files
         self._names: dict[str, str] = {}
-        """Field, or name of a vLLM option → the variable that it was given by."""
+        """Field, or name of a vLLM option → the variable that set it."""
         self._notes: list[str] = []
         self._faults: list[str] = []
 
@@ -343,7 +343,7 @@ class _Resolver:
     def _other_engines(self) -> None:
         for name, engine in engines.others({name: it.text for name, it in self.given.items()}):
             self._faults.append(
-                f"{self._shown(name)}: chooses {engine}, and Slipway runs vLLM only; remove it to "
+                f"{self._shown(name)}: chooses {engine}, but Slipway only runs vLLM; remove it to "
                 f"serve the model with vLLM, or use LMI's container with {engine}"
             )
 
@@ -369,7 +369,9 @@ class _Resolver:
             self._notes.append(f"{given.name}: {given.text!r:.80} is {UNKNOWN_TASK}")
 
     def _own_handler(self) -> bool:
-        """Whether a model.py is named that answers requests, with an engine of its own or ours."""
+        """Whether the operator names a model.py that answers requests, with its own engine or
+        ours.
+        """
         return any(it in self.given and self.given[it].text == _MODEL_PY for it in _ENTRY_POINT)
 
     def _strict(self, values: Mapping[str, Any]) -> bool | Literal["auto"]:
@@ -378,7 +380,7 @@ class _Resolver:
         return True if strict == "auto" and values.get("secure_mode") else strict
 
     def _undeclared(self, strict: bool | Literal["auto"]) -> dict[str, Any]:
-        """vLLM's options that were given by their own names. Reports unknown names."""
+        """Return vLLM's options that were set by their own names. Reports unknown names."""
         engine: dict[str, Any] = {}
         for name in sorted(self.given.keys() - _NAMES - UNUSED.keys()):
             if not name.startswith((PREFIX, VLLM_PREFIX)) and name not in self._from_files:
@@ -401,15 +403,15 @@ class _Resolver:
             elif option in REFUSED:
                 self._faults.append(f"{written}: vLLM has this option, but {REFUSED[option]}")
             elif instead := REMOVED.get(PREFIX + option.upper()):
-                self._notes.append(f"{written} does nothing here: {instead}")
+                self._notes.append(f"{written} has no effect here: {instead}")
             else:
                 self._unknown(name, strict)
         return engine
 
     def _unknown(self, name: str, strict: bool | Literal["auto"]) -> None:
-        """Refuse a name that nobody knows, or note it.
+        """Refuse an unknown name, or note it.
 
-        Names in LMI's own places may be of a newer LMI, or for a model.py: there only a typo stops
+        Names in LMI's own places may be for a newer LMI, or for a model.py. There only a typo stops
         the start. A command line and slipway.yaml are written for Slipway.
         """
         given = self.given[name]
@@ -430,7 +432,7 @@ class _Resolver:
                 "unknown options)"
             )
         else:
-            # Whether a flag that is not known has a value cannot be told: it may be the model.
+            # An unknown flag may or may not have a value: the next word may be the model.
             took = given.name.startswith("-") and given.text != "true"
             whole = f"{given.name} and the word after it are" if took else f"{given.name} is"
             self._notes.append(
@@ -443,7 +445,7 @@ class _Resolver:
         for name in sorted(self.given.keys() & UNUSED.keys()):
             unused.setdefault(UNUSED[name], []).append(self.given[name].name)
         if reasons := "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items()):
-            yield f"accepted, but does nothing here: {reasons}"
+            yield f"accepted, but without effect here: {reasons}"
 
     def _rank(self, name: str) -> int:
         if name.startswith("SAGEMAKER_"):
@@ -451,10 +453,10 @@ class _Resolver:
         return 1 if name in self._from_files else 2
 
     def _first(self, field: str, names: list[str], readers: Mapping[str, Reader]) -> Any:
-        """The value by the first of the names that is given."""
+        """Return the value of the first name that is set."""
         given = [name for name in names if name in self.given]
         if _LENIENT in given and (why := self._wrong(_LENIENT, readers[_LENIENT])):
-            self._notes.append(f"{why}; it is passed over")
+            self._notes.append(f"{why}; it is ignored")
             given.remove(_LENIENT)
         if not given:
             return None
@@ -467,7 +469,7 @@ class _Resolver:
         return self._value(first, readers[first])
 
     def _agreed(self, field: str, option: Option, found: Any) -> Any:
-        """The value, once vLLM's own names for the option say nothing else."""
+        """Return the value. Adds a fault if vLLM's own names of the option have another value."""
         assert option.vllm
         for name in _vllm_names(option.vllm):
             if name in option.names or name not in self.given:
@@ -497,7 +499,7 @@ class _Resolver:
         return None
 
     def _shown(self, name: str) -> str:
-        """A name with the value that was given, as far as it may be read."""
+        """Return a name with its value, without secrets."""
         given = self.given[name]
         shown = "(hidden)" if secret(name) else masked(repr(given.text))
         return _assigned(given.name) + shown
@@ -518,7 +520,7 @@ class _Resolver:
             self._notes.append(_unread(name))
             return
         if meant := spelling.other_prefix(name, _FAMILIES, _known() | vllm_environment()):
-            told = f"{name} is not known and does nothing; did you mean {meant}?"
+            told = f"{name} is unknown and has no effect; did you mean {meant}?"
             if (
                 strict is False
                 or meant.startswith(_VLLMS)
@@ -529,7 +531,7 @@ class _Resolver:
                 self._faults.append(f"{told} (OPTION_STRICT=false ignores unknown options)")
             return
         whole = _meanings().get(name, "")
-        # Of one or two words it may be anybody's.
+        # A name of one or two words may belong to another program.
         if name.count("_") > 1 and whole and whole not in UNUSED.keys() | REMOVED.keys():
             self._notes += nearly(name, name, {name: whole})
         if not name.startswith(_PREFIXES) or len(_bare(name)) < spelling.SHORTEST:
@@ -544,25 +546,25 @@ def _unread(name: str) -> str:
     instead = f"set {option}" if option in _known() else ""
     if not instead and (near := spelling.nearest(name, vllm_environment(), _LETTER)):
         instead = f"did you mean {near}?"
-    return f"{name}: this vLLM reads no such variable" + (f"; {instead}" if instead else "")
+    return f"{name}: this vLLM does not read this variable" + (f"; {instead}" if instead else "")
 
 
 def _assigned(name: str) -> str:
-    """How a value is shown with its name: X='1' for a variable, `file: x = '1'` from a file."""
+    """Return the form of a name with its value: X='1' for a variable, `file: x = '1'` in a file."""
     return f"{name} = " if ": " in name else f"{name}="
 
 
 def nearly(name: str, sought: str, known: Mapping[str, str]) -> Iterator[str]:
     """The note about a variable without effect that nearly matches a known one, or nothing.
 
-    sought: what of its name is compared. known: the same of the names that do something → those.
+    sought: the compared part of its name. known: the same part of known names → the names.
     """
     if near := spelling.nearest(sought, known, _LETTER):
-        yield f"{name} is not known and does nothing; did you mean {known[near]}?"
+        yield f"{name} is unknown and has no effect; did you mean {known[near]}?"
 
 
 def _bare(name: str) -> str:
-    """A name without the prefix that says whose it is."""
+    """Return a name without its program's prefix."""
     return re.sub(r"^(SERVING|SAGEMAKER|OPTION|HF)_", "", name)
 
 
@@ -584,7 +586,7 @@ _NAMES = frozenset(_FIELDS)
 
 @functools.cache
 def _meanings() -> Mapping[str, str]:
-    """Every name that is known, without its prefix → the name to show for it."""
+    """Return all known names: without their prefix → the displayed name."""
     of_vllm = (PREFIX + option.upper() for option in vllm_options())
     declared = sorted(_NAMES, key=lambda name: name.startswith(PREFIX))
     return {_bare(name): name for name in (*UNUSED, *REMOVED, *of_vllm, *declared)}
@@ -592,7 +594,7 @@ def _meanings() -> Mapping[str, str]:
 
 @functools.cache
 def _known() -> frozenset[str]:
-    """Every name that is known, those that are refused among them."""
+    """Return all known names, also refused ones."""
     of_vllm = [option.upper() for option in (*vllm_options(), *REFUSED)]
     named = (prefix + option for option in of_vllm for prefix in (PREFIX, VLLM_PREFIX))
     return frozenset((*UNUSED, *REMOVED, *named, *_NAMES))
@@ -600,14 +602,14 @@ def _known() -> frozenset[str]:
 
 @functools.cache
 def vllm_environment() -> frozenset[str]:
-    """The variables that vLLM itself reads, and those of its prefix that Slipway does."""
+    """Return the variables that vLLM reads, and those with its prefix that Slipway reads."""
     listed = json.loads(Path(__file__).with_name("vllm_environment.json").read_text())
     return frozenset((*listed, *(name for name in _NAMES if name.startswith(_VLLMS))))
 
 
 def _placed(found: Mapping[str, Given]) -> dict[str, Given]:
-    """The options of files; a name may have the prefix of another place, because LMI's users mix
-    them up.
+    """Return the options of files. A name may have the prefix of another place, because LMI's users
+    confuse these.
 
     `normalize=false` in serving.properties is option.normalize, and option.job_queue_size is
     job_queue_size.

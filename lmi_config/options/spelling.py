@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that nobody knows: which known one was meant, and whether that is sure."""
+"""Unknown names: finds the intended known name, and whether that is certain."""
 
 import difflib
 import re
 from collections.abc import Collection, Mapping
 
 _NEAR = 0.8  # max_num_sequences and max_num_seqs, but not max_input_len and max_log_len
-_SHORT_WORD, _LONG_WORD = 3, 8  # letters: cpu and gpu, min and max are no slips of one another
-SHORTEST = 6  # letters of a name in which a slip is sure to be one
+_SHORT_WORD, _LONG_WORD = 3, 8  # letters: cpu and gpu, min and max are not typos of each other
+SHORTEST = 6  # letters of a name in which a typo is certain
 
 
 def nearest(name: str, known: Collection[str], near: float = _NEAR) -> str | None:
@@ -16,7 +16,7 @@ def nearest(name: str, known: Collection[str], near: float = _NEAR) -> str | Non
 
 
 def mistyped(name: str, known: Mapping[str, str]) -> str | None:
-    """The known name that was clearly meant: one typing error away, and the only one.
+    """Return the known name that was clearly meant: one typo away, and the only one; or None.
 
     known: name → meaning; two names of one option do not compete.
     """
@@ -34,7 +34,7 @@ def of_kubernetes(name: str, value: str) -> bool:
 
 
 def other_prefix(name: str, prefixes: Collection[str], known: Collection[str]) -> str | None:
-    """The known name that is meant by one whose prefix is nearly one of these, or None.
+    """Return the known name for a name whose prefix is nearly one of these, or None.
 
     OPTIONS_SEED, SAGMAKER_BIND_TO_PORT, SM_VLM_SEED: the rest must be right; otherwise this would
     be a guess.
@@ -51,13 +51,13 @@ def other_prefix(name: str, prefixes: Collection[str], known: Collection[str]) -
 
 
 def _near(head: str, meant: str) -> bool:
-    """Whether a prefix is a slip of the fingers away from another."""
+    """Whether a prefix is a typo of another."""
     edits = _edits(head.replace("_", "").upper(), meant.replace("_", ""))
     return edits < 2 or (edits == 2 and len(meant) > _LONG_WORD - 2 and head[:1] == meant[:1])
 
 
 def _slip(one: str, other: str) -> bool:
-    """Whether two names differ by underscores, or by a letter or two that were mistyped."""
+    """Whether two names only differ by underscores, or by one or two mistyped letters."""
     if min(len(one), len(other)) < SHORTEST or re.sub(r"\D", "", one) != re.sub(r"\D", "", other):
         return False
     if one.replace("_", "") == other.replace("_", ""):
@@ -70,7 +70,7 @@ def _slip(one: str, other: str) -> bool:
 
 
 def _slips(one: str, other: str) -> int | None:
-    """The number of wrong letters in a word, or None if it is another word."""
+    """Return the number of wrong letters in a word, or None if it is another word."""
     longest = max(len(one), len(other))
     edits = _edits(one, other)
     allowed = 0 if longest <= _SHORT_WORD else 1 if longest < _LONG_WORD else 2
@@ -78,7 +78,7 @@ def _slips(one: str, other: str) -> int | None:
 
 
 def _edits(one: str, other: str) -> int:
-    """Letters to insert, remove, replace or swap with the next (optimal string alignment)."""
+    """Count the letters to insert, remove, replace or swap (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as text: as a table that fits one screen, and as JSON. Nothing secret is in either."""
+"""A plan as a table that fits one screen, and as JSON. Both are without secrets."""
 
 import contextlib
 import dataclasses
@@ -21,9 +21,9 @@ from lmi_config.plan.speculation import draft_id
 
 
 def options(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """Each option: its name, its value for a person, and where it was given.
+    """Yield each option: its name, its value for people, and where it was set.
 
-    Derived options are "derived", under vLLM's names; the rest is "default".
+    Derived options are "derived", under vLLM's names; unset options are "default".
     """
     settings = plan.settings
     for name, origin in settings.origins.items():
@@ -52,8 +52,8 @@ _CONFIGURATIONS = frozenset(
         *("reasoning_config", "speculative_config", "structured_outputs_config"),
     )
 )
-"""vLLM's options whose keys are a model's fields, as pad_token_id, num_key_value_heads and
-classifier_from_token: what looks like a secret's name is none."""
+"""vLLM's options whose keys are a model's fields, like pad_token_id, num_key_value_heads and
+classifier_from_token. These only look like names of secrets."""
 
 
 def _safe(name: str, value: Any) -> Any:
@@ -95,7 +95,7 @@ _NO_FIELD = re.compile(
 
 
 def _shown(name: str, value: Any) -> str:
-    """A value for people to read, with secrets masked."""
+    """Return a value for people, with secrets masked."""
     value = _safe(name, value)
     if isinstance(value, Mapping):
         return json.dumps(value)
@@ -103,13 +103,13 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _tokens(size: int, each: int) -> str:
-    """The amount of KV that fits into this many bytes."""
+    """Return the amount of KV that fits into this many bytes, as text."""
     tokens = size // each
     return f"{tokens:,} tokens, {tokens // DOCUMENT:,} documents of {DOCUMENT // 1000}k"
 
 
 def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The plan as a table: label, amount, and the reason or meaning. A name of "" goes on."""
+    """Yield the plan's rows: label, amount, and reason or meaning. The label "" continues a row."""
     settings, machine, model = plan.settings, plan.machine, plan.model
     each = memory.kv_per_token(settings, model)
     about = [settings.model_id, *model.architectures[:1], model.dtype, model.quantization]
@@ -125,7 +125,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "layers", plan.verdict.kind.replace("_", " "), f"of the KV cache: {kept}"
     longest = settings.max_model_len or model.max_length
     if longest == AUTO:
-        yield "longest request", "auto", "what fits the KV cache; vLLM decides"
+        yield "longest request", "auto", "as much as fits the KV cache; vLLM decides"
     elif longest:
         origin = settings.origins.get("max_model_len", "the model's own")
         yield "longest request", f"{longest:,} tokens", origin
@@ -136,7 +136,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield from _chat(plan)
     if settings.model_folder and (settings.model_folder / handler.FILE).is_file():
         service = _service(plan)
-        yield handler.FILE, "", f"{settings.model_folder}, run in a process of its own"
+        yield handler.FILE, "", f"{settings.model_folder}, run in a separate process"
         if service:
             yield "", "", service
         if service is handler.Service.ITS_OWN and (names := settings.for_engine):
@@ -261,7 +261,7 @@ def _tiers(plan: Plan, each: int | None) -> Iterator[tuple[str, str, str]]:
         yield "KV tier shared", "", tiers.shared.shown
     yield "KV chunk", f"{tiers.chunk_size} tokens", tiers.reasons["chunk_size"]
     if tokens := _engine_tokens(plan):
-        yield "KV tiers pay", "", f"from {tokens:,} tokens in use on; so many the engine holds"
+        yield "KV tiers pay", "", f"above {tokens:,} tokens in use, the engine's capacity"
 
 
 def commands(plan: Plan) -> Iterator[tuple[str, list[str]]]:
@@ -377,9 +377,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """The plan for a page: as_text()'s table, the options that were given or follow, and what is
-    to know.
-    """
+    """Return the plan for the page: as_text()'s table, set and derived options, and findings."""
     return {
         "rows": [list(row) for row in rows(plan)],
         "options": [list(row) for row in options(plan) if row[2] != "default"],

@@ -26,53 +26,53 @@ from lmi_config.plan.memory import GIB, SHARED_MEMORY, Budget, kv_per_token
 from lmi_config.plan.shared_store import L2Store
 
 _REMOTE = ("LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE", "LMCACHE_EXTRA_CONFIG")
-"""By which HyperPod's operator names the shared store. Its other settings are sizes and the like of
-LMCache inside vLLM. (LMCache's blog, "LMCache on Amazon SageMaker HyperPod", April 2026.)
+"""Variables of HyperPod's operator that name the shared store. Its other settings, such as sizes,
+are for LMCache inside vLLM. (LMCache's blog, "LMCache on Amazon SageMaker HyperPod", April 2026.)
 """
 POLICY, POLICY_SKIPPING_L1 = "slipway", "slipway_skip_l1"
 SHARED_STORE = "SLIPWAY_SHARED_STORE"
-"""Slipway's own parts in LMCache's server, under their registered names."""
+"""The registered names of Slipway's parts in LMCache's server."""
 STORES = {"native_plugin": "disk", "fs_native": "folder"}
-"""LMCache's names of its kinds of stores that would say nothing to an operator, and ours."""
+"""LMCache's names of stores that mean nothing to an operator → our names."""
 IN_PROCESS = "LMCacheConnectorV1"
 """The connector that LMI's users name. It is deprecated, and does not run without a GPU."""
 _IN_PROCESS = (IN_PROCESS, "LMCacheConnectorV1Dynamic", "LMCacheConnector")
-"""It, by the name of LMCache's own copy of it, and by that of older versions of vLLM."""
+"""The same connector, also by the names of LMCache's copy of it and of older versions of vLLM."""
 TRANSFERRING = "NixlConnector"
 """vLLM's connector that fetches KV from the engine that computed it."""
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-"""vLLM's variable for the host where it tells others how to fetch: localhost if it is not set."""
+"""vLLM's variable for the host of its handshake with other engines; localhost if it is not set."""
 
 ENGINE_COPIES = {"lmcache.mp.mp_transfer_mode": "engine_driven"}
-"""Whatever LMCACHE_MP_TRANSFER_MODE says. A cache server that copies by itself does so later, when
-vLLM has handed blocks that left a window to other tokens: seen on CPUs, wrong answers.
+"""The engine copies KV, with any value of LMCACHE_MP_TRANSFER_MODE. A cache server copies later,
+when vLLM may have reused blocks that left a window. On CPUs this gave wrong answers.
 """
 GPU_CHUNK_SIZE = 256
-"""Tokens that are stored and found as one; LMCache's default."""
+"""Tokens of a chunk, the unit of storage and look-up; LMCache's default."""
 CPU_CHUNK_SIZE = 128
-"""Without a GPU, what a chunk is too large by is dear to compute: up to 0.1 s for 128 tokens of a
-small model.
+"""Without a GPU chunks are smaller, because a partial chunk must be computed: up to 0.1 s for 128
+tokens of a small model.
 """
 CPU_BLOCK_SIZE = 128
 GPU_BLOCK_SIZE = 16
-"""vLLM's defaults of block_size, in tokens."""
+"""vLLM's default of block_size, in tokens."""
 LATENT_BLOCK_SIZE = 128
-"""The largest block that vLLM takes for latent attention on GPUs; each kind of GPU has its own, and
-all divide this (get_supported_kernel_block_sizes in vllm/v1/attention/backends/mla).
+"""vLLM's largest block for latent attention on GPUs. Kinds of GPUs have different sizes, which all
+divide this one (get_supported_kernel_block_sizes in vllm/v1/attention/backends/mla).
 """
 
 SMALLEST_L1 = GIB // 4
 SMALLEST_DISK = GIB
 DOCUMENT = 10_000
-"""Tokens of a long document, as a measure of what a cache holds."""
+"""Tokens of a long document, as a unit of a cache's capacity."""
 DISK_MARGIN = 0.1
-"""Part of the disk that stays free."""
+"""The share of the disk that stays free."""
 COMPILED = 2 * GIB
 """Reserved space on the same disk for vLLM's compiled code and for logs."""
 _STEP = GIB // 8
-_POOL = "lmcache_l1_pool_"  # before the name of LMCache's files in /dev/shm
+_POOL = "lmcache_l1_pool_"  # the prefix of LMCache's files in /dev/shm
 LAZY = 20
-"""GiB of the pool that LMCache takes at the start; its default."""
+"""GiB of the pool that LMCache allocates at its start; LMCache's default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class DiskTier:
 class Tiers:
     """The tiers beside the engine's memory.
 
-    l1: bytes. reasons: why each is as it is, or is not there, by "l1", "disk", "chunk_size".
+    l1: bytes. reasons: the reason for each size or absence, by "l1", "disk", "chunk_size".
     """
 
     l1: int
@@ -105,7 +105,7 @@ class Tiers:
 @dataclasses.dataclass(frozen=True)
 class NoTiers:
     """Only the engine's own memory keeps KV caches. reason: why. word: the same for a metric:
-    "not_asked", "attention" that they are not right for, "no_room", or "failed".
+    "not_asked", "attention" (tiers are not correct for it), "no_room", or "failed".
     """
 
     reason: str
@@ -113,7 +113,7 @@ class NoTiers:
 
 
 def wanted(settings: Settings) -> bool:
-    """Whether LMCache's server is to run."""
+    """Whether LMCache's server must run."""
     return bool(
         settings.lmcache_auto_config
         or settings.lmcache_config_file
@@ -124,7 +124,7 @@ def wanted(settings: Settings) -> bool:
 
 
 def asked_by(settings: Settings) -> str:
-    """The options that name explicit tiers, beside automatic ones; may be empty."""
+    """Return the options that name explicit tiers, which may be none."""
     if settings.lmcache_config_file:
         return settings.named("lmcache_config_file")
     if settings.kv_l2_url:
@@ -135,14 +135,14 @@ def asked_by(settings: Settings) -> str:
 
 
 def lmcaches_own(settings: Settings) -> bool:
-    """Whether kv_transfer_config names a connector of LMCache's, to be run as it is."""
+    """Whether kv_transfer_config names a connector of LMCache's that runs unchanged."""
     told = json.dumps(settings.kv_transfer_config or {})
     return '"LMCache' in told and not _manual(settings)
 
 
 def _manual(settings: Settings) -> bool:
     """Whether kv_transfer_config is LMI's manual mode: LMCache within vLLM, which Slipway runs as a
-    server. What else it says is translated, told or refused by name (lmcache.of_connector).
+    server. Its other keys are translated, noted or refused by name (lmcache.of_connector).
     """
     config = settings.kv_transfer_config or {}
     module = config.get("kv_connector_module_path") or "lmcache."
@@ -192,7 +192,7 @@ def faults(settings: Settings) -> list[str]:
 
 
 def transfers(settings: Settings) -> bool:
-    """Whether a server with a role hands KV over by vLLM's own connector, without a store."""
+    """Whether a server with a role hands KV over with vLLM's connector, without a store."""
     config = settings.kv_transfer_config or {}
     return settings.server_role != "both" and config.get("kv_connector") == TRANSFERRING
 
@@ -212,8 +212,8 @@ def _role(settings: Settings) -> str:
 
 
 def handover_faults(settings: Settings, tiers: "Tiers | NoTiers") -> list[str]:
-    """Why a server with a role can never hand KV over. Without room for tiers it serves all the
-    same, and the router says that it shares nothing.
+    """Return why a server with a role can never hand KV over. Without room for tiers it still
+    serves, and the router reports that it shares nothing.
     """
     if transfers(settings):
         if (settings.kv_transfer_config or {}).get("kv_load_failure_policy") == "recompute":
@@ -245,11 +245,11 @@ def plan(
 ) -> Tiers | NoTiers:
     """Size the tiers.
 
-    verdict: whether they are right for the model; where not, automatic ones are left out. budget:
-    with the cache server. file: the content of LMCache's own configuration file, or None.
-    to_fetch: bytes of models that have yet to be downloaded to the disk of the disk tier.
+    verdict: whether they are correct for the model; if not, automatic tiers are left out. budget:
+    includes the cache server. file: the content of LMCache's configuration file, or None. to_fetch:
+    bytes of models that must still be downloaded to the disk of the disk tier.
 
-    Raises SettingsError for a configuration that cannot be honoured, or does not fit.
+    Raises SettingsError for a configuration that is not possible, or does not fit.
     """
     if not wanted(settings):
         return NoTiers("off; OPTION_LMCACHE_AUTO_CONFIG=true turns them on", "not_asked")
@@ -297,7 +297,7 @@ def plan(
 def disk_path(
     settings: Settings, environ: Mapping[str, str], file: Mapping[str, object] | None
 ) -> str:
-    """The folder of the disk tier, for the machine's disk to be looked at there.
+    """Return the folder of the disk tier, whose disk machine.look() then measures.
 
     environ, file: as for plan(). Raises SettingsError as plan() does.
     """
@@ -322,7 +322,7 @@ def _translated(
 
 @contextlib.contextmanager
 def _located(settings: Settings) -> Iterator[None]:
-    """Faults of LMCache's options, each with where the option was given."""
+    """Add to faults of LMCache's options where the option was set."""
     try:
         yield
     except SettingsError as error:
@@ -387,14 +387,14 @@ def _automatic(
 
 
 def block_size(settings: Settings, machine: Machine) -> int:
-    """Tokens of a block of the engine's KV cache."""
+    """Return the tokens of a block of the engine's KV cache."""
     asked: int | None = settings.engine.get("block_size")
     return asked or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE)
 
 
 def span(settings: Settings, machine: Machine, model: ModelFacts) -> int:
-    """Tokens that a block of the engine's spans, of all ranks that share a sequence: a chunk has to
-    be a multiple (LMCacheMPConnector).
+    """Return the tokens of an engine's block over all ranks that share a sequence. A chunk must be
+    a multiple of them (LMCacheMPConnector).
     """
     block = block_size(settings, machine)
     if machine.gpus and model.latent and "block_size" not in settings.engine:
@@ -404,18 +404,21 @@ def span(settings: Settings, machine: Machine, model: ModelFacts) -> int:
 
 
 def _chunk_size(machine: Machine, block: int) -> tuple[int, str]:
-    """Tokens of a chunk where nobody asks for another, and why."""
+    """Return the default tokens of a chunk, and the reason."""
     usual = GPU_CHUNK_SIZE if machine.gpus else CPU_CHUNK_SIZE
     multiple = f"a multiple of the engine's block of {block} tokens"
     return math.ceil(usual / block) * block, multiple
 
 
 def _l1(free: int, least: int, asked: int | None) -> tuple[int, str]:
-    """Bytes of memory for the cache server, of those that are free, and why."""
+    """Return the cache server's share of the free bytes of memory, and the reason."""
     if asked is None:
-        return free // _STEP * _STEP, "what the engine leaves, all of it taken at the start"
+        return (
+            free // _STEP * _STEP,
+            "the rest, all allocated at the start",
+        )
     if asked == 0:
-        return least, "OPTION_KV_L1_SIZE=0: what is on its way to the disk or the shared store"
+        return least, "OPTION_KV_L1_SIZE=0: data in flight to the disk or the shared store"
     if not least <= asked <= free:
         raise SettingsError(
             [
@@ -423,17 +426,17 @@ def _l1(free: int, least: int, asked: int | None) -> tuple[int, str]:
                 f"{format_size(free)}, and less than {format_size(least)} would not help"
             ]
         )
-    return asked, "OPTION_KV_L1_SIZE, all of it taken at the start"
+    return asked, "OPTION_KV_L1_SIZE, all allocated at the start"
 
 
 def _document(settings: Settings, model: ModelFacts) -> int:
-    """Bytes of KV of a long document, or of the longest prompt if that is shorter."""
+    """Return the bytes of KV of a long document, or of the longest prompt if that is shorter."""
     tokens = min(DOCUMENT, model.max_length or DOCUMENT)
     return tokens * (kv_per_token(settings, model) or 0)
 
 
 def _disk(machine: Machine, to_fetch: int, asked: int | None) -> tuple[DiskTier | None, str]:
-    """The disk tier as large as it can be, or as asked for, and why it is as it is."""
+    """Return the disk tier with the requested size, or as large as possible, and the reason."""
     disk = machine.disk
     if asked == 0:
         return None, "left out: OPTION_KV_DISK_SIZE=0"
@@ -467,14 +470,14 @@ def _manually(
     parallelism: Parallelism,
     shared: L2Store | None,
 ) -> Tiers:
-    """The tiers as LMCache's own configuration names them, checked against the machine."""
+    """Return the tiers of LMCache's own configuration, after a check that they fit the machine."""
     ranks = parallelism.all_workers
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     found = []
     l1, of_l1 = round(translation.l1_gib * GIB) * ranks, f"max_local_cpu_size{each}"
     if not l1:
         l1 = max(SMALLEST_L1, _document(settings, model))
-        of_l1 = "max_local_cpu_size=0: what is on its way to the disk or the shared store"
+        of_l1 = "max_local_cpu_size=0: data in flight to the disk or the shared store"
         if not (translation.disk or translation.remote or shared):
             found.append(
                 "max_local_cpu_size=0: KV would be kept nowhere; give it a size, or name a "
@@ -551,11 +554,11 @@ def ports(machine: Machine) -> Ports:
 def server_arguments(
     tiers: Tiers, machine: Machine, disk_store: str, servers: int = 1
 ) -> list[str]:
-    """The command line of `lmcache`. Its ports are open to this machine alone.
+    """Return the command line of `lmcache`. Its ports are only open to this machine.
 
-    disk_store: the path of the class that keeps the disk tier's files, as `module.Class`. servers:
-    that it serves. Sizes are in GiB, which LMCache calls GB (`size_gb * (1 << 30)` in its
-    configuration).
+    disk_store: the path of the class for the disk tier's files, as `module.Class`. servers: the
+    number of servers that it serves. Sizes are in GiB, which LMCache calls GB
+    (`size_gb * (1 << 30)` in its configuration).
     """
     engine, http, prometheus = ports(machine)
     arguments = [
@@ -571,14 +574,15 @@ def server_arguments(
         f"--l2-prefetch-policy={POLICY}",
     ]
     if machine.gpus and tiers.l1 >= GIB:
-        # Of the pool this much is taken at the start and the rest when needed; whole GiB only.
+        # LMCache allocates this much of the pool at its start, and the rest when needed; only
+        # whole GiB.
         arguments.append(f"--l1-init-size-gb={min(tiers.l1 // GIB, LAZY)}")
     else:
         arguments.append("--no-l1-use-lazy")
     if not machine.gpus:
         arguments.append("--supported-transfer-mode=auto")
     if servers > 1:
-        # With one thread a long store of one server would stand before the loads of the others.
+        # With one thread, a long store of one server would delay the loads of the others.
         arguments += [f"--max-gpu-workers={servers}", f"--max-cpu-workers={servers}"]
     if pool := shared_pool(tiers, machine):
         arguments.append(f"--shm-name={pool.name.removeprefix(_POOL)}")
@@ -592,16 +596,16 @@ def server_arguments(
             "class_name": name,
             "adapter_params": {"path": tiers.disk.path, "direct": tiers.disk.direct},
             "max_capacity_gb": tiers.disk.size / GIB,
-            "eviction": {"eviction_policy": "LRU"},  # without it the capacity bounds nothing
+            "eviction": {"eviction_policy": "LRU"},  # without it the capacity is no limit
         }
         arguments.append(f"--l2-adapter={json.dumps(disk, separators=(',', ':'))}")
     return arguments
 
 
 def shared_pool(tiers: Tiers, machine: Machine) -> Path | None:
-    """The file of L1 if it is in shared memory, which is twice as fast as sending.
+    """Return the file of L1 if it is in shared memory, which is twice as fast as sending, or None.
 
-    With GPUs LMCache copies between them and its own memory instead.
+    With GPUs, LMCache copies between them and its own memory instead.
     """
     if machine.gpus or machine.shm < tiers.l1 + SHARED_MEMORY:
         return None
@@ -609,8 +613,8 @@ def shared_pool(tiers: Tiers, machine: Machine) -> Path | None:
 
 
 def server_environment(tiers: Tiers) -> dict[str, str]:
-    """Variables for the cache server, including secrets. The shared store is among them: a command
-    line would show its password.
+    """Return variables for the cache server, including secrets. The shared store is among them,
+    because a command line would show its password.
     """
     if not tiers.shared:
         return {}
@@ -618,7 +622,7 @@ def server_environment(tiers: Tiers) -> dict[str, str]:
 
 
 def connector(tiers: Tiers, machine: Machine, path: str) -> dict[str, Any]:
-    """vLLM's kv_transfer_config for these tiers. path: of the connector, as `module.Class`."""
+    """Return vLLM's kv_transfer_config for these tiers. path: of the connector's class."""
     module, _, name = path.rpartition(".")
     return {
         "kv_connector": name,
@@ -628,8 +632,9 @@ def connector(tiers: Tiers, machine: Machine, path: str) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": ports(machine).engine,
-            # How long the engine may wait for a server that is away: 21 s were seen with
-            # LMCache's own 300 s and 10 s. Without a GPU it copies KV itself, and waits for that.
+            # Limits of the engine's wait for a server that does not answer; with LMCache's defaults
+            # of 300 s and 10 s, waits of 21 s were measured. Without a GPU the engine copies KV
+            # itself, and waits for that.
             "lmcache.mp.mq_timeout": 10.0 if machine.gpus else 5.0,
             "lmcache.mp.heartbeat_interval": 2.0,
             **tiers.connector,
@@ -638,8 +643,8 @@ def connector(tiers: Tiers, machine: Machine, path: str) -> dict[str, Any]:
 
 
 def transferring(settings: Settings, path: str) -> dict[str, Any]:
-    """The operator's kv_transfer_config for servers that fetch KV from each other. path: of the
-    connector, as `module.Class`. vLLM detects its needs by the class's name.
+    """Return the operator's kv_transfer_config for servers that fetch KV from each other. path: the
+    connector's, as `module.Class`. vLLM detects the connector's needs by its class name.
     """
     module, _, name = path.rpartition(".")
     own = settings.kv_transfer_config or {}
@@ -647,9 +652,9 @@ def transferring(settings: Settings, path: str) -> dict[str, Any]:
 
 
 def yaml(tiers: Tiers) -> str:
-    """The decision as a configuration file of LMCache's, with the reason for each figure.
+    """Return the tiers as a configuration file of LMCache's, with the reason for each figure.
 
-    With one rank, it can be passed back as OPTION_LMCACHE_CONFIG_FILE.
+    With one rank, it can be used as OPTION_LMCACHE_CONFIG_FILE.
     """
     lines = [
         f"chunk_size: {tiers.chunk_size}  # tokens: {tiers.reasons['chunk_size']}",
@@ -670,5 +675,5 @@ def yaml(tiers: Tiers) -> str:
 
 
 def format_size(size: int) -> str:
-    """Bytes for a person, in GiB or MiB."""
+    """Return bytes for people, in GiB or MiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / 1024**2:.0f} MiB"

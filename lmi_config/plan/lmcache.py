@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own options, as LMI's users write them, for its server.
+"""Translates LMCache's options of LMI's users for LMCache's server.
 
-Slipway runs `lmcache server` (multiprocess mode), which takes everything by command-line flags.
-LMI's users configure LMCache inside the engine instead, by a YAML file and `LMCACHE_*` variables.
-Those become what the server takes, or are refused by name. The facts are those of LMCache 0.5.6.
+Slipway runs `lmcache server` (multiprocess mode), which is configured by command-line flags. LMI's
+users configure LMCache inside the engine, by a YAML file and `LMCACHE_*` variables. These options
+become flags of the server, or are refused by name. The facts are those of LMCache 0.5.6.
 """
 
 import ast
@@ -60,7 +60,7 @@ def _folder(value: str) -> str:
 
 
 def _written(value: object) -> str:
-    """A value of a YAML file as a variable would have it."""
+    """Return a value of a YAML file in the form of a variable."""
     if isinstance(value, str):
         return value.strip()
     return "" if value is None else json.dumps(value, default=str)
@@ -73,7 +73,7 @@ _count = integer(low=1)
 class _Vocabulary:
     """Names of options, by their treatment.
 
-    readers: those that are translated.
+    readers: translated options → their readers.
     refused: options that must be off: name → the reason and the alternative.
     needless: patterns of options without effect → the reason.
     """
@@ -86,7 +86,7 @@ class _Vocabulary:
         return name in self.readers or name in self.refused or self.reason(name) is not None
 
     def reason(self, name: str) -> str | None:
-        """The reason why a needless option has no effect."""
+        """Return why a needless option has no effect, or None."""
         reasons = (why for it, why in self.needless.items() if fnmatchcase(name, it))
         return next(reasons, None)
 
@@ -99,7 +99,7 @@ class _Vocabulary:
 
 _CONTROLLER = "there is no controller: engines share KV through OPTION_KV_L2_URL"
 _STATISTICS = "chunks are not counted; /metrics has the hits of each tier"
-_LAZY = "the server takes its memory bit by bit where it can"
+_LAZY = "the server allocates its memory in steps if it can"
 _LIMITS = "the server has its own time limits"
 _PLUGINS = "plugins are not loaded; use local_disk or remote_url"
 _SHARING = "engines share KV through OPTION_KV_L2_URL, not with one another"
@@ -121,7 +121,7 @@ _TOP = _Vocabulary(
         "enable_chunk_statistics": _STATISTICS,
         "enable_controller": _CONTROLLER,
         "local_cpu_use_hugepages": "the server's memory is in pages of the usual size",
-        "min_retrieve_tokens": "what is worth loading is decided by how long it takes",
+        "min_retrieve_tokens": "loading is decided by its measured time",
         "numa_mode": "the server does not place its memory by NUMA node",
         "remote_serde": "the server stores KV as it is",
         "use_layerwise": "the server loads all layers at once, beside the engine's work",
@@ -138,24 +138,24 @@ _TOP = _Vocabulary(
         "pre_caching_hash_algorithm": "the server's hash is the same in every process",
         "py_enable_gc": "the cache is not in the engine's process",
         "reserve_local_cpu_size": "the container's memory limit is looked at instead",
-        "save_unfull_chunk": "complete chunks are stored, and what is left over is computed",
+        "save_unfull_chunk": "complete chunks are stored, and the rest is computed",
         "use_gpu_connector_v3": "it chooses among connectors that are not used here",
-        "app_id": "nothing uses it without remote_config_url",
-        "blend_*": "nothing uses it without enable_blending",
+        "app_id": "it has no effect without remote_config_url",
+        "blend_*": "it has no effect without enable_blending",
         "chunk_statistics_*": _STATISTICS,
         "controller_*": _CONTROLLER,
-        "gds_*": "nothing uses it without gds_path",
-        "hidden_state*": "nothing uses it without enable_hidden_state_cache",
+        "gds_*": "it has no effect without gds_path",
+        "hidden_state*": "it has no effect without enable_hidden_state_cache",
         "internal_api_server_*": "LMCache's HTTP interface is not offered; see /metrics",
         "lmcache_*": _CONTROLLER,
-        "maru_*": "nothing uses it without maru_path",
-        "max_hidden_state_cpu_size": "nothing uses it without enable_hidden_state_cache",
-        "nixl_*": "nothing uses it without extra_config.enable_nixl_storage",
-        "p2p_*": "nothing uses it without enable_p2p",
-        "pd_*": "nothing uses it without enable_pd",
-        "script_allowed_imports": "nothing uses it without run_script_api_enabled",
-        "transfer_channel": "nothing uses it without enable_p2p",
-        "use_gds": "nothing uses it without gds_path",
+        "maru_*": "it has no effect without maru_path",
+        "max_hidden_state_cpu_size": "it has no effect without enable_hidden_state_cache",
+        "nixl_*": "it has no effect without extra_config.enable_nixl_storage",
+        "p2p_*": "it has no effect without enable_p2p",
+        "pd_*": "it has no effect without enable_pd",
+        "script_allowed_imports": "it has no effect without run_script_api_enabled",
+        "transfer_channel": "it has no effect without enable_p2p",
+        "use_gds": "it has no effect without gds_path",
     },
     refused={
         "audit_actual_remote_url": "remote stores are not audited; name the store as remote_url",
@@ -167,7 +167,7 @@ _TOP = _Vocabulary(
         ),
         "enable_p2p": _SHARING,
         "external_backends": _PLUGINS,
-        "external_lookup_client": "only the server is asked what is cached; remove it",
+        "external_lookup_client": "only the server is asked about cached KV; remove it",
         "gds_path": "GPUDirect Storage is not used; give the folder as local_disk",
         "hit_miss_ratio": "hits are never turned into misses; remove it",
         "local_device": "it is local_disk by now, with max_local_disk_size",
@@ -191,7 +191,7 @@ _HARMLESS = {"local_disk_path_sharding": ("by_gpu",), "local_device": ("cpu", "c
 
 @dataclasses.dataclass(frozen=True)
 class _Extra:
-    """A key of extra_config: the option that uses it, and what it is called in an L2 adapter."""
+    """A key of extra_config: the option that uses it, and its name in an L2 adapter."""
 
     user: str
     read: Reader
@@ -241,9 +241,9 @@ _EXTRA_NEEDLESS = {
     "connection_timeout": _LIMITS,
     "disk_io_threads": "the server's disk tier has its own threads",
     "request_timeout": _LIMITS,
-    "save_chunk_meta": "the server's chunks need no description of their own",
+    "save_chunk_meta": "the server's chunks need no separate description",
     "save_only_first_rank": "the server knows what the ranks have in common",
-    "valkey_ttl_sec": "nothing uses it without extra_config.valkey_enable_ttl",
+    "valkey_ttl_sec": "it has no effect without extra_config.valkey_enable_ttl",
 }
 _EXTRA_REFUSED = {
     "enable_nixl_storage": "NIXL is not used; give a folder as local_disk",
@@ -264,17 +264,17 @@ class Disk:
 class Translation:
     """Translates LMCache's in-process options for its server and for vLLM's connector.
 
-    Sizes are for each rank of the engine, as LMCache means them in process: one server for N ranks
+    Sizes are for each rank of the engine, as in LMCache inside the engine: one server for N ranks
     needs N times as much.
 
     chunk_size: tokens (--chunk-size), or None.
-    l1_gib: GiB of memory (--l1-size-gb); 0: no more than staging takes.
+    l1_gib: GiB of memory (--l1-size-gb); 0: only the memory for staging.
     disk: a tier on disk, or None.
     remote: a store that other servers may share, or None.
     skip_l1: memory is only a buffer for the tiers below (--l2-store-policy skip_l1).
     eviction: --eviction-policy.
     connector: keys for kv_connector_extra_config.
-    ignored: "option: reason" for each option that asks for nothing here.
+    ignored: "option: reason" for each option without effect here.
     """
 
     chunk_size: int | None
@@ -288,10 +288,10 @@ class Translation:
 
 
 def merged(file: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
-    """LMCache's options from its YAML file and, above it, from `LMCACHE_<OPTION>` variables.
+    """Return LMCache's options from its YAML file and its `LMCACHE_<OPTION>` variables.
 
-    A variable replaces the file's value, extra_config as a whole; an empty one counts as not set.
-    LMCACHE_* names that are no options of LMCache's are not looked at.
+    A variable replaces the file's value, extra_config as a whole. An empty variable counts as not
+    set. LMCACHE_* names that are not options of LMCache's are ignored.
 
     Raises SettingsError for variables that cannot be read.
     """
@@ -309,7 +309,7 @@ def merged(file: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, 
 
 
 def misspelt(names: Iterable[str]) -> Iterator[str]:
-    """`LMCACHE_*` variables that are no options of LMCache's, but nearly one: a sentence each."""
+    """Yield a sentence for each `LMCACHE_*` variable that nearly matches an option of LMCache's."""
     known = [f"LMCACHE_{it.upper()}" for it in _TOP.names]
     for name in names:
         if name.removeprefix("LMCACHE_").lower() not in _TOP:
@@ -317,7 +317,7 @@ def misspelt(names: Iterable[str]) -> Iterator[str]:
 
 
 _SPLIT = {"prefill": "kv_producer", "decode": "kv_consumer"}
-_UNUSED_HERE = "nothing uses it: LMCache is a server of its own"
+_UNUSED_HERE = "it has no effect: LMCache is a separate server"
 _OF_CONNECTOR = {
     **dict.fromkeys(
         ("engine_id", "kv_buffer_device", "kv_buffer_size", "kv_connector_module_path", "kv_ip"),
@@ -328,10 +328,10 @@ _OF_CONNECTOR = {
     "kv_load_failure_policy": "KV that cannot be loaded is computed",
 }
 _EXTRA_OF_CONNECTOR = {
-    "discard_partial_chunks": "complete chunks are stored, and what is left over is computed",
+    "discard_partial_chunks": "complete chunks are stored, and the rest is computed",
     "lmcache_rpc_port": _UNUSED_HERE,
     "lmcache.max_tokens_per_load": "the server loads without holding up the engine",
-    "skip_last_n_tokens": "complete chunks are stored, and what is left over is computed",
+    "skip_last_n_tokens": "complete chunks are stored, and the rest is computed",
 }
 
 
@@ -345,8 +345,8 @@ class Connector(NamedTuple):
 
 def of_connector(config: Mapping[str, Any], role: str) -> Connector:
     """Read vLLM's kv_transfer_config for LMCache within vLLM, as LMCache 0.5.6 does: keys of
-    kv_connector_extra_config that begin with "lmcache." are LMCache options. role: of the server
-    (OPTION_SERVER_ROLE).
+    kv_connector_extra_config that begin with "lmcache." are LMCache options. role: the server's
+    role (OPTION_SERVER_ROLE).
     """
     notes, faults = [], []
     options: dict[str, object] = {}
@@ -381,12 +381,12 @@ def of_connector(config: Mapping[str, Any], role: str) -> Connector:
 
 
 def mistyped(names: Iterable[str], strict: object) -> tuple[list[str], list[str]]:
-    """Variables whose prefix is nearly LMCACHE_: faults and notes, a sentence each. strict: as
-    OPTION_STRICT.
+    """Return faults and notes about variables whose prefix is nearly LMCACHE_, a sentence each.
+    strict: the value of OPTION_STRICT.
     """
     known = {f"LMCACHE_{it.upper()}" for it in _TOP.names}
     told = [
-        f"{name} is not known and does nothing; did you mean {meant}?"
+        f"{name} is unknown and has no effect; did you mean {meant}?"
         for name in sorted(names)
         if (meant := spelling.other_prefix(name, ("LMCACHE_",), known))
     ]
@@ -398,7 +398,7 @@ def mistyped(names: Iterable[str], strict: object) -> tuple[list[str], list[str]
 def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Translation:
     """Translate LMCache's in-process options. Null counts as not set; defaults are LMCache's.
 
-    environ: for parts that a store's URL leaves out.
+    environ: for missing parts of a store's URL.
 
     Raises SettingsError with every option that the server cannot honour or that does not exist.
     """
@@ -453,7 +453,7 @@ def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Trans
 
 
 def _without_plugin(config: Mapping[str, object]) -> dict[str, object]:
-    """Options with a single folder as LMCache's storage plugin "fs", as the remote_url it is."""
+    """Return the options with LMCache's storage plugin "fs" for a single folder as a remote_url."""
     found = dict(config)
     extra = found.get("extra_config")
     key = "remote_storage_plugin.fs.base_path"
@@ -467,9 +467,9 @@ def _without_plugin(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _extra_vocabulary(users: set[str]) -> _Vocabulary:
-    """The keys of extra_config, where these options are in use."""
+    """Return the vocabulary of extra_config if these options are used."""
     unused = {
-        key: f"nothing uses it without {extra.user}"
+        key: f"it has no effect without {extra.user}"
         for key, extra in _EXTRA.items()
         if extra.user not in users
     }
@@ -487,7 +487,7 @@ def _sift(
     ignored: list[str],
     faults: list[str],
 ) -> dict[str, Any]:
-    """The values of the options that are translated. The others get a note."""
+    """Return the values of the translated options. The others get a note."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = f"{prefix}{key}"
@@ -532,7 +532,7 @@ def _faults(faults: list[str], name: str, value: object) -> Iterator[None]:
 
 
 def _unquoted(text: str) -> str:
-    """Without the quotes that an env file leaves around a value."""
+    """Return a value without the quotes of an env file."""
     if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
         return text
     try:
@@ -542,7 +542,7 @@ def _unquoted(text: str) -> str:
 
 
 def _remote(url: str, extra: Mapping[str, Any], environ: Mapping[str, str]) -> L2Store:
-    """The store at a remote_url, which LMCache completes from extra_config."""
+    """Return the store of a remote_url, which LMCache completes from extra_config."""
     scheme, _, rest = url.partition("://")
     env: dict[str, str] = {}
     match scheme:

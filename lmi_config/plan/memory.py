@@ -16,7 +16,7 @@ MIB = 1024**2
 GIB = 1024**3
 
 # Resident sizes of vLLM 0.32's processes without their weights and KV cache, in bytes. Without a
-# GPU they were measured: 640 MB, 620 MB and 750 MB. What CUDA adds to a worker is an estimate.
+# GPU they were measured: 640 MB, 620 MB and 750 MB. CUDA's addition to a worker is an estimate.
 SERVER = 768 * MIB
 ENGINE_CORE = 768 * MIB
 WORKER = 1 * GIB
@@ -26,11 +26,11 @@ ROUTER = 256 * MIB
 CACHE_SERVER = 768 * MIB
 """LMCache's server without its pool; measured 450 MB."""
 SHARED_MEMORY = 256 * MIB
-"""What two ranks exchange through /dev/shm at most, each."""
+"""Most bytes of /dev/shm for the exchange between two ranks, for each of them."""
 CUDA_OVERHEAD = 3 * GIB
-"""Part of a GPU's memory for context, activations and CUDA graphs. An estimate."""
+"""A GPU's memory for context, activations and CUDA graphs. An estimate."""
 MARGIN = 0.1
-"""Part of the memory that is left to page cache, growth and mistakes in the figures above."""
+"""The share of memory for page cache, growth and errors of the figures above."""
 
 
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -40,7 +40,7 @@ kv_cache_memory_bytes (vllm/platforms/cpu.py).
 
 
 def settled(settings: Settings, machine: Machine, environ: Mapping[str, str]) -> Settings:
-    """The settings with the size of the KV cache that vLLM will take from VLLM_CPU_KVCACHE_SPACE.
+    """Return the settings with the KV cache's size that vLLM reads from VLLM_CPU_KVCACHE_SPACE.
 
     Raises SettingsError if it is not a size, or an option has another.
     """
@@ -64,7 +64,7 @@ def settled(settings: Settings, machine: Machine, environ: Mapping[str, str]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A part of the memory. size: bytes; reason: where the figure comes from."""
+    """A part of the memory. size: bytes; reason: the source of the figure."""
 
     name: str
     size: int
@@ -86,7 +86,7 @@ class Budget:
         return sum(share.size for share in self.shares)
 
     def with_cache_server(self) -> "Budget":
-        """The budget where LMCache's server takes part."""
+        """Return the budget with a share for LMCache's server."""
         share = Share("cache server", CACHE_SERVER, "without its pool; measured")
         free = max(self.free - CACHE_SERVER, 0)
         return dataclasses.replace(self, shares=(*self.shares, share), free=free)
@@ -99,7 +99,7 @@ def budget(
     model: ModelFacts,
     draft: ModelFacts | None,
 ) -> Budget:
-    """Divide the memory that is free now; LMCache's server takes no part yet."""
+    """Divide the free memory, without a share for LMCache's server."""
     servers = parallelism.servers
     count, copies = parallelism.all_workers, parallelism.local_copies * servers
     on_gpu = bool(machine.gpus)
@@ -128,7 +128,7 @@ def budget(
     kv = None
     if not on_gpu and "kv_cache_memory_bytes" not in settings.origins:
         kv = _kv_on_cpu(machine, left) // count
-        reason = "half of what is left, at most a quarter of the memory and 4 GiB"
+        reason = "half of the rest, at most a quarter of the memory and 4 GiB"
     elif settings.kv_cache_memory_bytes and not on_gpu:
         kv = settings.kv_cache_memory_bytes
         reason = settings.origins["kv_cache_memory_bytes"]
@@ -139,8 +139,8 @@ def budget(
 
 
 def talking(machine: Machine, parallelism: Parallelism, model: ModelFacts) -> int:
-    """Ranks on this machine that exchange data through /dev/shm. Copies with one GPU each have
-    nothing to exchange, unless they share experts.
+    """Return the number of ranks on this machine that exchange data through /dev/shm. Copies with
+    one GPU each exchange no data, unless they share experts.
     """
     count = parallelism.local_workers
     shared = bool(model.parts and model.parts.experts)
@@ -181,15 +181,16 @@ _AS_LOADED: Mapping[str, tuple[float, float]] = {
     "mxfp4": (0.27, 0.27),
     "nvfp4_per_token": (1.0, 0.29),
 }
-"""Methods by which vLLM quantises weights of 16 bits as it loads them → the part that is left of
-linear layers and of experts, with scales (_ONLINE_SHORTHANDS in vllm/config/quantization.py)."""
+"""vLLM's methods that quantise 16-bit weights during loading → the relative size of linear layers
+and of experts afterwards, with scales (_ONLINE_SHORTHANDS in vllm/config/quantization.py)."""
 
 
 def loaded(settings: Settings, model: ModelFacts) -> tuple[int, int]:
-    """Bytes of the weights as one copy runs them: without what experts take, and the experts'.
+    """Return the bytes of one copy's loaded weights: without experts, and of the experts.
 
-    vLLM runs files in float32 in 16 bits unless OPTION_DTYPE says otherwise, and quantises plain
-    ones where OPTION_QUANTIZE names such a method. An estimate where the files do not tell parts.
+    vLLM runs float32 files in 16 bits, unless OPTION_DTYPE says otherwise. It quantises plain
+    weights if OPTION_QUANTIZE names such a method. The result is an estimate if the files do not
+    distinguish experts.
     """
     whole, parts = model.weight_bytes, model.parts
     experts = min(parts.experts, whole) if parts else 0
@@ -213,7 +214,7 @@ _OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 def connectors(config: Any) -> Iterator[Mapping[str, Any]]:
-    """A kv_transfer_config, and those in it that a MultiConnector has."""
+    """Yield a kv_transfer_config, and the nested ones of a MultiConnector."""
     if not isinstance(config, Mapping):
         return
     yield config
@@ -224,8 +225,8 @@ def connectors(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def fixed_ports(settings: Settings, tiers: bool) -> str:
-    """Which of the operator's connectors has ports that only one server can have; "" for none.
-    tiers: whether Slipway's connector takes their place.
+    """Return the operator's connector with ports that only one server can have; "" for none.
+    tiers: whether Slipway's connector replaces the operator's.
     """
     for it in () if tiers else connectors(settings.kv_transfer_config):
         connector = it.get("kv_connector")
@@ -236,8 +237,8 @@ def fixed_ports(settings: Settings, tiers: bool) -> str:
 
 
 def native_offload(settings: Settings) -> int:
-    """Bytes in which vLLM itself keeps a copy's KV in CPU memory, of all its ranks together: by
-    kv_offloading_size, or by a connector of vLLM's own.
+    """Return the bytes of CPU memory for vLLM's own offload of a copy's KV, of all ranks together:
+    from kv_offloading_size, or from a connector of vLLM's.
     """
     size: float = settings.engine.get("kv_offloading_size") or 0
     if size and settings.engine.get("kv_offloading_backend", "native") == "native":
@@ -252,7 +253,7 @@ def native_offload(settings: Settings) -> int:
 
 
 def _offloader(settings: Settings) -> str:
-    """By which option vLLM is to offload KV itself."""
+    """Return the option that makes vLLM offload KV itself."""
     sized = "kv_offloading_size" in settings.engine
     return settings.named("kv_offloading_size" if sized else "kv_transfer_config")
 
@@ -264,8 +265,8 @@ def _offload_reason(settings: Settings, copies: int) -> str:
 def offload_faults(
     settings: Settings, machine: Machine, parallelism: Parallelism, tiers: bool
 ) -> list[str]:
-    """Why vLLM's own KV offload cannot be had as asked: a sentence each. tiers: whether Slipway's
-    are wanted as well.
+    """Return why vLLM's own KV offload is not possible as requested, a sentence each. tiers:
+    whether Slipway's tiers are also wanted.
     """
     return [*_offload_faults(settings, machine, parallelism, tiers)]
 
@@ -293,7 +294,7 @@ def _offload_faults(
         )
     elif "kv_offloading_size" in engine and (settings.kv_transfer_config or {}).get("kv_connector"):
         yield (
-            f"{name}: vLLM would put its own connector in the place of "
+            f"{name}: vLLM would replace the connector of "
             f"{settings.named('kv_transfer_config')}'s; leave one of them out"
         )
     if not machine.gpus:
@@ -312,15 +313,15 @@ def _offload_faults(
 
 
 def _kv_on_cpu(machine: Machine, left: int) -> int:
-    """Bytes for the engine's KV cache without a GPU, all ranks together; never nothing.
+    """Return the bytes of the engine's KV cache without a GPU, all ranks together; never 0.
 
-    vLLM alone would reserve nearly all memory. A quarter serves what a CPU is good for.
+    By default vLLM would reserve nearly all memory. A quarter is enough for a CPU's load.
     """
     return min(machine.memory // 4, KV_ON_CPU, max(left // 2, machine.memory // 16))
 
 
 def kv_per_token(settings: Settings, model: ModelFacts) -> int | None:
-    """Bytes of one token's KV in one copy, or None where the model does not tell."""
+    """Return the bytes of one token's KV in one copy, or None if the model's files do not tell."""
     return (model.kv and model.kv.bytes_per_token(*_kv_dtypes(settings, model))) or None
 
 
@@ -332,7 +333,7 @@ def kv_of_request(
     kv: KvShape,
     tokens: int,
 ) -> int:
-    """Maximum bytes of a copy's KV cache in the engine for a request of this many tokens."""
+    """Return the most bytes of a copy's KV cache for a request of this many tokens."""
     if settings.engine.get("disable_hybrid_kv_cache_manager"):
         kv = kv.without_windows()
     # One step for each stage, and one that is scheduled ahead (VllmConfig.max_in_flight_tokens).
@@ -341,7 +342,7 @@ def kv_of_request(
 
 
 def _kv_dtypes(settings: Settings, model: ModelFacts) -> tuple[str, str | None]:
-    """vLLM's kv_cache_dtype, and the model's data type; None: 16 bits."""
+    """Return vLLM's kv_cache_dtype, and the model's data type; None for 16 bits."""
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if settings.dtype == "auto" and model.dtype == "float32":
         dtype = None  # vLLM runs it in 16 bits
@@ -349,14 +350,16 @@ def _kv_dtypes(settings: Settings, model: ModelFacts) -> tuple[str, str | None]:
 
 
 def tokens_of_a_step(settings: Settings, machine: Machine, parallelism: Parallelism) -> int:
-    """max_num_batched_tokens; vLLM's own are of get_batch_defaults in vllm/engine/arg_utils.py."""
+    """Return max_num_batched_tokens. vLLM's defaults: get_batch_defaults in
+    vllm/engine/arg_utils.py.
+    """
     if settings.max_rolling_batch_prefill_tokens:
         return settings.max_rolling_batch_prefill_tokens
     return _step_on_gpu(machine) if machine.gpus else 2048 * parallelism.workers
 
 
 def sequences_of_a_step(settings: Settings, machine: Machine, parallelism: Parallelism) -> int:
-    """max_num_seqs; vLLM's own are of the same function."""
+    """Return max_num_seqs. vLLM's defaults are in the same function."""
     if settings.max_rolling_batch_size:
         return settings.max_rolling_batch_size
     if not machine.gpus:
@@ -365,7 +368,7 @@ def sequences_of_a_step(settings: Settings, machine: Machine, parallelism: Paral
 
 
 def _step_on_gpu(machine: Machine) -> int:
-    # In a container that has a slice of a GPU, vLLM cannot tell its memory.
+    # In a container with a slice of a GPU, vLLM cannot read its memory.
     first = machine.gpus[0]
     memory, name = 0 if first.slice else first.memory or 0, first.name.lower()
     if memory >= 160 * GIB:
@@ -375,9 +378,9 @@ def _step_on_gpu(machine: Machine) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuBudget:
-    """One GPU's memory in bytes: what vLLM may use, and of it the weights and the KV cache.
+    """One GPU's memory in bytes: vLLM's share, and the weights and the KV cache in that share.
 
-    given: what the operator has set the KV cache to, 0 for nothing.
+    given: the operator's size of the KV cache, or 0.
     """
 
     total: int
@@ -402,11 +405,11 @@ def gpu_budget(
     model: ModelFacts,
     draft: ModelFacts | None,
 ) -> GpuBudget | None:
-    """Estimate the memory of the smallest GPU in use, or None where there is none or it is unknown.
+    """Estimate the memory of the smallest used GPU. Returns None without one, or if it is unknown.
 
-    Weights are split evenly over a copy's ranks, experts over those of all copies
-    (flatten_tp_across_dp_and_pcp in vllm's fused_moe); the draft's are in each tensor-parallel
-    rank's share.
+    Weights are split evenly over a copy's ranks, and experts over those of all copies
+    (flatten_tp_across_dp_and_pcp in vllm's fused_moe). Each tensor-parallel rank's share includes
+    the draft's weights.
     """
     used = machine.gpus[: parallelism.local_workers]
     sizes = [found.memory for found in used if found.memory]

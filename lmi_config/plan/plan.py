@@ -27,10 +27,10 @@ from lmi_config.plan.refusals.given import Given
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """Slipway's classes that vLLM and LMCache load, each by its path, as `module.Class`.
+    """Slipway's classes that vLLM and LMCache load, by their paths, as `module.Class`.
 
-    connector: vLLM's, to LMCache's server. transferring: vLLM's NixlConnector, by the same name.
-    disk_store: LMCache's, for the files of the disk tier.
+    connector: vLLM's connector to LMCache's server. transferring: vLLM's NixlConnector, with the
+    same class name. disk_store: LMCache's store for the files of the disk tier.
     """
 
     connector: str
@@ -40,14 +40,14 @@ class EngineParts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that was decided. `make()` makes it.
+    """All decisions. `make()` makes them.
 
     environment: variables for this process before vLLM is imported. cache_environment: further
-    variables for the cache server, with secrets. options: vLLM's options under vLLM's names; they
-    name the model and its draft as the operator does. lora_modules: adapters to register.
-    verdict: whether tiers are correct for this model. copies: the servers on this machine; empty
-    for a single one. memory: of all copies together. gpu: a GPU of any copy. findings: notes for
-    the operator, a sentence each.
+    variables for the cache server, with secrets. options: vLLM's options under vLLM's names, with
+    the operator's names of the model and its draft. lora_modules: adapters to register. verdict:
+    whether tiers are correct for this model. copies: the servers on this machine; empty for a
+    single one. memory: of all copies together. gpu: a GPU of any copy. findings: notes for the
+    operator, a sentence each.
     """
 
     settings: Settings
@@ -71,25 +71,25 @@ class Plan:
 
     @property
     def hindrance(self) -> str | None:
-        """The reason why vLLM cannot start here with any model; findings has it as well."""
+        """The reason why vLLM cannot start here with any model; findings also has it."""
         return preflight.hindrance(self.machine)
 
     def engine(self, model: str, draft: str | None) -> dict[str, Any]:
-        """The options, with the folders that the model and its draft are in by now."""
+        """Return the options with the local folders of the model and its draft."""
         options = {**self.options, "model": model}
         if draft:
             options["speculative_config"] = {**options["speculative_config"], "model": draft}
         return options
 
     def of_copy(self, copy: Copy) -> "Plan":
-        """The plan of one copy among several: its devices, and their consequences."""
+        """Return the plan of one copy among several: with its devices, and their consequences."""
         environment = {**self.environment, **copy.environment}
         return dataclasses.replace(
             self, machine=copy.machine, environment=environment, copies=(), findings=()
         )
 
     def without_tiers(self, reason: str) -> "Plan":
-        """The plan where the cache server did not come up."""
+        """Return the plan after the cache server failed to start."""
         if isinstance(self.tiers, NoTiers):
             return self
         options = dict(self.options)
@@ -109,7 +109,7 @@ class Plan:
         return None if isinstance(self.tiers, NoTiers) else self.cache_command(self.tiers)
 
     def cache_command(self, tiers: Tiers) -> list[str]:
-        """The command line of `lmcache` for these tiers: as planned, or as they came to be."""
+        """Return the command line of `lmcache` for these tiers: the planned or the actual ones."""
         return kv_tiers.server_arguments(
             tiers, self.machine, self.parts.disk_store, servers=self.parallelism.servers
         )
@@ -132,14 +132,14 @@ def make(
     alone: str = "",
     compile_cache: CompileCache | None = None,
 ) -> Plan:
-    """Decide.
+    """Make the plan.
 
-    lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that have yet
-    to be downloaded; room: bytes that are free where they go. chat: the formats of the model's
-    answers. alone: why there can be no router before several copies, where the plan cannot know.
-    compile_cache: where generated files are kept.
+    lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that must
+    still be downloaded; room: free bytes of that disk. chat: the formats of the model's answers.
+    alone: why there can be no router for several copies, if the caller knows a reason, or "".
+    compile_cache: the folder for generated files.
 
-    Raises SettingsError where it cannot work.
+    Raises SettingsError if the settings cannot work here.
     """
     settings = memory.settled(settings, machine, environ)
     service = None
@@ -179,7 +179,7 @@ def make(
     settings = attention.vllms_own(settings, kept, method, environ)
     draft_facts = draft.facts if draft else None
     if draft_facts and draft_facts.kv and model.kv:
-        # A draft keeps KV of its own for every token, in the engine's memory and in all tiers.
+        # A draft keeps its own KV for every token, in the engine's memory and in all tiers.
         model = dataclasses.replace(model, kv=model.kv.plus(draft_facts.kv))
     budget = memory.budget(settings, machine, spread, model, draft_facts)
     gpu = memory.gpu_budget(settings, machine, spread, model, draft_facts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likely problems, found before anything is started: a sentence each, with the fix."""
+"""Likely problems, found before the start: a sentence each, with the fix."""
 
 import dataclasses
 from bisect import bisect_right
@@ -37,7 +37,7 @@ def findings(
     gpu: GpuBudget | None,
     tiers: Tiers | NoTiers,
 ) -> Iterator[str]:
-    """Notes for the operator."""
+    """Yield notes for the operator."""
     yield from settings.notes
     if wrong := hindrance(machine):
         yield wrong
@@ -81,7 +81,7 @@ def findings(
     yield from lmcache.misspelt(sorted(settings.lmcache))
     if settings.lmcache and not wanted(settings):
         names = ", ".join(sorted(settings.lmcache)[:3])
-        yield f"{names}: nothing switches KV cache tiers on; set OPTION_LMCACHE_AUTO_CONFIG=true"
+        yield f"{names}: KV cache tiers are off; set OPTION_LMCACHE_AUTO_CONFIG=true"
     if vllm.reuse(settings, machine, model):
         yield (
             "prefix caching is off: without a GPU, vLLM ends at a prompt with it where layers "
@@ -89,7 +89,7 @@ def findings(
         )
     if settings.kv_events and settings.engine.get("enable_prefix_caching") is False:
         yield (
-            "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave "
+            "OPTION_KV_EVENTS=true, but there will be no events: prefix caching is off; leave "
             "OPTION_ENABLE_PREFIX_CACHING out"
         )
     if isinstance(tiers, Tiers):
@@ -99,7 +99,7 @@ def findings(
 
 
 def hindrance(machine: Machine) -> str | None:
-    """Why vLLM cannot start here, whatever the options say: a sentence with the fix."""
+    """Return why vLLM cannot start here with any options, a sentence with the fix, or None."""
     if not machine.gpus:
         if not machine.built_for_cuda:
             return None
@@ -120,9 +120,9 @@ def hindrance(machine: Machine) -> str | None:
 
 
 def _enough(gpu: GpuBudget, machine: Machine, parallelism: Parallelism, experts: int) -> str:
-    """The fix that leaves room for a KV cache beside the weights on such GPUs.
+    """Return the fix that leaves room for a KV cache beside the weights on such GPUs.
 
-    experts: bytes that all copies share, so that more of them need fewer each.
+    experts: bytes that all copies share, so that each of more copies needs fewer.
     """
     room = gpu.usable - gpu.overhead
     if room <= 0:
@@ -133,7 +133,7 @@ def _enough(gpu: GpuBudget, machine: Machine, parallelism: Parallelism, experts:
         count = copies * parallelism.workers
         return f"use at least {count} such GPUs (OPTION_DATA_PARALLEL_SIZE={copies})"
     stage = gpu.weights * parallelism.tensor // room + 1
-    degree = 1 << (stage - 1).bit_length()  # heads can mostly be divided by powers of two
+    degree = 1 << (stage - 1).bit_length()  # most models' heads are divisible by powers of two
     count = degree * parallelism.pipeline
     if count > len(machine.gpus):
         return f"use at least {count} such GPUs (OPTION_TENSOR_PARALLEL_DEGREE={degree})"
@@ -143,7 +143,7 @@ def _enough(gpu: GpuBudget, machine: Machine, parallelism: Parallelism, experts:
 
 
 def downloads(to_fetch: int, room: int) -> Iterator[str]:
-    """Whether the remaining download fits the disk. Both in bytes."""
+    """Yield a note if the remaining download does not fit the disk. Both are in bytes."""
     if to_fetch > room:
         yield (
             f"{format_size(to_fetch)} have yet to be downloaded, and {format_size(room)} are free "
@@ -181,7 +181,7 @@ def _gpus(
                 f"{parallelism.workers} are the most that attention heads, KV heads and the "
                 "vocabulary can be divided among"
             )
-        yield f"{idle} of {total} GPUs will do nothing; {fix}"
+        yield f"{idle} of {total} GPUs will be idle; {fix}"
 
 
 def _memory(machine: Machine, parallelism: Parallelism, budget: Budget) -> Iterator[str]:
@@ -204,9 +204,9 @@ def too_small(
     budget: Budget,
     gpu: GpuBudget | None,
 ) -> Iterator[str]:
-    """That the KV cache, as the operator has sized it, is too small for the longest request, which
-    vLLM refuses (_check_enough_kv_cache_memory in vllm/v1/core/kv_cache_utils.py): a sentence. Only
-    where all layers keep all tokens, so that the figures are exact.
+    """Yield a sentence if the operator's size of the KV cache is too small for the longest request,
+    which vLLM refuses (_check_enough_kv_cache_memory in vllm/v1/core/kv_cache_utils.py). It only
+    checks models whose layers all keep all tokens, because only then the figures are exact.
     """
     cache = engine_cache(settings, machine, parallelism, model, budget, gpu)
     length = longest_request(settings, model)
@@ -235,8 +235,8 @@ def priced(
     budget: Budget,
     gpu: GpuBudget | None,
 ) -> Verdict:
-    """The verdict with what it costs that layers with a window keep all tokens. Against tiers
-    where the longest request would not fit any more, with which vLLM does not start.
+    """Return the verdict with the cost of layers with a window that keep all tokens. It is against
+    tiers if the longest request would no longer fit, because vLLM then does not start.
     """
     length, kv = longest_request(settings, model), model.kv
     if not kv or not length or settings.engine.get(HYBRID):
@@ -252,7 +252,7 @@ def priced(
     about = (machine, parallelism, model, budget, gpu)
     before, after = engine_cache(settings, *about), engine_cache(kept, *about)
     if settings.max_model_len != AUTO and before and after:
-        block = block_size(settings, machine)  # vLLM keeps one for itself
+        block = block_size(settings, machine)  # vLLM reserves one block
         fits = max(after.fits(length + block) - block, 0)
         if before.fits(length) == length > fits:
             return dataclasses.replace(
@@ -271,7 +271,7 @@ _OTHER_SIZES = {"decode_context_parallel_size", "kv_cache_dtype", "num_gpu_block
 
 
 def longest_request(settings: Settings, model: ModelFacts) -> int | None:
-    """Tokens of the longest request, before vLLM shortens it to fit."""
+    """Return the tokens of the longest request, before vLLM reduces them to fit."""
     length = settings.max_model_len
     return model.max_length if length in (None, AUTO) else length
 
@@ -286,11 +286,11 @@ class EngineCache(NamedTuple):
     need: Callable[[int], int]
 
     def fits(self, length: int) -> int:
-        """The tokens, up to this length, of the longest request that fits."""
+        """Return the tokens, up to this length, of the longest request that fits."""
         return bisect_right(range(1, length + 1), self.size, key=self.need)
 
     def tokens(self, length: int) -> int:
-        """The tokens that it holds in requests of this length, as vLLM counts them in its log."""
+        """Return the tokens that it holds in requests of this length, as in vLLM's log."""
         return self.size * length // self.need(length)
 
 
@@ -302,7 +302,7 @@ def engine_cache(
     budget: Budget,
     gpu: GpuBudget | None,
 ) -> EngineCache | None:
-    """None where the model or the machine does not tell enough."""
+    """Return the engine's KV cache, or None if the model or the machine has too few facts."""
     size = gpu.kv if gpu else budget.kv
     if not model.kv or not kv_per_token(settings, model) or size is None:
         return None

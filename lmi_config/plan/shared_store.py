@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of KV caches that instances share, by its URL, as LMCache's server takes it.
+"""A store of KV caches that instances share: its URL → LMCache's configuration.
 
 The facts are those of LMCache 0.5.6.
 """
@@ -16,13 +16,13 @@ from lmi_config.options.parsers import Reader, boolean, positive, text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class L2Store:
-    """A store behind the cache server's memory, as the server gets it.
+    """A store behind the cache server's memory, in the server's configuration.
 
-    kind: the adapter's name, LMCache's or that of one of ours.
-    adapter: LMCache's JSON object for it. It may have a password in it.
+    kind: the adapter's name, LMCache's or ours.
+    adapter: LMCache's JSON object for it, which may have a password in it.
     env: variables for the server's process, including secrets.
     shown: the URL, with its password masked.
-    note: what an operator should know, or "".
+    note: a note for the operator, or "".
     """
 
     kind: str
@@ -33,18 +33,20 @@ class L2Store:
 
     @property
     def masked(self) -> dict[str, object]:
-        """`adapter`, fit to be shown."""
+        """Return `adapter` with secrets masked."""
         return {key: "***" if key == "password" else self.adapter[key] for key in self.adapter}
 
     @property
     def place(self) -> dict[str, object]:
-        """Of `adapter` what says where the store is: nothing secret, nor one server's own."""
+        """Return the parts of `adapter` that locate the store, without secrets and without values
+        that differ between servers.
+        """
         own = {"username", "password", "max_capacity_gb", "eviction"}
         return {key: value for key, value in self.adapter.items() if key not in own}
 
     @property
     def capacity(self) -> int | None:
-        """Bytes, where its size is known."""
+        """The store's bytes, or None if unknown."""
         gib = self.adapter.get("max_capacity_gb")
         return round(gib * (1 << 30)) if isinstance(gib, int | float) else None
 
@@ -57,21 +59,21 @@ def read(url: str, environ: Mapping[str, str]) -> L2Store:
     AWS_REGION or AWS_DEFAULT_REGION, the node's address from NODE_IP.
 
     `redis://[user:password@]host[:6379][/database]`, `valkey://…`: Redis or Valkey, through
-        Valkey's client: LMCache's own for `resp` hangs on a key that was evicted, and does not
-        connect again. Characters that mean something in a URL are percent-encoded in a password.
-        `host:6379` alone means `redis://host:6379`, as in AWS's HyperPod notebooks.
+        Valkey's client, because LMCache's own for `resp` hangs on an evicted key and does not
+        reconnect. A password's special characters are percent-encoded. `host:6379` alone means
+        `redis://host:6379`, as in AWS's HyperPod notebooks.
     `rediss://…`, `valkeys://…`: the same with TLS.
     `redis://host,host`, or one host and `?cluster=true`, in each of the four: a cluster.
-    `s3://bucket?region=…`: S3, with the credentials that boto3 finds. `endpoint` is the host of a
-        service like S3, after `http://` where it has no TLS; it must answer to `bucket.endpoint`.
+    `s3://bucket?region=…`: S3, with boto3's credentials. `endpoint` is the host of a compatible
+        service, with `http://` before it if it has no TLS; it must answer to `bucket.endpoint`.
     `file:///folder`: a folder that several servers may share.
-    `tieredstorage://[host[:9200]]`, `sagemaker-hyperpod://…`: HyperPod's daemon on this node, at
-        the host that NODE_IP has where there is none or it is `$NODE_IP`. `bucket` is the daemon's
-        name for a set of keys, `shared_memory_name` that of its memory segment.
+    `tieredstorage://[host[:9200]]`, `sagemaker-hyperpod://…`: HyperPod's daemon on this node. A
+        missing host, or `$NODE_IP`, means the value of NODE_IP. `bucket` is the daemon's name of a
+        set of keys, and `shared_memory_name` that of its memory segment.
 
-    `capacity_gb`, in GiB, makes the server remove what it used least, in all but HyperPod's.
+    `capacity_gb`, in GiB, makes the server evict KV, in all stores except HyperPod's.
 
-    Raises ValueError in one sentence. It never repeats a possible part of a password.
+    Raises ValueError with one sentence. It never repeats a possible part of a password.
     """
     url = url.strip()
     if _HOSTS.fullmatch(url):
@@ -87,7 +89,7 @@ def read(url: str, environ: Mapping[str, str]) -> L2Store:
             raise ValueError
     except ValueError:  # urlsplit's own message may repeat the password
         raise ValueError(
-            "characters that mean something in a URL, like / ? # [, have to be percent-encoded in "
+            "characters that mean something in a URL, like / ? # [, must be percent-encoded in "
             "a password or a path: %2F for /"
         ) from None
     return reader(parts, environ)
@@ -110,7 +112,7 @@ def _query(parts: SplitResult, **readers: Reader) -> dict[str, Any]:
 
 
 def _addresses(parts: SplitResult, hosts: str, port: int) -> list[tuple[str, int]]:
-    """Host and port of each host. `port` is the usual one."""
+    """Return the host and port of each host. port: the default."""
     found: list[tuple[str, int]] = []
     for address in hosts.split(","):
         host, colon, number = address.partition(":")
@@ -118,7 +120,7 @@ def _addresses(parts: SplitResult, hosts: str, port: int) -> list[tuple[str, int
             raise ValueError(
                 f"{parts.scheme}:// needs a host, like {parts.scheme}://cache.example:{port}"
             )
-        # What stands here may be a password with no host behind it: it is not repeated.
+        # The text here may be a password without a host after it, so it is not repeated.
         if colon and not (re.fullmatch(r"\d{1,5}", number) and 1 <= int(number) <= 65535):
             raise ValueError(f"the port after {host} should be a number from 1 to 65535")
         found.append((host, int(number or port)))
@@ -131,19 +133,19 @@ def _without_login(parts: SplitResult) -> None:
 
 
 _COUNTED = (
-    "capacity_gb bounds what this server stores from its start on; what it finds there, and what "
-    "other servers store, is neither counted nor removed"
+    "capacity_gb limits the bytes that this server stores after its start; older data and data of "
+    "other servers are neither counted nor removed"
 )
 
 
 def _bounded(adapter: dict[str, object], capacity: float | None) -> dict[str, object]:
-    # Without an eviction block LMCache only counts.
+    # Without an eviction block, LMCache only counts bytes.
     limit = {"max_capacity_gb": capacity, "eviction": {"eviction_policy": "LRU"}}
     return adapter | limit if capacity else adapter
 
 
 def _redis(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
-    del environ  # its URL says everything
+    del environ  # the URL has everything
     scheme = parts.scheme
     login, _, hosts = parts.netloc.rpartition("@")
     user, _, password = (unquote(part) for part in login.partition(":"))
@@ -159,7 +161,7 @@ def _redis(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
         raise ValueError(f"the path after {scheme}://{hosts} should be a database number, like /0")
     database = int(path or 0)
     if database and cluster:
-        raise ValueError(f"{scheme}:// reaches database 0 only of a cluster, not {database}")
+        raise ValueError(f"{scheme}:// only supports database 0 of a cluster, not {database}")
     capacity = query.get("capacity_gb")
     nodes = ",".join(f"{host}:{port}" for host, port in addresses)
     adapter: dict[str, object] = {"type": "valkey", "startup_nodes": nodes}
@@ -178,7 +180,9 @@ def _redis(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
 
 
 def _s3(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
-    """LMCache reaches a bucket by its own host name, and puts its keys at the top level."""
+    """Return an S3 store. LMCache accesses a bucket by the bucket's host name, and puts its keys at
+    the top level.
+    """
     _without_login(parts)
     query = _query(parts, region=text, endpoint=text, capacity_gb=positive)
     bucket, endpoint = parts.netloc, query.get("endpoint")
@@ -230,7 +234,7 @@ def _file(parts: SplitResult, _: Mapping[str, str]) -> L2Store:
         raise ValueError("file:// needs a folder, like file:///mnt/kv")
     capacity = _query(parts, capacity_gb=positive).get("capacity_gb")
     adapter: dict[str, object] = {"type": "fs_native", "base_path": str(path), "shared": True}
-    kept = "nothing removes old files: give capacity_gb, or clean the folder from outside"
+    kept = "old files are not removed: set capacity_gb, or clean the folder from outside"
     return L2Store(
         kind="fs_native",
         adapter=_bounded(adapter, capacity),
@@ -243,7 +247,7 @@ SEGMENT = "ai_toolkit_cache"
 """The shared memory of HyperPod's daemon. (awslabs/ai-on-sagemaker-hyperpod, "HyperPod Managed KV
 Cache with LMCache"; LMCache's own default is another name, which no node has.)"""
 _NODE_IP = ("", "$NODE_IP", "${NODE_IP}", "$(NODE_IP)")
-"""Hosts that mean this node's own, as LMCache's and AWS's documents write them."""
+"""Hosts that mean this node, as in LMCache's and AWS's documentation."""
 
 
 def _hyperpod(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
@@ -259,7 +263,7 @@ def _hyperpod(parts: SplitResult, environ: Mapping[str, str]) -> L2Store:
             )
     ((host, port), *others) = _addresses(parts, host + colon + rest, 9200)
     if others or parts.path.strip("/"):
-        raise ValueError(f"{scheme}:// takes one host and port, and nothing behind it")
+        raise ValueError(f"{scheme}:// takes one host and port, without a path")
     address = f"{host}:{port}"
     return L2Store(
         kind="tieredstorage",

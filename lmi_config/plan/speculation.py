@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: vLLM's configuration of it, and why a draft cannot be used as asked."""
+"""Speculative decoding: vLLM's configuration, and the reasons why a draft cannot be used."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ def draft_id(settings: Settings) -> str | None:
 
 
 def config(settings: Settings, draft: Draft | None) -> dict[str, Any] | None:
-    """vLLM's speculative_config, from the operator's or from the draft alone."""
+    """Return vLLM's speculative_config, from the operator's, or only from the draft, or None."""
     found = dict(settings.speculative_config or {})
     if model := draft_id(settings):
         found["model"] = model
@@ -36,8 +36,8 @@ def config(settings: Settings, draft: Draft | None) -> dict[str, Any] | None:
 
 
 def kept(draft: Draft) -> KvLayers:
-    """A draft's layers, by the state that vLLM keeps for them. EAGLE drafts run with classes of
-    vLLM's own, whatever their architectures are called.
+    """Return a draft's layers, by the state that vLLM keeps for them. EAGLE drafts run with vLLM's
+    own classes, whatever the names of their architectures.
     """
     found = draft.facts.kept
     own = draft.method in ("eagle", "eagle3") and draft.architecture
@@ -45,7 +45,7 @@ def kept(draft: Draft) -> KvLayers:
 
 
 def faults(settings: Settings, model: ModelFacts, draft: Draft | None) -> list[str]:
-    """Why the draft cannot be used as asked: a sentence for each reason."""
+    """Return why the draft cannot be used as requested, a sentence for each reason."""
     asked = settings.speculative_config or {}
     name = "OPTION_SPECULATIVE_DRAFT_MODEL"
     found = []

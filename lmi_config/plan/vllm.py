@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments and the environment that vLLM is started with."""
+"""vLLM's arguments and its environment."""
 
 import json
 from collections import Counter
@@ -17,15 +17,15 @@ from lmi_config.plan.compile_cache import CompileCache
 from lmi_config.plan.devices.parallelism import Parallelism
 
 _DERIVED = {
-    "model",  # where it was fetched to
+    "model",  # its local folder
     "download_dir",  # vLLM downloads nothing
-    *("host", "port"),  # ... and listens nowhere
-    "config",  # whose options are read here
+    *("host", "port"),  # ... and does not listen
+    "config",  # Slipway reads its options
     "spec_model",  # a part of speculative_config
     "spec_tokens",
 }
 
-# LMI's task → what vLLM calls it.
+# LMI's task → vLLM's options for it.
 _TASKS: Mapping[str, Mapping[str, str]] = {
     "text-generation": {"runner": "generate"},
     "generate": {"runner": "generate"},
@@ -33,7 +33,7 @@ _TASKS: Mapping[str, Mapping[str, str]] = {
     "embed": {"runner": "pooling", "convert": "embed"},
     "feature-extraction": {"runner": "pooling", "convert": "embed"},
     "classify": {"runner": "pooling", "convert": "classify"},
-    "score": {"runner": "pooling"},  # by the model: scores of its own, or of embeddings
+    "score": {"runner": "pooling"},  # the model's own scores, or scores from its embeddings
     "reward": {"runner": "pooling"},
 }
 
@@ -41,7 +41,7 @@ _NEEDED: Mapping[str, str] = {
     "enable_auto_tool_choice": "tool_call_parser",
     "enable_log_outputs": "enable_log_requests",
 }
-"""vLLM's options → those without which it refuses them (its validate_parsed_serve_args)."""
+"""vLLM's options → other options that they need (its validate_parsed_serve_args)."""
 
 
 def options(
@@ -50,13 +50,13 @@ def options(
     parallelism: Parallelism,
     derived: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """vLLM's options for these settings on this machine, by vLLM's names.
+    """Return vLLM's options for these settings on this machine, by vLLM's names.
 
     derived: options that follow from other facts, under vLLM's names; they take precedence over the
     operator's.
 
-    Raises SettingsError for a word of a list that vLLM would take for another option, and for an
-    option without the one that it needs.
+    Raises SettingsError for a list's item that vLLM would read as another option, and for an option
+    without another one that it needs.
     """
     found: dict[str, Any] = {
         "model": settings.model_id,
@@ -72,9 +72,9 @@ def options(
             LORA_DEFAULTS["max_loras"], settings.max_cpu_loras or LORA_DEFAULTS["max_loras"]
         )
         found = {**LORA_DEFAULTS, "max_loras": slots, **found}
-    found["enable_prompt_tokens_details"] = True  # answers tell how many tokens were cached
+    found["enable_prompt_tokens_details"] = True  # answers have the number of cached tokens
     if not machine.gpus:
-        # Compiling takes longer than it wins where there is no GPU.
+        # Without a GPU, compiling takes more time than it saves.
         found.setdefault("enforce_eager", True)
     if parallelism.workerless:
         found["distributed_executor_backend"] = "uni"
@@ -82,7 +82,7 @@ def options(
     for name in PARSERS:
         if found.get(name) == NO_PARSER:
             del found[name]
-    found.pop(LORA_MODULES, None)  # which are registered here
+    found.pop(LORA_MODULES, None)  # Slipway registers these
     faults = [*_flags(settings, found), *_incomplete(settings, found), *_unknown(settings, found)]
     if faults:
         raise SettingsError(faults)
@@ -90,12 +90,12 @@ def options(
 
 
 PARSERS = {"tool_call_parser": "tools", "reasoning_parser": "reasoning"}
-"""vLLM's options that name a parser → what of Chat decides where nobody has set them."""
+"""vLLM's options that name a parser → the field of Chat that decides by default."""
 _PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
-"""... → the option whose file may bring more of them."""
+"""... → the option for a file with further parsers."""
 NO_PARSER = "none"
 _REUSE = "enable_prefix_caching"
-_HEARING = 4096  # tokens of a step without a GPU: two sounds of Whisper's, or more
+_HEARING = 4096  # tokens of a step without a GPU: at least two windows of Whisper's audio
 
 LORA_MODULES = "lora_modules"
 """vLLM's option of adapters, each with a name. They are registered here. In vLLM's hands they would
@@ -103,19 +103,19 @@ bypass the checks, the lists, and the access rules for keys.
 """
 _LORA_FORMS = 'write name=path, or {"name": NAME, "path": PATH}'
 _LORA_KEYS = {"name", "path", "base_model_name", "is_3d_lora_weight"}
-"""Of vLLM's LoRAModulePath; it shows the third, and does no more with it. The fourth is said by the
-adapter's files."""
+"""The keys of vLLM's LoRAModulePath. vLLM only displays the third. The adapter's files decide about
+the fourth."""
 
 
 class LoraModule(NamedTuple):
-    """An adapter: its name, and where its files are."""
+    """An adapter: its name, and the place of its files."""
 
     name: str
     src: str
 
 
 def lora_modules(settings: Settings) -> tuple[LoraModule, ...]:
-    """The adapters that the option names, in the two forms of vLLM's LoRAParserAction. Raises
+    """Return the adapters of the option, in the two forms of vLLM's LoRAParserAction. Raises
     SettingsError.
     """
     words: Any = settings.engine.get(LORA_MODULES) or ()
@@ -147,7 +147,7 @@ def lora_modules(settings: Settings) -> tuple[LoraModule, ...]:
 
 
 def _lora_module(word: str) -> LoraModule:
-    """One of them. Raises ValueError with the fault and the fix."""
+    """Read one adapter. Raises ValueError with the fault and the fix."""
     if "=" in word and "," not in word:
         name, _, path = word.partition("=")
     else:
@@ -170,7 +170,7 @@ def _lora_module(word: str) -> LoraModule:
 
 
 def generates(settings: Settings) -> bool:
-    """Whether the model answers with text, as far as the settings say."""
+    """Whether the model generates text, by the settings alone."""
     return {**_TASKS.get(settings.task, {}), **settings.engine}.get("runner") != "pooling"
 
 
@@ -183,12 +183,12 @@ def pools(settings: Settings, model: ModelFacts) -> bool:
 
 
 def parsers(settings: Settings, chat: Chat) -> dict[str, Any]:
-    """vLLM's options for parsers of tool calls and reasoning, if they are not set."""
+    """Return vLLM's options for parsers of tool calls and reasoning, unless they are set."""
     given = settings.engine
     found: dict[str, Any] = {}
     if not generates(settings):
         return found
-    # vLLM's "hf" reads both, and no other parser may stand beside it.
+    # vLLM's "hf" reads both, and excludes any other parser.
     if "hf" not in map(given.get, PARSERS):
         for name, kind in PARSERS.items():
             known: Parser | None = getattr(chat, kind)
@@ -201,8 +201,8 @@ def parsers(settings: Settings, chat: Chat) -> dict[str, Any]:
 
 
 def batch(settings: Settings, machine: Machine, model: ModelFacts) -> dict[str, Any]:
-    """vLLM's option for the tokens of a step, where the model has to hear and nobody has set it:
-    vLLM does not split what an encoder makes of a sound, and without a GPU it may take fewer.
+    """Return vLLM's option for the tokens of a step for speech-to-text models, unless it is set.
+    vLLM does not split an encoder's output for audio, and its default without a GPU may be smaller.
     """
     if machine.gpus or not model.heard or settings.max_rolling_batch_prefill_tokens:
         return {}
@@ -210,9 +210,9 @@ def batch(settings: Settings, machine: Machine, model: ModelFacts) -> dict[str, 
 
 
 def reuse(settings: Settings, machine: Machine, model: ModelFacts) -> dict[str, Any]:
-    """vLLM's option for its prefix cache, where nobody has set it and it would end the engine: for
-    models that keep a state, vLLM (0.32) wants the states within a prompt, and its code for CPUs
-    has the last one only (mamba_mixer2.py; seen with Falcon-H1).
+    """Return vLLM's option that disables its prefix cache, if the cache would crash the engine and
+    the option is not set. For models with a state, vLLM (0.32) needs the states within a prompt.
+    Its code for CPUs only keeps the last state (mamba_mixer2.py; seen with Falcon-H1).
     """
     if machine.gpus or not model.kept.state or _REUSE in settings.engine:
         return {}
@@ -220,10 +220,10 @@ def reuse(settings: Settings, machine: Machine, model: ModelFacts) -> dict[str, 
 
 
 def _flags(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
-    """Words of lists that begin with a dash: a sentence each.
+    """Yield a sentence for each list item that begins with a dash.
 
-    A list is given to vLLM in words of their own, so argparse would read such a one as an option:
-    a model's name as --trust-remote-code.
+    vLLM gets a list as separate arguments. So argparse would read such an item as an option, for
+    example a model's name as --trust-remote-code.
     """
     fields = {option.vllm: field for field, option in OPTIONS.items()}
     for name, value in options.items():
@@ -234,7 +234,7 @@ def _flags(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _incomplete(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
-    """Options that vLLM refuses without another: a sentence each."""
+    """Yield a sentence for each option without another one that it needs."""
     for name, needed in _NEEDED.items():
         if options.get(name) and not options.get(needed):
             option = settings.named(name)
@@ -249,7 +249,7 @@ def _incomplete(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]
 
 
 def _unknown(settings: Settings, options: Mapping[str, Any]) -> Iterator[str]:
-    """Parsers that vLLM does not have: a sentence each."""
+    """Yield a sentence for each parser that vLLM does not have."""
     for name, plugin in _PLUGINS.items():
         word = options.get(name)
         if word and not options.get(plugin) and word not in (known := vllm_knows(name)):
@@ -269,18 +269,18 @@ def environment(
     environ: Mapping[str, str],
     compile_cache: CompileCache | None = None,
 ) -> dict[str, str]:
-    """Variables to set before vLLM is imported. Options of the operator stay unchanged."""
+    """Return variables to set before vLLM is imported. The operator's variables stay unchanged."""
     wanted = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_MAX_AUDIO_DECODE_DURATION_S": str(settings.max_audio_seconds),
-        # A file with sound is as large as a body may be.
+        # An audio file may be as large as a body.
         "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": str(-(-settings.max_request_size // 1024**2)),
     }
     if not settings.trust_remote_code and not settings.engine.keys() & {
         "tokenizer",
         "hf_config_path",
     }:
-        # All files are here by then; asking the hub for them again can take minutes to fail.
+        # All files are local by then. Another request to the hub can take minutes to fail.
         wanted["HF_HUB_OFFLINE"] = "1"
     if settings.otlp_traces_endpoint:
         wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = traces_protocol(environ)
@@ -297,29 +297,29 @@ def environment(
         # them. With 256 it is 0.06 GiB, the heap 0.6 to 1 GiB, and requests take no longer.
         wanted["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
         if settings.enforce_eager is not False:
-            # vLLM compiles some helpers of its sampler even so: 20 s at the first request, a
-            # compiler needed on the machine, and no faster on a CPU.
+            # vLLM would still compile some helpers of its sampler. That takes 20 s at the first
+            # request, needs a compiler, and is no faster on a CPU.
             wanted["TORCHDYNAMO_DISABLE"] = "1"
         if (count := parallelism.local_workers) > 1:
-            # Left alone, vLLM wants a NUMA node for each rank. Each gets its share of the CPUs.
+            # By default, vLLM needs a NUMA node for each rank. Here each rank gets a share of CPUs.
             share = len(machine.cpus) // count
             shares = [machine.cpus[rank * share : (rank + 1) * share] for rank in range(count)]
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
                 ",".join(str(cpu) for cpu in cpus) for cpus in shares
             )
     if parallelism.workerless:
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM overrules the executor
-        # vLLM gives a worker all CPUs but one, and leaves the core with all: on two busy CPUs its
-        # threads, which spin, took 2.2 times a worker's CPU time for a token, and with one of them
-        # 0.5 times as much.
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise vLLM overrides the executor
+        # vLLM gives a worker all CPUs except one, but the engine core all of them. The core's
+        # threads spin. On two busy CPUs they took 2.2 times a worker's CPU time for a token, and on
+        # one CPU 0.5 times as much.
         wanted["OMP_NUM_THREADS"] = str(max(len(machine.cpus) - 1, 1))
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def kv_event_ports(settings: Settings, copies: int) -> tuple[int, int]:
-    """The first port of KV events and the first of their logs; vLLM adds each copy's rank.
+    """Return the first port of KV events and the first of their logs; vLLM adds each copy's rank.
 
-    copies: of the model, on all machines.
+    copies: the copies of the model on all machines.
     """
     return settings.kv_events_port, settings.kv_events_port + copies
 
@@ -330,19 +330,19 @@ def kv_events(settings: Settings, copies: int) -> dict[str, Any]:
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",  # vLLM listens where there is a wildcard, and calls else
+        "endpoint": f"tcp://*:{events}",  # vLLM listens on a wildcard, and connects otherwise
         "replay_endpoint": f"tcp://*:{log}",
     }
 
 
 def kv_events_faults(settings: Settings, copies: int) -> list[str]:
-    """Why KV events cannot be published as asked: a sentence each."""
+    """Return why KV events cannot be published as requested, a sentence each."""
     if not settings.kv_events:
         return []
     found = []
     if "kv_events_config" in settings.engine:
         name = settings.named("kv_events_config")
-        found.append(f"OPTION_KV_EVENTS=true and {name} both say where events go; keep one")
+        found.append(f"OPTION_KV_EVENTS=true and {name} both set the address of events; keep one")
     first, last = settings.kv_events_port, settings.kv_events_port + 2 * copies - 1
     told = f"OPTION_KV_EVENTS_PORT={first}: events and their logs take the ports to {last}"
     if last > 65535:
@@ -352,13 +352,13 @@ def kv_events_faults(settings: Settings, copies: int) -> list[str]:
     return found
 
 
-# Ways to quantise of which a model that has one cannot be run as another.
-_FP8 = (8, 9)  # the least compute capability with fp8
+# Quantisation methods: a model with one of them cannot run with another.
+_FP8 = (8, 9)  # the lowest compute capability with fp8
 _QUANTISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq")
 
 
 def quantization_faults(settings: Settings, machine: Machine, model: ModelFacts) -> list[str]:
-    """Numbers that differ between options and the model's own files: a sentence each.
+    """Return a sentence for each number format that differs between options and the model's files.
 
     vLLM compares them in ModelConfig._verify_quantization, and the KV cache in its attention layer.
     """
@@ -390,4 +390,4 @@ def _rendered(name: str, value: Any) -> list[str]:
         return [flag, *value] if value else []
     if isinstance(value, Mapping):
         value = json.dumps(value, separators=(",", ":"))
-    return [f"{flag}={value}"]  # in one word, so that a value may begin with a dash
+    return [f"{flag}={value}"]  # one argument, so that a value may begin with a dash

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask: a request's headers → who sends it."""
+"""Authentication: a request's headers → its sender."""
 
 import asyncio
 import functools
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 
 CREDENTIALS = frozenset((AUTHORIZATION, API_KEY, IDENTITY))
-"""Headers that say who sends a request. They go no further than here."""
+"""Headers that identify a request's sender. They are removed here."""
 
 
 def _now() -> datetime:
@@ -36,9 +36,9 @@ def _now() -> datetime:
 
 
 class Access:
-    """Who may ask, as the operator has it.
+    """Authenticates requests by the operator's settings.
 
-    Raises SettingsError where the file of keys, or the issuer of tokens, cannot be used.
+    Raises SettingsError if the keys file or the issuer of tokens cannot be used.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Access:
         closed: bool = False,
         now: Callable[[], datetime] = _now,
     ) -> None:
-        """routes: whether requests go to other servers. name: by which routers sign for us; one of
-        our own where it is "". closed: whether nobody is let in without a key or a router's word,
-        also where no keys are set.
+        """routes: whether requests go to other servers. name: the name that routers sign for; a new
+        one if it is "". closed: whether every request needs a key or a router's identity, even if
+        no keys are set.
         """
         self._now = now
         self._file = Path(settings.api_keys_file) if settings.api_keys_file else None
@@ -74,23 +74,23 @@ class Access:
             named = self._option if self._file else "OPTION_JWT_ISSUER"
             raise SettingsError(
                 [
-                    f"{named} needs OPTION_ROUTER_SECRET, here and on the servers: by it "
-                    "the router tells them whose request it is (`openssl rand -hex 32` makes one)"
+                    f"{named} needs OPTION_ROUTER_SECRET, here and on the servers: the router "
+                    "signs the sender of each request with it (`openssl rand -hex 32` makes one)"
                 ]
             )
-        # Of a server that has a secret the router's identity is asked for.
+        # A server with a secret requires a router's identity.
         asked = self._signer and (closed or not routes)
         others = bool(settings.api_key or self._listed.by_digest or asked)
         self._only_tokens = bool(self._issuer) and not others
         self.closed = others or bool(self._file or self._issuer)
-        """Whether nobody is answered without a key."""
+        """Whether every request needs a key."""
         self._anybody = Caller(admin=not settings.admin_api_key and not self.closed)
         self._replica_key = f"Bearer {it}" if (it := settings.router_replica_key) else None
         own = settings.admin_api_key or settings.api_key
         self._own = f"Bearer {own}" if own else None
 
     def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Who sends a request with these headers. Raises Unauthorized."""
+        """Return the sender of a request with these headers. Raises Unauthorized."""
         identities: set[bytes] = set()
         given: set[bytes] = set()
         for name, value in [header for header in headers if header[0] in CREDENTIALS]:
@@ -114,7 +114,7 @@ class Access:
         raise Unauthorized("send a valid API key, as `Authorization: Bearer KEY` or `x-api-key`")
 
     def _named(self, given: bytes) -> Caller | None:
-        """Whose key or token this is, if anybody's. Raises ServingError."""
+        """Return the owner of a key or token, or None. Raises ServingError."""
         digest = keys.digest(given)
         key = self._single.get(digest) or self._listed.by_digest.get(digest)
         if key is None:
@@ -127,12 +127,12 @@ class Access:
         assert self._issuer
         try:
             tenant = self._issuer.tenant(given, self._now().timestamp())
-        except Refused:  # the log says why; who has made it up learns nothing
+        except Refused:  # the log has the reason, and the client gets none
             return None
         return self._listed.of_token(tenant)
 
     def without_credentials(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """A request's headers for all that works on it, in which nobody's key is."""
+        """Return a request's headers without keys, for all further steps."""
         hidden = CREDENTIALS if self._guards else {IDENTITY}
         return [header for header in headers if header[0] not in hidden]
 
@@ -141,10 +141,11 @@ class Access:
         return self.closed or bool(self._single)
 
     def identity(self, caller: Caller, names: Sequence[str], phase: Phase = "") -> bytes | None:
-        """What tells the servers of these names who sends the request that is passed on to one of
-        them, that its limits were looked at, and which phase of it the server is to do. b"" where
-        no name is known: such a server hears nothing of it. None where it reads the client's
-        credentials itself.
+        """Sign the sender of a request that goes to one of the servers of these names. The identity
+        also says that the sender's limits were checked, and which phase the server must run.
+
+        Returns b"" if a name is not known: such a server gets no identity. Returns None if the
+        server reads the client's credentials itself.
         """
         if not self._signer:
             return None
@@ -154,8 +155,8 @@ class Access:
         return self._signer.signed(whole, names)
 
     def own_headers(self, name: str, path: str) -> dict[str, str]:
-        """The headers by which a router may ask a server of this name for one path. "": its name is
-        not known, as it has not proven the secret.
+        """Return a router's headers for its own request to a server, for one path. name: the
+        server's; "" if it is not known, because the server has not proven the secret.
         """
         if self._replica_key and not (self._signer and name):
             return {AUTHORIZATION.decode(): self._replica_key}
@@ -165,35 +166,35 @@ class Access:
         return {AUTHORIZATION.decode(): self._own} if self._own else {}
 
     def challenge(self) -> dict[str, str]:
-        """The headers by which a router asks a server to prove that it has the secret."""
+        """Return a router's headers that ask a server to prove that it has the secret."""
         return {CHALLENGE.decode(): new_name()} if self._signer else {}
 
     def introduction(self, challenge: bytes) -> Headers:
-        """The headers by which a server does so."""
+        """Return a server's headers that prove it."""
         proof = self._signer.introduced(challenge) if self._signer and challenge else None
         return [(INTRODUCTION, proof)] if proof else []
 
     def name_of(self, challenge: Mapping[str, str], answer: Mapping[str, str]) -> str:
-        """The name that a server has proven by the headers of its answer to these. "" for none."""
+        """Return the name that a server's answer to a challenge proves, or "". Both are headers."""
         proof = answer.get(INTRODUCTION.decode(), "")
         if not self._signer or not proof:
             return ""
         return self._signer.name_of(proof, challenge[CHALLENGE.decode()])
 
     async def require(self) -> None:
-        """Wait for the keys of the issuer. Raises SettingsError where they do not come and nobody
-        can be let in without them.
+        """Wait for the issuer's keys if they are the only credentials. Raises SettingsError if they
+        cannot be fetched.
         """
         if self._issuer and self._only_tokens:
             await self._issuer.require()
 
     async def open(self) -> None:
-        """Fetch what is needed for the first request, or have the log say why it is not here."""
+        """Fetch the issuer's keys for the first request. A failure is logged."""
         if self._issuer:
             await self._issuer.refresh()
 
     async def follow(self) -> None:
-        """Read the keys in the file, and the issuer's, anew until cancelled."""
+        """Reload the file's keys and the issuer's, until cancelled."""
         works = [kept("keys", self._follow_file)] if self._file else []
         works += [kept("issuer", self._issuer.follow)] if self._issuer else []
         await asyncio.gather(*works)
@@ -206,10 +207,10 @@ class Access:
         found = changes(read, self._parsed, faults, self._content)
         async with aclosing(found):
             async for self._listed in found:
-                log.info("the keys in %s were read anew", self._file)
+                log.info("the keys in %s were reloaded", self._file)
 
     def _parsed(self, text: bytes) -> Keys:
-        """The keys, once it is certain that their limits can be counted. Raises ValueError."""
+        """Parse the keys. Raises ValueError, also if their limits cannot be counted here."""
         found = keys.parsed(text)
         if found.by_tenant is not None and not self._issuer:
             raise ValueError("`jwt` needs OPTION_JWT_ISSUER")

@@ -88,12 +88,12 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
         return "" if self.tenant is None or self.tenant == OPERATOR else self.tenant
 
     def require_path(self, path: str, *, inference: bool = False) -> None:
-        """Raise NotPermitted for a path of the administration's, or another than it may ask for.
-        inference: whether the path is known to be none of the former.
+        """Raise NotPermitted for an administrative path without an admin key, or for a path that is
+        not one of `paths`. inference: whether the path is known not to be administrative.
         """
         if self.paths is not None:
             if path not in self.paths:
-                raise NotPermitted(f"the router's own question is not for {path:.100}")
+                raise NotPermitted(f"the router's own identity is not valid for {path:.100}")
         elif not self.admin and not inference and administers(path):
             raise NotPermitted(
                 f"{path:.100} needs an admin key: OPTION_ADMIN_API_KEY, or one with `admin: true` "
@@ -104,14 +104,14 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.adapters is None or adapter in self.adapters
 
     def require_model(self, names: tuple[str, ...]) -> None:
-        """Raise NotPermitted where its key does not allow the base model, which has these names."""
+        """Raise NotPermitted if its key does not allow the base model. names: the model's names."""
         if self.models is not None and not set(self.models) & set(names):
             raise NotPermitted(f"this key may not use the model {names[0]!r:.100}")
 
 
 _UNLIMITED = Limits()
 ANYBODY = Caller(admin=True)
-"""Who sends a request where no keys are asked for."""
+"""The sender of a request if no keys are required."""
 
 
 def administers(path: str) -> bool:

@@ -2,10 +2,9 @@
 """The identity of a request's sender, from a router to a server: a JSON web token (RFC 7519),
 signed with a shared secret, for that one server.
 
-A server proves by its answer to /ping that it has the secret, and says its name: it signs the
-router's challenge. An address that does not prove this gets nothing that is signed. An attacker in
-the middle can pass a challenge on to a server, but gets only identities for that server; TLS
-prevents this.
+A server proves in its answer to /ping that it has the secret, and gives its name: it signs the
+router's challenge. An address without this proof gets no signed identity. An attacker in the middle
+can pass a challenge on to a server, but only gets identities for that server; TLS prevents this.
 """
 
 import functools
@@ -22,7 +21,7 @@ from serving.errors import Unauthorized
 
 VALID_S = 30
 LEEWAY_S = 30
-"""By which two machines' clocks may differ. No token is taken VALID_S + LEEWAY_S after it was
+"""Allowed difference of two machines' clocks. A token is refused VALID_S + LEEWAY_S after it was
 signed.
 """
 RENEWED_S = 15
@@ -30,9 +29,9 @@ RENEWED_S = 15
 
 _ALGORITHM = "HS256"
 _INTRODUCTION = "slipway-router"
-"""Whom a server tells its name."""
+"""The audience of a server's introduction."""
 _ANYBODY = "slipway"
-"""Whom routers before 0.2 signed for. Servers take it, so that they can be updated first."""
+"""The audience of routers before 0.2. Servers accept it, so that they can be updated first."""
 _CHALLENGE = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -47,8 +46,9 @@ class _Introduction(msgspec.Struct):
 
 
 class Signer:
-    """Signs who callers are, and reads what others have signed. secret: theirs and ours. name: this
-    server's name, which others sign for.
+    """Signs callers' identities, and verifies those of others.
+
+    secret: the shared secret. name: this server's name, the audience of identities for it.
     """
 
     def __init__(self, secret: str, name: str = "") -> None:
@@ -58,12 +58,12 @@ class Signer:
         self._read = functools.lru_cache(4096)(self._decode)
 
     def signed(self, caller: Caller, names: Sequence[str]) -> bytes:
-        """A token that says so for the next seconds to the servers of these names."""
+        """Return a caller's identity for the servers of these names; it expires after VALID_S."""
         return self._signed(caller, tuple(names), int(time.time()) // RENEWED_S)
 
     def caller(self, token: bytes) -> Caller:
-        """Who is meant. Raises Unauthorized for a token that was not signed with the secret, is for
-        another server, or has expired.
+        """Return the caller of an identity. Raises Unauthorized for a token that was not signed
+        with the secret, is for another server, or has expired.
         """
         caller, until = self._read(token)
         if until < time.time():
@@ -73,8 +73,8 @@ class Signer:
         return caller
 
     def introduced(self, challenge: bytes) -> bytes | None:
-        """What proves to who sends this challenge that we have the secret, and says our name; None
-        for what is no challenge.
+        """Return a proof, for the sender of a challenge, that we have the secret, with our name;
+        None if the challenge is malformed.
         """
         if not _CHALLENGE.fullmatch(challenge):
             return None
@@ -82,7 +82,7 @@ class Signer:
         return jwt.encode(claims, self._secret, _ALGORITHM).encode()
 
     def name_of(self, introduction: str, challenge: str) -> str:
-        """The name of a server that has answered our challenge so; "" where that proves nothing."""
+        """Return the server's name in its answer to our challenge, or "" if that proves nothing."""
         try:
             claims = jwt.decode(
                 introduction,
@@ -125,6 +125,6 @@ class Signer:
             raise Unauthorized("the router's identity is for another server") from None
         except (jwt.PyJWTError, msgspec.ValidationError, LookupError, ValueError, TypeError):
             raise Unauthorized(
-                "the router's identity is not valid; OPTION_ROUTER_SECRET has to be the same there "
+                "the router's identity is not valid; OPTION_ROUTER_SECRET must be the same there "
                 "and here"
             ) from None

@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 DISCOVERY = "/.well-known/openid-configuration"
 REFRESH_S = 300.0
-"""Between two fetches of the keys."""
+"""Seconds between two fetches of the keys."""
 RETRY_S = 10.0
 """The same after a failure, or for a token with an unknown key."""
 FETCH_S = 10.0
-"""For all of a fetch."""
+"""Timeout of a whole fetch."""
 MAX_BYTES = 1024 * 1024
-"""Of an answer."""
+"""Most bytes of an answer."""
 START_S, START_PAUSE_S = 30.0, 1.0
-"""How long a start waits for the keys, and between two attempts."""
+"""Seconds that a start waits for the keys, and seconds between two attempts."""
 NOTED_S = 10.0
-"""Between two log lines for one reason why tokens are refused."""
+"""Seconds between two log lines with the same reason for a refused token."""
 
 
 class Issuer:
-    """Says whose the tokens of an issuer are.
+    """Finds the tenants of an issuer's tokens.
 
     Raises SettingsError if its keys cannot be requested.
     """
@@ -52,8 +52,8 @@ class Issuer:
         if not settings.jwt_audience:
             raise SettingsError(
                 [
-                    "OPTION_JWT_ISSUER needs OPTION_JWT_AUDIENCE, what the issuer calls this "
-                    "server: its tokens for others would be taken without"
+                    "OPTION_JWT_ISSUER needs OPTION_JWT_AUDIENCE, the issuer's name of this "
+                    "server: without it, the issuer's tokens for other servers would be accepted"
                 ]
             )
         if not self._jwks_url:
@@ -71,15 +71,15 @@ class Issuer:
         self._keys: tuple[TokenKey, ...] = ()
         self._faults = FaultLog("the issuer's keys", self._jwks_url or self._name, "issuer")
         self._wanted = asyncio.Event()
-        self._noted: dict[str, tuple[float, int]] = {}  # when a reason was logged; how often since
+        self._noted: dict[str, tuple[float, int]] = {}  # reason → when logged, and its count since
 
     def tenant(self, token: bytes, now: float) -> str:
-        """Whose a token is. now: in seconds since 1970. Raises Refused, and NotReady before there
-        are keys.
+        """Return a token's tenant. now: in seconds since 1970. Raises Refused, and NotReady before
+        there are keys.
         """
         if not self._verifier.ready:
             raise NotReady(
-                "tokens cannot be verified yet: the issuer's keys are not here; try again"
+                "tokens cannot be verified yet: the issuer's keys are missing; try again"
             )
         try:
             return self._verifier.tenant(token, now)
@@ -90,7 +90,7 @@ class Issuer:
             raise
 
     def _note(self, error: Refused) -> None:
-        """Log why a token was refused: never the token, and each reason only now and then."""
+        """Log why a token was refused, without the token; once in NOTED_S for each reason."""
         reason, now = str(error), time.monotonic()
         at, more = self._noted.get(reason, (-NOTED_S, 0))
         if now < at + NOTED_S:
@@ -111,15 +111,15 @@ class Issuer:
                 if time.monotonic() + START_PAUSE_S > ended:
                     source = "OPTION_JWT_JWKS_URL" if self._jwks_url else "OPTION_JWT_ISSUER"
                     raise SettingsError(
-                        [f"{source}: {error}; nobody could be let in by the issuer's tokens"]
+                        [f"{source}: {error}; the issuer's tokens need it"]
                     ) from None
             await asyncio.sleep(START_PAUSE_S)
 
     async def refresh(self) -> bool:
-        """Fetch the keys; where that fails they stay as they were. Whether it could be done."""
+        """Fetch the keys; after a failure they stay as they were. Returns whether it succeeded."""
         try:
             await self._fetch()
-        except Exception as error:  # whatever it is, the issuer is asked again
+        except Exception as error:  # the issuer is asked again after any exception
             self._faults.failed(error)
             return False
         self._faults.recovered()
@@ -137,8 +137,8 @@ class Issuer:
             fresh = await self.refresh()
 
     async def _fetch(self) -> None:
-        """Raises ValueError."""
-        import httpx  # only where there is an issuer
+        """Fetch the keys. Raises ValueError."""
+        import httpx  # only needed with an issuer
 
         try:
             async with (
@@ -159,7 +159,7 @@ class Issuer:
         self._verifier.use(found)
 
     async def _discovered(self, client: "httpx.AsyncClient") -> str:
-        """The URL of the issuer's keys, from its discovery. Raises ValueError."""
+        """Return the URL of the issuer's keys, from its discovery document. Raises ValueError."""
         url = self._name.rstrip("/") + DISCOVERY
         content = await _get(client, url)
         try:
@@ -176,7 +176,7 @@ class Issuer:
 
 async def _get(client: "httpx.AsyncClient", url: str) -> bytes:
     content = bytearray()
-    # Packed, a kilobyte could become a megabyte before it is counted.
+    # A compressed kilobyte could become a megabyte before it is counted.
     headers = {"accept": "application/json", "accept-encoding": "identity"}
     async with client.stream("GET", url, headers=headers) as answer:
         if answer.status_code != 200:

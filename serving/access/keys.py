@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """API keys: how they are made, and the file that has their hashes.
 
-A key has 256 random bits, so its SHA-256 tells nothing of it and needs neither salt nor stretching.
-Keys are looked up by their hash: the time of a lookup reveals only facts about hashes, which nobody
-can choose.
+A key has 256 random bits, so its SHA-256 reveals nothing about it and needs neither salt nor
+stretching. Keys are looked up by their hash. The time of a lookup only reveals facts about hashes,
+and clients cannot choose a key's hash.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class Keys(NamedTuple):
         return [*(it.caller for it in self.by_digest.values()), *(self.by_tenant or {}).values()]
 
     def of_token(self, tenant: str) -> Caller:
-        """Who has sent a token of this tenant's. Raises NotPermitted."""
+        """Return the sender of a token of this tenant's. Raises NotPermitted."""
         if self.by_tenant is None:
             return Caller(name=TOKEN + tenant, tenant=tenant)
         found = self.by_tenant.get(tenant) or self.by_tenant.get("")
@@ -134,8 +134,8 @@ def parsed(content: bytes) -> Keys:
             raise ValueError(f"two keys are called {row.name}; rename one")
         if row.sha256 in found:
             other = found[row.sha256].caller.name
-            raise ValueError(f"{row.name} has the sha256 of {other}; give each a key of its own")
-        if row.sha256 == _OF_NOTHING:  # whoever sends no key would have it
+            raise ValueError(f"{row.name} has the sha256 of {other}; give each a separate key")
+        if row.sha256 == _OF_NOTHING:  # a request without a key would have it
             raise ValueError(f"{row.name} has the sha256 of nothing; write that of a key")
         names.add(row.name)
         found[row.sha256] = _key(row)

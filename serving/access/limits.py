@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a caller may ask for: requests and tokens in a minute, and requests at once.
+"""Callers' limits: requests and tokens in a minute, and concurrent requests.
 
 A window begins with its first request and ends a minute later. Counts are in this process's memory,
-or in a Valkey or Redis that processes and machines share. While that does not answer, each process
-counts by itself.
+or in a Valkey or Redis that processes and machines share. While the store does not answer, each
+process counts by itself.
 """
 
 import asyncio
@@ -34,17 +34,18 @@ LEASE_S = 60
 """A dead process's concurrent requests are released after this long."""
 RENEWED_S = 20.0
 STORE_S = 1.0
-"""For an answer of the store."""
+"""Timeout of one call of the store."""
 CONNECTIONS, TURN_S = 32, 2.0
-"""To the store at most, and for how long a request waits for them in all; then it counts here."""
+"""Most connections to the store, and the time that a request waits for one. Then it counts here."""
 PAUSE_S = 5.0
-"""After a failure the store is left alone for this long. Then one request asks, and the others
-count here until it has an answer.
+"""The store is not called for this long after a failure. Then one request tries it, and the others
+count here until the store has answered.
 """
 LATE = 1000
-"""Places that the store may have granted after all; they are released once it answers."""
+"""Most places that the store may have granted after a timeout. They are released once it answers.
+"""
 WINDOWS = 1000
-"""In memory, before those that have ended are let go: tokens name tenants without end."""
+"""Ended windows in memory are removed above this number. Tokens may name any number of tenants."""
 NAMESPACE = "slipway-limits"
 """The prefix of keys in the store."""
 
@@ -65,15 +66,17 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 
 
 _FAULTS = (RedisError, OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
-"""The exceptions of a store that is away, or answers nonsense."""
+"""The exceptions of a store that is unreachable, or answers with invalid data."""
 _LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 
 T = TypeVar("T")
 
 
 class Taken(NamedTuple):
-    """A request that was let in. headers: what its answer says of the limits. place: the request's
-    place in the store; "" if it is counted in memory.
+    """An admitted request.
+
+    headers: the limits' headers of its answer. place: the request's place in the store; "" if it is
+    counted in memory.
     """
 
     caller: Caller
@@ -82,15 +85,15 @@ class Taken(NamedTuple):
 
 
 class Silent(Exception):
-    """The store is not asked, or has not answered."""
+    """The store was not called, or has not answered."""
 
 
 class Memory(Storage):
-    """Counts in this process. Its clock does not step, unlike the one of the library's own."""
+    """Counts in this process. Its clock is monotonic, unlike that of the library's class."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._windows: dict[str, tuple[float, int]] = {}  # their ends and counts
+        self._windows: dict[str, tuple[float, int]] = {}  # key → the window's end and count
         self._most = WINDOWS
 
     @property
@@ -130,7 +133,7 @@ class Memory(Storage):
 
 
 class Limiter:
-    """Holds callers to their limits. url: of a store that others share, or None."""
+    """Enforces callers' limits. url: the URL of a shared store, or None."""
 
     def __init__(self, url: str | None) -> None:
         self._own = FixedWindowRateLimiter(Memory())
@@ -153,11 +156,11 @@ class Limiter:
             self._store = Redis(connection_pool=pool)
         self._turns = asyncio.Semaphore(CONNECTIONS)
         self._silent_until = 0.0
-        self._doubtful = False  # whether it has not answered since it failed
-        self._trying = False  # whether a request finds out if it does
-        self._at_once: Counter[str] = Counter()  # in this process alone
+        self._doubtful = False  # whether the store has not answered since its last failure
+        self._trying = False  # whether a request is trying the store
+        self._at_once: Counter[str] = Counter()  # concurrent requests, counted in this process
         self._places: dict[str, str] = {}  # in the store: place → its key there
-        self._late: deque[tuple[str, str]] = deque(maxlen=LATE)  # the same, to be given back
+        self._late: deque[tuple[str, str]] = deque(maxlen=LATE)  # key and place, to release
         self._renewing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
@@ -191,7 +194,7 @@ class Limiter:
         return Taken(caller, headers, place)
 
     def give_back(self, taken: Taken) -> None:
-        """A request that was let in is over."""
+        """Release an admitted request that has ended."""
         if taken.place:
             key = self._places.pop(taken.place, None)
             if key:
@@ -207,7 +210,7 @@ class Limiter:
         if not limit or not tokens:
             return
         if caller.counted and not self._shared:
-            self._warn("without OPTION_LIMITS_URL here the router does not hear of keys' tokens")
+            self._warn("tokens of keys are not counted: the servers also need OPTION_LIMITS_URL")
             return
         self._spawn(self._charge(caller.name, limit, tokens))
 
@@ -219,7 +222,7 @@ class Limiter:
             await self._own.hit(item, "tokens", name, cost=tokens)
 
     async def _hit(self, name: str, limit: int, until: float) -> tuple[bool, int, int]:
-        """Count a request. Whether it is within the limit, and what _window() returns."""
+        """Count a request. Returns whether it is within the limit, and the result of _window()."""
         item = RateLimitItemPerMinute(limit)
         try:
             let_in = await self._ask(lambda it: it.hit(item, "requests", name), until)
@@ -228,7 +231,7 @@ class Limiter:
         return let_in, *await self._window("requests", name, limit, until)
 
     async def _window(self, what: str, name: str, limit: int, until: float) -> tuple[int, int]:
-        """The rest of this minute's quota, and the seconds until it ends."""
+        """Return the rest of this minute's quota, and the seconds until the minute ends."""
         item = RateLimitItemPerMinute(limit)
         try:
             stats = await self._ask(lambda it: it.get_window_stats(item, what, name), until)
@@ -237,10 +240,12 @@ class Limiter:
         return min(stats.remaining, limit), _until(stats.reset_time)
 
     async def _place(self, name: str, limit: int, until: float) -> str | None:
-        """A place among the caller's concurrent requests, or None."""
+        """Take a place among the caller's concurrent requests. Returns it, or None if all are
+        taken.
+        """
         if self._store:
             key, place = f"{NAMESPACE}:at-once:{name}", uuid.uuid4().hex
-            self._places[place] = key  # so that it is given back whatever becomes of this
+            self._places[place] = key  # so that it is released in any case
             try:
                 if await self._run(_TAKE, key, str(limit), place, str(LEASE_S), until=until):
                     if not self._renewing:
@@ -250,7 +255,7 @@ class Limiter:
                 return None
             except Silent as error:
                 del self._places[place]
-                if error.__cause__:  # it was asked
+                if error.__cause__:  # the store was called
                     self._late.append((key, place))
             except asyncio.CancelledError:
                 self.give_back(Taken(Caller(), [], place))
@@ -267,7 +272,7 @@ class Limiter:
             self._late.append((key, place))
 
     async def _renew(self) -> None:
-        """Keep the places of requests that are under way."""
+        """Renew the places of requests in flight."""
         while True:
             await asyncio.sleep(RENEWED_S)
             try:
@@ -277,16 +282,17 @@ class Limiter:
                 count("limits")
 
     async def _run(self, script: str, key: str, *more: str, until: float | None = None) -> Any:
-        """A script's answer about a key in the store. Raises Silent."""
+        """Run a script on a key in the store. Returns its answer. Raises Silent."""
         store = self._store
         return await self._ask(lambda _: store.eval(script, 1, key, *more), until)  # type: ignore[union-attr]
 
     async def _ask(
         self, ask: Callable[[FixedWindowRateLimiter], Awaitable[T]], until: float | None = None
     ) -> T:
-        """The store's answer. until: by the loop's clock, how long a connection is waited for.
+        """Call the store. Returns its answer. until: the deadline for a free connection, by the
+        event loop's clock.
 
-        Raises Silent: by what it has caused that is, or where it was not asked by nothing.
+        Raises Silent, with the store's failure as its cause, or without one if it was not called.
         """
         trying = self._require_answering()
         try:
@@ -314,7 +320,7 @@ class Limiter:
             raise Silent from None
         try:
             if not trying:
-                self._require_answering(again=True)  # others may have asked in vain
+                self._require_answering(again=True)  # calls of other requests may have failed
             assert self._shared
             async with asyncio.timeout(STORE_S):
                 return await ask(self._shared)
@@ -325,8 +331,9 @@ class Limiter:
             self._turns.release()
 
     def _require_answering(self, *, again: bool = False) -> bool:
-        """Raise Silent where the store is not to be asked. Whether this is to find out if it
-        answers. again: it was not, when it was asked before.
+        """Raise Silent if the store must not be called. Returns whether this call tries whether the
+        store answers again. again: whether this is the second check of the same call, which then
+        may not try.
         """
         if not self._shared or time.monotonic() < self._silent_until:
             raise Silent
@@ -344,7 +351,7 @@ class Limiter:
         self._warn(_ALONE)
 
     def _warn(self, trouble: str) -> None:
-        """Log a trouble once, until it is over."""
+        """Log a failure once, until it has ended."""
         if trouble not in self._warned:
             log.error("%s", trouble)
         self._warned.add(trouble)
@@ -363,16 +370,16 @@ class Limiter:
             await self._store.connection_pool.aclose()
 
 
-_ALONE = "what OPTION_LIMITS_URL names does not answer: each process counts by itself"
+_ALONE = "the store of OPTION_LIMITS_URL does not answer: each process counts by itself"
 
 
 def _until(moment: float) -> int:
-    """Whole seconds until a window's end: from one to the 60 that a window has."""
+    """Return the whole seconds until a window's end: from 1 to the 60 of a window."""
     return min(max(math.ceil(moment - time.time()), 1), 60)
 
 
 def _said(what: str, limit: int, remaining: int, reset: int) -> Headers:
-    """OpenAI's headers of a limit (platform.openai.com/docs/guides/rate-limits)."""
+    """Return OpenAI's headers of a limit (platform.openai.com/docs/guides/rate-limits)."""
     values = {"limit": f"{limit}", "remaining": f"{remaining}", "reset": f"{reset}s"}
     return [
         (RATE_LIMIT + f"{name}-{what}".encode(), value.encode()) for name, value in values.items()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How important requests are, by the names that they give it: InferenceObjectives of Gateway API's
-inference extension, which a file has as Kubernetes would.
+"""The priority of requests that name an InferenceObjective (Gateway API's inference extension). A
+file has the objectives as Kubernetes manifests.
 """
 
 import functools
@@ -33,7 +33,7 @@ class _Spec(msgspec.Struct, frozen=True):
 
 
 class _Objective(msgspec.Struct):
-    """inference.networking.x-k8s.io/v1alpha2; what else there is of it concerns Kubernetes."""
+    """inference.networking.x-k8s.io/v1alpha2; its other fields only concern Kubernetes."""
 
     kind: str
     metadata: _Metadata
@@ -41,9 +41,9 @@ class _Objective(msgspec.Struct):
 
 
 class Objectives:
-    """Who sends a request, with the priority of the objective that it names.
+    """Gives a request's sender the priority of the objective that the request names.
 
-    Raises SettingsError where the file cannot be used.
+    Raises SettingsError if the file cannot be used.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -56,8 +56,8 @@ class Objectives:
         if not settings.router_secret:
             raise SettingsError(
                 [
-                    f"{self._option} needs OPTION_ROUTER_SECRET, here and on the servers: by it "
-                    "the router tells them how important a request is"
+                    f"{self._option} needs OPTION_ROUTER_SECRET, here and on the servers: the "
+                    "router signs the priority of each request with it"
                 ]
             )
         try:
@@ -68,13 +68,13 @@ class Objectives:
             raise SettingsError([f"{self._option}={str(self._file)!r}: {reason}"]) from None
 
     def applied(self, caller: Caller, headers: Mapping[bytes, bytes]) -> Caller:
-        """The caller of a request with these headers. A key's own priority comes before that of an
-        objective, which anybody can name; names that nobody knows are those of other pools.
+        """Return the caller of a request with these headers. A key's priority takes precedence over
+        that of an objective, which any client can name. Unknown names may be those of other pools.
         """
         name = headers.get(OBJECTIVE, b"").decode("latin-1")
         if not (priority := self._priorities.get(name, 0)):
             return caller
-        # The engine has the lowest first, and Kubernetes the highest.
+        # The engine runs the lowest priority first, and Kubernetes the highest.
         return msgspec.structs.replace(
             caller, priority=caller.priority or -priority, sheddable=priority < 0
         )
@@ -88,11 +88,11 @@ class Objectives:
         found = changes(read, parsed, faults, self._content)
         async with aclosing(found):
             async for self._priorities in found:
-                log.info("the objectives in %s were read anew", self._file)
+                log.info("the objectives in %s were reloaded", self._file)
 
 
 def parsed(text: bytes) -> Mapping[str, int]:
-    """The priorities of a manifest's objectives, by their names. Raises ValueError."""
+    """Return the priorities of a manifest's objectives, by their names. Raises ValueError."""
     try:
         documents = strict_yaml.read_all(text)
     except strict_yaml.NotYAML as error:
@@ -114,7 +114,7 @@ def parsed(text: bytes) -> Mapping[str, int]:
 
 
 def _items(document: Any) -> list[Any]:
-    """The objects of a document: a list of them, as kubectl writes it, or one, or none."""
+    """Return the objects of a document: kubectl's list of objects, one object, or none."""
     if document is None:
         return []
     items = document.get("items") if isinstance(document, dict) else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON web tokens of an issuer: which are valid, and whose they are (RFC 7519, RFC 8725).
+"""JSON web tokens of an issuer: their validity and their tenants (RFC 7519, RFC 8725).
 
-Only asymmetric signatures are accepted, and each key verifies only algorithms of its type. A token
-cannot choose its verification.
+Only asymmetric signatures are accepted, and each key only verifies algorithms of its type. A token
+cannot choose how it is verified.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 LEEWAY_S = 60
-"""By which the issuer's clock and ours may differ."""
+"""Allowed difference between the issuer's clock and ours."""
 MAX_TOKEN = 8192
 """In bytes."""
 MAX_TENANT = 256
@@ -36,7 +36,7 @@ _ALGORITHMS: Mapping[tuple[str, str | None], tuple[str, ...]] = {
 
 
 class Refused(Exception):
-    """A token is not valid. The message is for the log; detail: what of the token it is about."""
+    """A token is not valid. The message is for the log. detail: the wrong part of the token."""
 
     def __init__(self, message: str, detail: object = None) -> None:
         super().__init__(message)
@@ -44,11 +44,11 @@ class Refused(Exception):
 
 
 class UnknownKey(Refused):
-    """A token is signed with a key that the issuer has not published, as far as is known."""
+    """A token is signed with a key that is not among the issuer's fetched keys."""
 
 
 class TokenKey(NamedTuple):
-    """A public key of the issuer. name: its `kid`, None where it has none."""
+    """A public key of the issuer. name: its `kid`, or None."""
 
     name: str | None
     key: Any
@@ -56,8 +56,8 @@ class TokenKey(NamedTuple):
 
 
 def key_set(content: bytes) -> tuple[TokenKey, ...]:
-    """The keys of a JWKS (RFC 7517) that tokens can be verified with. Raises ValueError if there
-    are none.
+    """Return the keys of a JWKS (RFC 7517) that can verify tokens. Raises ValueError if there are
+    none.
     """
     try:
         listed = json.loads(content)["keys"]
@@ -76,7 +76,7 @@ def key_set(content: bytes) -> tuple[TokenKey, ...]:
 
 
 def _token_key(given: Any) -> TokenKey | None:
-    """A key of a JWKS, unless it is for other things."""
+    """Return a key of a JWKS, or None if it cannot verify tokens."""
     if not isinstance(given, dict) or given.get("use", "sig") != "sig" or "d" in given:
         return None
     try:
@@ -86,7 +86,7 @@ def _token_key(given: Any) -> TokenKey | None:
         if not algorithms:
             return None
         key = jwt.PyJWK(given, algorithms[0]).key
-    except (jwt.PyJWTError, LookupError, TypeError, ValueError):  # a list for a name, and the like
+    except (jwt.PyJWTError, LookupError, TypeError, ValueError):  # for example, a list as a name
         return None
     if isinstance(key, RSAPublicKey) and not RSA_BITS <= key.key_size <= MOST_RSA_BITS:
         return None
@@ -124,12 +124,12 @@ class Verifier:
         return bool(self._keys)
 
     def use(self, keys: tuple[TokenKey, ...]) -> None:
-        """Verify by these keys and no others from now on."""
+        """Verify with these keys only from now on."""
         self._keys = keys
         self._verified.cache_clear()
 
     def tenant(self, token: bytes, now: float) -> str:
-        """Whose a token is. now: in seconds since 1970. Raises Refused."""
+        """Return a token's tenant. now: in seconds since 1970. Raises Refused."""
         if len(token) > MAX_TOKEN:
             raise Refused(f"it is longer than {MAX_TOKEN} bytes")
         found = self._verified(token)
@@ -140,7 +140,7 @@ class Verifier:
         return found.tenant
 
     def _verify(self, token: bytes) -> Verified:
-        """A token's claims, whatever their validity."""
+        """Verify a token's signature and claims, but not its times. Raises Refused."""
         try:
             key = self._key(jwt.get_unverified_header(token))
             claims = jwt.decode(
@@ -162,24 +162,24 @@ class Verifier:
             raise _refused(error) from None
         tenant = claims.get(self._rules.tenant)
         if not isinstance(tenant, str) or not 0 < len(tenant) <= MAX_TENANT:
-            raise Refused(f"its claim {self._rules.tenant!r}, the tenant, is not there or no name")
+            raise Refused(f"its claim {self._rules.tenant!r}, the tenant, is missing or no name")
         if not tenant.isprintable():
             raise Refused("its tenant has characters that cannot be printed")
         return Verified(tenant, _time(claims.get("nbf", 0)), _time(claims["exp"]))
 
     def _key(self, head: Mapping[str, Any]) -> TokenKey:
-        """The key that a token's head names, or the only one there is."""
+        """Return the key that a token's head names, or the only key. Raises Refused."""
         name = head.get("kid")
         named = [it for it in self._keys if name is None or it.name == name]
         if len(named) != 1:
-            raise UnknownKey("its key is none of the issuer's", name)
+            raise UnknownKey("its key is not one of the issuer's", name)
         if head.get("alg") not in named[0].algorithms:
             raise Refused("its algorithm is not one of its key's", head.get("alg"))
         return named[0]
 
 
 def _refused(error: Exception) -> Refused:
-    """The reason, without what the library repeats of the token."""
+    """Return the reason, without the token's text, which the library repeats."""
     match error:
         case jwt.InvalidAudienceError():
             return Refused("it is for another audience")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter registry's HTTP face: SageMaker's calls and LMI's.
+"""The adapter registry over HTTP: SageMaker's calls and LMI's.
 
 SageMaker sends parameters in the query string, with an empty body; others send a JSON object. Both
-are read, the query first.
+are read, and the query takes precedence.
 """
 
 import re
@@ -19,7 +19,7 @@ from serving.lora.adapter import Adapter
 from serving.protocol import ADAPTER_ALIAS
 
 LIMIT = 100
-"""Adapters on one page of the list, at most and by default."""
+"""Most adapters on a page of the list; also the default."""
 
 
 async def every(call: HttpCall, pipeline: Pipeline) -> None:
@@ -39,7 +39,7 @@ async def every(call: HttpCall, pipeline: Pipeline) -> None:
 
 
 async def one(call: HttpCall, pipeline: Pipeline) -> None:
-    """GET describes an adapter, DELETE takes it away."""
+    """GET describes an adapter, DELETE unregisters it."""
     adapters = require_lora(pipeline.adapters)
     name = call.scope["path_params"]["name"]
     if call.scope["method"] == "DELETE":
@@ -83,7 +83,7 @@ class _Parameters(dict[str, Any]):
         raise BadRequest(f"{name}={value!r:.100} should be true or false", name)
 
     def loading(self) -> tuple[bool | None, bool | None]:
-        """`preload` and `pin`. Raises BadRequest where they contradict each other."""
+        """Return `preload` and `pin`. Raises BadRequest if they contradict each other."""
         preload, pin = self.choice("preload"), self.choice("pin")
         if pin and preload is False:
             raise BadRequest(
@@ -129,6 +129,8 @@ def _described(adapter: Adapter) -> dict[str, Any]:
 
 
 def _done(request: Request, name: str, what: str) -> dict[str, str]:
-    """SageMaker sends a component's own name in a header; `name` is one that it made up."""
+    """Return the answer to a call. It names the component by SageMaker's header if there is one,
+    because SageMaker generates `name`.
+    """
     shown = request.headers.get(ADAPTER_ALIAS.decode(), name)
     return {"status": f"Adapter {shown} {what}"}

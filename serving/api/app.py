@@ -31,7 +31,9 @@ Handler = Callable[[HttpCall, Pipeline], Awaitable[None]]
 
 
 class ExactRoute(Route):
-    """A path, which a newline at its end makes another one; Starlette's patterns end with `$`."""
+    """A route that matches its exact path. Starlette's patterns end with `$`, which also matches
+    before a newline.
+    """
 
     def __init__(self, path: str, endpoint: ASGIApp) -> None:
         super().__init__(path, endpoint)
@@ -39,8 +41,8 @@ class ExactRoute(Route):
 
 
 def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
-    """The app that answers SageMaker's paths, the OpenAI paths, /metrics and /ui. access: who may
-    call all of them but health checks and the page, which holds nothing.
+    """Return the app for SageMaker's paths, the OpenAI paths, /metrics and /ui. access:
+    authenticates all requests, except health checks and the page, which has no data.
     """
     codes = errors.codes(settings)
     origins = Origins(settings.cors_allowed_origin, settings.host)
@@ -55,7 +57,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
     )
 
     def ready(handler: Handler) -> Answer:
-        """A handler that is called when the server is ready, for a model that is here."""
+        """Wrap a handler: it is called if the server is ready, and the path's model is ours."""
 
         def answer(call: HttpCall) -> Awaitable[None]:
             pipeline = backend.pipeline
@@ -150,7 +152,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         connection = sender(send)
-        refused = connection and connection.refusal  # which CORSMiddleware would hide
+        refused = connection and connection.refusal  # CORSMiddleware would hide it
         await (router if refused else cors)(scope, receive, send)
 
     return app
@@ -161,7 +163,7 @@ async def _nothing(call: HttpCall) -> None:
 
 
 def _require_model(scope: Scope, names: tuple[str, ...]) -> None:
-    """Raise NotFound where the path names a model, and it is another one."""
+    """Raise NotFound if the path names another model."""
     model = scope["path_params"].get("model", names[0])
     if model not in names:
         raise NotFound(f"model {model!r:.140} is not here; it is {names[0]}")

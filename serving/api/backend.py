@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands behind the API, from the server's start to its end."""
+"""The API's state, from the server's start to its end."""
 
 import datetime
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ NO_PLAN: Mapping[str, Any] = MappingProxyType({"rows": (), "options": (), "findi
 
 
 class Backend:
-    """Nothing while the server starts; from then on a pipeline."""
+    """The API's state: without a pipeline while the server starts, and with one afterwards."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Backend:
         self.error_rates = ErrorRates(settings)
         self.objectives = Objectives(settings)
         self.tracer = tracer(settings, "slipway")
-        """What sends spans, where there is somewhere to send them to."""
+        """Sends spans; None without an endpoint."""
         self.limiter = Limiter(settings.limits_url)
-        """What holds keys to their limits."""
+        """Enforces the keys' limits."""
         self._store = _store(settings)
         self.files = FilesAndBatches(settings, self._store)
         self.gpus = 0
-        """How many the engine may use."""
+        """The number of GPUs that the engine may use."""
         self.opened = datetime.datetime.now(datetime.UTC)
-        """When requests were answered first."""
+        """When the server became ready."""
 
     def open(
         self,
@@ -64,26 +64,26 @@ class Backend:
         code: UserCode | None,
         gpus: int = 0,
     ) -> Pipeline:
-        """Answer requests from now on: the server is ready. code: the model's own model.py."""
+        """Begin to answer requests: the server is ready. code: the model's model.py."""
         self._pipeline = Pipeline(engine, adapters, code, self._settings, self.limiter)
         if self._store:
             self.files.runner = Runner(*(self._store, self._settings, self._pipeline, self._others))
         self.gpus = gpus
         self.opened = datetime.datetime.now(datetime.UTC)
         self._lifecycle.enter(Stage.READY)
-        self.error_rates.clear()  # of requests that came too early
+        self.error_rates.clear()  # errors of requests that came too early
         return self._pipeline
 
     @property
     def pipeline(self) -> Pipeline:
-        """What answers requests. Raises NotReady where there is none yet, or none any more."""
+        """The pipeline. Raises NotReady before the server is ready, and once it stops."""
         self._lifecycle.require_ready()
         assert self._pipeline
         return self._pipeline
 
     def status(self) -> dict[str, object]:
-        """What the page shows and nothing else says: the plan, the start, whose requests are there,
-        and which adapters are more than registered, or could not be loaded.
+        """Return the data of the page that no other path has: the plan, the steps of the start, the
+        requests by tenant, and the adapters that are not merely registered, or could not be loaded.
         """
         progress, pipeline = self._lifecycle.progress, self._pipeline
         adapters = pipeline.adapters if pipeline else None
@@ -106,7 +106,7 @@ class Backend:
         }
 
     def health(self) -> tuple[int, dict[str, object]]:
-        """The status and JSON body that /ping answers with now."""
+        """Return the status and JSON body of /ping's answer."""
         status, answer = self._lifecycle.ping()
         if status == 200:
             trouble = self.trouble
@@ -116,13 +116,13 @@ class Backend:
 
     @property
     def trouble(self) -> str | None:
-        """Why requests fail though the server is ready, where they do."""
+        """The reason why requests fail although the server is ready, or None."""
         return self.error_rates.exceeded() or self.pipeline.code_failing
 
 
 def _store(settings: Settings) -> Store | None:
-    """The folder of files and batches, where there is one. Raises SettingsError where it cannot be
-    used.
+    """Return the store of files and batches, or None without a folder. Raises SettingsError if the
+    folder cannot be used.
     """
     folder = settings.batch_folder
     if not folder:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a route: where a request gets its record, and exceptions become answers.
+"""The endpoint of a route: a request gets its record, and exceptions become answers.
 
-Starlette's own application would do this in two layers of middleware around every message that is
-sent, which shows in the cost of a streamed token.
+Starlette's application would need two layers of middleware around every sent message, which is a
+noticeable cost for each streamed token.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ Answer = Callable[[HttpCall], Awaitable[None]]
 
 
 class Endpoint:
-    """An ASGI app whose errors are answered. It leaves no line in the log: probes are frequent.
+    """An ASGI app whose errors are answered. It logs no line, because probes are frequent.
 
-    shape: of its errors.
+    shape: the shape of its errors.
     """
 
     def __init__(self, app: ASGIApp, gate: "Gate", shape: ErrorShape) -> None:
@@ -47,11 +47,11 @@ class Endpoint:
 
 
 class RecordedEndpoint:
-    """A route of the API: what it answers is recorded, and its errors are counted.
+    """A route of the API: its answers are recorded, and its errors are counted.
 
-    route: its path as the log and the series have it. shape: of its errors, by the path that was
-    asked for. objectives: what requests are held against. tracer: sends its spans; None where
-    they go nowhere.
+    route: its path in the log and the series. shape: returns the shape of errors for a requested
+    path. objectives: the latency targets that requests are compared with. tracer: sends spans; None
+    if they are not sent.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class RecordedEndpoint:
 
 
 class Gate:
-    """Lets through what a route answers, and returns what it raises.
+    """Checks requests to a route, passes its answers through, and returns its exceptions.
 
-    methods: those it answers, or none for any. origins: from where requests may come. access: who
-    may send them, None for anybody.
+    methods: the methods that it answers; none for any. origins: the allowed origins of requests.
+    access: authenticates requests; None to accept any sender.
     """
 
     def __init__(self, methods: tuple[str, ...], origins: Origins, access: Access | None) -> None:
@@ -114,9 +114,9 @@ class Gate:
         answer: Callable[[Scope, Caller], Awaitable[None]],
         connection: Sender | None,
     ) -> ServingError | None:
-        """Have a request answered. Returns the error that it is to be answered with instead.
+        """Answer a request. Returns the error to answer with instead, or None.
 
-        connection: on which the request came, None where it is not known.
+        connection: the request's connection, or None if it is not known.
         """
         try:
             if connection and connection.refusal:
@@ -129,14 +129,14 @@ class Gate:
                 scope = {**scope, "headers": access.without_credentials(scope["headers"])}
             if self._methods and scope["method"] not in self._methods:
                 raise MethodNotAllowed(scope["path"], scope["method"], self._methods)
-            if scope["method"] == "HEAD":  # it is answered as GET is; no body is sent
+            if scope["method"] == "HEAD":  # it is answered like GET, but no body is sent
                 scope = {**scope, "method": "GET"}
             await answer(scope, caller)
         except ServingError as error:
             return error
         except ClientLeft:
             return None
-        except asyncio.CancelledError:  # by uvicorn, which would answer in words of its own
+        except asyncio.CancelledError:  # by uvicorn, which would send its own answer
             return NotReady("the server is stopping")
         except Exception:
             return errors.unforeseen()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server says of itself: its health, its models, its series, and how to use it.
+"""Information about the server: its health, models, series, and parameters for batch transform.
 
 Answers of LMI's management API have the shapes of DJL Serving 0.36 (ListModelsResponse,
 DescribeWorkflowResponse).
@@ -39,7 +39,7 @@ class Ping:
 
 
 class Status:
-    """/ui/status: what the page shows and nothing else says."""
+    """/ui/status: the page's data that no other path has."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -57,7 +57,7 @@ async def page(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Metrics:
-    """/metrics: all series of this process, the engine's and the cache server's too."""
+    """/metrics: all series of this process, also the engine's and the cache server's."""
 
     def __init__(self, backend: Backend) -> None:
         self._exemplars = backend.tracer is not None
@@ -77,7 +77,7 @@ async def models(call: HttpCall, pipeline: Pipeline) -> None:
 
 
 async def model(call: HttpCall, pipeline: Pipeline) -> None:
-    """/v1/models/ID: what the list says of one, with which clients test a connection."""
+    """/v1/models/ID: one entry of the list. Clients test a connection with it."""
     name = call.scope["path_params"]["id"]
     listed = (await _models(call, pipeline))["data"]
     found = next((it for it in listed if it["id"] == name), None)
@@ -87,11 +87,11 @@ async def model(call: HttpCall, pipeline: Pipeline) -> None:
 
 
 async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
-    """The models that the caller may use, as vLLM lists them."""
+    """Return the models that the caller may use, in vLLM's format."""
     listed = await pipeline.engine.models()
     caller = call.record.caller
     base = [
-        {**model, "root": pipeline.model_id}  # vLLM's is the folder that it was given
+        {**model, "root": pipeline.model_id}  # vLLM's root is its model folder
         for model in listed["data"]
         if not model.get("parent")
     ]
@@ -104,7 +104,7 @@ async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
 
 
 async def kv_event_sources(call: HttpCall, pipeline: Pipeline) -> None:
-    """/kv_event_sources, as the engine answers it: where each rank's KV events are."""
+    """/kv_event_sources: the engine's answer with the address of each rank's KV events."""
     found = await pipeline.engine.kv_event_sources()
     await JSONResponse(found)(call.scope, call.receive, call.send)
 
@@ -112,7 +112,7 @@ async def kv_event_sources(call: HttpCall, pipeline: Pipeline) -> None:
 class Parameters:
     """/execution-parameters: how batch transform should send its records.
 
-    SageMaker allows 100 MB for all that is under way together.
+    SageMaker allows 100 MB for all requests in flight together.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -132,8 +132,8 @@ class Parameters:
 class Management:
     """Answers LMI's management API: /models, /workflows, which wrap a model each, /server/logging.
 
-    One model runs here, in one worker. Calls that would change that are refused, with what to do
-    instead.
+    One model runs here, in one worker. Calls that would change that are refused with an
+    alternative.
     """
 
     def __init__(self, settings: Settings, backend: Backend) -> None:

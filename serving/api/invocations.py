@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/invocations, and the paths that are the same: the body says what is wanted."""
+"""/invocations and its equivalent paths: the body decides the operation."""
 
 import itertools
 import re
@@ -44,7 +44,7 @@ from serving.protocol import (
 )
 from serving.user_code import UserCode
 
-_AT_ONCE = 2**18  # bytes of a CSV that are read in a moment; a thread reads more
+_AT_ONCE = 2**18  # bytes of a CSV that may be read on the event loop; a thread reads more
 
 
 class Invocations:
@@ -76,22 +76,22 @@ class Invocations:
     async def _handle(
         self, handler: UserCode, client: ClientRequest, call: HttpCall, pipeline: Pipeline
     ) -> None:
-        """Have the model's own handler answer, or the engine what that leaves to it."""
+        """Let the model's handler answer. If it leaves the request to the engine, that answers."""
         if client.record.caller.phase == "prefill":
-            raise BadRequest("what this model's model.py answers is not computed for other servers")
+            raise BadRequest("requests to this model's model.py are not computed for other servers")
         pipeline.require_model(client)
-        pipeline.admission.require_places(0, room=False)  # the engine's does not help it
+        pipeline.admission.require_places(0, room=False)  # the engine's capacity does not help it
         send = await self._sessions.joined(client)
         with client.admitted.watching(call.receive):
             if await CustomHandlerCall(handler, client, send).answered():
                 return
-            if handler.alone:  # as LMI says that handle has returned None
+            if handler.alone:  # LMI's answer if handle has returned None
                 await Response(status_code=204)(call.scope, call.receive, send)
                 return
             await self._run(client, send, pipeline)
 
     async def _run(self, client: ClientRequest, send: Send, pipeline: Pipeline) -> None:
-        """Have the engine answer: one request, several lines, or a list for several adapters."""
+        """Let the engine answer one request, several lines, or a list with several adapters."""
         kind = header(client.scope, b"content-type").decode("latin-1")
         route = self._route(client.scope)
         form = pipeline.engine.hears and kind.lower().startswith(CONTENT_TYPE)
@@ -132,7 +132,7 @@ class Invocations:
         await pipeline.run(request)
 
     async def _hear(self, client: ClientRequest, path: str, send: Send, pipeline: Pipeline) -> None:
-        """Have a form with a file transcribed or translated."""
+        """Transcribe or translate a form with a file."""
         form = await pipeline.form(client, path)
         found = client.fields()
         request = InferenceRequest(
@@ -150,8 +150,8 @@ class Invocations:
         await pipeline.run(request)
 
     def _route(self, scope: Scope) -> str | None:
-        """The path of the engine's that the request asks for in its custom attributes, as clients
-        of AWS's vLLM image do. Raises BadRequest for any other.
+        """Return the engine's path that the request's custom attributes ask for, or None. Clients
+        of AWS's vLLM image use them. Raises BadRequest for any other path.
         """
         attributes = header(scope, CUSTOM_ATTRIBUTES).decode("latin-1")
         for attribute in re.split("[,;]", attributes):
@@ -180,7 +180,7 @@ class Invocations:
 
 
 async def _requests(client: ClientRequest) -> Iterator[bytes]:
-    """The JSON requests in a body of any content type. Raises BadRequest."""
+    """Return the JSON requests in a body of any content type. Raises BadRequest."""
     body, kind = client.body, header(client.scope, b"content-type").decode("latin-1")
     try:
         if len(body) > _AT_ONCE and kind.lower().startswith("text/csv"):

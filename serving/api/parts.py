@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of several requests for the engine: JSON lines, and a list with an adapter for each."""
+"""Bodies with several requests for the engine: JSON lines, or a list with an adapter for each."""
 
 import asyncio
 from collections import deque
@@ -31,10 +31,10 @@ class _Answer:
 async def answer_lines(
     client: ClientRequest, lines: Iterator[bytes], send: Send, pipeline: Pipeline
 ) -> None:
-    """Answer several requests, a line for each in their order; an error is a line too.
+    """Answer several requests in order, with a line for each; an error is also a line.
 
-    Only one line waits for the engine at a time, in the place that the body has. What ends the body
-    ends its lines, each by itself, and this waits for them.
+    Only one line waits for the engine at a time, in the body's place of the queue. The cancellation
+    of the body cancels each of its lines, and this function waits for them.
     """
     headers = [(b"content-type", JSON_LINES.content_type)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -65,7 +65,7 @@ async def answer_lines(
 async def _line(
     client: ClientRequest, line: bytes, begun: Callable[[], None], pipeline: Pipeline
 ) -> bytes:
-    """The line that answers one. begun: is called when the engine is given it, or never will be."""
+    """Return the answer to a line. begun: called when the engine gets it, or will not get it."""
     answer = _Answer()
     try:
         with client.admitted.part() as cancellation:
@@ -101,9 +101,9 @@ async def _line(
 async def answer_list(
     client: ClientRequest, body: bytes, adapters: list[str], send: Send, pipeline: Pipeline
 ) -> None:
-    """Answer a request for a list of inputs, each with an adapter of its own, at once.
+    """Answer a request with a list of inputs, each with its own adapter, concurrently.
 
-    The first error ends all of them, and is raised.
+    The first error ends all inputs, and is raised.
     """
     admitted = client.admitted
     pipeline.admission.require_places(len(adapters) - 1)

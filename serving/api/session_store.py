@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stateful sessions: ids that SageMaker routes by, with an expiry that each use moves on.
+"""Stateful sessions: ids that SageMaker routes by, with an expiry that each use extends.
 
-A session is an empty file whose time of modification is its expiry, so that it outlives a restart
-where its folder does, and servers that share the folder share its sessions. A file is made, touched
-and removed in one step each, and none of these steps brings back what another server has removed.
+A session is an empty file whose modification time is its expiry. So sessions survive a restart if
+their folder does, and servers that share the folder share its sessions. Creating, touching and
+removing a file are atomic, and none of them restores a session that another server has removed.
 
-The folder may be on a network, and slow: it is only touched in threads. Where it does not answer,
-what this server remembers counts.
+The folder may be on a network, and slow. So only threads access it, and this server relies on its
+memory while the folder does not answer.
 """
 
 import asyncio
@@ -36,14 +36,15 @@ T = TypeVar("T")
 ANSWERS_S = 2.0
 """Seconds that a request waits for the folder."""
 THREADS = 16
-"""Steps that may be under way at once, each in a thread of its own; others wait."""
+"""Most concurrent operations on the folder, each in a separate thread. Others wait."""
 
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def _of(tenant: str | None, session: str) -> str:
-    """The id with its tenant in it: its last 12 digits are of the tenant and the others, which stay
-    as random as 74 bits are. So whose a session is outlives a restart, and all servers know.
+    """Return a session's id with its tenant in it: its last 12 digits are a hash of the tenant and
+    of the other digits, which keep 74 random bits. So the tenant survives a restart, and all
+    servers can check it.
     """
     if tenant is None:
         return session
@@ -54,10 +55,10 @@ def _of(tenant: str | None, session: str) -> str:
 class SessionStore:
     """The sessions in a folder.
 
-    seconds: how long one lives after its last use. limit: how many are remembered. One more takes
-    the place of one that has expired, else of the oldest that was never used, else of the one that
-    was not used for longest: beginning sessions ends nobody's but those that were only begun. An
-    expired one is remembered for at most `seconds` more, so that its client learns why.
+    seconds: a session's lifetime after its last use. limit: the most remembered sessions. One more
+    replaces an expired session, or else the oldest unused one, or else the least recently used one.
+    So a client that only begins sessions ends no used session. An expired session is remembered for
+    at most `seconds` more, so that its client learns the reason.
     """
 
     def __init__(
@@ -68,18 +69,18 @@ class SessionStore:
         self._limit = limit
         self._clock = clock
         self._expires: OrderedDict[str, float] = OrderedDict()
-        """Sessions, that which expires first being the first."""
+        """Sessions and their expiry, the earliest first."""
         self._unused: dict[str, None] = {}
-        """Those that were begun here and have not been used, the oldest first."""
+        """Sessions that were begun here and never used, the oldest first."""
         self._unsaved: set[str] = set()
-        """Those that have no file."""
+        """Sessions without a file."""
         self._read = False
         self._threads = asyncio.Semaphore(THREADS)
 
     async def create(self, tenant: str | None = None) -> tuple[str, str]:
-        """Begin a session. Returns its id, and the id with its expiry as a header has it.
+        """Begin a session. Returns its id, and the header's value with the id and its expiry.
 
-        tenant: whose it is, None where tenants are not distinguished. Nobody else can use it.
+        tenant: its tenant, or None without tenants. No other tenant can use the session.
         """
         if not self._read:
             self._read = True
@@ -92,15 +93,15 @@ class SessionStore:
             await self._on_disk(self._folder.create, session, expires, gone)
         except OSError as error:
             self._unsaved.add(session)
-            log.warning("a session will not outlive a restart: %s", error or "the disk is slow")
+            log.warning("a session will not survive a restart: %s", error or "the disk is slow")
         moment = datetime.fromtimestamp(expires, UTC)
         return session, f"{session}; Expires={moment:%Y-%m-%dT%H:%M:%SZ}"
 
     async def use(self, session: str, tenant: str | None = None) -> None:
-        """Move a session's expiry on.
+        """Extend a session's expiry.
 
-        Raises BadRequest for one that is unknown, closed, another tenant's or has expired, and
-        NotReady where that cannot be known.
+        Raises BadRequest for a session that is unknown, closed, expired or another tenant's, and
+        NotReady if that cannot be known.
         """
         if not _ID.fullmatch(session) or session != _of(tenant, session):
             raise BadRequest(f"session not found: {session!r:.300}")
@@ -116,7 +117,7 @@ class SessionStore:
         self._keep(session)
 
     async def _used(self, session: str, now: float, remembered: float | None) -> float | None:
-        """The expiry of a session by its file, which is moved on; None where there is no file."""
+        """Extend the expiry of a session's file. Returns the old one, or None without a file."""
         try:
             return await self._on_disk(self._folder.use, session, now, now + self._seconds)
         except FileNotFoundError:
@@ -128,11 +129,11 @@ class SessionStore:
             return remembered
 
     def answered(self, session: str) -> None:
-        """A request of this session was answered: it counts as used."""
+        """Note that a request of the session was answered: it counts as used."""
         self._unused.pop(session, None)
 
     async def close(self, session: str, tenant: str | None = None) -> None:
-        """End a session. Raises what use() does."""
+        """End a session. Raises what use() raises."""
         await self.use(session, tenant)
         self._forget(session)
         try:
@@ -152,7 +153,7 @@ class SessionStore:
         return self._expires.pop(session, None)
 
     def _make_room(self) -> list[tuple[str, float]]:
-        """Forget what expired long ago, and what has to give way to one more. Returns them."""
+        """Forget sessions that expired long ago, and others until one more fits. Returns them."""
         now = self._clock()
         gone = []
         while self._expires:
@@ -167,14 +168,14 @@ class SessionStore:
         return gone
 
     async def _read_folder(self) -> None:
-        """Remember what was there before, as used."""
+        """Remember the folder's sessions, as used ones."""
         with contextlib.suppress(OSError):
             known = await self._on_disk(self._folder.all)
             every = sorted((known | self._expires).items(), key=lambda session: session[1])
             self._expires = OrderedDict(every)
 
     async def _on_disk(self, step: Callable[..., T], *arguments: object) -> T:
-        """Have the folder do something. Raises OSError, TimeoutError too where it is slow."""
+        """Run an operation on the folder. Raises OSError, which includes TimeoutError."""
         async with asyncio.timeout(ANSWERS_S):
             await self._threads.acquire()
         task = asyncio.ensure_future(in_thread(step, *arguments))
@@ -187,26 +188,26 @@ class SessionStore:
     def _answered(self, task: "asyncio.Future[T]") -> None:
         self._threads.release()
         if not task.cancelled():
-            task.exception()  # nobody may be waiting for it any more
+            task.exception()  # retrieved here, because its caller may have left
 
 
 class _Folder:
-    """The files. All of it blocks, and raises OSError."""
+    """The files of sessions. Its methods block, and raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def all(self) -> dict[str, float]:
-        """The expiry of each session."""
+        """Return the expiry of each session."""
         with os.scandir(self._path) as files:
             return {file.name: file.stat().st_mtime for file in files if _ID.fullmatch(file.name)}
 
     def create(self, session: str, expires: float, gone: Iterable[tuple[str, float]] = ()) -> None:
-        """Make a session's file. gone: sessions to be removed, as remembered: not where another
-        server has moved their expiry on.
+        """Make a session's file. gone: forgotten sessions to remove, with their remembered expiry,
+        unless another server has extended it.
         """
         folders.make(self._path)
-        self._path.chmod(0o700)  # which fails where the folder is another user's
+        self._path.chmod(0o700)  # fails if the folder is another user's
         for other, known in gone:
             with contextlib.suppress(OSError):
                 if (self._path / other).stat().st_mtime < known + 1:
@@ -218,8 +219,8 @@ class _Folder:
             os.close(file)
 
     def use(self, session: str, now: float, expires: float) -> float:
-        """Move the expiry on, unless it is over. Returns what it was."""
-        file = os.open(self._path / session, os.O_RDONLY)  # NFS asks its server at each open()
+        """Extend the expiry, unless it has passed. Returns the old expiry."""
+        file = os.open(self._path / session, os.O_RDONLY)  # NFS revalidates at each open()
         try:
             was = os.fstat(file).st_mtime
             if was >= now:

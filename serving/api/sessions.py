@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SageMaker's stateful sessions over HTTP: calls that begin or end one, and requests within."""
+"""SageMaker's stateful sessions over HTTP: calls that begin or end one, and requests within one."""
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Send
@@ -17,7 +17,7 @@ _CLOSED_SESSION = shown(CLOSED_SESSION_ID)
 
 
 class Sessions:
-    """The sessions of requests, each its tenant's. store: None where sessions are off."""
+    """The sessions of requests; each belongs to a tenant. store: None if sessions are off."""
 
     def __init__(self, store: SessionStore | None, tenants: Tenants) -> None:
         self._store = store
@@ -27,7 +27,7 @@ class Sessions:
         return self._tenants.tenant(client.record.caller, client.scope["headers"])
 
     async def answer(self, client: ClientRequest) -> Response | None:
-        """The answer to a call that begins or ends a session; None for any other request."""
+        """Return the answer to a call that begins or ends a session; None for any other request."""
         if not self._store or b"requestType" not in client.body:
             return None
         found = client.fields_of_json()
@@ -55,8 +55,8 @@ class Sessions:
         return JSONResponse({"result": answer}, headers=headers)
 
     async def joined(self, client: ClientRequest) -> Send:
-        """Check the session that a request names. Returns what answers it within its session: one
-        begins where the request asks for that, and is answered.
+        """Check the session that a request names. Returns a `send` for its answer. If the request
+        asks for a new session, a successful answer begins it.
         """
         name, store, send = (
             header(client.scope, SESSION_ID).decode("latin-1"),

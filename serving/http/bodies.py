@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies: how they are received, how much of them is held, and how they are written at once."""
+"""Bodies: receiving them, limiting the memory that they take, and writing them without waiting."""
 
 from collections.abc import Awaitable
 from typing import Protocol, cast
@@ -10,23 +10,23 @@ from serving.cancellation import ClientLeft
 from serving.errors import Overloaded, ServingError, TooLarge
 
 HELD = 2**30
-"""Bytes of bodies that are held at once, for all requests, but for the first FREE of each."""
+"""Most bytes of all requests' bodies in memory, without the first FREE bytes of each."""
 FREE = 64 * 1024
 
 
 class Writer(Protocol):
-    """What writes parts of an answer's body without waiting, in order with those that are sent."""
+    """Writes parts of an answer's body without awaiting, in order with parts that are sent."""
 
     def takes(self) -> bool:
-        """Whether it can now: the head has gone, and the client keeps up."""
+        """Whether it can write now: the head was sent, and the client keeps up."""
 
     def write(self, part: bytes) -> None:
-        """Write a part, right after takes() has said so."""
+        """Write a part. Only allowed right after takes() has returned True."""
 
 
 class Sender(Writer, Protocol):
-    """A connection's own `send`. refusal: why the request cannot be read, where that is so: ASGI
-    has no other way to say it.
+    """A connection's own `send`. refusal: the error of a request that cannot be read, or None. ASGI
+    has no other field for it.
     """
 
     refusal: ServingError | None
@@ -35,7 +35,7 @@ class Sender(Writer, Protocol):
 
 
 def sender(send: Send) -> Sender | None:
-    """The connection's own `send`, where this is it, and nothing stands between."""
+    """Return `send` if it is the connection's own, and None if it is wrapped."""
     return cast(Sender, send) if hasattr(send, "refusal") else None
 
 
@@ -44,9 +44,9 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 
 class Bodies:
-    """Request bodies: how large each may be, and all that are held.
+    """The memory budget of request bodies, for each and for all of them.
 
-    largest: bytes of one.
+    largest: the most bytes of one body.
     """
 
     def __init__(self, largest: int) -> None:
@@ -55,11 +55,11 @@ class Bodies:
         self.held = 0
 
     def share(self) -> "Share":
-        """What one body is to have of all that is held; to be freed."""
+        """Return one body's share of the memory budget. The caller must free it."""
         return Share(self)
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """A request's whole body, which is held no longer. Raises what whole() does."""
+        """Return a request's whole body, without keeping its share. Raises what whole() raises."""
         share = self.share()
         try:
             return await self.whole(scope, receive, share)
@@ -67,11 +67,11 @@ class Bodies:
             share.free()
 
     async def whole(self, scope: Scope, receive: Receive, share: "Share", front: int = 0) -> bytes:
-        """A request's whole body. front: bytes of it that are not the client's.
+        """Return a request's whole body. front: bytes at its start that are not the client's.
 
-        Raises TooLarge where it is larger than one may be, Overloaded where too much is held, and
-        ClientLeft. What is refused but not absurdly large is read to its end all the same: a client
-        that is still sending would not see the answer.
+        Raises TooLarge above the limit of one body, Overloaded if the memory budget is used up, and
+        ClientLeft. A refused body of at most four times its limit is still read to its end, because
+        a client that is still sending would not see the answer.
         """
         largest = self._largest + front
         length = header(scope, b"content-length")
@@ -103,14 +103,14 @@ class Bodies:
 
 
 class Share:
-    """What one body has of all that are held."""
+    """One body's share of the memory budget."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._size = 0
 
     def grown(self, size: int) -> Overloaded | None:
-        """Count it as so large; returns why that cannot be."""
+        """Grow the share to a body of `size` bytes. Returns the error if the budget is used up."""
         more = max(size - FREE, 0) - self._size
         bodies = self._bodies
         if more and bodies.held + more > bodies.limit:

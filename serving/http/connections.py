@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 as `serve` speaks it: uvicorn's connections, with limits to size, time and number.
+"""The HTTP/1.1 of `serve`: uvicorn's connections, with limits of size, time and number.
 
-The app answers what is wrong with a request, like every other error: a request that cannot be read
-reaches it with a `send` that has the error (bodies.Sender), and for one whose body cannot be read
-`receive` raises the error.
+The app answers invalid requests, like all other errors. If the head of a request cannot be read,
+the request reaches the app with a `send` that has the error (bodies.Sender). If its body cannot be
+read, `receive` raises the error.
 """
 
 import asyncio
@@ -56,17 +56,17 @@ from serving.http.tls import ServerTls
 from serving.protocol import PROBES
 
 STALL_S = 300.0
-"""Seconds that a client may read nothing of an answer that waits for it."""
+"""Seconds that a client may leave a waiting answer unread."""
 JOINED = 64 * 1024
-"""Bytes of a body's first part up to which it is copied behind the head."""
+"""Most bytes of a body's first part that are copied, to be written together with the head."""
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn's server, with our connections. most: as many as it takes. shutdown_s: seconds that
-    answers have at the end. tls: what clients are shown.
+    """Uvicorn's server, with our connections.
 
-    Signals are the caller's: uvicorn would stop listening at once, and wait without end. Raises
-    Unfit where the installed uvicorn is another one.
+    most: the most connections. shutdown_s: seconds for the remaining answers at shutdown. tls: the
+    certificate for clients. The caller handles signals: uvicorn would stop listening at once, and
+    then wait without a limit. Raises Unfit if the installed uvicorn does not fit.
     """
 
     def __init__(self, app: Any, most: int, shutdown_s: int, tls: ServerTls) -> None:
@@ -104,7 +104,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:  # once a second: cheaper than timers for each connection
+        if counter % 10 == 0:  # once a second; cheaper than a timer for each connection
             now = asyncio.get_running_loop().time()
             elapsed = now - (self._swept or now)
             self._swept = now
@@ -116,9 +116,9 @@ class HttpServer(uvicorn.Server):
 class Connection(HttpToolsProtocol):
     """A client's connection: uvicorn's, with limits.
 
-    It differs in more: pipelined requests all learn that the client has left, trailers do not
-    become headers, and an Upgrade that is not taken up (RFC 9110, 7.8) leaves a request like any
-    other.
+    It also differs from uvicorn's in three points. All pipelined requests learn that the client has
+    disconnected. Trailers do not become headers. A request with an ignored Upgrade (RFC 9110, 7.8)
+    is handled like any other.
     """
 
     def __init__(
@@ -132,22 +132,22 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._place = place
         self._cycles: deque[Cycle] = deque()
-        """Requests that have to be answered; the first is being answered."""
+        """Unanswered requests; the first is being answered."""
         self._reading = ""
-        """What is being read: "head", "body", or nothing between two requests."""
+        """The part that is being read: "head", "body", or "" between two requests."""
         self._waiting_since = self.loop.time()
         """When the head began, or the connection became idle."""
         self._answered = False
         self._unparsed = 0
-        """Bytes since the head began, or since the last piece of the body."""
+        """Bytes since the head began, or since the last part of the body."""
         self._head = 0
-        """Bytes of the head that were parsed."""
+        """Parsed bytes of the head."""
         self._upgrading = False
-        """Whether the parser reads a head that was read already."""
+        """Whether the parser reads the same head again."""
         self._discarding = False
-        """Whether what still comes is not read."""
+        """Whether further bytes are dropped."""
         self._due = 0.0
-        """When the next piece of the body has to be here."""
+        """The deadline for the next part of the body."""
         self._unsent, self._stalled = 0, 0.0
         self._retired = False
 
@@ -173,7 +173,7 @@ class Connection(HttpToolsProtocol):
             data = self._parse(data)
 
     def _parse(self, data: bytes) -> bytes:
-        """Read on. Returns what another parser has to read."""
+        """Parse data. Returns the rest, which a new parser must read."""
         self._unparsed += len(data)
         try:
             self.parser.feed_data(data)
@@ -191,8 +191,8 @@ class Connection(HttpToolsProtocol):
         return b""
 
     def _read_on(self) -> bool:
-        """Go on after a head with an Upgrade, where the parser stops, with a parser that has been
-        shown the same head without it. Returns whether that one can read it.
+        """Continue after a head with an Upgrade, which stops the parser. A new parser first reads
+        the same head without the Upgrade. Returns whether it can.
         """
         framing = (b"content-length", b"transfer-encoding")
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in framing]
@@ -207,7 +207,7 @@ class Connection(HttpToolsProtocol):
             self._upgrading = False
         return True
 
-    # the parser's side: what is raised here, _parse() finds
+    # the parser's side: _parse() gets the exceptions that are raised here
 
     def on_message_begin(self) -> None:
         if self._upgrading:
@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading == "head":  # else it is a trailer
+        if self._reading == "head":  # otherwise it is a trailer
             self._count(len(name) + len(value) + 4)
             if len(self.headers) == MAX_HEADERS:
                 raise HeadTooLarge(MAX_HEAD)
@@ -265,7 +265,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # its body is still to come
+            return  # its body follows
         self._unparsed = 0
         self._reading = ""
         super().on_message_complete()
@@ -273,8 +273,8 @@ class Connection(HttpToolsProtocol):
     # requests and answers
 
     def _take(self, keep_alive: bool, refusal: ServingError | None = None) -> None:
-        """Have the request whose head was read answered, after those before it. refusal: with this
-        error, where it cannot be read.
+        """Queue the request whose head was read; requests are answered in order. refusal: the error
+        to answer with if the request cannot be read.
         """
         self.cycle = cycle = Cycle(
             scope=self.scope,
@@ -314,7 +314,7 @@ class Connection(HttpToolsProtocol):
         self._place.idle()
 
     def _refuse(self, error: ServingError) -> None:
-        """Answer with an error what is being read, and read no more."""
+        """Answer the request that is being read with an error, and stop reading."""
         self._discarding = True
         if self._reading == "body":
             cycle = cast(Cycle, self.cycle)
@@ -335,7 +335,7 @@ class Connection(HttpToolsProtocol):
         cycle.break_off(error, self._linger)
 
     def _linger(self) -> None:
-        """Close, once what was written is sent and the client has had time to read it."""
+        """Close, after the written bytes were sent and the client has had time to read them."""
         self.flow.resume_reading()
         if self.transport.can_write_eof() and not self.transport.is_closing():
             self.transport.write_eof()
@@ -344,7 +344,7 @@ class Connection(HttpToolsProtocol):
     # what the server asks for
 
     def overdue(self, now: float, elapsed: float) -> None:
-        """Look for what has waited too long. elapsed: seconds since the last look."""
+        """End whatever has taken too long. elapsed: seconds since the last call."""
         unsent = self.transport.get_write_buffer_size()
         self._stalled = self._stalled + elapsed if unsent and unsent == self._unsent else 0.0
         self._unsent = unsent
@@ -366,7 +366,9 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _retire(self) -> None:
-        """Close after the answers that are under way, and that to what is being read."""
+        """Close after the answers in flight, and after the answer to the request that is being
+        read.
+        """
         self._retired = True
         if self._cycles:
             self._cycles[-1].keep_alive = False
@@ -374,7 +376,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close, now or after the answers that are under way. A body is not waited for."""
+        """Close, now or after the answers in flight. It does not wait for a body."""
         if not self._cycles:
             self.transport.close()
             return
@@ -388,7 +390,7 @@ class Cycle(RequestResponseCycle):
 
     _fault: ServingError | None = None
     _until_closed = False
-    """Whether the connection's end is the end of the answer's body."""
+    """Whether closing the connection ends the answer's body."""
 
     refusal: ServingError | None = None
     """Why the request cannot be read (Sender)."""
@@ -400,14 +402,14 @@ class Cycle(RequestResponseCycle):
         await super().run_asgi(with_sender)
 
     def __call__(self, message: ASGISendEvent) -> Awaitable[None]:
-        """As send()."""
+        """Call send()."""
         return self.send(message)
 
     async def send(self, message: ASGISendEvent) -> None:
-        # Uvicorn waits here, too; what others write meanwhile would be taken for the head.
+        # Uvicorn also waits here. Otherwise _HeadHeld would take another write for the head.
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
-        if self.transport.is_closing():  # uvloop refuses writes, before it says that a client left
+        if self.transport.is_closing():  # uvloop refuses writes before it reports the disconnect
             self.disconnected = True
         if message["type"] == "http.response.start" and not self.response_started:
             self.transport = cast(asyncio.Transport, _HeadHeld(self))
@@ -418,11 +420,11 @@ class Cycle(RequestResponseCycle):
         await super().send(message)
         held = isinstance(self.transport, _HeadHeld) and not self.disconnected
         if message["type"] == "http.response.body" and held:
-            cast(_HeadHeld, self.transport).flush()  # of an answer to HEAD, which has no body
+            cast(_HeadHeld, self.transport).flush()  # the answer to HEAD has no body
 
     def _end_with_connection(self, message: HTTPResponseStartEvent) -> None:
-        """Have the body of an answer of unknown length end with the connection: HTTP/1.0 knows no
-        other way (RFC 9112, 6.1). Uvicorn would send it in chunks.
+        """End the body of an answer of unknown length with the connection. HTTP/1.0 has no other
+        way (RFC 9112, 6.1), but uvicorn would send chunks.
         """
         headers = [it for it in message.get("headers", ()) if it[0].lower() != b"transfer-encoding"]
         message["headers"] = headers
@@ -441,13 +443,13 @@ class Cycle(RequestResponseCycle):
         )
 
     def write(self, part: bytes) -> None:
-        """Write one."""
-        if part:  # a chunk of no bytes would end the body
+        """Write a part of the body."""
+        if part:  # an empty chunk would end the body
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def break_off(self, error: ServingError, close: Callable[[], None]) -> None:
-        """Let no more of the body come: `receive` raises the error. close: ends the connection,
-        once the answer is written.
+        """Break off the body: `receive` raises the error. close: closes the connection after the
+        answer is written.
         """
         self._fault = error
         self.keep_alive = False
@@ -469,8 +471,8 @@ class Cycle(RequestResponseCycle):
 
 
 class _HeadHeld:
-    """A cycle's transport that keeps an answer's head for the first part of its body, since two
-    writes to the kernel take twice the time of one. It gives its place back with that.
+    """A cycle's transport that holds an answer's head until the first part of its body, because two
+    system calls take twice the time of one. Then the cycle gets its own transport back.
     """
 
     def __init__(self, cycle: Cycle) -> None:
@@ -483,7 +485,7 @@ class _HeadHeld:
         if self._head is None:
             self._head = data
             return
-        if self._transport.is_closing():  # meanwhile; uvloop would raise
+        if self._transport.is_closing():  # uvloop would raise
             return
         if cast(object, self._cycle.transport) is self:
             self._cycle.transport = self._transport
@@ -502,7 +504,7 @@ class _HeadHeld:
 
 
 class _Closing:
-    """A transport, as an answer uses it, that is closed in another way."""
+    """A cycle's transport whose close() calls `close` instead."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepting connections: they count from then on, before a handshake, and each shakes hands by the
-certificates and authorities of that moment.
+"""Accepts connections. A connection counts from then on, before its handshake, and its handshake
+uses the certificates and authorities of that moment.
 
-The event loops' own servers let nobody count a connection that shakes hands, keep one context for
-good, and, where no descriptor is left, refuse all (uvloop) or log each attempt (asyncio).
+The event loops' own servers do not count connections during handshakes, and never change their TLS
+context. When no descriptor is left, uvloop refuses all connections, and asyncio logs each attempt.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ from serving.http.tls import Authorities, ServerTls
 log = logging.getLogger(__name__)
 
 TURN = 32
-"""Connections that are accepted in one turn of the loop."""
+"""Connections that are accepted in one iteration of the event loop."""
 KEPT = 64
-"""The last descriptors that a process may have, or an eighth of them. Connections get them for
-/ping alone, and only the first half: the rest is for requests under way (to replicas, of files).
+"""The last descriptors of a process, or an eighth of all of them. Connections get only the first
+half of them, for /ping. The rest is for requests in flight (to replicas, of files).
 """
 HELD = 8
-"""Descriptors that are open for nothing, so that some can be had when no other is left."""
+"""Descriptors that are held open, so that some can be freed when no other is left."""
 PAUSE_S = 0.1
-"""Between two attempts to accept where no descriptor is left."""
+"""Seconds between two attempts to accept when no descriptor is left."""
 WARNED_S = 10.0
-"""Between two warnings that descriptors are scarce."""
+"""Seconds between two warnings that descriptors are scarce."""
 RETIRED_S = 50.0
-"""How long answers may take on a connection whose client is not trusted any more."""
+"""Seconds for the answers on a connection whose client is not trusted any more."""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    """Takes connections to a socket that listens, until it is closed."""
+    """Accepts connections on a listening socket, until it is closed."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Listener:
         protocol: Callable[[Place], asyncio.Protocol],
         tls: ServerTls,
     ) -> None:
-        """protocol: is called for each connection, and says to its place when that is opened, idle,
-        busy and released. Raises OSError where the socket cannot listen.
+        """protocol: makes the protocol of each connection, which notes in the connection's place
+        when it is opened, idle, busy and released. Raises OSError if the socket cannot listen.
         """
         self._socket = listening
         self._connections = connections
@@ -72,7 +72,7 @@ class Listener:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accept no more, and break off handshakes. Connections stay."""
+        """Stop accepting, and break off handshakes. Connections stay open."""
         self._loop.remove_reader(self._socket)
         for timer in (self._pausing, self._filling):
             if timer:
@@ -85,7 +85,7 @@ class Listener:
             os.close(self._held.pop())
 
     async def wait_closed(self) -> None:
-        """As uvicorn asks of its servers."""
+        """Return at once. Uvicorn calls it on its servers."""
 
     def _accept(self) -> None:
         for _ in range(TURN):
@@ -95,7 +95,7 @@ class Listener:
                 return
             except OSError as error:
                 if error.errno not in SCARCE:
-                    continue  # of a client that has left meanwhile
+                    continue  # a client has already disconnected
                 self._warn()
                 if not self._held:
                     self._connections.evict()
@@ -108,7 +108,7 @@ class Listener:
 
     def _take(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        # A new descriptor has the lowest number that is free.
+        # A new descriptor gets the lowest free number.
         left = self._most - accepted.fileno()
         if left <= self._kept:
             self._warn()
@@ -118,8 +118,8 @@ class Listener:
         self._connections.add(place, scarce=scarce, last=last)
 
     async def _connect(self, place: Place, accepted: socket.socket) -> None:
-        """Shake hands, and give the connection to its protocol."""
-        if place not in self._connections.open:  # it was let go before this began
+        """Run the handshake, and give the connection to its protocol."""
+        if place not in self._connections.open:  # it was evicted before this task began
             accepted.close()
             del self._shaking[place]
             return
@@ -133,8 +133,8 @@ class Listener:
                 ssl_handshake_timeout=limit,
                 ssl_shutdown_timeout=limit,
             )
-        except OSError as error:  # also of TLS
-            log.debug("a connection did not begin: %s", error)
+        except OSError as error:  # also errors of TLS
+            log.debug("a connection could not be established: %s", error)
             place.release()
         except BaseException:
             place.release()
@@ -153,7 +153,7 @@ class Listener:
         self._loop.add_reader(self._socket, self._accept)
 
     def _fill(self) -> None:
-        """Hold as many descriptors as should be held, as soon as there are some."""
+        """Open descriptors until HELD are held, now or as soon as there are free ones."""
         self._filling = None
         try:
             while len(self._held) < HELD:
@@ -167,19 +167,19 @@ class Listener:
             return
         self._warned_at = now
         log.warning(
-            "file descriptors are scarce: of %d hardly any is left, and new connections are "
-            "answered on /ping alone where none is idle; raise the limit (ulimit -n), or lower the "
-            "number of clients",
+            "file descriptors are scarce: hardly any of %d is left, and new connections are only "
+            "answered on /ping if no other connection is idle; raise the limit (ulimit -n), or "
+            "lower the number of clients",
             self._most,
         )
 
     # authorities
 
     async def _distrust(self, authorities: Authorities) -> None:
-        """End the connections of clients that these authorities have not let in."""
+        """Close the connections of clients that these authorities do not trust."""
         older = [it for it in self._connections.open if it.context is not self._tls.context]
         for place in older:
-            if place.certificate is None:  # it shakes hands by what was trusted before
+            if place.certificate is None:  # its handshake uses the authorities of before
                 place.abort()
         shown = {it.certificate for it in older if it.certificate is not None}
         trusted = await in_thread(authorities.trusted, shown)
@@ -188,6 +188,6 @@ class Listener:
             place.retire()
             self._loop.call_later(RETIRED_S, place.abort)
         log.info(
-            "an authority was taken out of OPTION_TLS_CLIENT_CA_FILE: %d connections end",
+            "an authority was removed from OPTION_TLS_CLIENT_CA_FILE: %d connections end",
             len(ended),
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which web pages may call. A browser sends the requests of any page, even to servers that listen
-only on its own machine. A page can do harm without seeing the answer.
+"""The web pages that may send requests. A browser sends the requests of any page, even to servers
+that only listen on the browser's machine. A page can do harm without seeing the answer.
 """
 
 import functools
@@ -13,13 +13,13 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Origins:
-    """The origins from which requests are taken: our own, none (what is no browser sends none), and
-    those that are allowed.
+    """The accepted origins of requests: our own, the allowed ones, and none, because only browsers
+    send an origin.
 
-    allowed: like `https://app.example`; `*` is any. host: the address that is listened on. Where it
-    is the loopback address, requests have to name this machine by a name that nobody else can
-    have: a page whose name leads to a server at first, and then to 127.0.0.1 (DNS rebinding), has
-    our origin for a browser.
+    allowed: like `https://app.example`; `*` is any. host: the address that the server listens on.
+    If it is the loopback address, a request's Host must be a name that only this machine can have.
+    Otherwise DNS rebinding would work: a page whose name first leads to its own server, and then to
+    127.0.0.1, has our origin for a browser.
     """
 
     def __init__(self, allowed: tuple[str, ...], host: str) -> None:
@@ -29,12 +29,12 @@ class Origins:
         self._loopback = _is_loopback(host)
 
     def require(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise Forbidden where a foreign page sends the request, and it may change something."""
+        """Raise Forbidden if a foreign page sends a request that may have effects."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if self._loopback and not (_is_local(host) or host in self._hosts):
             raise Forbidden(
                 f"the host {host!r:.100} is not this machine's: the server listens on a loopback "
-                "address; OPTION_HOST=0.0.0.0 has it listen on all, and take any name"
+                "address; OPTION_HOST=0.0.0.0 lets it listen on all, and accept any name"
             )
         if method in _SAFE or self._any:
             return
@@ -53,7 +53,7 @@ class Origins:
 
 
 def _host_of(origin: str) -> str:
-    """`app.example:80` of `http://app.example:80`; "" of `null`, which is nobody's."""
+    """Return `app.example:80` for `http://app.example:80`; "" for `null`, an unnamed origin."""
     return origin.partition("://")[2]
 
 
@@ -66,7 +66,7 @@ def _is_loopback(host: str) -> bool:
 
 @functools.lru_cache(maxsize=256)  # a client names one host; heads bound its length
 def _is_local(host: str) -> bool:
-    """Whether no public name is meant: such a name has a dot in it, and is no address."""
+    """Whether the host is not a public DNS name, which has a dot in it, and is not an address."""
     if host.startswith("["):
         return True
     name = host.partition(":")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS towards clients: a certificate and authorities that are reloaded when their files change."""
+"""TLS to clients: a certificate and authorities that are reloaded when their files change."""
 
 import asyncio
 import functools
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARNED_DAYS = (1, 3, 14)
-"""Before a certificate expires there is a warning at each of these."""
+"""A warning is logged this many days before a certificate expires."""
 CHECK_S = 600.0
-"""Between two looks at the calendar."""
+"""Seconds between two checks of the expiry."""
 CHAIN = 10
-"""Certificates between a client's and its authority, at most."""
+"""Most certificates between a client's and its authority."""
 
 
 def _now() -> datetime:
@@ -41,16 +41,16 @@ class Authorities:
     def __init__(self, content: bytes) -> None:
         try:
             self._all = frozenset(x509.load_pem_x509_certificates(content))
-        except ValueError:  # OpenSSL reads more than this
+        except ValueError:  # OpenSSL accepts more than this reader
             self._all = frozenset()
 
     def lacks(self, before: "Authorities") -> bool:
-        """Whether one is missing that was there before."""
+        """Whether an earlier authority is missing."""
         return not before._all or not before._all <= self._all
 
     def trusted(self, certificates: Set[bytes]) -> set[bytes]:
-        """The certificates, in DER, that lead to one of these authorities. One whose client showed
-        certificates in between does not.
+        """Return the certificates, in DER, that lead to one of these authorities. A certificate
+        does not if its client sent intermediate certificates.
         """
         return {it for it in certificates if self._trusts(it)}
 
@@ -58,7 +58,7 @@ class Authorities:
         try:
             certificate = x509.load_der_x509_certificate(content)
             return self._leads_here(certificate)
-        except Exception as error:  # what a client has shown, and OpenSSL reads otherwise
+        except Exception as error:  # a client's data, which OpenSSL may read differently
             log.debug("a client's certificate cannot be read: %s", error)
             return False
 
@@ -82,18 +82,17 @@ def _signed(certificate: x509.Certificate, signer: x509.Certificate) -> bool:
 
 
 class ServerTls:
-    """The certificate that a server shows its clients. Raises SettingsError if it cannot be
-    used.
-    """
+    """A server's certificate for its clients. Raises SettingsError if it cannot be used."""
 
     def __init__(self, settings: Settings, now: Callable[[], datetime] = _now) -> None:
         self._now = now
         self.context: ssl.SSLContext | None = None
-        """For new connections: another one each time that the files have changed, since a context
-        forgets no authority, and takes up the sessions that it has let in before. None without TLS.
+        """The context of new connections; None without TLS. Each change of the files makes a new
+        one, because a context never forgets an authority, and resumes the sessions that it has
+        accepted.
         """
         self.on_distrust: Callable[[Authorities], Awaitable[None]] | None = None
-        """Is called once an authority of clients was taken out, with those that are left."""
+        """Called with the remaining authorities of clients after one was removed."""
         given = (settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
         if not any(given):
             return
@@ -101,7 +100,7 @@ class ServerTls:
             raise SettingsError(["TLS needs both OPTION_TLS_CERT_FILE and OPTION_TLS_KEY_FILE"])
         self._files = [Path(file) for file in given if file]
         self._ca = settings.tls_client_ca_file
-        self._warned: int | None = None  # days before the end
+        self._warned: int | None = None  # days before the expiry, of the last warning
         try:
             self._content = self._read()
             self._shown = self._load(self._content)
@@ -110,8 +109,8 @@ class ServerTls:
         self.context = self._shown.context
 
     async def follow(self) -> None:
-        """Show a new certificate once its files change, and warn before it expires, until
-        cancelled. Connections stay, but those of clients that are not trusted any more.
+        """Reload the certificate when its files change, and warn before it expires, until
+        cancelled. Connections stay open, except those of clients that are not trusted any more.
         """
         if self.context:
             await asyncio.gather(
@@ -126,7 +125,7 @@ class ServerTls:
             async for shown in found:
                 before, self._shown = self._shown, shown
                 self.context = shown.context
-                log.info("certificate and key were read anew from %s", self._files[0])
+                log.info("certificate and key were reloaded from %s", self._files[0])
                 self._check_calendar()
                 if self._ca and self.on_distrust and shown.authorities.lacks(before.authorities):
                     await self.on_distrust(shown.authorities)
@@ -148,7 +147,7 @@ class ServerTls:
         return [content(file) for file in self._files]
 
     def _renewed(self, content: list[bytes]) -> "_Shown":
-        """The current content of the files. Raises ValueError."""
+        """Load the current content of the files. Raises ValueError."""
         try:
             return self._load(content)
         except (OSError, ValueError) as error:
@@ -192,13 +191,13 @@ def _expiry() -> "Gauge":
 
 
 def warning_due(expires: datetime, now: datetime) -> int | None:
-    """The one of WARNED_DAYS that a certificate's expiry has reached, or None."""
+    """Return the smallest of WARNED_DAYS that the certificate's expiry has reached, or None."""
     left = (expires - now).total_seconds() / 86400
     return next((days for days in WARNED_DAYS if left <= days), None)
 
 
 def pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
-    """A certificate and its key, in PEM. Raises ValueError if they cannot be used."""
+    """Read a certificate and its key, in PEM. Raises ValueError if they cannot be used."""
     try:
         found = content(certificate), content(key)
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
@@ -209,7 +208,7 @@ def pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return f"certificate and key do not go together, or are not PEM ({error.reason})"
+        return f"certificate and key do not match, or are not PEM ({error.reason})"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return str(error)

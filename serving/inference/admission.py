@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are there, from their heads on: how many may wait, and how they are ended."""
+"""Admission: limits the requests that wait for the engine, and ends those in flight at a drain."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from serving.inference.queue import FULL, FairQueue
 
 
 class Admitted(Cancellation):
-    """A request that is there, and its places among those that wait for the engine."""
+    """An admitted request, and its places in the queue for the engine."""
 
     def __init__(self, admission: "Admission", began: float | None = None) -> None:
         super().__init__(began)
@@ -19,17 +19,17 @@ class Admitted(Cancellation):
         self._places = 0
 
     def take(self, places: int) -> None:
-        """Take so many places more."""
+        """Take more places."""
         self._places += places
         self._admission.waiting += places
 
     def go(self) -> None:
-        """Give a place back, where it has one: the engine is given the request, or a part of it."""
+        """Give one place back, if it has any: the engine got the request, or a part of it."""
         if self._places:
             self.take(-1)
 
     def go_on(self) -> None:
-        """Its body has come: the server does not stop before it has been answered."""
+        """Its body has arrived: from now on a drain waits for its answer."""
         self._admission.begin(self)
 
     def __enter__(self) -> Self:
@@ -43,10 +43,10 @@ class Admitted(Cancellation):
 
 
 class Admission:
-    """The requests that are there.
+    """The requests in flight.
 
-    limit: how many may wait. elsewhere: how many of them wait for what only few need, which keeps
-    no others out.
+    limit: the most requests that may wait. elsewhere: returns the number of waiting requests that
+    do not count, because they wait for a resource that other requests do not need.
     """
 
     def __init__(self, queue: FairQueue, limit: int, elsewhere: Callable[[], int]) -> None:
@@ -57,15 +57,17 @@ class Admission:
         self._idle.set()
         self.under_way: set[Admitted] = set()
         self.waiting = 0
-        """Places taken: by requests that the engine has not been given."""
+        """Places of requests that the engine does not have yet."""
 
     def admitted(self) -> Admitted:
-        """A request whose head has come, to be entered. Raises Overloaded where too many wait."""
+        """Admit a request whose head has arrived. Returns it as a context manager. Raises
+        Overloaded if too many requests wait.
+        """
         self.require_places(1)
         return Admitted(self)
 
     def again(self, request: Admitted) -> Admitted:
-        """The same request, for more clients than its first."""
+        """Return the same request, shared by several clients."""
         return Admitted(self, request.began)
 
     def begin(self, request: Admitted) -> None:
@@ -78,15 +80,15 @@ class Admission:
             self._idle.set()
 
     def require_places(self, number: int, room: bool = True) -> None:
-        """Raise Overloaded unless so many more may wait.
+        """Raise Overloaded unless `number` more requests may wait.
 
-        room: whether what the engine has room for counts as well, which will not wait for long.
+        room: whether to add the engine's free capacity to the limit. Those requests hardly wait.
         """
         waiting = self.waiting - self._elsewhere() - (self._queue.room if room else 0)
         self.require_room(waiting + number - 1)
 
     def require_room(self, waiting: int) -> None:
-        """Raise Overloaded where no more than these requests may wait."""
+        """Raise Overloaded if `waiting` requests have reached the limit."""
         if waiting >= self._limit:
             FULL.inc()
             raise Overloaded(
@@ -94,7 +96,9 @@ class Admission:
             )
 
     async def drained(self, deadline: float) -> bool:
-        """Wait until no request is under way, for at most `deadline` seconds; say whether so."""
+        """Wait until all requests have ended, for at most `deadline` seconds. Returns whether they
+        have.
+        """
         try:
             await asyncio.wait_for(self._idle.wait(), deadline)
         except TimeoutError:
@@ -102,7 +106,7 @@ class Admission:
         return True
 
     def abort(self) -> int:
-        """End every request under way with an error, and say how many there were."""
+        """End every request in flight with an error. Returns their number."""
         for request in list(self.under_way):
             request.cancel(NotReady("the server is stopping"))
         return len(self.under_way)

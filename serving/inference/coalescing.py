@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's retry of a request that is still being answered: it gets that answer.
+"""Deduplication: a client's retry of a request in flight gets that request's answer.
 
-boto3 sends a request again when it has waited for 60 s, up to twice, and closes the connection of
-the one before. So a request that has an Inference-Id is worked on for a moment after its client has
-left, and whoever asks the same under the same id in that time shares its answer.
+boto3 retries a request that has waited for 60 s, up to twice, and closes its old connection. So a
+request with an Inference-Id continues for a short time after its client has left. An equal request
+with the same id in that time shares its answer.
 """
 
 import asyncio
@@ -23,16 +23,14 @@ from serving.protocol import ADAPTER_ID, INFERENCE_ID, SESSION_ID
 Run = Callable[[Receive, Send], Awaitable[None]]
 
 GRACE_S = 5.0
-"""How long a request without a client is worked on; botocore waits for 2 s at most before it sends
-one again.
-"""
+"""Time that a request without a client continues. botocore waits for at most 2 s before a retry."""
 ABANDONED = 100
-"""Requests without a client that are kept; one more ends the oldest."""
+"""Most requests without a client. One more ends the oldest."""
 LARGEST = 2**20
 """Bytes of an answer that waits for a client. Larger ones are dropped."""
 
 _FORM = b"multipart/"
-_AT_ONCE = 2**18  # bytes that are digested in a moment
+_AT_ONCE = 2**18  # bytes that may be digested on the event loop
 
 _DEDUPLICATED = Counter(
     "slipway_requests_deduplicated", "Requests that got the answer of an equal one under way."
@@ -40,22 +38,22 @@ _DEDUPLICATED = Counter(
 
 
 async def shared_key(client: ClientRequest, tenants: Tenants) -> Hashable:
-    """What a retry of a request has in common with it, or None where none would be known.
+    """Return the key that a request shares with its retries, or None if it cannot be shared.
 
-    A stream is not shared: what its client has had already is not kept for another. Raises
-    BadRequest where several tenants are named.
+    A stream is not shared, because its events are not kept after they were sent. Raises BadRequest
+    if the request names several tenants.
     """
     scope, body = client.scope, client.body
     if header(scope, SESSION_ID) == b"NEW_SESSION":
         return None
     if b'"stream"' in body and header(scope, b"content-type").lower().startswith(_FORM):
-        return None  # it is not worth reading the form twice
+        return None  # whether the form wants a stream is not worth parsing it twice
     if b'"stream"' in body and (fields := client.fields_of_json()) and fields.streamed:
         return None
     names = (INFERENCE_ID, ADAPTER_ID, SESSION_ID, b"accept", b"content-type")
     tenant = tenants.tenant(client.record.caller, scope["headers"])
     headers = (tenant, *(header(scope, name) for name in names))
-    # Other threads, which is the event loop's, go on while a long text is digested.
+    # The digest of a long body is computed in a thread, so that the event loop goes on.
     digest = await in_thread(_digest, body) if len(body) > _AT_ONCE else _digest(body)
     return scope["path"], scope["query_string"], headers, digest
 
@@ -65,7 +63,7 @@ def _digest(body: bytes) -> bytes:
 
 
 class SharedCall:
-    """One request under way that several clients may wait for, and its answer."""
+    """One request in flight that several clients may wait for, and its answer."""
 
     def __init__(self, run: Run) -> None:
         self.clients = 0
@@ -75,7 +73,7 @@ class SharedCall:
         self._left = asyncio.Event()
 
     def leave(self) -> None:
-        """End it as its client would by leaving."""
+        """End it as if its client had disconnected."""
         self._left.set()
 
     async def _receive(self) -> Message:
@@ -87,10 +85,9 @@ class SharedCall:
 
 
 class Coalescer:
-    """Requests with an Inference-Id that are under way.
+    """The requests in flight that have an Inference-Id.
 
-    require_room: is called with the number of retries that wait; raises Overloaded where that is
-    too many.
+    require_room: called with the number of waiting retries; raises Overloaded for too many.
     """
 
     def __init__(self, require_room: Callable[[int], None]) -> None:
@@ -100,9 +97,9 @@ class Coalescer:
         self._abandoned: OrderedDict[Hashable, SharedCall] = OrderedDict()
 
     async def answer(self, key: Hashable, run: Run, receive: Receive, send: Send) -> None:
-        """Answer with what `run` sends, or what it sends already for an equal request.
+        """Run a request, or wait for an equal request in flight, and send its answer.
 
-        key: what makes requests equal. Raises what `run` raises, and Overloaded.
+        key: requests with the same key are equal. Raises what `run` raises, and Overloaded.
         """
         shared = self._shared.get(key)
         follows = shared is not None
@@ -140,7 +137,7 @@ class Coalescer:
             self._end(*next(iter(self._abandoned.items())))
 
     def _over(self, key: Hashable, shared: SharedCall) -> None:
-        """Keep an answer that nobody waits for until its time is over, unless it is an error."""
+        """Keep an answer without a client until GRACE_S is over, unless it is an error or large."""
         failed = shared.task.cancelled() or shared.task.exception()
         size = sum(len(message.get("body", b"")) for message in shared.answer)
         if failed or shared.clients or size > LARGEST:

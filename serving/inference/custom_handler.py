@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's passage through a custom handler, the `handle` of a model.py."""
+"""One request's call of a custom handler, the `handle` of a model.py."""
 
 import contextlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from serving.user_code import UserCode
 
 
 class CustomHandlerCall:
-    """One request that a custom handler is to answer. send: what gets its answer."""
+    """One request for a custom handler. send: gets its answer."""
 
     def __init__(self, code: UserCode, client: ClientRequest, send: Send) -> None:
         self._code = code
@@ -22,9 +22,9 @@ class CustomHandlerCall:
         self._begun = False
 
     async def answered(self) -> bool:
-        """Have the handler answer; say whether it did, or left the request to the engine.
+        """Let the handler answer. Returns False if it left the request to the engine.
 
-        Raises ServingError where nothing has been sent yet, and ClientLeft.
+        Raises ServingError if no part of the answer has been sent yet, and ClientLeft.
         """
         try:
             with self._client.admitted.raising():
@@ -75,7 +75,7 @@ def _head(status: int, headers: Mapping[str, str], length: int | None) -> Messag
     sent = [
         (name.encode(), value.encode("latin-1"))
         for name, value in headers.items()
-        if name not in ("content-length", "transfer-encoding")  # those are ours
+        if name not in ("content-length", "transfer-encoding")  # the server sets these
     ]
     if length is not None and status not in NO_BODY:
         sent.append((b"content-length", b"%d" % length))

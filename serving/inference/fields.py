@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a request's body that somebody here decides by, read once.
+"""The fields of a request's body that this server's decisions depend on, read once.
 
-Which format a body is, is decided here and nowhere else. Values stay the bytes they are until they
-are needed, so that no list is too long to be looked at; all other keys are skipped.
+Only this module decides a body's format. Values stay undecoded bytes until they are needed, so that
+a long list costs nothing before its length is checked. All other keys are skipped.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from serving.protocol import (
 )
 
 MOST = 2048
-"""Prompts of any request: limits.py has limits of each kind, for the engine's call."""
+"""Most prompts in any request. limits.py has lower limits by kind, for the engine's call."""
 ADAPTERS = 1024
-"""Names in a list of adapters."""
+"""Most names in a list of adapters."""
 KEYS = 131_072
-"""In the objects of one body, however deep. vLLM takes up to 4 µs for each, on the event loop."""
+"""Most keys in all objects of a body. vLLM takes up to 4 µs for each, on the event loop."""
 VALUES = 2_621_440
-"""In the lists and objects of one body: as many tokens as prompts may have, and some."""
+"""Most values in all lists and objects of a body: the most tokens of prompts, and some more."""
 PAIRS = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
 """Keys of the texts that are compared."""
 
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "grammar", "choice")}
-"""Keys that vLLM had before 0.12 → their kinds of `structured_outputs`, which took their place."""
+"""Keys of vLLM before 0.12 → their kinds of `structured_outputs`, which replaced them."""
 _GUIDING = ("guided_decoding_backend", "guided_whitespace_pattern")
-"""Keys beside them, for which vLLM has nothing: it chooses a backend by what is asked for."""
+"""Keys of vLLM before 0.12 without a successor: vLLM now chooses the backend by the constraint."""
 
-_SHORT = 128 * 1024  # bytes in which no list is too long to be read whole
+_SHORT = 128 * 1024  # bytes of JSON that may be decoded without a check of its length
 _NONE = msgspec.Raw()
 
 Parse = Callable[[bytes], EngineCall]
@@ -53,10 +53,10 @@ Parse = Callable[[bytes], EngineCall]
 
 @functools.cache
 def formats(embeds: bool, normalize: bool, classifies: bool = False) -> Mapping[str, Parse]:
-    """The formats on /invocations by their keys: the first of them that a body has is its format,
-    in the order in which LMI looks for them.
+    """Return the formats on /invocations by their keys, in LMI's order of precedence. The first of
+    these keys that a body has decides its format.
 
-    embeds: whether the model makes embeddings. normalize: whether they have the length 1.
+    embeds: whether the model computes embeddings. normalize: whether they have the length 1.
     classifies: whether it classifies, as rerankers do.
     """
     found: dict[str, Parse] = {
@@ -71,9 +71,9 @@ def formats(embeds: bool, normalize: bool, classifies: bool = False) -> Mapping[
 
 
 class RequestFields(msgspec.Struct, gc=False):
-    """What a body says, of a client's or of the engine's call."""
+    """The fields of a body: of a client's request or of the engine's call."""
 
-    # The format's key, names of adapters and models, and how much is wanted.
+    # The format's key, names of adapters and models, and the number of answers.
     adapters: msgspec.Raw = _NONE
     model: str | None = None
     prompt: msgspec.Raw = _NONE
@@ -85,7 +85,7 @@ class RequestFields(msgspec.Struct, gc=False):
     stream: msgspec.Raw = _NONE
     n: msgspec.Raw = _NONE
     cache_salt: msgspec.Raw = _NONE
-    # What limits.py looks at besides.
+    # More fields for limits.py.
     kv_transfer_params: msgspec.Raw = _NONE
     ec_transfer_params: msgspec.Raw = _NONE
     vllm_xargs: msgspec.Raw = _NONE
@@ -113,7 +113,7 @@ class RequestFields(msgspec.Struct, gc=False):
     top_logprobs: msgspec.Raw = _NONE
     prompt_logprobs: msgspec.Raw = _NONE
     repetition_detection: msgspec.Raw = _NONE
-    # The texts that are compared, and what is added to each pair.
+    # The texts that are compared, and the instruction that is added to each pair.
     query: msgspec.Raw = _NONE
     queries: msgspec.Raw = _NONE
     text_1: msgspec.Raw = _NONE
@@ -123,20 +123,20 @@ class RequestFields(msgspec.Struct, gc=False):
     text_2: msgspec.Raw = _NONE
     data_2: msgspec.Raw = _NONE
     instruction: msgspec.Raw = _NONE
-    # What vLLM makes many objects of.
+    # Fields that vLLM turns into many objects.
     include: msgspec.Raw = _NONE
     logprob_token_ids: msgspec.Raw = _NONE
     media_io_kwargs: msgspec.Raw = _NONE
     mm_processor_kwargs: msgspec.Raw = _NONE
     tool_choice: msgspec.Raw = _NONE
-    # Numbers that vLLM passes on as they are.
+    # Numbers that vLLM passes on unchecked.
     top_k: msgspec.Raw = _NONE
     stream_interval: msgspec.Raw = _NONE
     priority: msgspec.Raw = _NONE
     chat_template_kwargs: msgspec.Raw = _NONE
     max_tokens_per_query: msgspec.Raw = _NONE
     max_tokens_per_doc: msgspec.Raw = _NONE
-    # Keys of Responses that refer to what would have been kept, or ask for it.
+    # Keys of Responses that refer to stored responses, or ask to store one.
     previous_response_id: msgspec.Raw = _NONE
     previous_input_messages: msgspec.Raw = _NONE
     background: msgspec.Raw = _NONE
@@ -149,7 +149,7 @@ class RequestFields(msgspec.Struct, gc=False):
         return flag(msgspec.json.decode(given)) not in (None, False)
 
     def sequences(self, path: str) -> int:
-        """Those that the engine will work on at once, of its own call at this path."""
+        """Return the number of sequences that the engine runs for its call at this path."""
         if path in PAIRS_PATHS:
             return self.pairs
         count = prompts(self.prompt or self.input)
@@ -157,13 +157,13 @@ class RequestFields(msgspec.Struct, gc=False):
 
     @property
     def pairs(self) -> int:
-        """Texts that are compared with others, at most."""
+        """The number of texts that are compared with others, at most."""
         lists = (value for key in PAIRS if is_list(value := getattr(self, key)))
         return max(map(length, lists), default=0) or 1
 
     @property
     def session_command(self) -> str | None:
-        """The requestType of a body that asks for nothing else."""
+        """The requestType of a body without input for the model, or None."""
         if self.prompt or self.inputs or self.messages or self.input:
             return None
         try:
@@ -172,10 +172,10 @@ class RequestFields(msgspec.Struct, gc=False):
             return None
 
     def parser(self, known: Mapping[str, Parse], anthropic: bool = False) -> Parse:
-        """What reads the body, of the formats that are known. Raises BadRequest.
+        """Return the parser of the body's format, which is one of `known`. Raises BadRequest.
 
-        anthropic: whether `messages` are Anthropic's. They also are beside `anthropic_version`, as
-        on Amazon Bedrock (InvokeModel).
+        anthropic: whether `messages` are Anthropic's. They are also Anthropic's in a body with
+        `anthropic_version`, as on Amazon Bedrock (InvokeModel).
         """
         for key, parse in known.items():
             if given(value := getattr(self, key)):
@@ -191,7 +191,7 @@ class RequestFields(msgspec.Struct, gc=False):
         raise BadRequest(f"the body should have one of the keys {', '.join(names)} or {last}")
 
     def adapter_names(self) -> str | list[str] | None:
-        """The adapters that the body names. Raises BadRequest, also for too many."""
+        """Return the adapters that the body names. Raises BadRequest, also for too many."""
         if not given(self.adapters):
             return None
         if prompts(self.adapters) > ADAPTERS:
@@ -202,7 +202,7 @@ class RequestFields(msgspec.Struct, gc=False):
             raise bad_request(error) from None
 
     def salt(self) -> str | None:
-        """The client's cache_salt. Raises BadRequest for what is no text, or an empty one."""
+        """Return the client's cache_salt. Raises BadRequest if it is not a text, or empty."""
         if not self.cache_salt:
             return None
         try:
@@ -228,15 +228,15 @@ _read_fields = msgspec.json.Decoder(RequestFields).decode
 
 
 def bad_request(error: FormatError) -> BadRequest:
-    """What a format does not allow, as the client is answered."""
+    """Return the client's error for a body that breaks its format's rules."""
     return BadRequest(str(error), error.parameter)
 
 
 def fields(body: bytes) -> RequestFields:
-    """What a body says. Raises BadRequest.
+    """Return the fields of a body. Raises BadRequest.
 
-    vLLM reads bodies with Python's json, which takes more for JSON than JSON is. What this reader
-    refuses goes no further, or the engine would see names and salts that we did not.
+    vLLM reads bodies with Python's json, which accepts more than JSON allows. The engine never gets
+    a body that this reader refuses. Otherwise it could see names and salts that we did not see.
     """
     if len(body) > _SHORT:
         if count(body, b":", KEYS) > KEYS:
@@ -250,7 +250,7 @@ def fields(body: bytes) -> RequestFields:
 
 
 def fields_of_json(body: bytes) -> RequestFields | None:
-    """What a body says, where it is a request in JSON at all."""
+    """Return the fields of a body, or None if it is not a request in JSON."""
     try:
         return _read_fields(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -258,7 +258,7 @@ def fields_of_json(body: bytes) -> RequestFields | None:
 
 
 def fields_of(values: Mapping[str, Any]) -> RequestFields:
-    """What a call says that a format has made of a body that was read."""
+    """Return the fields of a call that a format has made of a body."""
     known = _RAW & values.keys()
     raw = {name: msgspec.Raw(msgspec.json.encode(values[name])) for name in known}
     return RequestFields(model=values.get("model"), **raw)
@@ -268,8 +268,8 @@ _RAW = {*RequestFields.__struct_fields__} - {"model", "request_type"}
 
 
 def guided(found: RequestFields) -> str | None:
-    """The GUIDED key by which a completion or chat has a constraint, if one: vLLM would ignore it,
-    and answer freely. Raises BadRequest where there is more than one constraint.
+    """Return the GUIDED key that constrains a completion or chat, or None. vLLM would ignore the
+    key, and answer without the constraint. Raises BadRequest if there are several constraints.
     """
     keys = (*GUIDED, "structured_outputs", "response_format")
     asked, *others = [key for key in keys if given(getattr(found, key))] or [""]
@@ -283,19 +283,19 @@ def guided(found: RequestFields) -> str | None:
 
 
 def as_structured_outputs(found: RequestFields, key: str) -> RequestFields:
-    """The fields of the same body with a GUIDED key as `structured_outputs`."""
+    """Return the fields of the same body, with a GUIDED key as `structured_outputs`."""
     constraint = b'{"%b":%b}' % (GUIDED[key].encode(), bytes(getattr(found, key)))
     return msgspec.structs.replace(found, structured_outputs=msgspec.Raw(constraint))
 
 
 def with_structured_outputs(body: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The body with a GUIDED key as `structured_outputs`."""
+    """Return the body, with a GUIDED key as `structured_outputs`."""
     left = {name: it for name, it in body.items() if name not in GUIDED and name not in _GUIDING}
     return {**left, "structured_outputs": {GUIDED[key]: body[key]}}
 
 
 def given(value: msgspec.Raw) -> bool:
-    """Whether a key is there, and not null."""
+    """Whether a key is present, and not null."""
     return bool(value) and (len(value) > 4 or bytes(value) != b"null")
 
 
@@ -303,7 +303,7 @@ _TEXTS = ("prompt", "inputs")
 
 
 def _has_objects(value: msgspec.Raw) -> bool:
-    """Whether it is an object, or a list that begins with one."""
+    """Whether the value is an object, or a list that begins with one."""
     return bytes(memoryview(value)[:64]).lstrip(b"[ \t\r\n").startswith(b"{")
 
 
@@ -311,25 +311,26 @@ def is_list(value: msgspec.Raw) -> bool:
     return bytes(memoryview(value)[:1]) == b"["
 
 
-_OF_ONE = {*(b"%d" % digit for digit in range(10)), b"{"}  # what a list begins with that is one
+# The first byte of a list that is a single prompt: of tokens, or of messages.
+_OF_ONE = {*(b"%d" % digit for digit in range(10)), b"{"}
 
 
 MARKS = (b",", b"[", b"{")
-"""What comes before each value in JSON but an object's only one, which has a key."""
+"""A byte before each value in JSON, except the only value of an object, which has a key."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def count(value: bytes, mark: bytes, enough: int) -> int:
-    """How often JSON has a mark outside of its texts. Where all that it has are not more than
-    `enough`, those in texts count as well.
+    """Count a mark in JSON outside of strings. If JSON has at most `enough` marks with those in
+    strings, the result counts these as well.
     """
     found = value.count(mark)
     return found if found <= enough else _TEXT.sub(b"", value).count(mark)
 
 
 def prompts(value: msgspec.Raw) -> int:
-    """How many prompts there are: in a text, a list of tokens and a conversation one, in a list of
-    these so many. Of a list that has more than MOST no more are read.
+    """Count the prompts. A text, a list of tokens and a conversation are one prompt each; a list of
+    these has one for each item. Counting stops above MOST.
     """
     beginning = bytes(memoryview(value)[:64])
     if not beginning.startswith(b"[") or beginning[1:].lstrip()[:1] in _OF_ONE:
@@ -338,7 +339,7 @@ def prompts(value: msgspec.Raw) -> int:
 
 
 def length(value: msgspec.Raw) -> int:
-    """That of a list, read no further than is needed to know that it has more than MOST."""
+    """Return the length of a list. Counting stops above MOST."""
     if len(value) <= _SHORT:
         return len(msgspec.json.decode(value, type=list[msgspec.Raw]))
     count = 0
@@ -356,7 +357,7 @@ def length(value: msgspec.Raw) -> int:
 
 
 class _Anything:
-    """A type that msgspec does not know: it asks for each."""
+    """A type unknown to msgspec, which therefore calls dec_hook for each value."""
 
 
 _ANYTHING = _Anything()
@@ -367,6 +368,6 @@ class _TooMany(Exception):
 
 
 def _number(value: msgspec.Raw) -> int:
-    """A whole number, or 1."""
+    """Return a whole number, or 1 for any other value."""
     text = bytes(value)
     return int(text) if text.isdigit() and len(text) < 6 else 1

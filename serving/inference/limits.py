@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a client's body the engine may get: its internals are the operator's.
+"""Limits of the fields that clients may send to the engine.
 
-vLLM (0.32) reads much more from a body than sampling parameters. What would let a client reach the
-KV connector, other hosts' caches or extensions is refused, unless the operator trusts all who can
-send requests, and what costs the engine more than it costs the client has a limit. vLLM itself
-refuses templates and processor arguments of clients, and limits `logprobs`, `logprob_token_ids`,
-the number of `stop` and `bad_words`, and the nesting of schemas.
+vLLM (0.32) reads much more from a body than sampling parameters. Two kinds of fields are checked:
+
+- Fields that reach the KV connector, other hosts' caches or extensions are refused, unless the
+  operator trusts every client.
+- Fields that cost the engine more than they cost the client have a limit.
+
+vLLM itself refuses templates and processor arguments of clients, and limits `logprobs`,
+`logprob_token_ids`, the number of `stop` and `bad_words`, and the nesting of schemas.
 tests/serving/engine/test_vllm_requests.py has a reason for every field of vLLM's that has no limit.
 """
 
@@ -31,15 +34,15 @@ from serving.protocol import VLLM_SESSION_ID
 T = TypeVar("T")
 
 _INTERNAL = (
-    "kv_transfer_params",  # connectors read and free KV blocks by it, also those of other hosts
+    "kv_transfer_params",  # makes connectors read and free KV blocks, also those of other hosts
     "ec_transfer_params",  # the same for the encoder's cache
-    "vllm_xargs",  # for extensions, and becomes the two above; can make KV events be told again
+    "vllm_xargs",  # for extensions; can set the two above, and have KV events published again
 )
 _LONGEST = {
     "request_id": 256,
     "session_id": 256,
     "bad_words": 16 * 1024,  # each is made into tokens on the event loop
-    "stop": 16 * 1024,  # each is looked for in the text, after every token
+    "stop": 16 * 1024,  # each is searched in the text after every token
     "stop_token_ids": 16 * 1024,  # every token is compared with all of them, one by one
     "allowed_token_ids": 2 * 1024 * 1024,  # copied to the engine's process; a whole vocabulary fits
     "logit_bias": 2 * 1024 * 1024,
@@ -57,53 +60,53 @@ _LONGEST = {
     "media_io_kwargs": 16 * 1024,
     "mm_processor_kwargs": 16 * 1024,
 }
-"""Bytes of JSON that the value of a key may have."""
+"""Most bytes of JSON in the value of a key."""
 
 SEQUENCES = 1024
-"""That one request may have generated: its prompts times `n`."""
+"""Most sequences that a request may generate: its prompts times `n`."""
 INPUTS = 2048
-"""That one request may have embedded; OpenAI has this limit."""
+"""Most inputs in a request for embeddings, as at OpenAI."""
 PAIRS_SIZE = 16 * 1024 * 1024
-"""Bytes that the pairs of one request may have: the query is read anew with each document."""
+"""Most bytes of a request's pairs. vLLM reads the query again with each document."""
 SHORTENED = 1024 * 1024
-"""Bytes of texts to compare that may be shortened: vLLM does so on the event loop."""
+"""Most bytes of compared texts that vLLM may shorten, which it does on the event loop."""
 TOKENIZED = 1024 * 1024
-"""Bytes of a request for tokens, or for their text: vLLM has no limit, and answers on the event
+"""Most bytes of a request to tokenize or detokenize. vLLM has no limit, and answers on the event
 loop.
 """
 TOKENS = 2 * 1024 * 1024
-"""That the prompts or inputs of one request may have, where they come as tokens."""
+"""Most tokens in a request's prompts or inputs, if they are given as tokens."""
 MESSAGES = 8192
-"""Messages, and parts of them, that one request may have: vLLM takes up to 0.1 ms to read one, on
-the event loop.
+"""Most messages and parts of messages in a request. vLLM takes up to 0.1 ms to read one, on the
+event loop.
 """
 VALUES = 65_536
-"""In the messages, items or documents of one request, however deep: vLLM reads each on the event
-loop.
+"""Most values in a request's messages, items or documents, at any depth. vLLM reads each on the
+event loop.
 """
 PATTERN, REPEATED = 64, 512
-"""Tokens that `repetition_detection` may have in a pattern, and in the pattern's repetitions.
+"""Most tokens of `repetition_detection` in a pattern, and in the pattern's repetitions.
 
-vLLM compares them in the loop that serves everybody, for every token of every sequence: at most
-about a millisecond with these.
+vLLM compares them in the loop that serves all requests, for every token of every sequence. With
+these limits that takes at most about a millisecond.
 """
 PROMPT_LOGPROBS = 16 * 1024 * 1024
-"""Bytes of the prompts, times `n`, times the log probabilities of each token: vLLM makes an object
-of each, some 200 bytes large, before it answers.
+"""Most bytes of the prompts, times `n`, times the log probabilities of each token. vLLM makes an
+object of some 200 bytes for each before it answers.
 """
 KEPT = {
     "previous_response_id": "send the whole conversation as input",
     "prompt": "send its text as instructions or input",
     "previous_input_messages": "send the whole conversation as input",
-    "background": "wait for the answer, or have it streamed",
+    "background": "wait for the answer, or request a stream",
     "store": "leave it out, or set it to false",
 }
-"""Keys of Responses that need answers which are kept → what to do instead."""
+"""Keys of Responses that need stored answers → the fix for the client."""
 
 
 class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw()
-    output: msgspec.Raw = msgspec.Raw()  # of a tool, as Responses have it
+    output: msgspec.Raw = msgspec.Raw()  # a tool's output in Responses
 
 
 class _Content(msgspec.Struct):
@@ -111,7 +114,7 @@ class _Content(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    tool: msgspec.Raw = msgspec.Raw()  # Messages may define tools in the middle of a conversation
+    tool: msgspec.Raw = msgspec.Raw()  # Messages may define tools within a conversation
 
 
 def _reader(kind: Any) -> Callable[[bytes], Any]:
@@ -130,7 +133,7 @@ _objects, _items = _reader(list[_Part]), _reader(list[dict[str, Any]])
 _compared = _reader(str | _Content | list[str | _Content])
 _whole = _reader(int)
 _bias = msgspec.json.Decoder(dict[str, float] | None, strict=False).decode
-_lax = _reader(int | float | bool)  # as vLLM takes it
+_lax = _reader(int | float | bool)  # vLLM accepts all of these
 
 
 class _Repetition(msgspec.Struct):
@@ -142,9 +145,9 @@ _repetition = msgspec.json.Decoder(_Repetition).decode
 
 
 def check(call: RequestFields, trusted: bool) -> None:
-    """Raise BadRequest for a call that the engine may not get.
+    """Raise BadRequest for a call that the engine must not get.
 
-    trusted: whether clients may send what reaches the engine's internals.
+    trusted: whether clients may send fields that reach the engine's internals.
     """
     for key in () if trusted else _INTERNAL:
         if given(getattr(call, key)):
@@ -185,16 +188,16 @@ def check_items(call: RequestFields) -> None:
 
 
 def check_kept(call: RequestFields) -> None:
-    """Raise BadRequest for a call of Responses that needs answers which are kept: here each request
-    has all of its conversation.
+    """Raise BadRequest for a call of Responses that needs stored answers. This server stores none:
+    each request has its whole conversation.
     """
     for key, fix in KEPT.items():
         if bytes(getattr(call, key)) not in (b"", b"null", b"false"):
-            raise BadRequest(f"{key}: no answers are kept here; {fix}", key)
+            raise BadRequest(f"{key}: no answers are stored here; {fix}", key)
 
 
 def check_pairs(call: RequestFields) -> None:
-    """Raise BadRequest for texts to compare that the engine may not get."""
+    """Raise BadRequest for compared texts that the engine must not get."""
     parts = 0
     for key in PAIRS:
         if not given(value := getattr(call, key)):
@@ -227,13 +230,13 @@ def check_pairs(call: RequestFields) -> None:
 
 
 def check_tokenized(body: bytes) -> None:
-    """Raise BadRequest for a request for tokens, or for their text, that is too large."""
+    """Raise BadRequest for a request to tokenize or detokenize that is too large."""
     if len(body) > TOKENIZED:
         raise BadRequest(f"a request for tokens may have at most {TOKENIZED} bytes")
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise BadRequest for headers that the engine may not get."""
+    """Raise BadRequest for headers that the engine must not get."""
     longest = _LONGEST["session_id"]
     if any(key == VLLM_SESSION_ID and len(value) > longest for key, value in headers):
         raise BadRequest(f"X-Session-ID has more than {longest} bytes")
@@ -254,7 +257,7 @@ def _check_bits(value: msgspec.Raw, key: str) -> None:
 
 
 def _check_bias(value: msgspec.Raw) -> None:
-    """pydantic would tell of each value that is wrong."""
+    """Raise BadRequest for the first wrong value. pydantic would report each of them."""
     try:
         _bias(value or b"null")
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -273,7 +276,9 @@ def _check_tools(value: msgspec.Raw) -> None:
 
 
 def _check_list(value: bytes, key: str, kind: str) -> None:
-    """vLLM reads a list as each thing that it may be, and says of each item why it is none."""
+    """Raise BadRequest for a list that vLLM would not accept. vLLM tries each type that the list
+    may have, and its error has a reason for each item and type.
+    """
     if key != "prompt" and prompts(msgspec.Raw(value)) > INPUTS:
         raise BadRequest(f"a request may have at most {INPUTS} inputs", "input")
     if key == "prompt" or (key != "messages" and kind in _LISTS):
@@ -321,7 +326,7 @@ _BEGINNING = re.compile(rb"\[\s*(\[?)\s*(\{?)")
 
 
 def _kind(value: bytes) -> str:
-    """What a list holds, by its beginning."""
+    """Return the kind of a list's items, by its first bytes."""
     found = _BEGINNING.match(value)
     assert found
     if found[2]:
@@ -337,7 +342,7 @@ def _check_prompt_logprobs(call: RequestFields, n: int) -> None:
         chat = given(call.messages)
         key = "top_logprobs" if chat else "logprobs"  # a chat's `logprobs` is true or false
         each = _number(getattr(call, key), key, 0 if chat else None, _lax)
-    if each is None or each < 0:  # vLLM refuses what is below 0, unless the operator allows it
+    if each is None or each < 0:  # vLLM refuses numbers below 0, unless the operator allows them
         return
     size = len(call.prompt) + len(call.messages)
     if size * n * (each + 1) > PROMPT_LOGPROBS:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Media in requests: fetched, measured and named before the engine sees them.
+"""Media in requests: fetched, measured and given a uuid before the engine gets them.
 
-vLLM would fetch them itself: it follows redirects, looks at no addresses, and reaches whatever this
-machine reaches, its metadata service too. It is left with `data:` URIs alone. It decodes whatever
-it is given, so the pixels of a request have a limit. And it keeps media in caches whose key is the
-part's `uuid`, or else a digest of the content; both are the same for all clients, so each part gets
-a `uuid` that only the clients have that share KV caches. Where an API has no place for one, as
-agents' have none, serving/engine/requests/agents.py gives it to what vLLM makes of the request.
+- vLLM would fetch media itself. It follows redirects and checks no addresses, so it reaches every
+  host that this machine reaches, also its metadata service. It gets only `data:` URIs.
+- vLLM decodes all media that it gets. So the pixels of a request have a limit.
+- vLLM caches media. The key is the part's `uuid`, or else a digest of the content, and both are the
+  same for all clients. So each part gets a `uuid` that only clients with shared KV caches have in
+  common. Agents' APIs have no field for it: there serving/engine/requests/agents.py adds it to the
+  parts that vLLM makes of the request.
 """
 
 import asyncio
@@ -30,14 +31,14 @@ from serving.errors import BadRequest
 from serving.inference.fields import PAIRS
 from serving.kv_cache.salt import scoped_name
 
-MEDIA = 32  # media that one request may have fetched; and audio, video and embeddings it may have
-PICTURES = 512  # that one request may have
-PIXELS = 1 << 28  # of all its pictures: 0.8 GB as vLLM holds them. vLLM limits each to 179 million.
-FETCH_S = 10.0  # for one of them, from its host's name to its last byte; they are fetched at once
-CONNECT_S = 3.0  # for each of a host's addresses
-ANY = "*"  # among the hosts that media may come from: every host whose addresses are public
+MEDIA = 32  # most media to fetch in a request; also most pieces of audio, video and embeddings
+PICTURES = 512  # most pictures in a request
+PIXELS = 1 << 28  # of a request's pictures: 0.8 GB in vLLM, which limits each to 179 million
+FETCH_S = 10.0  # for one medium, from its host's name to its last byte; all are fetched at once
+CONNECT_S = 3.0  # for each address of a host
+ANY = "*"  # as a host that media may come from: every host with public addresses only
 _CONVERSATIONS = ("messages", "input")
-"""Keys of the parts that media may be in, as PAIRS are: limits.py lets both have so many."""
+"""Keys whose parts may have media, as PAIRS may. limits.py limits the parts of both."""
 
 
 async def prepare(
@@ -47,17 +48,17 @@ async def prepare(
     sharers: str | None = None,
     pairs: bool = False,
 ) -> None:
-    """Change a request so that the engine may have its media.
+    """Change a request in place so that the engine may have its media.
 
-    allowed: hosts that media may come from, by their names in DNS, in any case, or ANY. limit:
-    bytes that all fetched media of the request may have. sharers: what the clients have in common
-    that share KV caches, or None where all do. pairs: whether the engine compares texts, which have
-    the media then. Raises BadRequest for media that may not or cannot be fetched, or are too many
-    or too large.
+    allowed: hosts that media may come from, by their DNS names, in any case, or ANY. limit: most
+    bytes of all fetched media of the request. sharers: the cache salt of the clients that share KV
+    caches, or None if all clients do. pairs: whether the engine compares texts, which then have the
+    media. Raises BadRequest for media that must not or cannot be fetched, are too many or too
+    large.
     """
     arguments = request.get("mm_processor_kwargs")
     if arguments and await in_thread(_has_place, arguments):
-        raise BadRequest("mm_processor_kwargs may name no URLs or files", "mm_processor_kwargs")
+        raise BadRequest("mm_processor_kwargs must not name URLs or files", "mm_processor_kwargs")
     parts = [
         part
         for part in _parts([request.get(key) for key in (PAIRS if pairs else _CONVERSATIONS)])
@@ -72,12 +73,12 @@ async def prepare(
     await in_thread(_look_at, parts, sharers)
 
 
-# Only letters and the underscore matter: an escape of anything else is in no key that is looked at.
+# The keys below consist of letters and the underscore, so other escapes do not matter.
 _ESCAPED_LETTER = re.compile(rb"\\u00[567]")
 
 
 def may_have_media(body: bytes) -> bool:
-    """Whether a JSON body is worth preparing. Python's json takes UTF-16 and UTF-32 too."""
+    """Whether a JSON body may have media. Python's json also accepts UTF-16 and UTF-32."""
     return (
         b'_url"' in body
         or b'uuid"' in body
@@ -91,10 +92,10 @@ def may_have_media(body: bytes) -> bool:
 
 
 def _has_place(value: Any) -> bool:
-    """Whether there is a URL or a path in it.
+    """Whether a value contains a URL or a path.
 
-    vLLM hands mm_processor_kwargs to the model's processor as arguments, and processors of
-    transformers fetch what they find in `images`, `videos` or `audio`, or open it as a file.
+    vLLM passes mm_processor_kwargs to the model's processor as arguments. The processors of
+    transformers fetch URLs in `images`, `videos` or `audio`, and open paths as files.
     """
     left = [value]
     while left:
@@ -109,7 +110,7 @@ def _has_place(value: Any) -> bool:
 
 
 class _Media(NamedTuple):
-    """One to fetch, and the key in the request that has its URL."""
+    """A medium to fetch, and the object and key in the request that have its URL."""
 
     holder: dict[str, Any]
     key: str
@@ -121,7 +122,7 @@ class _Media(NamedTuple):
 
 
 def _remote(parts: list[dict[str, Any]], allowed: Collection[str]) -> list[_Media]:
-    """The media to fetch. Raises BadRequest for one that may not be, or for too many."""
+    """Return the media to fetch. Raises BadRequest for forbidden hosts, or for too many media."""
     media = []
     for _, holder, key in _urls(parts):
         url = holder[key]
@@ -135,11 +136,10 @@ def _remote(parts: list[dict[str, Any]], allowed: Collection[str]) -> list[_Medi
 
 
 def _urls(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The key of each URL in a part, and what has the URL, under which key.
+    """Yield the kind of each URL in the parts, the object that has the URL, and its key there.
 
-    Every URL that may be read counts, by whatever type the part says it has.
-
-    With a uuid vLLM overlooks the type, and without both it takes what is there.
+    The type of a part is ignored, because vLLM may read each of these URLs: if a part has a uuid,
+    vLLM ignores its type, and if it has neither, vLLM takes the first key that it finds.
     """
     for part in parts:
         source = part.get("source")
@@ -154,11 +154,11 @@ def _urls(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], st
 
 
 def _parts(value: Any, depth: int = 2) -> Iterator[dict[str, Any]]:
-    """The content parts of messages, which may be in so many lists in a list.
+    """Yield the content parts of messages, which may be nested in lists, `depth` levels deep.
 
-    `input` has the messages of an embeddings request, or the items of Responses, and a batch has
-    lists of messages. What a tool has answered is in parts, too: in `output` of an item, and in
-    `content` of a part in Messages.
+    `input` has the messages of an embeddings request, or the items of Responses. A batch has lists
+    of messages. The output of a tool also has parts: in `output` of an item of Responses, and in
+    `content` of a part of Messages.
     """
     for item in value if isinstance(value, list) else ():
         if isinstance(item, list) and depth:
@@ -176,18 +176,18 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def _is_of_messages(part: dict[str, Any]) -> bool:
-    """Whether a part is a picture as Messages have them."""
+    """Whether a part is a picture in the format of Messages."""
     return part.get("type") == "image" and isinstance(part.get("source"), dict)
 
 
 def _as_url(source: dict[str, Any]) -> None:
-    """Give a picture of Messages that came as data the data: URI that vLLM makes of it."""
+    """Replace the data of a picture of Messages by the data: URI that vLLM makes of them."""
     if source.get("type") != "url":
         media_type, data = source.pop("media_type", "image/jpeg"), source.pop("data", "")
         source |= {"type": "url", "url": f"data:{media_type};base64,{data}"}
 
 
-# In the order in which vLLM looks for them in a part that has no type, or a uuid.
+# In vLLM's order of precedence for a part without a type, or with a uuid.
 _KEYS = (
     "image_url",
     "image_pil",
@@ -203,13 +203,13 @@ _OF_MEDIA = {*_KEYS, "uuid"}
 
 
 def _look_at(parts: list[dict[str, Any]], sharers: str | None) -> None:
-    """_require_pixels() and _rename(): decoding and digests of some megabytes take their time."""
+    """Call _require_pixels() and _rename(), which take long for megabytes of data."""
     _require_pixels(parts)
     _rename(parts, sharers)
 
 
 def _require_few(parts: list[dict[str, Any]]) -> None:
-    """Raise BadRequest for too many media, whether they are inside or to be fetched."""
+    """Raise BadRequest for too many media, whether they are inline or must be fetched."""
     keys = [key for part in parts for key in _KEYS if part.get(key) is not None]
     keys += ["image_url" for part in parts if isinstance(part.get("source"), dict)]
     pictures = keys.count("image_url")
@@ -224,7 +224,7 @@ def _require_few(parts: list[dict[str, Any]]) -> None:
 
 
 def _require_pixels(parts: list[dict[str, Any]]) -> None:
-    """Raise BadRequest for pictures with too many pixels, by their headers: none is decoded."""
+    """Raise BadRequest for pictures with too many pixels. Reads only the headers of pictures."""
     left = PIXELS
     for name, holder, key in _urls(parts):
         kind, _, data = holder[key][5:].partition(",")
@@ -232,7 +232,7 @@ def _require_pixels(parts: list[dict[str, Any]]) -> None:
         if name == "image_url":
             pictures = [data]
         elif name == "video_url" and kind.partition(";")[0].lower() == "video/jpeg":
-            pictures = data.split(",")  # a video as vLLM takes it, too: a picture for each frame
+            pictures = data.split(",")  # vLLM also accepts a video as one picture for each frame
         for picture in pictures:
             left -= _pixels(picture)
             if left < 0:
@@ -241,20 +241,24 @@ def _require_pixels(parts: list[dict[str, Any]]) -> None:
                 )
 
 
-# As vLLM has them, in its order: the first that takes a file for its own is the one that reads it.
+# vLLM's formats, in its order: the first format that accepts a file reads it.
 FORMATS = (
     *("AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR", "GIF"),
     *("ICNS", "ICO", "IM", "IMT", "IPTC", "JPEG", "JPEG2000", "MCIDAS", "MSP", "PCD", "PCX"),
     *("PIXAR", "PNG", "PPM", "PSD", "QOI", "SGI", "SPIDER", "SUN", "TGA", "TIFF", "WEBP"),
     *("XBM", "XPM", "XVTHUMB"),
 )
-# Their headers have the size of what is decoded. In others, such as ICO, it can be larger.
+# Their headers have the size of the decoded picture. In other formats, such as ICO, the decoded
+# picture can be larger.
 _SIZED = {"AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP"}
-_LARGEST = 178_956_970  # pixels that vLLM and Pillow take
+_LARGEST = 178_956_970  # most pixels that vLLM and Pillow accept
 
 
 def _pixels(data: str) -> int:
-    """What a picture, given in base64, has when it is decoded; 0 for what vLLM will refuse."""
+    """Return the pixels of a decoded picture, given in base64; 0 for a format that vLLM refuses.
+
+    Raises BadRequest.
+    """
     try:
         content = base64.b64decode(data, validate=True)
     except ValueError:
@@ -274,10 +278,11 @@ def _pixels(data: str) -> int:
 
 
 def _rename(parts: list[dict[str, Any]], sharers: str | None) -> bool:
-    """Give parts the uuids that the engine may know them by, and say whether any got one.
+    """Give parts the uuids for the engine's caches. Returns whether any part got one.
 
-    A client's own is replaced even where all share: as a key it stands beside digests of contents,
-    and one that is equal to such a digest would be another client's picture.
+    A client's uuid is replaced even if all clients share KV caches. In vLLM's cache, uuids and
+    digests of contents are keys of the same table. A uuid that is equal to such a digest would
+    return another client's picture.
     """
     names = [_name(part, sharers) for part in parts]
     for part, name in zip(parts, names, strict=True):
@@ -287,7 +292,7 @@ def _rename(parts: list[dict[str, Any]], sharers: str | None) -> bool:
 
 
 def _name(part: dict[str, Any], sharers: str | None) -> str | None:
-    """The uuid that a part is to have, or None where it needs none."""
+    """Return the uuid for a part, or None if it needs none."""
     key = _key(part)
     if (uuid := part.get("uuid")) is not None:
         return scoped_name(sharers, "uuid", key or "", str(uuid))
@@ -300,7 +305,7 @@ def _name(part: dict[str, Any], sharers: str | None) -> str | None:
 
 
 def _key(part: dict[str, Any]) -> str | None:
-    """The key of a part's medium, or None where vLLM takes it for no medium."""
+    """Return the key of a part's medium, or None if vLLM sees no medium in it."""
     kind = part.get("type")
     if kind is None or part.get("uuid") is not None:
         return next((key for key in _KEYS if key in part), None)
@@ -339,7 +344,7 @@ def _checked(text: str, allowed: Collection[str]) -> httpx.URL:
 
 
 async def _fetch_all(media: list[_Media], limit: int) -> None:
-    """Put media where their URLs are. Raises BadRequest."""
+    """Replace the URLs of media by their data. Raises BadRequest."""
     if not media:
         return
     budget = _Budget(limit)
@@ -355,13 +360,13 @@ async def _fetch_all(media: list[_Media], limit: int) -> None:
 
 
 class _Budget:
-    """Bytes that a request's media may still have."""
+    """The bytes that a request's media may still take."""
 
     def __init__(self, limit: int) -> None:
         self._limit = self._left = limit
 
     def take(self, size: int) -> None:
-        """Raises BadRequest where too few are left."""
+        """Take bytes. Raises BadRequest if too few are left."""
         self._left -= size
         if self._left < 0:
             raise BadRequest(f"the media have more than {self._limit} bytes in all", "messages")
@@ -379,10 +384,10 @@ async def _inline(media: _Media, budget: _Budget) -> None:
 
 
 async def _fetch(media: _Media, budget: _Budget) -> str:
-    """A data: URI. Raises BadRequest, TransportError or OSError where there is none to be had."""
+    """Fetch a medium. Returns a data: URI. Raises BadRequest, TransportError or OSError."""
     addresses = await _public_addresses(media.host)
-    # One transport for each: a connection of a pool would serve another host at the same address,
-    # whose certificate nobody has looked at. No httpx client: it logs URLs, and heeds proxies.
+    # One transport for each medium: a pooled connection would also serve another host at the same
+    # address, whose certificate was not checked. No httpx client: it logs URLs and uses proxies.
     async with httpx.AsyncHTTPTransport(verify=_tls()) as transport:
         for address in addresses[:-1]:
             with contextlib.suppress(httpx.ConnectError, httpx.ConnectTimeout):
@@ -424,7 +429,7 @@ def _require_content(response: httpx.Response, host: str) -> None:
     elif status != 200:
         reason = f"answers {status}"
     elif response.headers.get("content-encoding", "identity").lower() != "identity":
-        reason = "answers with compressed content, which was not asked for"
+        reason = "answers with compressed content, although it was not requested"
     else:
         return
     raise BadRequest(f"media cannot be fetched: {host} {reason}", "messages")
@@ -440,13 +445,13 @@ def _content_type(response: httpx.Response) -> str:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # it reads some hundred certificates
+    return httpx.create_ssl_context()  # reads more than a hundred certificates
 
 
 async def _public_addresses(host: str) -> list[str]:
-    """The host's addresses, which are connected to without another look at its name.
+    """Resolve a host once. Returns its addresses, so that connecting needs no second lookup.
 
-    Raises BadRequest where one of them is not public, or where there is none.
+    Raises BadRequest if one of them is not public, or if there is none.
     """
     try:
         addresses = await _resolve(host)
@@ -464,7 +469,7 @@ async def _resolve(host: str) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-# What Python 3.11 takes for public all the same.
+# Networks that are not public, although Python 3.11 says so.
 _SPECIAL = [
     ipaddress.ip_network(network)
     for network in (
@@ -480,9 +485,9 @@ _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet's, and leads there and nowhere else.
+    """Whether an IP address is a public one, which leads only to the internet.
 
-    IPv6 addresses that have an IPv4 address in them do not count: where they lead depends on it.
+    IPv6 addresses that embed an IPv4 address do not count, because they may lead to that address.
     """
     ip = ipaddress.ip_address(address)
     if ip.version == 6 and ip not in _GLOBAL_UNICAST:

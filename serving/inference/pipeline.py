@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of every request for the engine, in its order. Nothing reaches the engine on another."""
+"""The pipeline of every request to the engine. No request reaches the engine past it."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ from serving.lora.registry import AdapterRegistry
 from serving.user_code import UserCode
 
 AHEAD = 0.25
-"""Sequences that the engine is given beside those it works on, as a share of these."""
+"""Further sequences that the engine gets ahead, as a share of its concurrency."""
 
 OPERATIONS = {
     protocol.CHAT_COMPLETIONS: "chat",
@@ -58,17 +58,17 @@ OPERATIONS = {
     protocol.COMPLETIONS: "text_completion",
     protocol.EMBEDDINGS: "embeddings",
 }
-"""Path of the engine → what it does, in the words of OpenTelemetry's conventions for generative AI;
-others are called by their paths' last part.
+"""Path of the engine → the operation's name in OpenTelemetry's conventions for generative AI. The
+name of other operations is the last part of their path.
 """
 LAST = 2**31 - 1
-"""vLLM's priority of what is in the background: the lowest come first."""
+"""vLLM's priority of background requests: vLLM runs low numbers first."""
 
 _NO_ADAPTER: contextlib.nullcontext[Adapter | None] = contextlib.nullcontext(None)
 
 
 class Pipeline:
-    """What answers requests, once there is an engine."""
+    """Answers requests, once there is an engine."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class Pipeline:
         self.engine = engine
         self.adapters = adapters
         self.code = code
-        """The model's own model.py."""
+        """The model's model.py."""
         self._settings = settings
         self.limiter = limiter
         self._model_name = settings.model_names[0]
         self.model_id = settings.model_id
-        """The model as the operator names it, wherever its files are."""
+        """The operator's name of the model, wherever its files are."""
         self._queue = FairQueue(self._capacity)
         self.admission = Admission(
             self._queue, settings.job_queue_size, self._waiting_for_their_adapter
@@ -103,7 +103,7 @@ class Pipeline:
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """By tenant and adapter: how many requests wait for the engine, and how many it has."""
+        """By tenant and adapter: how many requests wait for the engine, and how many it runs."""
         names = ("tenant", "adapter", "waiting", "in_flight")
         return [
             dict(zip(names, (*lane.rpartition("\0")[::2], *counts), strict=True))
@@ -112,33 +112,36 @@ class Pipeline:
 
     @property
     def preloads(self) -> bool:
-        """Whether adapters are loaded when they are registered, where nothing else is asked."""
+        """Whether adapters are loaded at their registration, unless the request says otherwise."""
         return self._settings.lmi_preload
 
     @property
     def custom_handler(self) -> UserCode | None:
-        """The model's own model.py, where it answers requests itself."""
+        """The model's model.py, if it answers requests itself, or None."""
         return self.code if self.code and "handle" in self.code.functions else None
 
     @property
     def code_failing(self) -> str | None:
-        """Why the model's own model.py can answer nothing now, where that is so."""
+        """The reason why the model's model.py cannot answer now, or None."""
         return self.code.failure if self.code else None
 
     def tenant(self, client: ClientRequest) -> str | None:
-        """Whose a request is, None where tenants are not distinguished. Raises BadRequest."""
+        """Return a request's tenant, or None without tenants. Raises BadRequest."""
         return self._tenants.tenant(client.record.caller, client.scope["headers"])
 
     def require_model(self, client: ClientRequest) -> None:
-        """Raise NotPermitted where the client's key does not allow the base model."""
+        """Raise NotPermitted if the client's key does not allow the base model."""
         client.record.caller.require_model(self._settings.model_names)
 
     @contextlib.asynccontextmanager
     async def received(self, call: HttpCall) -> AsyncIterator[ClientRequest]:
-        """A client's request, which counts from its head on, once its body is there."""
+        """Admit a client's request at its head, and yield it once its body has arrived.
+
+        Raises Overloaded and the other errors of the limits and of the body.
+        """
         call.record.generates = self._generates(call)
         with self.admission.admitted() as admitted:
-            admitted.end_after(self._settings.stream_timeout)  # which is the longest
+            admitted.end_after(self._settings.stream_timeout)  # the longest timeout
             share = self.bodies.share()
             taken = None
             try:
@@ -163,7 +166,7 @@ class Pipeline:
                     self.limiter.give_back(taken)
 
     def _generates(self, call: HttpCall) -> bool:
-        """Whether a request is for text, which its client waits for."""
+        """Whether a request generates text for its client."""
         path, engine = call.scope["path"], self.engine
         return (
             not (engine.embeds or engine.classifies)
@@ -177,9 +180,9 @@ class Pipeline:
         receive: Receive,
         answer: Callable[[ClientRequest], Awaitable[None]],
     ) -> None:
-        """Have a request answered, or share the answer to an equal one that is under way."""
+        """Answer a request, or send the answer of an equal request in flight."""
         admitted, key = client.admitted, None
-        prefill = client.record.caller.phase == "prefill"  # nobody else's answer
+        prefill = client.record.caller.phase == "prefill"  # its answer is not shared
         if not prefill and 0 < len(header(client.scope, protocol.INFERENCE_ID)) <= 64:
             with admitted.raising():
                 key = await shared_key(client, self._tenants)
@@ -193,12 +196,13 @@ class Pipeline:
                 again.go_on()
                 await answer(client.again(again, send))
 
-        admitted.go()  # what is shared has a place of its own, and retries have a limit of theirs
+        admitted.go()  # the shared call has its own place, and retries have a separate limit
         await self._coalescer.answer(key, shared, receive, client.send)
 
     async def form(self, client: ClientRequest, path: str) -> Form:
-        """A client's form with a file, whose fields are the request's. Raises NotFound where the
-        model does not hear, and BadRequest.
+        """Parse a client's form with a file. The form's fields become the request's fields.
+
+        Raises NotFound if the model is not a speech-to-text model, and BadRequest.
         """
         if not self.engine.hears:
             raise NotFound(f"the model does not answer {path}")
@@ -212,9 +216,9 @@ class Pipeline:
         return found
 
     async def run(self, request: InferenceRequest) -> None:
-        """Have the engine answer a request in its turn. Raises ServingError and ClientLeft.
+        """Let the engine answer a request when its turn comes. Raises ServingError and ClientLeft.
 
-        What the request waits for is cancelled where it ends early, and so is the engine's work.
+        If the request ends early, its waits and the engine's work are cancelled.
         """
         if self.code and self.code.alone:
             raise NotFound(NO_ENGINE)
@@ -226,7 +230,7 @@ class Pipeline:
                 request = await self._formatted(request, adapter)
                 try:
                     form, call, sequences = await self._engine_call(request, adapter)
-                except RecursionError:  # its parts are read anew, with less of the stack left
+                except RecursionError:  # nested parts are read again, with less of the stack left
                     raise BadRequest(TOO_DEEP) from None
                 if call.path in protocol.AGENTS_PATHS:
                     request = dataclasses.replace(request, framing=NAMED_EVENTS)
@@ -244,7 +248,7 @@ class Pipeline:
                 self._account(request, adapter, relay.usage)
 
     def _relay(self, request: InferenceRequest, form: EngineCall, adapter: Adapter | None) -> Relay:
-        """What passes the engine's answer on, in the form that the request's format has for it."""
+        """Return the sink that renders the engine's answer in the request's format."""
         prefill = request.client.record.caller.phase == "prefill"
         formatter = None if prefill else self._code(adapter, "output")
         formatted = bool(formatter or self._code(adapter, "input"))
@@ -253,7 +257,7 @@ class Pipeline:
     async def _answered(
         self, request: InferenceRequest, call: Call, adapter: Adapter | None, relay: Relay
     ) -> None:
-        """Have the engine answer, which is a part of the request's trace."""
+        """Let the engine answer, within a span of the request's trace."""
         call = dataclasses.replace(call, steps=relay.takes_steps)
         trace = request.client.record.trace
         if not trace:
@@ -280,9 +284,10 @@ class Pipeline:
                 )
 
     def _account(self, request: InferenceRequest, adapter: Adapter | None, usage: Usage) -> None:
-        """Charge a call's tokens to whoever has sent it, whatever became of the answer. Those of a
-        prompt that is computed for another server are charged there, or by the router; but for what
-        was computed of one that nobody waited for.
+        """Charge a call's tokens to its caller, even if the answer failed.
+
+        A prefill for another server is charged by that server, or by the router. Only a prefill
+        that was never answered is charged here.
         """
         client = request.client
         if client.record.caller.phase == "prefill" and client.record.status:
@@ -300,7 +305,7 @@ class Pipeline:
         request.cancellation.end_after(self._timeout(request))
 
     def _timeout(self, request: InferenceRequest) -> int | None:
-        """Seconds that the request may take, after which it is ended."""
+        """Return the request's timeout in seconds, or None without one."""
         settings = self._settings
         if request.background:
             return None
@@ -309,13 +314,13 @@ class Pipeline:
     def _adapter(
         self, request: InferenceRequest
     ) -> contextlib.AbstractAsyncContextManager[Adapter | None]:
-        """The request's adapter, which the engine has and keeps for so long."""
+        """Return a context manager that keeps the request's adapter loaded in the engine."""
         return self._loaded_adapter(request) if request.adapter else _NO_ADAPTER
 
     @contextlib.asynccontextmanager
     async def _loaded_adapter(self, request: InferenceRequest) -> AsyncIterator[Adapter]:
         adapters, name = self.adapters, request.adapter
-        assert adapters  # else adapters_named() would have refused the name
+        assert adapters  # without a registry adapters_named() refuses the name
         assert name
         if request.refusable:
             self.admission.require_room(self._waiting_for_their_adapter())
@@ -328,7 +333,7 @@ class Pipeline:
             yield adapter
 
     def _code(self, adapter: Adapter | None, function: str) -> UserCode | None:
-        """What has the function: an adapter's own model.py comes before the model's."""
+        """Return the model.py with the function: the adapter's, or else the model's, or None."""
         for code in (adapter.code if adapter else None, self.code):
             if code and function in code.functions:
                 return code
@@ -337,8 +342,8 @@ class Pipeline:
     async def _formatted(
         self, request: InferenceRequest, adapter: Adapter | None
     ) -> InferenceRequest:
-        """The request as the input formatter has it, where there is one: what the engine gets
-        counts, not what the client sent.
+        """Return the request after the input formatter, if there is one. Limits and checks apply to
+        the formatted request, not to the client's. Raises BadRequest and UserCodeFailed.
         """
         if request.form or request.client.scope["path"] in protocol.UNFORMATTED_PATHS:
             self._require_no_formatter(adapter)
@@ -356,9 +361,9 @@ class Pipeline:
         return request
 
     def _require_no_formatter(self, adapter: Adapter | None) -> None:
-        """Raise BadRequest where a model.py has the last word on requests or answers.
+        """Raise BadRequest if a model.py formats requests or answers.
 
-        Its formatters know the shapes of completions and chats.
+        Formatters only know the formats of completions and chats.
         """
         if self._code(adapter, "input") or self._code(adapter, "output"):
             raise BadRequest(
@@ -369,9 +374,9 @@ class Pipeline:
     async def _engine_call(
         self, request: InferenceRequest, adapter: Adapter | None
     ) -> tuple[EngineCall, Call, int]:
-        """The request as its format has read it; the call that the engine gets, with what the
-        server decides in the place of the client's; and how many sequences it is. Raises
-        BadRequest.
+        """Parse a request. Returns its format's call, the engine's call, and the number of
+        sequences. In the engine's call the server's values replace the client's. Raises BadRequest
+        and NotFound.
         """
         settings = self._settings
         form, found, constraint = self._parsed(request, adapter)
@@ -392,7 +397,7 @@ class Pipeline:
         if adapter:
             request.client.record.adapter = adapter.name
         elif request.adapter == "" or (
-            # It has to be there in Anthropic's shape, and is not where SageMaker is asked.
+            # Anthropic's format requires a model, and requests to SageMaker have none.
             not request.parse and path == protocol.MESSAGES and not found.model
         ):
             body["model"] = self._model_name
@@ -428,8 +433,8 @@ class Pipeline:
     def _parsed(
         self, request: InferenceRequest, adapter: Adapter | None
     ) -> tuple[EngineCall, RequestFields, str | None]:
-        """The request as its format reads it, what the engine's call says, and the key by which it
-        has a constraint that vLLM has under another. Raises BadRequest.
+        """Parse a request. Returns its format's call, the fields of the engine's call, and the
+        GUIDED key of its constraint, which vLLM now calls `structured_outputs`. Raises BadRequest.
         """
         request.fields.require_few_prompts()
         parse = request.parse or request.fields.parser(
@@ -453,7 +458,7 @@ class Pipeline:
         return form, found, constraint
 
     async def _with_media(self, form: EngineCall, salt: str | None) -> dict[str, Any]:
-        """The engine's request as values, with media that it may have. Raises BadRequest."""
+        """Return the engine's request as values, with prepared media. Raises BadRequest."""
         sent = form.body
         body = _values(sent) if isinstance(sent, bytes) else sent
         if not isinstance(sent, bytes) or media.may_have_media(sent):
@@ -463,7 +468,7 @@ class Pipeline:
         return body
 
     def _priority(self, request: InferenceRequest) -> int | None:
-        """The request's place in the engine's queue; None where its body decides."""
+        """Return the request's priority in the engine's queue; None if its body decides."""
         if self._settings.engine.get("scheduling_policy") != "priority":
             return None
         caller = request.client.record.caller
@@ -472,16 +477,14 @@ class Pipeline:
         return caller.priority if caller.name or caller.priority else None
 
     def _is_json(self, request: InferenceRequest, path: str) -> bool:
-        """Whether the body has to be taken for JSON. On /invocations every body is JSON, whatever
-        its content type says.
-        """
+        """Whether the body is JSON. On /invocations every body is JSON, with any content type."""
         scope = request.client.scope
         kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
         return path != scope["path"] or kind == b"application/json"
 
     def _require_known(self, model: str | None) -> None:
-        """Raise NotFound for a name that is none of the base model's. The engine may know others,
-        which no registry has checked, and which no key allows.
+        """Raise NotFound unless `model` is one of the base model's names. The engine may know other
+        names, which neither the registry nor the client's key has checked.
         """
         if model and model not in self._settings.model_names:
             names = ", ".join(self._settings.model_names)
@@ -491,8 +494,9 @@ class Pipeline:
             )
 
     async def _windows(self, form: Form) -> int:
-        """How many sequences a form's sound is: the model hears so much of it at once. Raises
-        BadRequest for what is no sound, or too long.
+        """Return the number of sequences of a form's audio: one for each window of the model.
+
+        Raises BadRequest if the file is not audio, or too long.
         """
         try:
             lasts = await in_thread(sound.seconds, form.file, self._settings.max_audio_seconds)
@@ -501,7 +505,7 @@ class Pipeline:
         return max(math.ceil(lasts / sound.WINDOW_S), 1)
 
     def _check(self, request: InferenceRequest, path: str, found: RequestFields) -> None:
-        """Raise BadRequest for a call that the engine may not get."""
+        """Raise BadRequest for a call that the engine must not get."""
         limits.check(found, self._settings.trust_request_internals)
         if path == protocol.RESPONSES:
             limits.check_items(found)
@@ -513,8 +517,9 @@ class Pipeline:
         limits.check_headers(request.client.scope["headers"])
 
     async def _turn(self, request: InferenceRequest, sequences: int) -> Ticket:
-        """The request's turn at the engine. Raises Overloaded where it would come too late, Shed
-        where it is not to wait for one.
+        """Wait for the request's turn in the fair queue. Returns its ticket.
+
+        Raises Overloaded if the turn would come too late, and Shed if the request may not wait.
         """
         within = None
         if request.refusable:
@@ -527,21 +532,21 @@ class Pipeline:
             return await self._queue.turn(lane, sequences, within, request.background)
 
     def _require_room(self) -> None:
-        """Raise Shed where the engine works on as much as it can."""
+        """Raise Shed if the engine runs as many sequences as it can."""
         if self._queue.sequences >= self.engine.concurrency:
             SHED.inc()
             raise Shed
 
     def _waiting_for_their_adapter(self) -> int:
-        """Requests that wait for room for their adapter, which keep no others out."""
+        """Return the number of requests that wait for an adapter's slot. They delay no others."""
         adapters = self.adapters
         return adapters.waiting if adapters else 0
 
     def _capacity(self) -> int:
-        """Sequences that the engine may be asked for at once.
+        """Return the most sequences that the engine may have at once.
 
-        Some are there before it can work on them, so that it never waits for us. Where it is to
-        choose by priority, all are.
+        A few requests are queued ahead in the engine, so that it never idles. If the engine
+        schedules by priority, it gets all requests.
         """
         concurrency = self.engine.concurrency
         if self._settings.engine.get("scheduling_policy") == "priority":
@@ -550,8 +555,8 @@ class Pipeline:
 
 
 def _prompt_alone(path: str) -> Mapping[str, object]:
-    """The keys with which the engine computes a call's prompt alone. Raises BadRequest where it
-    would have to do more.
+    """Return the keys that make the engine compute only a call's prompt. Raises BadRequest for
+    paths that allow no such call.
     """
     if path not in PROMPT_ALONE:
         raise BadRequest(f"prompts on {path} are not computed for other servers")
@@ -559,8 +564,8 @@ def _prompt_alone(path: str) -> Mapping[str, object]:
 
 
 def _values(body: bytes) -> dict[str, Any]:
-    """A request that was checked (RequestFields), as vLLM would read it: of two equal keys the last
-    one counts. Raises BadRequest for names and values that were not looked at, and are no JSON.
+    """Read a request that was checked (RequestFields) as vLLM would: the last of two equal keys
+    counts. Raises BadRequest if an unchecked part of it is not JSON.
     """
     try:
         found: dict[str, Any] = json.loads(body)

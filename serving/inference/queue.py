@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose turn it is at the engine: what is more than it works on at once waits here.
+"""The fair queue before the engine: requests beyond the engine's concurrency wait here.
 
-The engine has a queue of its own, first come, first served, in which a flood of requests for one
-adapter would stand before everybody else's. So it is asked for little more than it works on, and
-adapters take turns at what becomes free; requests in the background go while no other waits. What
-a request costs is not known before it has ended (tokens to generate weigh more than those of the
-prompt), so each turn counts the same.
+The engine's own queue is first come, first served: a flood of requests for one adapter would delay
+all others. So the engine gets only a few requests more than it runs at once, and adapters take
+turns at the free capacity. Background requests run while no other request waits. The cost of a
+request is not known before it has ended, since generated tokens cost more than prompt tokens. So
+each turn counts the same.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _WAITED = Histogram(
 FULL, _LATE = _REFUSED.labels("queue_full"), _REFUSED.labels("too_late")
 SHED = _REFUSED.labels("shed")
 
-_SMOOTHING = 0.1  # the weight of the last request in what requests take
+_SMOOTHING = 0.1  # the weight of the last request in the moving average of durations
 _LONGEST_RETRY_S = 30
 _FIRST, _BACKGROUND = 0, 1  # bands of the queue
 
@@ -49,9 +49,9 @@ _FIRST, _BACKGROUND = 0, 1  # bands of the queue
 class Ticket:
     """A request's place in the queue, and then in the engine.
 
-    sequences: those it counts for. background: whether it waits for all others. called: done when
-    its turn has come, or None where it came at once; whoever gives up waiting may set it.
-    in_flight: whether the engine has it.
+    sequences: the number of sequences that it counts as. background: whether all others go first.
+    called: done when its turn has come, or None if it came at once; a caller that stops waiting may
+    also set it. in_flight: whether the engine has the request.
     """
 
     __slots__ = ("background", "began", "called", "in_flight", "lane", "sequences")
@@ -60,15 +60,15 @@ class Ticket:
         self.lane = lane
         self.background = background
         self.sequences = sequences
-        self.began = began  # to wait, and then to be worked on; by the clock
+        self.began = began  # when its wait began, and later its turn; by the clock
         self.in_flight = False
         self.called: asyncio.Future[None] | None = None
 
 
 class FairQueue:
-    """The queue before the engine: lanes take turns, and in each lane the first comes first.
+    """The fair queue before the engine: lanes take turns, and each lane is first in, first out.
 
-    capacity: sequences that the engine may be asked for at once; while there are fewer, the next
+    capacity: the most sequences that the engine may have at once; while it has fewer, the next
     request goes.
     """
 
@@ -87,12 +87,12 @@ class FairQueue:
 
     @property
     def room(self) -> int:
-        """Sequences that the engine may be asked for besides those it has."""
+        """The number of further sequences that the engine may get now."""
         return max(self._capacity() - self._sequences, 0)
 
     @property
     def sequences(self) -> int:
-        """Those that the engine has been asked for."""
+        """The number of sequences that the engine has."""
         return self._sequences
 
     @property
@@ -112,7 +112,7 @@ class FairQueue:
     async def turn(
         self, lane: str, sequences: int, within: float | None, background: bool = False
     ) -> Ticket:
-        """Wait for a turn, as join() has it; leave() has to be called when it is over."""
+        """Wait for a turn, as join() describes. The caller must call leave() when it is over."""
         ticket = self.join(lane, sequences, within, background)
         if ticket.called:
             try:
@@ -129,14 +129,14 @@ class FairQueue:
         within: float | None = None,
         background: bool = False,
     ) -> Ticket:
-        """Take a turn, now or when it comes; leave() has to be called in any case.
+        """Join the queue; the turn may come at once. The caller must call leave() in any case.
 
-        within: seconds that the request can wait. Raises Overloaded where it would wait for longer,
-        by what requests took so far. background: whether its turn comes once no other request
-        waits; of these the first comes first.
+        within: seconds that the request can wait. Raises Overloaded if it would probably wait for
+        longer, by the durations of earlier requests. background: whether it waits until no other
+        request waits; background requests are first in, first out.
         """
-        # A request for more than half of the room would keep all others out until the last of its
-        # sequences ends, however few are left of them by then. What it has more waits in vLLM.
+        # A request that took more than half of the capacity would keep all others out until its
+        # last sequence ends, even with few of them left. Its further sequences wait in vLLM.
         sequences = min(sequences, max(self._capacity() // 2, 1))
         ticket = Ticket(lane, sequences, self._clock(), background)
         if self.room and not self.waiting:
@@ -157,7 +157,7 @@ class FairQueue:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """End a turn that has come, or the wait for it."""
+        """End the ticket's turn, or its wait for one, and start the next turns."""
         if ticket.in_flight:
             self.in_flight -= 1
             self._in_flight[ticket.lane] -= 1
@@ -186,7 +186,7 @@ class FairQueue:
         self._sequences += ticket.sequences
 
     def _expected_s(self, lane: str) -> float:
-        """Seconds that one more request of this lane would wait."""
+        """Return the seconds that one more request of this lane would wait."""
         waiting = self._turns.lengths()
         own = waiting.get(lane, 0)
         before = sum(min(count, own + 1) for count in waiting.values())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's passage through the engine: the sink of its call, which renders what comes back.
+"""The sink of a request's engine call: it renders the engine's answer for the client.
 
-A stream that needs no rendering is passed on byte for byte.
+A stream that needs no rendering is passed through byte for byte.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """What is known of the engine's answer."""
+    """The state of the engine's answer."""
 
     WAITING = enum.auto()
-    """Nothing."""
+    """It has not begun."""
     STREAMING = enum.auto()
     """It is a stream, whose parts go to the client one by one."""
     DONE = enum.auto()
-    """The client has its end."""
+    """The client was sent its end."""
 
 
 class _Whole(NamedTuple):
-    """A whole answer, as the engine gave it."""
+    """A whole answer of the engine's."""
 
     body: bytes
     content_type: bytes
@@ -45,14 +45,14 @@ class _Whole(NamedTuple):
 
 
 WINDOW = 64
-"""Events that may wait for an output formatter."""
+"""Most events that may wait for an output formatter."""
 
 
 class _Formatting:
-    """A stream's events on their way through an output formatter: in their order, several at a time
-    where they come faster than it makes them.
+    """Passes a stream's events through an output formatter in order. If events arrive faster than
+    it formats them, one call gets several.
 
-    write: takes what was made of them.
+    write: takes the formatted events.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class _Formatting:
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, events: list[bytes]) -> None:
-        """Have these formatted; wait while too many are."""
+        """Queue events for the formatter. Back-pressure: wait while more than WINDOW are queued."""
         self._pending += events
         if self._pending and (not self._task or self._task.done()):
             self._task = asyncio.create_task(self._run())
@@ -78,12 +78,12 @@ class _Formatting:
             await self._fewer.wait()
 
     async def drained(self) -> None:
-        """Wait until all are written, or the request was ended because they cannot be."""
+        """Wait until all events are written, or the request has ended because that failed."""
         if self._task:
             await asyncio.wait([self._task])
 
     def end(self) -> None:
-        """Format no more."""
+        """Stop formatting."""
         if self._task:
             self._task.cancel()
 
@@ -106,11 +106,11 @@ class _Formatting:
 
 
 class Relay:
-    """One request's passage through the engine (base.Sink).
+    """The sink of a request's engine call (base.Sink).
 
-    adapter: the one the call goes to, whose inner name no client sees. formatter: it has the last
-    word on the answer, in the place of the call's own reply. formatted: whether a model.py has made
-    the call or makes its answer, which a stream's head then says.
+    adapter: the adapter of the call; clients never see its inner name. formatter: renders the
+    answer instead of the call's own reply. formatted: whether a model.py formats the call or its
+    answer; if so, the head of a stream has the header FORMATTED.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Relay:
         formatted: bool,
     ) -> None:
         self.usage = Usage()
-        """What the engine works on, once it has begun."""
+        """The engine's usage, once it has begun."""
         # The request
         self._client = request.client
         self._client_send = request.send
@@ -137,31 +137,29 @@ class Relay:
         self._formatting = (
             _Formatting(formatter, self._write_formatted, self._cancellation) if formatter else None
         )
-        """Of a stream."""
+        """The formatter's queue for a stream."""
         self._reply = None if formatter else call.reply
         self._steps = None if formatter else call.steps
         self._verbatim = (
             not formatter and call.reply is None and request.framing in (SSE, NAMED_EVENTS)
         )
-        """Whether a stream goes to the client byte for byte."""
+        """Whether a stream is passed through byte for byte."""
         self._state = State.WAITING
         self._head: list[tuple[bytes, bytes]] | None = None
-        """The headers of a stream, which are not sent before the first byte of its body is there:
-        they may yet become an error's.
+        """The headers of a stream until the first byte of its body is sent. Until then an error can
+        replace them.
         """
         self._whole: _Whole | None = None
         self._error: ServingError | None = None
-        """By which the engine ended the call."""
+        """The error that the engine ended the call with."""
 
     @property
     def takes_steps(self) -> bool:
-        """Whether a stream's steps are taken."""
+        """Whether the sink takes a stream's steps instead of its events."""
         return self._steps is not None
 
     async def run(self, engine: Engine, call: Call) -> None:
-        """Have the engine answer. Raises ServingError where nothing has been sent yet, and
-        ClientLeft.
-        """
+        """Let the engine answer. Raises ServingError if no part was sent yet, and ClientLeft."""
         try:
             await self._answered_by(engine, call)
         finally:
@@ -178,7 +176,9 @@ class Relay:
             case _ if self._whole:
                 await self._answer(self._whole)
             case _:
-                await self._fail(EngineFailed("the engine broke off; the server's log says why"))
+                await self._fail(
+                    EngineFailed("the engine ended the answer early; the server's log says why")
+                )
 
     async def _answered_by(self, engine: Engine, call: Call) -> None:
         try:
@@ -187,9 +187,9 @@ class Relay:
             log.exception("the engine raised while it answered a request")
         if self._formatting:
             with contextlib.suppress(ServingError, ClientLeft), self._cancellation.raising():
-                await self._formatting.drained()  # what came before the engine broke off
+                await self._formatting.drained()  # the events before the engine stopped
 
-    # What the engine calls
+    # The engine's calls
 
     def begin(self, usage: Usage) -> None:
         self.usage = usage
@@ -255,11 +255,11 @@ class Relay:
         if not self._cancellation.cause:
             await self._send_body(b"", more=False)
 
-    # What the client gets
+    # The client's answer
 
     def _rendered(self, render: Callable[[], bytes]) -> bytes:
-        """What our own code makes of a part of the answer, of whose faults the engine is not to
-        blame.
+        """Return a rendered part of the answer. A failure of our rendering cancels the request, and
+        does not count as the engine's.
         """
         try:
             return render()
@@ -268,7 +268,7 @@ class Relay:
             return b""
 
     def _framed(self, event: bytes) -> bytes:
-        """What the client gets of an event of the engine's."""
+        """Return the client's form of one of the engine's events."""
         event = self._public(event)
         if self._verbatim:
             return event
@@ -288,11 +288,11 @@ class Relay:
             await self._send_body(body, more=True)
 
     def _public(self, part: bytes) -> bytes:
-        """A part of an answer with the adapter's own name in it."""
+        """Return a part of an answer with the adapter's public name instead of its inner name."""
         return part.replace(*self._names) if self._names else part
 
     async def _fail(self, error: ServingError) -> None:
-        """Answer with an error: in band where the stream has begun, else by raising it."""
+        """Send an error as an event if the stream has begun. Otherwise raise it."""
         if self._state is not State.STREAMING or self._head is not None:
             raise error
         self._client.record.error = error
@@ -329,12 +329,12 @@ def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _names(adapter: Adapter | None) -> tuple[bytes, bytes] | None:
-    """How an answer names an adapter, and how its client does."""
+    """Return the engine's and the client's name of an adapter, as they appear in an answer."""
     if not adapter:
         return None
     return b'"model":"%b"' % adapter.inner.encode(), b'"model":"%b"' % adapter.name.encode()
 
 
 def _data(event: bytes) -> list[bytes]:
-    """The data of the server-sent events in `event`: one, or some at once."""
+    """Return the data of the SSE events in `event`, which may have several."""
     return [it.removeprefix(b"data: ") for it in event.split(b"\n\n") if it.startswith(b"data: ")]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request, from its head to what the engine is asked for: values that are whole from the start.
+"""A request, from its head to the engine's call, as values that are complete when they are made.
 
-HttpCall is what a route gets, ClientRequest what a client wants once its body is there, and
-InferenceRequest what the engine is to answer: the client's request, a line of it, or one of its
-list.
+A route gets an HttpCall. A ClientRequest also has the body. An InferenceRequest is one request to
+the engine: the client's whole request, one of its JSON lines, or one item of its list.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from serving.protocol import ADAPTER_ID, ADAPTER_IN_QUERY
 
 
 class Framing(NamedTuple):
-    """How the JSON objects of a stream are kept apart."""
+    """How the JSON objects of a stream are separated."""
 
     content_type: bytes
     before: bytes
@@ -36,7 +35,7 @@ class Framing(NamedTuple):
         return self.before + data + self.after
 
     def text(self, text: bytes) -> bytes:
-        """What a formatter wrote; it may have made a server-sent event of it already."""
+        """Frame a formatter's text, unless the formatter has made it an SSE event already."""
         if self.before and text.startswith(b"data:"):
             return text.rstrip(b"\n") + self.after
         return self.frame(text)
@@ -45,13 +44,15 @@ class Framing(NamedTuple):
 JSON_LINES = Framing(b"application/jsonlines", b"", b"\n")
 SSE = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
 NAMED_EVENTS = SSE._replace(before=b"event: error\ndata: ")
-"""Streams whose events have names: all that is framed here are errors."""
+"""For streams whose events have names. Only errors are framed with it."""
 
 
 @dataclass(slots=True)
 class HttpCall:
-    """An HTTP request as a route gets it. errors: the shape in which its API has errors. writer:
-    writes parts of the answer's body at once, where there is such.
+    """An HTTP request as a route gets it.
+
+    errors: the shape of its API's errors. writer: writes parts of the answer's body without
+    awaiting (the fast path), if the connection has one.
     """
 
     scope: Scope
@@ -64,11 +65,11 @@ class HttpCall:
 
 @dataclass(slots=True)
 class ClientRequest:
-    """A client's request for inference, whose body is there.
+    """A client's request for inference, with its body.
 
-    send: what answers it. admitted: its end, and its places in the queue. errors: the shape in
-    which its API has errors. known: the body's fields, where they have been read already. writer:
-    writes what `send` would, where nothing stands between. transfer: where the engine gets the
+    send: sends the answer. admitted: its cancellation, and its places in the queue. errors: the
+    shape of its API's errors. known: the body's fields, if they have been read already. writer:
+    writes the answer past `send`, if no code between must see it. transfer: the source of the
     prompt's KV, for the first call that takes it.
     """
 
@@ -87,17 +88,17 @@ class ClientRequest:
         return taken
 
     def again(self, admitted: Admitted, send: Send) -> "ClientRequest":
-        """The same request, for more clients than its first."""
+        """Return the same request, shared by several clients."""
         return dataclasses.replace(self, admitted=admitted, send=send, writer=None)
 
     def fields(self) -> RequestFields:
-        """The body's, which are read once. Raises BadRequest."""
+        """Return the body's fields, which are read once. Raises BadRequest."""
         if self.known is None:
             self.known = fields(self.body)
         return self.known
 
     def fields_of_json(self) -> RequestFields | None:
-        """The same, or None for a body that is no JSON request as it came."""
+        """Return the same, or None if the body is not a request in JSON."""
         if self.known is None:
             self.known = fields_of_json(self.body)
         return self.known
@@ -105,17 +106,16 @@ class ClientRequest:
 
 @dataclass(slots=True)
 class InferenceRequest:
-    """What the engine is to answer: a client's request, a line of it, or one of its list.
+    """One request to the engine: a client's whole request, one of its lines, or one list item.
 
-    client: whose it is. send: what gets the answer. cancellation: its end, before that of the
-    client's where it is a line. adapter: its name, "" for the base model by name, None where
-    the request names none. framing: how the client wants a stream. begun: is called when the
-    engine is given it. parse: reads the body; None for a body of whatever format it has. refusable:
-    whether it can be refused because of what waits already. background: whether it goes while no
-    other request waits, for however long that takes; its time begins then. content_type: the
-    client's, which an input formatter may want to know. raw: the body is of that type, and no JSON.
-    form: the body, where it is a form with a file. writer: as the client's, where the whole answer
-    is this one's.
+    client: the client's request that it belongs to. send: gets the answer. cancellation: its
+    cancellation; a line may be cancelled before its client's request. adapter: its name, "" for the
+    base model by name, None if the request names none. framing: the client's framing of a stream.
+    begun: called when the engine gets the request. parse: reads the body; None to decide by the
+    body's keys. refusable: whether a full queue may refuse it. background: whether it waits until
+    no other request waits, without a limit; its timeout begins then. content_type: the client's,
+    for an input formatter. raw: whether the body has that type, and is not JSON. form: the body, if
+    it is a form with a file. writer: the client's writer, if this request has the whole answer.
     """
 
     client: ClientRequest
@@ -135,20 +135,20 @@ class InferenceRequest:
     writer: Writer | None = None
 
     def rewritten(self, body: bytes) -> "InferenceRequest":
-        """The same with what a formatter made of its body. Raises BadRequest."""
+        """Return the same request with a formatter's body. Raises BadRequest."""
         return dataclasses.replace(self, body=body, fields=fields(body), raw=False)
 
 
 def adapters_named(
     client: ClientRequest, body: RequestFields, adapters: AdapterRegistry | None
 ) -> str | list[str] | None:
-    """The adapter that a request names, or the adapters where it names a list of them, one for
-    each input; "" is the base model by name. body: the request's fields, or those of a line of it.
+    """Return the adapter that a request names, or a list with one for each input; "" is the base
+    model by name. body: the fields of the request, or of one of its lines.
 
-    The header comes before the body's `adapters`, that before the query's `adapter`, and that
-    before `model`. Raises BadRequest for an adapter that is not here, and NotFound for an adapter's
-    inner name: the model is never taken in an adapter's place, and no version for another. Those
-    that the client's key may not use are not here, so that it does not learn which there are.
+    The order of precedence is: the header, the body's `adapters`, the query's `adapter`, `model`.
+    Raises BadRequest for an unknown adapter, and NotFound for an adapter's inner name. Neither the
+    base model nor another version ever replaces an adapter. An adapter that the client's key may
+    not use counts as unknown, so that the client does not learn that it exists.
     """
     scope, may_use = client.scope, client.record.caller.may_use
     in_query = _in_query(scope)
@@ -168,14 +168,14 @@ def adapters_named(
 
 
 def _in_query(scope: Scope) -> str | None:
-    """The `adapter` in the query. Raises BadRequest for more than one."""
+    """Return the query's `adapter`, or None. Raises BadRequest for more than one."""
     if ADAPTER_IN_QUERY.encode() not in scope["query_string"]:
         return None
     names = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
     named = names.get(ADAPTER_IN_QUERY, [])
     if len(named) > 1:
         raise BadRequest(
-            f"the query has adapter={len(named)} times; name one, or a list in the body's adapters",
+            f"the query has {len(named)} adapters; name one, or a list in the body's adapters",
             "adapter",
         )
     return named[0] if named else None
@@ -184,7 +184,9 @@ def _in_query(scope: Scope) -> str | None:
 def adapter_named(
     client: ClientRequest, body: RequestFields, adapters: AdapterRegistry | None
 ) -> str | None:
-    """The same for a request with one answer. Raises BadRequest for a list."""
+    """Return the adapter of a request with one answer. Raises as adapters_named() does, and
+    BadRequest for a list.
+    """
     named = adapters_named(client, body, adapters)
     if isinstance(named, list):
         raise BadRequest("adapters should be a string", "adapters")
@@ -192,7 +194,7 @@ def adapter_named(
 
 
 def require_lora(adapters: AdapterRegistry | None) -> AdapterRegistry:
-    """The registry. Raises BadRequest where there is none."""
+    """Return the registry. Raises BadRequest if there is none."""
     if adapters is None:
         raise BadRequest("LoRA is not enabled. Set OPTION_ENABLE_LORA=true.")
     return adapters

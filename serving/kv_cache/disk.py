@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of the disk tier: one for each model, so that no cache is ever read by another.
+"""The folder of the disk tier: one for each model, so that no model reads another's cache.
 
-LMCache counts only what it stored since its start. So each model has a folder named by its
-fingerprint, and what earlier servers left is brought within the tier's size before LMCache starts.
-Only files that LMCache's names fit are removed, in folders with our lock that no server holds, in a
-folder of our own; links are never followed.
+LMCache only counts the bytes that it stored since its start. So each model has a folder named by
+its fingerprint, and older files are reduced to the tier's size before LMCache starts. Only files
+with LMCache's names are removed, in folders with our lock that no server holds, below a folder that
+only we use. Links are never followed.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 def claim(tier: DiskTier, fingerprint: str) -> DiskTier:
     """Make this model's folder, hold it until the process ends, and make room for it.
 
-    It is in a folder of our own in the one that the tier names, where other people may have files.
-    Caches of other models that no server holds are removed; of this model's files the newest are
-    kept, up to half of the tier. What LMCache may add is the rest.
+    It is in a separate subfolder of the tier's folder, because that may have other users' files.
+    Other models' caches that no server holds are removed. This model's newest files are kept, up to
+    half of the tier. Returns the tier with this folder, and with the rest of the size for LMCache.
 
-    Raises OSError where the folder cannot be written, or is not ours.
+    Raises OSError if the folder cannot be written, or is not ours.
     """
     home = _make_home(Path(tier.path))
     with machine.kv_folder(home.parent) as folder:
         os.close(os.open(machine.LOCK, _NEW_LOCK, 0o600, dir_fd=folder))
-        # Servers that start at once come in one after another, and see each other's caches held.
+        # Servers that start at the same time enter one after another, and see the held caches.
         with machine.locked(folder, fcntl.LOCK_EX):
             kept = _evict(_hold(folder, fingerprint), tier.size // 2)
             for name, other in machine.unused_caches(folder):
@@ -49,7 +49,7 @@ _NEW_LOCK = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
 def _make_home(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     if path.parent.stat().st_mode & stat.S_IWOTH:
-        folders.require_ours(path)  # as /tmp/lmcache, which anybody may have made
+        folders.require_ours(path)  # any user may have made /tmp/lmcache, for example
     with contextlib.suppress(FileExistsError):
         (path / machine.KV).mkdir(mode=0o700)
     return path / machine.KV
@@ -58,8 +58,8 @@ def _make_home(path: Path) -> Path:
 def _hold(home: int, name: str) -> int | None:
     """Make a cache's folder, and lock it until the process ends.
 
-    Returns the folder's descriptor, or None where another server holds it, too. Neither descriptor
-    is ever closed.
+    Returns the folder's descriptor, or None if another server also holds the folder. Neither
+    descriptor is ever closed.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=home)
@@ -76,8 +76,8 @@ def _hold(home: int, name: str) -> int | None:
 
 
 def _evict(folder: int | None, limit: int) -> int:
-    """Remove the oldest files of KV above a limit in bytes. Returns the bytes of the others."""
-    if folder is None:  # another server counts them
+    """Remove the oldest KV files above a limit in bytes. Returns the bytes of the others."""
+    if folder is None:  # another server counts its files
         return 0
     files = machine.kv_files(folder)
     kept = 0
@@ -93,7 +93,7 @@ def _evict(folder: int | None, limit: int) -> int:
 
 
 def _remove(name: str, folder: int, home: int) -> None:
-    """Remove a cache, its lock last: a cache that lost only some of its files is still known."""
+    """Remove a cache, its lock last, so that a partly removed cache is still recognised."""
     try:
         for file in machine.kv_files(folder):
             os.unlink(file, dir_fd=folder)

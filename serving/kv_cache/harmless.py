@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of vLLM's that change nothing about the KV of given tokens, or about its key.
+"""Options of vLLM's that affect neither the KV of given tokens nor its key.
 
-Every other option counts in a model's fingerprint. An option is harmless that concerns names,
-places, logs, clients' limits, what is sampled from the logits, which tokens a text becomes (they
-are a part of each key), how many requests and tokens a step has, or how much memory is used; and
-one that LMCache's keys have themselves (`tensor_parallel_size`: the number of ranks, and each one's
-place among them).
+Every other option is part of a model's fingerprint. An option is harmless if it concerns:
+
+- names, places, logs or clients' limits,
+- sampling from the logits,
+- tokenization, because the tokens are part of each key,
+- the number of requests and tokens in a step, or the use of memory,
+- the number of ranks (`tensor_parallel_size`) and a rank's place, which LMCache's keys contain.
 """
 
 _NAMES = """
@@ -72,4 +74,4 @@ HARMLESS = frozenset(
     f"{_NAMES} {_LOGS} {_TEXT} {_SAMPLING} {_SIZES} {_ENGINES_CACHE} {_PROCESSES}".split()
 )
 ELSEWHERE = frozenset({"kv_transfer_config", "max_model_len"})
-"""Options of which the fingerprint has a part."""
+"""Options whose relevant part is in the fingerprint."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which caches belong to a model: its fingerprint, and the path under which every server has it.
+"""The identity of a model's caches: its fingerprint, and a path that is equal on every server.
 
-LMCache finds KV again by the path that vLLM was given and the tokens' hash. So a path is shown to
-vLLM that is the same in every instance that serves the same model, and differs for all others.
+LMCache's keys consist of vLLM's model path and the tokens' hash. So vLLM gets a path that is the
+same on every server with the same model, and differs for all other models.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from serving.kv_cache.harmless import ELSEWHERE, HARMLESS
 from serving.sources.digests import of_model
 
 SCHEMA = 2
-"""Of what the tiers hold. 1: null blocks and prompts of embeddings may be among it."""
+"""The version of the tiers' content. Version 1 may have null blocks and prompts of embeddings."""
 
-_AUTO = ("dtype", "kv_cache_dtype", "load_format")  # whose "auto" is vLLM's default
+_AUTO = ("dtype", "kv_cache_dtype", "load_format")  # options whose default in vLLM is "auto"
 _OTHER_CONFIG = ("hf_overrides", "hf_config_path", "config_format", "model_class_overrides")
 _LONG_ROPES = ("longrope", "su")
-_BY_LENGTH = ("llama4", "minimax_m2", "cohere_compass", "plamo3")  # beginnings of model types
+_BY_LENGTH = ("llama4", "minimax_m2", "cohere_compass", "plamo3")  # prefixes of model types
 _ENVIRONMENT = (
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
@@ -38,7 +38,7 @@ _ENVIRONMENT = (
 )
 _TRANSFER_MODE = "lmcache.mp.mp_transfer_mode"
 
-# Of the files beside the weights, these make tokens or samples, and index what is there.
+# Files that KV does not depend on: they concern tokens, sampling or training.
 _NOT_KV = {
     "tokenizer.json",
     "tokenizer_config.json",
@@ -65,16 +65,16 @@ def fingerprint(
     machine: Machine | None = None,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """16 hex digits that differ when the KV of the same tokens may differ, or its form.
+    """Return 16 hex digits that differ if the KV of the same tokens may differ in value or form.
 
-    options: vLLM's, by its names, all that the plan has. Each counts that is not known to be
-    harmless; the length where the model's positions depend on it. chunk_size: tokens; what was
-    stored in chunks of another size is never found again, and is to take no room on the disk.
-    whole: whether all bytes are read, as far as of_model() does; samples are enough where no cache
-    outlives the server. machine: the kind of its GPUs decides about numbers' formats. environ: some
-    variables of vLLM's and LMCache's decide about the form of KV, too.
+    options: all of the plan's options for vLLM, by vLLM's names. Each one counts, unless it is
+    known to be harmless. The length only counts if the model's positions depend on it. chunk_size:
+    in tokens. KV in chunks of another size is never found again, and must not take room on the
+    disk. whole: whether all bytes are read, within of_model()'s limit; samples suffice if no cache
+    outlives the server. machine: the kind of its GPUs decides about formats of numbers. environ:
+    some variables of vLLM's and LMCache's also decide about the form of KV.
 
-    Raises OSError where a file cannot be read.
+    Raises OSError if a file cannot be read.
     """
     counted = {
         name: value
@@ -103,8 +103,8 @@ def fingerprint(
 
 
 def _files(checkpoint: Folder) -> Iterator[str]:
-    """The files that KV depends on: weights, configurations, processors of media, code."""
-    with contextlib.suppress(ModelError):  # there need not be weights with load_format=dummy
+    """Yield the files that KV depends on: weights, configurations, processors of media, code."""
+    with contextlib.suppress(ModelError):  # load_format=dummy needs no weights
         yield from weight_files(checkpoint)
     for name in checkpoint.sizes:
         code = name.endswith((".json", ".py")) and not name.startswith(".")
@@ -113,15 +113,15 @@ def _files(checkpoint: Folder) -> Iterator[str]:
 
 
 def _length(folder: Path, options: Mapping[str, Any]) -> object:
-    """What of max_model_len changes positions, as vLLM (0.32) computes them.
+    """Return the part of max_model_len that affects positions in vLLM (0.32).
 
-    LongRoPE takes its long factors above the original length. Llama 4 scales queries above 32k.
-    Where a configuration is not the folder's own, or has code, nothing is known.
+    LongRoPE uses its long factors above the original length. Llama 4 scales queries above 32k. The
+    whole length counts if the configuration comes from elsewhere, or has code.
     """
     length = options.get("max_model_len")
     try:
         with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(LONGEST_JSON))  # what is longer is cut, and no JSON
+            config = json.loads(file.read(LONGEST_JSON))  # a longer file is cut, and so invalid
     except (OSError, ValueError, RecursionError):
         config = None
     known = isinstance(config, dict) and not any(options.get(name) for name in _OTHER_CONFIG)
@@ -133,12 +133,12 @@ def _length(folder: Path, options: Mapping[str, Any]) -> object:
                 return None
             if all(isinstance(it, int) for it in originals) and len({*originals}) == 1:
                 return length is not None and length > originals[0]
-    # vLLM takes what fits into memory, which may differ at each start.
+    # With "auto", vLLM chooses the length by free memory, which may differ at each start.
     return secrets.token_hex(8) if length == AUTO else length
 
 
 def _entries(config: object, name: str) -> Iterator[Any]:
-    """The values of a key, wherever it is in a configuration."""
+    """Yield the values of a key at any depth of a configuration."""
     if isinstance(config, dict):
         if name in config:
             yield config[name]
@@ -150,7 +150,7 @@ def _entries(config: object, name: str) -> Iterator[Any]:
 
 
 def _device(machine: Machine) -> str:
-    """What of a machine decides which formats of numbers vLLM takes where none is named."""
+    """Return the kind of device. vLLM chooses default formats of numbers by it."""
     if not machine.gpus:
         return "cpu"
     oldest = min(it.capability or (0, 0) for it in machine.gpus)
@@ -158,15 +158,17 @@ def _device(machine: Machine) -> str:
 
 
 def store_name(place: Mapping[str, object], fingerprint: str) -> str:
-    """16 hex digits: what a model's part of a shared store is called among servers. place: of the
-    store, without what is secret.
+    """Return 16 hex digits that name a model's part of a shared store among servers. place: the
+    store's, without secrets.
     """
     parts = json.dumps([place, fingerprint], sort_keys=True, default=str)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def served_path(folder: Path, fingerprint: str) -> Path:
-    """A link to the model's folder, by its fingerprint. Raises OSError where none can be made."""
+    """Make a link to the model's folder, named by its fingerprint. Returns the link. Raises
+    OSError.
+    """
     links = folders.make(folders.place("served"))
     link = links / f".{fingerprint}-{secrets.token_hex(8)}"
     link.symlink_to(folder.absolute(), target_is_directory=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of LMCache's memory in /dev/shm, and the lock by which a later server knows it unused.
+"""The file of LMCache's memory in /dev/shm, and its lock, which shows a later server whether the
+file is in use.
 
-The file outlives a server that is killed, and /dev/shm may outlive the container: what is left
-takes memory from all that start later. So each such file has a lock beside it, which its server
-holds until it ends, however it ends. Files whose lock nobody holds are removed at the next start,
-before the machine's memory is looked at.
+The file outlives a killed server, and /dev/shm may outlive the container. A leftover file takes
+memory from later servers. So each file has a lock, which its server holds until it ends, in any
+way. The next start removes files without a holder, before it measures the machine's memory.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _locks: list[int] = []
 
 @contextlib.contextmanager
 def cleanup() -> Iterator[None]:
-    """Remove what killed servers left; at the end of the block, what this one leaves."""
+    """Remove the files of killed servers; at the end of the block, remove this server's file."""
     _clear()
     try:
         yield
@@ -38,9 +38,9 @@ def cleanup() -> Iterator[None]:
 
 
 def hold(pool: Path) -> None:
-    """Hold the lock of a file that will be made, until the end of cleanup().
+    """Hold the lock of a file that LMCache will make, until the end of cleanup().
 
-    Raises BlockingIOError where another server holds it. A lock that cannot be made is a warning.
+    Raises BlockingIOError if another server holds it. A failure to make the lock is only logged.
     """
     try:
         with _exclusive(pool.parent):
@@ -50,7 +50,7 @@ def hold(pool: Path) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        log.warning("%s will stay where this server is killed: %s", pool, error)
+        log.warning("%s will stay if this server is killed: %s", pool, error)
 
 
 def _clear() -> None:
@@ -75,10 +75,10 @@ def _remove(lock: Path, pool: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Keep this user's other servers from taking and removing locks."""
+    """Keep this user's other servers from taking and removing locks during the block."""
     everyone = os.open(folder / f"slipway-{os.geteuid()}.lock", _FLAGS, 0o600)
     try:
-        if os.fstat(everyone).st_uid != os.geteuid():  # who made it could hold it for ever
+        if os.fstat(everyone).st_uid != os.geteuid():  # another user could hold it without end
             raise PermissionError(errno.EPERM, "a lock in /dev/shm is another user's")
         fcntl.flock(everyone, fcntl.LOCK_EX)
         yield

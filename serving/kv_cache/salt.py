@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who shares caches with whom: requests of the same salt, and nobody else.
+"""Separation of caches: only requests with the same salt share them.
 
-vLLM and LMCache make a request's `cache_salt` part of every key. What clients choose as a salt, or
-a gateway as the name of a tenant, can be a secret, and would become part of file names; so the
-engine only ever gets a digest. vLLM's caches of media know no salt; there the digest is part of the
-name by which the engine knows a medium.
+vLLM and LMCache make a request's `cache_salt` part of every key. A client's salt or a gateway's
+name of a tenant can be a secret, and would become part of file names. So the engine only gets a
+digest. vLLM's caches of media have no salt, so the digest is part of each medium's uuid.
 """
 
 import hashlib
@@ -18,8 +17,8 @@ from serving.errors import BadRequest
 
 
 class Tenants:
-    """Knows whose a request is: its key says so, or else a header of the gateway's. header: its
-    name, or None where keys alone distinguish tenants.
+    """Finds a request's tenant: by its key, or else by a header of the gateway's. header: the
+    header's name, or None if only keys have tenants.
     """
 
     def __init__(self, header: str | None) -> None:
@@ -27,28 +26,28 @@ class Tenants:
         self._name = (header or "").lower().encode()
 
     def tenant(self, caller: Caller, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """The tenant of a request, None where tenants are not distinguished. Raises BadRequest
-        where several are named.
+        """Return a request's tenant, or None without tenants. Raises BadRequest if the request
+        names several.
         """
         if caller.tenant is not None:
-            return f"\0{caller.tenant}"  # no header has a NUL, so none names a key's tenant
+            return f"\0{caller.tenant}"  # a header cannot have a NUL, so it names no key's tenant
         if not self._name:
             return None
         names = [value for key, value in headers if key == self._name]
         if len(names) > 1:
             raise BadRequest(
-                f"{self._header} is there {len(names)} times; what names the tenant has to replace "
-                "the client's own header, not add to it"
+                f"the request has {self._header} {len(names)} times; the gateway must replace the "
+                "client's header, not add another"
             )
         return names[0].decode("latin-1") if names else ""
 
 
 def digest(tenant: str | None, salt: str | None, adapter: str | None) -> str | None:
-    """The salt that the engine gets: equal for requests that share caches. None where all share.
+    """Return the engine's salt, which is equal for requests that share caches; None if all do.
 
-    tenant: None where tenants are not distinguished. salt: the client's, None where it has none.
-    adapter: as the engine calls it, which differs for each version, or None for the base model:
-    LMCache's keys know no adapters.
+    tenant: None without tenants. salt: the client's, or None. adapter: its inner name, which
+    differs for each version, or None for the base model. It is part of the salt because LMCache's
+    keys have no adapter.
     """
     if salt is None and tenant is None and adapter is None:
         return None
@@ -57,5 +56,5 @@ def digest(tenant: str | None, salt: str | None, adapter: str | None) -> str | N
 
 
 def scoped_name(salt: str | None, *names: str) -> str:
-    """A name that stands for these names among requests of this salt, and nowhere else."""
+    """Return a name for these names that is only equal among requests with the same salt."""
     return hashlib.sha256(json.dumps([salt, *names]).encode()).hexdigest()[:32]

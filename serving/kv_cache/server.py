@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's server as our child: started before the engine, watched, restarted, stopped last.
+"""LMCache's server as a child process: started before the engine, watched, restarted, stopped last.
 
-While it is away the engine's connector notices and serves without it; when it is back, the
-connector registers again and hits return. So nothing here is ever in a request's way.
+While it does not run, the engine's connector notices that, and the engine serves without it. When
+it runs again, the connector registers again, and there are hits again. So no request ever waits for
+this module.
 """
 
 import asyncio
@@ -31,20 +32,20 @@ log = logging.getLogger(__name__)
 
 START_S = 120.0
 TERM_S = 1.0  # between SIGTERM and SIGKILL
-WATCH_S = 2.0  # between two looks at it; its metrics are as old as that
-HUNG_S = 15.0  # without an answer for so long, it is killed
-METRICS_BYTES = 4 << 20  # of its metrics; 10 times what it has with every kind of store
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before it is started again; doubled each time
-STEADY_S = 300.0  # after so long without trouble the next pause is the first again
-LONG = 384  # tokens to compute, on average; of shorter prompts the time is not in the computing
-FADES = 0.7  # what is left of the weight of the engine's speed after the next measurement
+WATCH_S = 2.0  # between two checks; also the age of its metrics
+HUNG_S = 15.0  # after this long without an answer, it is killed
+METRICS_BYTES = 4 << 20  # of its metrics; 10 times the size with every kind of store
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a restart; doubled each time
+STEADY_S = 300.0  # after this long without a failure, the next pause is the first again
+LONG = 384  # average tokens to compute; for shorter prompts, overhead dominates the time
+FADES = 0.7  # the weight of the engine's earlier speed after the next measurement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What the tiers hold. sizes: bytes of each. kept: the same of those in which KV stays, where
-    that is known. token: bytes of one token's KV, None where the model does not tell. store: what
-    names the shared store and the model whose KV is in it, the same for all that share it, or "".
+    """The capacity of the tiers. sizes: bytes of each. kept: bytes of each tier that keeps KV, if
+    known. token: bytes of one token's KV, or None if unknown. store: a name of the shared store and
+    the model, equal on all servers that share it, or "".
     """
 
     sizes: Mapping[str, int]
@@ -60,10 +61,10 @@ class CacheServerError(Exception):
 class CacheServer(Collector):
     """`lmcache server`, kept running from start() to stop(), and its series for Prometheus.
 
-    arguments: of `lmcache`. environ: variables beside our own; they may hold what is secret.
-    http_port: where it answers /metrics. prefilled, hits: what the engine has computed so far, and
-    what it needed not to; the server decides by the engine's speed what is worth loading.
-    chunk_size: tokens. pool: the file of its memory, which it leaves behind when it is killed.
+    arguments: of `lmcache`. environ: variables in addition to our own; they may hold secrets.
+    http_port: the port of its /metrics. prefilled, hits: return the tokens that the engine has
+    computed and those that it found in caches. The server compares the engine's speed with that of
+    loading. chunk_size: in tokens. pool: the file of its memory, which remains if it is killed.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class CacheServer(Collector):
         self._chunk_size = chunk_size
         self._pool = pool
         self._counted = Prefilled(0, 0, 0)
-        self._seconds_per_token = 0.0  # of the engine; 0 while nothing was measured
+        self._seconds_per_token = 0.0  # of the engine; 0 before the first measurement
         self._client = httpx.AsyncClient(trust_env=False, timeout=WATCH_S)
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -98,8 +99,8 @@ class CacheServer(Collector):
         self.up = False
 
     async def start(self) -> None:
-        """Start the server and wait until it answers. Raises CacheServerError; then only the series
-        that say so are left.
+        """Start the server and wait until it answers. Raises CacheServerError; the series then
+        show that it is down.
         """
         REGISTRY.register(self)
         try:
@@ -122,7 +123,7 @@ class CacheServer(Collector):
             *(sys.executable, "-m", "serving.kv_cache.lmcache", *self._arguments),
             env={**os.environ, "LMCACHE_DISABLE_BANNER": "1", **self._environ},
             stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us alone
+            start_new_session=True,  # only we get Ctrl-C
         )
         deadline = time.monotonic() + START_S
         while self._process.returncode is None:
@@ -136,7 +137,7 @@ class CacheServer(Collector):
         raise CacheServerError(f"it ended with exit code {self._process.returncode}")
 
     async def _keep(self) -> None:
-        """Watch the server, and start it again when it has ended or hangs; for ever."""
+        """Watch the server, and restart it when it has ended or hangs. Never returns."""
         pause, began = FIRST_PAUSE_S, time.monotonic()
         while True:
             try:
@@ -158,23 +159,23 @@ class CacheServer(Collector):
                 await self._launch()
                 began = time.monotonic()
                 log.warning("the cache server is back")
-            except Exception as error:  # as of a fork without memory: it must be tried again
+            except Exception as error:  # for example, a fork without memory: try again
                 facts = {"facts": {"again_in_s": pause, "kind": type(error).__name__}}
                 log.error("the cache server did not start: %s", error, extra=facts)
                 count("cache_server")
 
     async def _trouble(self) -> str:
-        """Wait until the server has ended or hangs; say which."""
+        """Wait until the server has ended or hangs. Returns the reason."""
         assert self._process
         answered = time.monotonic()
-        # One wait for all the time: the process keeps each that is given up.
+        # One wait() for all iterations: the process keeps every cancelled wait().
         ended = asyncio.ensure_future(self._process.wait())
         try:
             while not ended.done():
                 if await self._answers():
                     answered = time.monotonic()
                     self._pass_on_speed()
-                    # Not as series are read: the registry that has the engine's may be locked.
+                    # Not in collect(): the registry of the engine's series may be locked then.
                     self._found = self._hits()
                     await self._read_series()
                 elif time.monotonic() - answered > HUNG_S:
@@ -185,7 +186,7 @@ class CacheServer(Collector):
         return f"it ended with exit code {self._process.returncode}"
 
     def _pass_on_speed(self) -> None:
-        """Measure how fast the engine computes prompts, and write it to the server's input."""
+        """Measure the engine's speed of computing prompts, and write it to the server's input."""
         early, late = self._counted, self._prefilled()
         requests, tokens, seconds = (new - old for new, old in zip(late, early, strict=True))
         self._counted = late
@@ -206,7 +207,7 @@ class CacheServer(Collector):
             return False
 
     async def _read_series(self) -> None:
-        """Keep the series of the server's metrics. Without them, nothing else changes."""
+        """Read the series of the server's metrics. A failure has no other effect."""
         text = bytearray()
         try:
             async with self._client.stream("GET", f"{self._url}/metrics") as answer:
@@ -251,7 +252,7 @@ class CacheServer(Collector):
             self._capacity.sizes,
         )
         yield from self._for_routers()
-        # By the names that LMCache (0.5.6, `lmcache/observability.py`) has for them in an engine.
+        # LMCache's names (0.5.6, `lmcache/observability.py`) of the same series in an engine.
         yield CounterMetricFamily(
             "lmcache:num_vllm_hit_tokens", "Tokens that the engine had itself.", self._found.engine
         )
@@ -261,7 +262,7 @@ class CacheServer(Collector):
         yield from self._series
 
     def _for_routers(self) -> Iterable[Metric]:
-        """What routers read of the tiers, in tokens."""
+        """Yield the tiers' series for routers, in tokens."""
         capacity = self._capacity
         if capacity.token:
             tokens = {tier: size // capacity.token for tier, size in capacity.kept.items()}
@@ -310,20 +311,21 @@ class CacheServer(Collector):
 
 
 def _filled(family: GaugeMetricFamily, values: Mapping[str, float]) -> GaugeMetricFamily:
-    """The family with a value for each label."""
+    """Add a value for each label to the family, and return it."""
     for label, value in values.items():
         family.add_metric([label], value)
     return family
 
 
 def _series(text: str) -> list[Metric]:
-    """The series that are for operators, of stores by our names. Raises ValueError.
+    """Return the series for operators, with our names of stores. Raises ValueError.
 
-    When a counter began is not: the text has it as a gauge, which OpenMetrics forbids.
+    Times of counters' creation are left out: the text has them as gauges, which OpenMetrics
+    forbids.
     """
     families = []
     for family in text_string_to_metric_families(text):
-        # Not its process's own, nor what this process counts as well.
+        # Without the series of its process, which this process also has.
         ours = family.name.startswith(("lmcache", "slipway_kv"))
         if ours and not family.name.endswith("_created"):
             family.samples = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast something is, as measured on the work itself."""
+"""The measured speed of work."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ class Speed:
     """A running average of the seconds that a unit of work takes. Recent work weighs more."""
 
     fades: float
-    """What is left of a measurement's weight after the next one."""
+    """Each measurement multiplies the weight of the earlier ones by this factor."""
     amount: float = 0.0
     seconds: float = 0.0
 
@@ -19,5 +19,5 @@ class Speed:
 
     @property
     def seconds_per_unit(self) -> float:
-        """0 while nothing was measured."""
+        """Seconds per unit; 0 before the first measurement."""
         return self.seconds / self.amount if self.amount else 0.0

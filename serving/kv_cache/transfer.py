@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV that one engine fetches from another: what vLLM's NixlConnector wants to know of it.
+"""KV that one engine fetches from another: the parameters of vLLM's NixlConnector.
 
-The engine that has computed a prompt says in its answer where its KV is. A router puts that in
-front of the body of the same request to another server, and signs for it: what comes in a client's
-body is refused (see inference/limits.py).
+An engine that has computed a prompt returns the address of its KV. A router puts the address in
+front of the body of the same request to another server, and signs it. Such parameters in a client's
+own body are refused (see inference/limits.py).
 """
 
 import hashlib
@@ -25,9 +25,9 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
 class _Where(msgspec.Struct, omit_defaults=True):
-    """vLLM's (0.32) parameters for who fetches a prompt's KV: what its NixlConnector's
-    request_finished() returns (nixl/pull_scheduler.py). Others are left out. A value of another
-    type would end the engine that it is given to.
+    """vLLM's (0.32) parameters for the engine that fetches a prompt's KV: the result of
+    NixlConnector's request_finished() (nixl/pull_scheduler.py). Unknown parameters are left out. A
+    value of another type would crash the engine that gets it.
     """
 
     do_remote_prefill: bool = False
@@ -50,8 +50,8 @@ _read = msgspec.json.Decoder(_Where).decode
 
 
 def where(said: bytes) -> bytes:
-    """What a server says of where it keeps a prompt's KV, as another may be given it; b"" where it
-    says nothing that leads there.
+    """Check a server's address of a prompt's KV. Returns it for another server, or b"" if it is
+    invalid.
     """
     try:
         found = _read(said)
@@ -62,8 +62,8 @@ def where(said: bytes) -> bytes:
 
 
 def offered(sequences: int) -> dict[str, object]:
-    """The parameters with which vLLM keeps a prompt's KV until another engine has fetched it.
-    sequences: of the request. Raises BadRequest where these would fetch it several times.
+    """Return the parameters that make vLLM keep a prompt's KV until another engine has fetched it.
+    sequences: the request's. Raises BadRequest for several, which would fetch it several times.
     """
     if sequences != 1:
         raise BadRequest("a prompt for several sequences is not computed for other servers")
@@ -71,15 +71,15 @@ def offered(sequences: int) -> dict[str, object]:
 
 
 def split(body: bytes, hand_over: HandOver) -> tuple[dict[str, object] | None, bytes]:
-    """The parameters with which vLLM fetches a prompt's KV, None where they lead nowhere, and the
-    client's body. Raises BadRequest for others than the router has signed.
+    """Return vLLM's parameters to fetch a prompt's KV, or None if they are invalid, and the
+    client's body. Raises BadRequest if the router has not signed them.
     """
     front = body[: hand_over.size]
     if hashlib.sha256(front).hexdigest() != hand_over.digest:
-        raise BadRequest("what the router has put in front of the body is not what it has signed")
+        raise BadRequest("the bytes in front of the body differ from those that the router signed")
     rest = body[hand_over.size :]
     if not (found := where(front)):
-        log.warning("a prompt is computed here: what leads to its KV cannot be read")
+        log.warning("a prompt is computed here: the address of its KV cannot be read")
         return None, rest
     params = msgspec.json.decode(found, type=dict[str, object])
     return {**params, RECEIVED: time.monotonic()}, rest

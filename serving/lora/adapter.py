@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One version of an adapter, its states, and how it comes into the engine and leaves it.
+"""One version of an adapter, its states, and its loading and unloading.
 
-The engine loads an adapter when it is first used, once for all who wait. An adapter in use is never
-unloaded. Inside, an adapter is called `name@digest`, so that no cache of the engine's can take one
-version of it for another.
+The engine loads an adapter at its first use, once for all waiting requests. An adapter in use is
+never unloaded. Its inner name in the engine is `name@digest`, so that no cache of the engine's
+confuses two versions.
 """
 
 import asyncio
@@ -40,22 +40,20 @@ CodeStarter = Callable[[Path], Awaitable[UserCode | None]]
 
 @dataclass(frozen=True)
 class AdapterHost:
-    """The parts that all adapters of a server share: the engine with its slots, and the sources of
-    files.
-    """
+    """The parts that all adapters of a server share: engine, slots and the sources of files."""
 
     engine: Engine
     batch: BatchSlots["Adapter"]
     slots: EngineSlots["Adapter"]
     files: AdapterFiles
     start_code: CodeStarter | None
-    """None where adapters may have no code."""
+    """None if adapters may not have code."""
 
 
 class State(enum.StrEnum):
     """The states of an adapter.
 
-    REGISTERED: the engine does not have it. GONE: nor will it ever again.
+    REGISTERED: the engine does not have it. GONE: it is unregistered, and cannot be loaded.
     """
 
     REGISTERED = "registered"
@@ -75,9 +73,9 @@ _NEXT = {
 
 
 class Adapter:
-    """One version of an adapter, which has itself loaded and unloaded.
+    """One version of an adapter, with its loading and unloading.
 
-    src, preload and pin are as they were registered, or changed since.
+    src, preload, pin: the registered values, or later changes.
     """
 
     def __init__(self, name: str, located: Located, host: AdapterHost) -> None:
@@ -88,11 +86,11 @@ class Adapter:
         self.pin = False
         self._host = host
         self.fault: str | None = None
-        """Why it could not be loaded when that was last tried; None where it could."""
-        self._users = 0  # requests that are under way, and changes that have it loaded
+        """Why its last load failed, or None."""
+        self._users = 0  # requests in flight, and changes that need it loaded
         self._state = State.REGISTERED
-        # What takes it from LOADING or UNLOADING to the next state, in a task that no client's
-        # leaving cancels; there is never a second one.
+        # The task that takes it from LOADING or UNLOADING to the next state. No client's disconnect
+        # cancels it, and there is never a second one.
         self._change: asyncio.Task[None] | None = None
         # While it is loaded:
         self.code: UserCode | None = None
@@ -122,20 +120,20 @@ class Adapter:
 
     @property
     def evictable(self) -> bool:
-        """Whether it may make room for another: the engine works on none of its requests."""
+        """Whether it may be unloaded for another: the engine runs none of its requests."""
         return self.loaded and not self.pin and self not in self._host.batch
 
     @contextlib.asynccontextmanager
     async def use(self, located: Located | None = None) -> AsyncIterator[None]:
-        """Have it loaded, and keep it so until the block ends.
+        """Load it if needed, and keep it loaded until the block ends.
 
-        located: where its files were found a moment ago; else they are looked for at `src`. Raises
-        AdapterFailed and NoSlot.
+        located: the place of its files, if they were just found; otherwise they are looked up at
+        `src`. Raises AdapterFailed and NoSlot.
         """
         self._users += 1
         try:
             async with contextlib.AsyncExitStack() as stack:
-                if not self.pin:  # a pinned one has its room in the batch for good
+                if not self.pin:  # a pinned adapter keeps its slot in the batch
                     await stack.enter_async_context(self._host.batch.acquire(self))
                 await self._ensure_loaded(located or self.located)
                 yield
@@ -144,7 +142,7 @@ class Adapter:
             self._host.slots.notify()
 
     async def configure(self, located: Located, preload: bool, pin: bool) -> None:
-        """Take over how it is registered; where loading or pinning fails, it stays as it was.
+        """Apply a registration. If loading or pinning fails, nothing changes.
 
         located: the same version, perhaps at another place. Raises AdapterFailed and NoSlot.
         """
@@ -162,7 +160,7 @@ class Adapter:
         await self._changed(State.UNLOADING)
 
     async def retire(self) -> None:
-        """Leave the engine for good, once none uses it. No new request may get hold of it."""
+        """Leave the engine forever, when no request uses it. No new request may get it."""
         while self._users:
             await self._host.slots.change()
         while self._change:
@@ -172,7 +170,7 @@ class Adapter:
         self._end(State.GONE)
 
     async def _ensure_loaded(self, located: Located) -> None:
-        """Have the engine load it, once for all who wait; where that fails, each of them fails."""
+        """Load it into the engine, once for all waiting requests. A failure fails all of them."""
         while not self.loaded:
             if not self._change:
                 self._begin(State.LOADING, self._load(located))
@@ -180,7 +178,7 @@ class Adapter:
         self._host.slots.touch(self)
 
     async def _load(self, located: Located) -> None:
-        """From LOADING to LOADED, or to REGISTERED if the load fails or nobody waits for it."""
+        """Go from LOADING to LOADED, or to REGISTERED if the load fails or no request waits."""
         reached = State.REGISTERED
         try:
             if await self._host.slots.take(self):
@@ -204,10 +202,10 @@ class Adapter:
             code = await self._host.start_code(copy.folder) if self._host.start_code else None
             if code:
                 resources.push_async_callback(code.stop)
-            with contextlib.suppress(AlreadyLoaded):  # the name has the digest of what is in it
+            with contextlib.suppress(AlreadyLoaded):  # the inner name has the content's digest
                 await self._host.engine.load_adapter(self.inner, copy.folder)
             self.code = code
-            if code:  # which may have to be started again, from the same files
+            if code:  # a restart of the code needs the same files
                 self._resources = resources.pop_all()
 
     async def _fetch(self, located: Located) -> LocalCopy:
@@ -217,7 +215,7 @@ class Adapter:
             raise AdapterFailed(f"adapter {self.name} cannot be read: {error}") from None
 
     async def _unload(self) -> None:
-        """From UNLOADING to REGISTERED, whatever the engine says of it."""
+        """Go from UNLOADING to REGISTERED, whether or not the engine reports an error."""
         try:
             with contextlib.suppress(NotLoaded):
                 await self._host.engine.unload_adapter(self.inner)
@@ -255,7 +253,7 @@ class Adapter:
             change.result()
 
     def _log_unheard(self, change: "asyncio.Task[None]") -> None:
-        """Log why a change failed when no request is there to be answered with it."""
+        """Log why a change failed if no request can be answered with the error."""
         error = None if change.cancelled() else change.exception()
         if error and not self._users:
             unforeseen = None if isinstance(error, ServingError) else error

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Archives of adapters (.tar.gz), read as if an attacker had made them.
 
-Python's tarfile holds the bodies of extended headers in memory whatever their size, seeks to where
-negative sizes lead, and follows sparse maps of any length. So only its parser of a single header is
-used here. An archive is read in one direction. Bytes outside of files' contents have a separate
-limit, and only files and folders are created.
+Python's tarfile keeps bodies of extended headers of any size in memory, seeks backwards for
+negative sizes, and follows sparse maps of any length. So only its parser of a single header is used
+here. An archive is read in one direction. Bytes outside of files' contents have a separate limit,
+and only files and folders are created.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 MEMBERS = 1000  # files and folders that an archive may have
-DEPTH = 20  # folders within each other
+DEPTH = 20  # nested folders
 HEADER = 64 * 1024  # bytes of one extended header: pax's, or GNU's for long names
 RECORDS = 64  # of one pax header: keys and values of the member that follows
 HEADERS = 4 * 1024 * 1024  # bytes of all extended headers
@@ -45,10 +45,9 @@ class _Member(NamedTuple):
 
 
 def size(archive: Path, limit: int) -> int:
-    """The bytes of all files in an archive, which is read to its end without writing.
+    """Return the bytes of all files in an archive, which is read to its end without writing.
 
-    Where they are more than `limit` it is not read further. Raises ArchiveError, and OSError if it
-    cannot be read.
+    Reading stops above `limit` bytes. Raises ArchiveError, and OSError if it cannot be read.
     """
     total = 0
     with _members_of(archive) as members:
@@ -64,7 +63,7 @@ def size(archive: Path, limit: int) -> int:
 def unpack(archive: Path, folder: Path, limit: int) -> None:
     """Write an archive's files into an empty folder. limit: bytes, as size() counted them.
 
-    Raises as size() does, and ArchiveError if there are more bytes. Some files are then there.
+    Raises as size() does, and ArchiveError if there are more bytes. Some files may then exist.
     """
     left = limit
     with _members_of(archive) as members:
@@ -128,7 +127,7 @@ class _Stream:
 
 
 def _members(stream: _Stream) -> Iterator[_Member]:
-    extended: dict[str, str] = {}  # what extended headers before a member say of it
+    extended: dict[str, str] = {}  # facts about a member from the extended headers before it
     count = 0
     while block := stream.overhead(tarfile.BLOCKSIZE):
         if not block.strip(b"\0"):  # the end
@@ -144,7 +143,7 @@ def _members(stream: _Stream) -> Iterator[_Member]:
             raise ArchiveError(f"it has more than {MEMBERS} files and folders")
         yield _member(header, extended, stream)
         extended = {}
-    while stream.overhead(_CHUNK):  # to the end, where gzip has a sum of all that came before
+    while stream.overhead(_CHUNK):  # to the end, so that gzip checks its checksum
         pass
 
 
@@ -188,7 +187,7 @@ def _member(header: tarfile.TarInfo, extended: dict[str, str], stream: _Stream) 
         raise ArchiveError(f"{name!r:.200} is more than {DEPTH} folders deep")
     if not re.fullmatch("[0-9]{1,18}", size):
         raise ArchiveError(f"the size of {name!r:.200} is {size!r:.50}")
-    if header.isdir():  # whatever size it says: nothing follows it
+    if header.isdir():  # a folder has no content, whatever its size says
         return _Member(path, 0, None)
     if header.type not in _FILES or any(key.startswith("GNU.sparse") for key in extended):
         raise ArchiveError(f"{name!r:.200} is a link, a device or a sparse file")

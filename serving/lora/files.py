@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 FILES = 10_000  # in the folder of an adapter that has code
 LARGE = 64 * 1024 * 1024
-"""Size in bytes from which a file beside the weights counts by its time instead of its content."""
+"""A larger file beside the weights, in bytes, counts by its time instead of its content."""
 _PACKED = (".tar.gz", ".tgz")
 _HELD = "held"
-"""The lock file by which a server holds a place."""
+"""The lock file of a place. A server that uses the place holds it."""
 _PLACE = re.compile(r"[0-9a-f]{24}")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CHANGED = ("it has changed since it was registered", "delete it and register it again")
@@ -50,9 +50,7 @@ class Located:
     src: str
     digest: str
     listing: Listing | HubListing | None = None
-    """The listing of S3 or the hub that the digest covers. Where there is none, it is asked
-    again.
-    """
+    """The listing of S3 or the hub that the digest covers; None to list again."""
 
     @property
     def packed(self) -> bool:
@@ -61,23 +59,23 @@ class Located:
 
 @dataclasses.dataclass(frozen=True)
 class LocalCopy:
-    """A folder with an adapter's files, which stays until it is released."""
+    """A folder with an adapter's files. It exists until it is released."""
 
     folder: Path
     release: Callable[[], None] = lambda: None
 
 
 class AdapterFiles:
-    """The adapters' files: finds them, and brings those that are elsewhere or packed onto disk.
+    """The adapters' files: finds them, and fetches remote or packed ones onto the disk.
 
-    roots: folders that local adapters may be in. buckets: those of S3 whose adapters may be had.
-    repos: those of the hub, as `org/name` or `org/*`. offline: the hub is not asked.
-    store: where files from elsewhere are kept, at most `limit` bytes of them; those used longest
-    ago make room. Servers may share it: each locks (flock) the files that it uses. The others
-    respect the lock, which ends with its process. controls: those of secure mode, if it is on.
+    roots: allowed folders of local adapters. buckets: allowed buckets of S3. repos: allowed
+    repositories of the hub, as `org/name` or `org/*`. offline: whether the hub is never asked.
+    store: the folder of fetched files, at most `limit` bytes; the least recently used are removed.
+    Servers may share it: each locks (flock) the files that it uses, and the others respect the
+    lock, which ends with its process. controls: those of secure mode, if it is on.
 
     Its methods raise BadRequest and Conflict for places that are not allowed, SourceError,
-    ModelError or OSError for what cannot be read, and NoSlot where the limit is too low.
+    ModelError or OSError for files that cannot be read, and NoSlot if the limit is too low.
     """
 
     def __init__(
@@ -100,11 +98,11 @@ class AdapterFiles:
         self._digests = Digests()
         self._lock = threading.Lock()
         self._holders: Counter[Path] = Counter()  # place → copies that are not released
-        self._locks: dict[Path, BinaryIO] = {}  # of those places
-        self._sizes: dict[Path, int] = {}  # of places, as far as they are known
+        self._locks: dict[Path, BinaryIO] = {}  # place → its lock
+        self._sizes: dict[Path, int] = {}  # place → its bytes, if known
 
     def locate(self, src: str) -> Located:
-        """Which version of an adapter there is, without fetching it."""
+        """Find the current version of an adapter, without fetching it."""
         source = self._source(src)
         if not isinstance(source, Path):
             listing = source.list()
@@ -120,9 +118,9 @@ class AdapterFiles:
 
     @contextlib.contextmanager
     def look(self, located: Located) -> Iterator[Checkpoint]:
-        """The facts about an adapter without its weights.
+        """Yield an adapter's facts, without its weights.
 
-        An archive must be fetched and unpacked for that; it stays until the block ends.
+        An archive must be fetched and unpacked for that; its files exist until the block ends.
         """
         src = located.src
         if located.packed:
@@ -147,9 +145,9 @@ class AdapterFiles:
             raise BadRequest("; ".join(faults))
 
     def fetch(self, located: Located) -> LocalCopy:
-        """Bring a version's files onto disk, if they are not there already.
+        """Fetch a version's files onto the disk, unless they are there already.
 
-        Raises SourceError where another version is there now.
+        Raises SourceError if the source now has another version.
         """
         source = self._source(located.src)
         if isinstance(source, Path):
@@ -184,7 +182,7 @@ class AdapterFiles:
                 self._locks.pop(place).close()
 
     def _bring(self, located: Located, source: Path | S3 | HubAdapter, place: Path) -> Path:
-        """The folder in a place that then has the files."""
+        """Fetch or unpack the files into a place. Returns the folder that has them."""
         unpacked = place / "files"
         try:
             if unpacked.is_dir():
@@ -206,13 +204,13 @@ class AdapterFiles:
                 archive.unlink()
             return unpacked
         finally:
-            with self._lock:  # what there is, whether it went well or not
+            with self._lock:  # also after a failure
                 self._sizes[place] = _size(place)
 
     def _unpack(self, src: str, archive: Path, folder: Path, beside: int) -> None:
-        """Unpack an archive. beside: bytes that the folder's place has already.
+        """Unpack an archive. beside: bytes that the folder's place already has.
 
-        The archive is read twice, so that one that cannot be unpacked takes no room from others.
+        The archive is read twice, so that an invalid archive does not take others' room.
         """
         part = folder.with_name("part")
         shutil.rmtree(part, ignore_errors=True)
@@ -229,13 +227,13 @@ class AdapterFiles:
             shutil.rmtree(part, ignore_errors=True)
 
     def _make_room(self, place: Path, size: int) -> None:
-        """Count so many bytes for a place that is held; files used longest ago make room.
+        """Reserve bytes for a held place. The least recently used files are removed if needed.
 
         Raises NoSlot, and removes nothing, if that is not enough.
         """
         with self._lock, contextlib.ExitStack() as free:
             others = [it for it in self._places() if it != place]
-            sizes = {it: self._sizes.get(it) or _size(it) for it in others}  # others' grow
+            sizes = {it: self._sizes.get(it) or _size(it) for it in others}  # other servers' grow
             unused: list[Path] = []
             for other in sorted(others, key=_used_at):
                 if size + sum(sizes.values()) - sum(sizes[it] for it in unused) <= self._limit:
@@ -254,13 +252,14 @@ class AdapterFiles:
             self._sizes = {**sizes, place: size}
 
     def _places(self) -> list[Path]:
-        """The folder of kept files, for every server."""
+        """Return the places of fetched files, of all servers."""
         entries = [*self._store.iterdir()] if self._store.is_dir() else []
         return [path for path in entries if _PLACE.fullmatch(path.name) and path.is_dir()]
 
     def _source(self, src: str) -> Path | S3 | HubAdapter:
-        """The place of an adapter, if it is allowed. If a folder and a hub id have the same name,
-        it is the folder, if adapters are allowed there.
+        """Return the source of an adapter. A name that can be a folder or a hub id means the folder
+        if adapters are allowed there. Raises BadRequest and Conflict for places that are not
+        allowed.
         """
         scheme = _SCHEME.match(src)
         if scheme and scheme[1] == "s3":
@@ -285,7 +284,7 @@ class AdapterFiles:
             )
         try:
             path = Path(src.removeprefix("file://")).resolve()
-        except (ValueError, OSError, RuntimeError):  # a zero byte, a ring of links
+        except (ValueError, OSError, RuntimeError):  # a NUL, a loop of links
             raise BadRequest(f"src={src!r:.500} should be a path") from None
         if not self._allowed(path):
             allowed = ", ".join(map(str, self._roots))
@@ -293,7 +292,7 @@ class AdapterFiles:
         return path
 
     def _digest(self, source: Path) -> str:
-        """16 hex digits that differ when the content of a file or folder does."""
+        """Return 16 hex digits that differ if the content of a file or folder does."""
         if source.is_file():
             return combined({"": self._digests.of(source)})
         if not source.is_dir():
@@ -316,8 +315,8 @@ class AdapterFiles:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """What may change an adapter's answers: its own two files, or all where there is code to read
-    them, but hidden files and Python's caches.
+    """Yield the files that may change an adapter's answers: its two files. An adapter with code may
+    read any file, so then all files count, except hidden ones and Python's caches.
     """
     if not (folder / FILE).is_file():
         yield from ((name, folder / name) for name in (CONFIG, WEIGHTS))
@@ -343,14 +342,14 @@ def _size(place: Path) -> int:
 
 
 def _used_at(place: Path) -> float:
-    """When a place was last fetched from or to, in seconds since 1970."""
+    """Return when a place was last fetched to or used, in seconds since 1970."""
     with contextlib.suppress(OSError):
         return place.stat().st_mtime
     return 0.0
 
 
 def _held(place: Path) -> BinaryIO:
-    """Make a place if it is missing. While the lock is open, nobody removes it."""
+    """Make a place if it is missing. Returns its lock; no server removes it while that is open."""
     while True:
         place.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
@@ -362,11 +361,11 @@ def _held(place: Path) -> BinaryIO:
             except BaseException:
                 lock.close()
                 raise
-            lock.close()  # of a place that was removed meanwhile
+            lock.close()  # the lock belongs to a place that was just removed
 
 
 def _free(place: Path) -> BinaryIO | None:
-    """A lock that lets only this server remove a place; None if another one holds it."""
+    """Take the lock to remove a place. Returns it, or None if a server uses the place."""
     try:
         lock = (place / _HELD).open("a+b")
     except OSError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter registry: which adapters there are, by name. No HTTP.
+"""The adapter registry: the adapters by name. It has no HTTP.
 
-When an adapter is registered, its files are checked and a digest of them is made; it is loaded when
-it is first used. An unregistered adapter is removed when its last request has ended.
+At its registration an adapter's files are checked, and their digest is computed. It is loaded at
+its first use. An unregistered adapter is removed when its last request has ended.
 """
 
 import asyncio
@@ -42,21 +42,21 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 CHECKS = 8
-"""Adapters whose files are checked at the same time."""
+"""Most adapters whose files are checked at the same time."""
 LABELS = 100
-"""Number of adapters with a separate series, the first ones in use; the others share one."""
+"""Adapters with a separate series: the first ones in use. The others share one series."""
 
 _LIST = "/"
-"""The name of the whole list among logged faults; no adapter can have it."""
+"""The key of the whole list among logged faults; no adapter can have this name."""
 REFUSED = 1_000
-"""Versions of adapters' files that are known to be of no use: they are not fetched again."""
+"""Most remembered versions of unusable adapter files. They are not fetched again."""
 
 _REGISTERED = Gauge("slipway_adapters_registered", "Adapters that can be used.")
 _REQUESTS = Counter("slipway_adapter_requests", "Requests by adapter.", ["adapter"])
 
 
 class _Failed(NamedTuple):
-    """An adapter that could not be made as it is listed. until: it waits, by time.monotonic()."""
+    """A listed adapter that could not be applied. until: the next try, by time.monotonic()."""
 
     entry: Entry | None
     until: float
@@ -66,11 +66,11 @@ class _Failed(NamedTuple):
 class AdapterRegistry:
     """The adapters by name, each in its current version.
 
-    base: the model's tensors. names: their names in vLLM. max_rank: of an adapter.
-    batch_slots: how many adapters a batch of the engine has room for. engine_slots: how many the
-    engine does. limit: how many may be registered. start_code: starts the model.py of a folder;
-    None where adapters may have none. model_names: the model's own, which no adapter may have.
-    shared: the list of adapters of all servers; None if each has its own.
+    base: the model's tensors. names: their names in vLLM. max_rank: the highest rank of an adapter.
+    batch_slots: the adapters that fit into a batch of the engine. engine_slots: the adapters that
+    fit into the engine. limit: the most registered adapters. start_code: starts the model.py of a
+    folder; None if adapters may not have one. model_names: the model's names, which no adapter may
+    have. shared: the list of adapters of all servers; None if each server has its own.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class AdapterRegistry:
     ) -> None:
         self._model_names = model_names
         self._shared = shared
-        self._applied: dict[str, Entry] = {}  # what is registered here as the shared list has it
-        self._changing: set[str] = set()  # what is just made as the list has it
-        self._changed_here: set[str] = set()  # since the last look at the list began
-        self._gone: set[str] = set()  # what was missing at the last look
-        self._told: dict[str, str] = {}  # what was logged of it, by name
-        self._failed: dict[str, _Failed] = {}  # what could not be made as it is listed
+        self._applied: dict[str, Entry] = {}  # entries of the shared list that are registered here
+        self._changing: set[str] = set()  # adapters whose entry is being applied
+        self._changed_here: set[str] = set()  # adapters changed since the last poll began
+        self._gone: set[str] = set()  # adapters that were missing at the last poll
+        self._told: dict[str, str] = {}  # name → its last logged fault
+        self._failed: dict[str, _Failed] = {}  # listed adapters that could not be applied
         self._refused: dict[tuple[str, str], str] = {}  # src and digest → why
         self._files = files
         self._base = names.renamed(base)
@@ -103,7 +103,7 @@ class AdapterRegistry:
         self._limit = limit
         self._may_run_code = start_code is not None
         slots = EngineSlots[Adapter](engine_slots)
-        # A pinned one has its room in the batch for good.
+        # A pinned adapter keeps its slot in the batch.
         self._batch = BatchSlots[Adapter](lambda: batch_slots - slots.pinned)
         self._host = AdapterHost(engine, self._batch, slots, files, start_code)
         self._registered: dict[str, Adapter] = {}
@@ -114,7 +114,7 @@ class AdapterRegistry:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait until their adapter is worked on."""
+        """Requests that wait for their adapter's slot in the batch."""
         return self._batch.waiting
 
     def __contains__(self, name: object) -> bool:
@@ -138,13 +138,12 @@ class AdapterRegistry:
         *,
         share: bool = True,
     ) -> None:
-        """Add an adapter; again with the same content does nothing more. share: on all servers that
-        share a list.
+        """Add an adapter. A repetition with the same content changes nothing. share: add it on all
+        servers that share the list.
 
-        Raises BadRequest for a name or a place that cannot be, Conflict where the name has other
-        content, AdapterRefused where the files cannot be used, AdapterFailed or NoSlot where it was
-        to be loaded and that failed, NotReady where the shared list cannot be written; then it is
-        not registered.
+        Raises BadRequest for an invalid name or place, Conflict if the name has other content,
+        AdapterRefused if the files cannot be used, AdapterFailed or NoSlot if a wanted load failed,
+        and NotReady if the shared list cannot be written. After an exception it is not registered.
         """
         if not NAME.fullmatch(name):
             raise BadRequest(
@@ -170,9 +169,7 @@ class AdapterRegistry:
                 await adapter.configure(located, preload or pin or adapter.preload, pin)
                 if share:
                     await self._list(adapter)
-            except (
-                Exception
-            ):  # it is cancelled where the server ends, and the client hears of it at once
+            except Exception:  # not after a cancellation: then the server is stopping
                 if not known:
                     del self._registered[name]
                     await adapter.retire()
@@ -187,8 +184,8 @@ class AdapterRegistry:
         *,
         share: bool = True,
     ) -> None:
-        """Change an adapter's content or how it is kept. If that fails it stays unchanged; None
-        keeps a value.
+        """Change an adapter's content, preload or pin. None keeps a value. A failed change has no
+        effect.
 
         Raises as register() does, and NotFound.
         """
@@ -215,9 +212,9 @@ class AdapterRegistry:
                 await known.retire()
 
     async def unregister(self, name: str, *, share: bool = True) -> None:
-        """Take an adapter away: from new requests at once, from the engine when none uses it.
+        """Remove an adapter: at once for new requests, and from the engine when no request uses it.
 
-        Raises NotFound, and NotReady where the shared list cannot be written.
+        Raises NotFound, and NotReady if the shared list cannot be written.
         """
         self.get(name)
         async with self._lock(name):
@@ -226,13 +223,13 @@ class AdapterRegistry:
                 await self._unlist(name)
             del self._registered[name]
             self._applied.pop(name, None)
-            self._failed.clear()  # there may be room for others now
+            self._failed.clear()  # others may fit now
             await adapter.retire()
 
     # the shared list
 
     async def follow(self) -> None:
-        """Register what other servers have listed, and the other way round, until cancelled."""
+        """Apply the changes of the shared list, until cancelled."""
         if not self._shared:
             return
         count("adapters", 0)
@@ -242,7 +239,7 @@ class AdapterRegistry:
                 try:
                     changed = await self._differences(self._shared)
                     self._told.pop(_LIST, None)
-                except Exception as error:  # whatever it is, the list is looked at again
+                except Exception as error:  # the list is polled again after any exception
                     unforeseen = None if isinstance(error, OSError) else error
                     reason = f"the shared list of adapters cannot be read: {error}"
                     self._tell(_LIST, reason, unforeseen)
@@ -251,7 +248,7 @@ class AdapterRegistry:
                     changes.create_task(self._follow(name, entry))
 
     async def catch_up(self) -> None:
-        """Have what the shared list has. Raises OSError if it cannot be read.
+        """Apply the shared list once. Raises OSError if it cannot be read.
 
         Adapters that cannot be registered here are logged, and tried again at the next call.
         """
@@ -261,15 +258,16 @@ class AdapterRegistry:
                 changes.create_task(self._follow(name, entry))
 
     async def _differences(self, shared: SharedList) -> dict[str, Entry | None]:
-        """The differences between the shared list and this server: name → entry, None for a
-        removal. Raises OSError where the list cannot be read.
+        """Compare the shared list with this server. Returns name → entry, None for a removal.
+        Raises OSError if the list cannot be read.
         """
         self._changed_here.clear()
         listed, faults = await in_thread(shared.read)
         for name, fault in faults.items():
             self._tell(name, fault)
         gone = self._applied.keys() - listed.keys() - faults.keys()
-        # Not at the first look: a router sends a deletion to all, and ours may be on its way.
+        # Not at the first poll without it: a router sends a deletion to all servers, and ours may
+        # be about to arrive.
         gone, self._gone = gone & self._gone, gone
         found: dict[str, Entry | None] = dict.fromkeys(gone)
         found |= {
@@ -278,13 +276,15 @@ class AdapterRegistry:
             if self._applied.get(name) != it and self._is_due(name, it)
         }
         self._failed = {name: it for name, it in self._failed.items() if name in listed}
-        # Of what was changed here in the meantime, the list may have been read before.
+        # The list may have been read before these adapters were changed here.
         for name in self._changing | self._changed_here:
             found.pop(name, None)
         return found
 
     async def _follow(self, name: str, entry: Entry | None) -> None:
-        """Make one adapter as the shared list has it. This can take as long as a request."""
+        """Apply one entry of the shared list, None for a removal. A failure is logged. This can
+        take as long as a request.
+        """
         self._changing.add(name)
         try:
             if entry:
@@ -303,12 +303,12 @@ class AdapterRegistry:
             self._changing.discard(name)
 
     def _is_due(self, name: str, entry: Entry) -> bool:
-        """Whether to register an adapter as listed now, instead of after its next pause."""
+        """Whether to apply an entry now, and not after its next pause."""
         failed = self._failed.get(name)
         return not failed or failed.entry != entry or time.monotonic() >= failed.until
 
     def _wait(self, name: str, entry: Entry | None) -> None:
-        """Have an adapter that could not be made as it is listed wait, twice as long each time."""
+        """Set the next try of an entry that could not be applied. The pauses double."""
         failed = self._failed.get(name)
         if not failed or failed.entry != entry:
             assert self._shared
@@ -317,7 +317,7 @@ class AdapterRegistry:
         self._failed[name] = failed._replace(until=until)
 
     async def _apply(self, name: str, entry: Entry) -> None:
-        """Have an adapter as the shared list has it."""
+        """Register or update an adapter by its entry in the shared list."""
         known = self._registered.get(name)
         if known and known.pin and not entry.pin:  # it was deleted and registered again
             await self.unregister(name, share=False)
@@ -353,7 +353,7 @@ class AdapterRegistry:
 
     @contextlib.asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Adapter]:
-        """An adapter that the engine has, and keeps until the block ends.
+        """Yield an adapter that stays loaded until the block ends.
 
         Raises NotFound, AdapterFailed and NoSlot.
         """
@@ -389,8 +389,8 @@ class AdapterRegistry:
         return located
 
     def _faults(self, located: Located) -> str:
-        """The reason why exactly these files are refused, or "". Raises SourceError and OSError if
-        they cannot be fetched, which may work the next time.
+        """Return why these files cannot be used, or "". Raises SourceError and OSError if they
+        cannot be fetched; a retry may succeed.
         """
         try:
             with self._files.look(located) as checkpoint:
@@ -408,7 +408,7 @@ def _entry(adapter: Adapter) -> Entry:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Raise NotReady where the shared list cannot be written."""
+    """Raise NotReady if the shared list cannot be written."""
     try:
         yield
     except OSError as error:

@@ -25,7 +25,7 @@ from serving.sources.source import ANSWER_S, UNREACHABLE_S, SourceError, with_ti
 
 SUFFIX = ".json"
 FILES = 10_000
-"""In a list: more are an OSError."""
+"""Most files in a list. More raise an OSError."""
 LARGEST = 64 * 1024
 """Maximum bytes of a file in it; a longer one is ignored."""
 RIGHTS = "s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject"
@@ -45,21 +45,21 @@ class Place(Protocol):
     """The place of the list's files. The methods block, and raise OSError if it cannot be used."""
 
     pause_s: float
-    """Seconds between two looks at it."""
+    """Seconds between two polls."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a file. Others see it whole or not at all."""
+        """Write a file atomically."""
 
     def drop(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
 
     def read(self) -> Mapping[str, bytes]:
-        """All files: name → content. Unchanged files are not read again."""
+        """Return all files: name → content. Unchanged files are not read again."""
 
 
 def _require_few(count: int) -> None:
     if count > FILES:
-        raise OSError(f"there are more than {FILES} files in it, and a list has one an adapter")
+        raise OSError(f"it has more than {FILES} files, and a list has one file per adapter")
 
 
 class _Read(NamedTuple):
@@ -99,7 +99,7 @@ class ListFolder:
             for file in files:
                 if not file.name.endswith(SUFFIX) or file.name.startswith("."):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # it has gone in the meantime
+                with contextlib.suppress(FileNotFoundError):  # it was just removed
                     stat = file.stat()
                     version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
                     known = self._known.get(file.name)
@@ -115,11 +115,11 @@ class ListFolder:
 class ListBucket:
     """A list in S3: `s3://bucket/prefix`."""
 
-    pause_s = 10.0  # each look is a call that is paid for
+    pause_s = 10.0  # each poll is a call that costs money
 
     def __init__(self, uri: str) -> None:
-        """Raises OSError if there cannot be such a place."""
-        from boto3.session import Session  # it takes long to import
+        """Raises OSError if the URI is invalid."""
+        from boto3.session import Session  # slow to import
 
         parts = urlsplit(uri)
         self._uri = uri
@@ -150,7 +150,7 @@ class ListBucket:
         return {name: it.content for name, it in self._known.items()}
 
     def _look(self, ends: float) -> dict[str, _Read]:
-        """All files. ends: the time when nobody waits for them any longer, by time.monotonic()."""
+        """Read all files. ends: the time when the caller stops waiting, by time.monotonic()."""
         found: dict[str, _Read] = {}
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix
@@ -165,7 +165,7 @@ class ListBucket:
             known = self._known.get(name)
             if not known or known.version != item["ETag"]:
                 known = None
-                with contextlib.suppress(self._client.exceptions.NoSuchKey):  # it has gone by now
+                with contextlib.suppress(self._client.exceptions.NoSuchKey):  # it was just removed
                     answer = self._client.get_object(Bucket=self._bucket, Key=item["Key"])
                     known = _Read(answer["ETag"], answer["Body"].read(LARGEST + 1))
             if known:
@@ -174,7 +174,7 @@ class ListBucket:
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """Raise what S3 or its client say as OSError."""
+        """Raise errors of S3 or its client as OSError."""
         try:
             with faults(self._uri):
                 yield
@@ -185,8 +185,8 @@ class ListBucket:
 class ListStore:
     """A list in a Valkey or Redis: a hash of the files.
 
-    A deletion is also an entry. What is missing without one the store has lost, as where it has
-    started anew without its data: who has seen it writes it again.
+    A deletion is also an entry. If a file is missing without a deletion, the store has lost it, for
+    example in a restart without its data. A server that has read the file writes it again.
     """
 
     pause_s = 1.0
@@ -194,7 +194,7 @@ class ListStore:
     KEPT_S = 24 * 3600
     """Deletions are kept for this many seconds."""
     _VERSION = b"version"
-    """A field beside the files: another value after each change."""
+    """A further field of the hash: a new value after each change."""
     _FORGET = """
     if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
     """
@@ -210,7 +210,7 @@ class ListStore:
     """
 
     def __init__(self, url: str) -> None:
-        """url: as OPTION_ADAPTER_LIST has it."""
+        """url: the value of OPTION_ADAPTER_LIST."""
         parts = urlsplit(url)
         self._where = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"  # no password
         self._client = Redis.from_url(
@@ -246,7 +246,7 @@ class ListStore:
         self._client.hset(self.KEY, mapping=fields)
 
     def _look(self) -> None:
-        """Read all, and write again what the store has lost."""
+        """Read all files, and restore those that the store has lost."""
         _require_few(self._client.hlen(self.KEY))
         told = cast("list[bytes]", self._client.eval(self._ALL, 1, self.KEY, LARGEST + 1))
         found = dict(zip(told[::2], told[1::2], strict=True))
@@ -254,7 +254,7 @@ class ListStore:
         for name, content in found.items():
             if _age(content) > self.KEPT_S:
                 self._client.eval(self._FORGET, 1, self.KEY, name, content)
-        # Of deletions not all: others may have forgotten them by now.
+        # Without old deletions: other servers may have forgotten them by now.
         lost = {
             name: content
             for name, content in self._known.items()
@@ -263,14 +263,14 @@ class ListStore:
         if lost:
             with self._client.pipeline(transaction=False) as calls:
                 for name, content in lost.items():
-                    calls.hsetnx(self.KEY, name, content)  # another may have, too
+                    calls.hsetnx(self.KEY, name, content)  # another server may have restored it
                 calls.execute()
             self._write({})
         self._known = lost | found
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """Raise what the store or its client say as OSError."""
+        """Raise errors of the store or its client as OSError."""
         try:
             yield
         except RedisError as error:
@@ -282,22 +282,22 @@ _DELETED = re.compile(rb"deleted (\d{1,12})")
 
 
 def _age(content: bytes) -> float:
-    """Seconds since a deletion; 0 for other entries."""
+    """Return the seconds since a deletion; 0 for other entries."""
     deleted = _DELETED.fullmatch(content)
     return time.time() - int(deleted[1]) if deleted else 0.0
 
 
 class SharedList:
-    """The list. Its methods block, and raise OSError where its place cannot be used."""
+    """The list. Its methods block, and raise OSError if its place cannot be used."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._known: dict[str, tuple[bytes, Entry]] = {}
         self.pause_s = place.pause_s
-        """Seconds between two looks at it."""
+        """Seconds between two polls."""
 
     def put(self, name: str, entry: Entry) -> None:
-        """List an adapter, or list it otherwise. Others see it whole or not at all."""
+        """Add or replace an adapter's entry, atomically."""
         self._place.put(name + SUFFIX, msgspec.json.encode(entry))
 
     def drop(self, name: str) -> None:
@@ -305,7 +305,7 @@ class SharedList:
         self._place.drop(name + SUFFIX)
 
     def read(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        """The adapters by name, and the faults of invalid files by name."""
+        """Return the adapters by name, and the faults of invalid files by name."""
         found: dict[str, tuple[bytes, Entry]] = {}
         faults: dict[str, str] = {}
         for file, content in self._place.read().items():

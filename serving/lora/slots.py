@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots for adapters: few in a batch of the engine (BatchSlots), more in its memory (EngineSlots).
 
-vLLM (0.32) passes over a request whose adapter has no room in the batch, for as long as requests of
-those that have it keep coming; with pinned adapters it forgets that they take room, and dies. So an
-adapter here has a slot in the batch or waits for one. It keeps the slot while it has requests; when
-others wait, its requests end and it queues again.
+vLLM (0.32) skips a request whose adapter has no room in the batch as long as requests for other
+adapters in the batch arrive. It also forgets that pinned adapters take room, and then crashes. So
+an adapter here has a slot in the batch, or waits for one. It keeps the slot while it has requests.
+If others wait, its new requests also wait, until its current ones have ended and it queues again.
 """
 
 import asyncio
@@ -20,8 +20,9 @@ from prometheus_client import Counter, Gauge
 from serving.errors import NoSlot
 
 QUANTUM_S = 3.0
-"""Seconds that an adapter keeps its slot, and that another waits, before new requests wait as well
-of the one that got its slot first; after twice as long those of the first two, and so on.
+"""Seconds that an adapter may always keep its slot. If another one has waited for this long, new
+requests of the adapter with the oldest slot also wait. After twice as long, new requests of the two
+oldest wait, and so on.
 """
 
 _LOADED = Gauge("slipway_adapters_loaded", "Adapters that the engine has.")
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Slot:
-    """A slot of the batch that an adapter has."""
+    """An adapter's slot in the batch."""
 
     since: float
     requests: int = 0
@@ -41,7 +42,7 @@ class _Slot:
 
 @dataclass
 class _Waiting:
-    """An adapter's requests that wait."""
+    """An adapter's waiting requests."""
 
     since: float
     requests: "list[asyncio.Future[None]]" = field(default_factory=list)
@@ -50,7 +51,7 @@ class _Waiting:
 class BatchSlots(Generic[T]):
     """The batch's slots, which adapters with requests take in turns.
 
-    number: how many slots there are, which may change.
+    number: returns the number of slots, which may change.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class BatchSlots(Generic[T]):
     ) -> None:
         self._number = number
         self._clock = clock
-        self._slots: dict[T, _Slot] = {}  # the one that was taken first at the front
-        self._waiting: dict[T, _Waiting] = {}  # the one that waits longest first
+        self._slots: dict[T, _Slot] = {}  # the oldest first
+        self._waiting: dict[T, _Waiting] = {}  # the one that has waited longest first
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Waiting requests."""
         return sum(len(waiting.requests) for waiting in self._waiting.values())
 
     def __contains__(self, adapter: T) -> bool:
@@ -71,9 +72,9 @@ class BatchSlots(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def acquire(self, adapter: T) -> AsyncIterator[None]:
-        """Wait for a slot, which one request then has until the block ends.
+        """Wait for the adapter's slot. One request then holds it until the block ends.
 
-        Raises NoSlot if there are none at all.
+        Raises NoSlot if there are no slots at all.
         """
         if self._admits(adapter) and (adapter in self._slots or not self._waiting):
             self._enter(adapter, 1)
@@ -92,7 +93,7 @@ class BatchSlots(Generic[T]):
         """Give free slots to waiting adapters; call it when there may be more slots."""
         for adapter in list(self._waiting):
             if self._admits(adapter):
-                # Not those that have given up, and will hear of it in a moment.
+                # Without requests that have been cancelled.
                 requests = [
                     future for future in self._waiting.pop(adapter).requests if not future.done()
                 ]
@@ -106,7 +107,7 @@ class BatchSlots(Generic[T]):
         try:
             await assigned
         except asyncio.CancelledError:
-            if not assigned.cancelled():  # the slot came in the same moment
+            if not assigned.cancelled():  # it got the slot at the same time
                 self._leave(adapter)
             elif adapter in self._waiting and all(
                 future.done() for future in self._waiting[adapter].requests
@@ -116,8 +117,8 @@ class BatchSlots(Generic[T]):
             raise
 
     def _admits(self, adapter: T) -> bool:
-        """Whether its requests go on: there is room, or it has a slot and may keep it; or there
-        will be none, which acquire() then says.
+        """Whether its requests may proceed: there is a free slot, or it may keep its own slot. Also
+        True if there are no slots at all; acquire() then raises NoSlot.
         """
         slot = self._slots.get(adapter)
         if not slot:
@@ -144,11 +145,11 @@ class BatchSlots(Generic[T]):
 
 
 class Resident(Protocol):
-    """An adapter as the engine's slots see it."""
+    """An adapter's interface to the engine's slots."""
 
     @property
     def pin(self) -> bool:
-        """Whether it stays for good."""
+        """Whether it always stays loaded."""
 
     @property
     def wanted(self) -> bool:
@@ -166,15 +167,15 @@ R = TypeVar("R", bound=Resident)
 
 
 class EngineSlots(Generic[R]):
-    """The engine's slots: the adapters that it has, or is loading. The least recently used makes
-    room for another.
+    """The engine's slots: the adapters that it has, or is loading. The least recently used one is
+    evicted for another.
 
-    number: how many slots there are.
+    number: the number of slots.
     """
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._recent: dict[R, None] = {}  # the one used last at the end
+        self._recent: dict[R, None] = {}  # the most recently used last
         self._changed = asyncio.Event()
         _LOADED.set_function(lambda: len(self._recent))
         _SLOTS.set(number)
@@ -184,14 +185,14 @@ class EngineSlots(Generic[R]):
         return sum(adapter.pin for adapter in self._recent)
 
     async def take(self, adapter: R) -> bool:
-        """Wait for a slot. False where nobody wants the adapter any more."""
+        """Wait for a slot. Returns False if no request wants the adapter any more."""
         while len(self._recent) >= self._number:
             idle = [other for other in self._recent if other.evictable]
             if not adapter.wanted:
                 return False
             if idle:
                 _EVICTED.inc()
-                # Those first that no request waits for.
+                # Adapters without waiting requests first.
                 await min(idle, key=lambda other: other.wanted).unload()
             else:
                 await self.change()
@@ -199,7 +200,7 @@ class EngineSlots(Generic[R]):
         return True
 
     def touch(self, adapter: R) -> None:
-        """Make it the one that was used last."""
+        """Mark an adapter as the most recently used."""
         self._recent[adapter] = self._recent.pop(adapter)
 
     def release(self, adapter: R) -> None:
@@ -207,7 +208,7 @@ class EngineSlots(Generic[R]):
         self.notify()
 
     def notify(self) -> None:
-        """Wake up those who wait for a change: a request or a load has ended."""
+        """Wake up all that wait for a change: a request or a load has ended."""
         self._changed.set()
 
     async def change(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of each request: its id, a line in the log, and series for Prometheus."""
+"""The record of each request: its id, its line in the access log, and its Prometheus series."""
 
 import contextlib
 import functools
@@ -41,9 +41,9 @@ _IGNORED = Counter(
     ["field"],
 )
 TENANTS = 100
-"""Tenants that have series of their own, the first ones that are seen; the others share one."""
+"""Tenants with separate series: the first ones to send a request. The others share one series."""
 PAIRS = 1000
-"""The same of tenants with an adapter."""
+"""Pairs of tenant and adapter with separate series."""
 OTHER = "other"
 CLIENT_LEFT = 499
 _UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
@@ -51,11 +51,11 @@ _UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
 NAMES = 16
 """Names of keys that an answer's header may list."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_AN_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what can stand in a header, a line, a path
+_AN_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # allowed in a header, a log line and a path
 
 
 def request_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """The id that a client gave its request, SageMaker's before others', or else a new one."""
+    """Return the client's id of its request, or a new one. SageMaker's header takes precedence."""
     found = dict(headers)
     for name in (protocol.INFERENCE_ID, protocol.REQUEST_ID):
         if (value := found.get(name)) and _AN_ID.fullmatch(value):
@@ -66,7 +66,7 @@ def request_id(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 class ServedLine(logs.RequestLine):
-    """The line of a request that this server has answered."""
+    """The access log's line for a request that this server has answered."""
 
     key: str = ""
     tenant: str | None = None
@@ -81,10 +81,10 @@ class ServedLine(logs.RequestLine):
 
 
 class AccessRecord:
-    """What is kept of one request: its id, its line in the log, its part in the series.
+    """The record of one request: its id, its log line and its series.
 
-    route: its path as the series have it, not what was asked for, which could be anything. adapter:
-    the one it went to. error: what it was answered with, or what broke off a stream.
+    route: the route's path, for the series; the requested path could be any text. adapter: the
+    adapter that it went to. error: the error that it was answered with, or that ended its stream.
     """
 
     def __init__(self, route: str, scope: Scope, tracer: Tracer | None = None) -> None:
@@ -94,35 +94,35 @@ class AccessRecord:
         self._last: Message | None = None
         self.id = request_id(scope["headers"])
         self.status = 0
-        """Of the answer, once its head is sent."""
+        """The answer's status, once its head is sent; 0 before."""
         self.caller: Caller = ANYBODY
-        """Who has sent it."""
+        """The sender of the request."""
         self.adapter: str | None = None
         self.error: ServingError | None = None
         self.headers: list[tuple[bytes, bytes]] = []
-        """What its answer's head has besides."""
+        """Further headers of the answer."""
         self._ignored: set[str] = set()
         self._tokens: tuple[int, int, int] | None = None
         self.generates = False
-        """Whether it is to be answered with text."""
+        """Whether it generates text."""
         self.first_token_s: float | None = None
         """Seconds from its head to the first token of its slowest sequence; None before that."""
         self.between_tokens_s: float | None = None
         """Seconds between two tokens, on average, of its slowest sequence."""
         self._header = (protocol.REQUEST_ID, self.id.encode())
         self.trace: Span | None = None
-        """All that is done for it here, where spans are sent."""
+        """The span of all work for it in this server, if spans are sent."""
         if tracer:
             self.trace = tracer.begin(f"{self._method} {route}", scope["headers"])
         REQUEST_ID.set(self.id)
 
     def with_id(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """A request's headers with its id, by which vLLM calls it."""
+        """Return a request's headers with its id, which vLLM uses as its name."""
         others = [header for header in headers if header[0] != protocol.REQUEST_ID]
         return [*others, self._header]
 
     def wrap(self, send: Send) -> Send:
-        """What is to be called in the place of `send`, so that the answer is recorded."""
+        """Return a `send` that records the answer, and then calls `send`."""
 
         def recording(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -138,16 +138,16 @@ class AccessRecord:
         return recording
 
     def ignored(self, fields: Iterable[str], known: Container[str]) -> None:
-        """These keys of the request have no effect. known: those that have a series of their own,
-        since a client may make up others.
+        """Note keys of the request that have no effect. known: the keys that have separate series;
+        clients may send any other key.
         """
         for field in {*fields} - self._ignored:
             self._ignored.add(field)
             _IGNORED.labels(field if field in known else OTHER).inc()
 
     def used(self, tenant: str, adapter: str, prompt: int, cached: int, generated: int) -> None:
-        """The engine has worked on so many tokens for the request, or for a part of it. cached:
-        those of the prompt that it needed not compute.
+        """Add the engine's tokens for the request, or for a part of it. cached: the prompt tokens
+        that the engine found in its KV cache; `prompt` includes them.
         """
         before = self._tokens or (0, 0, 0)
         self._tokens = (before[0] + prompt, before[1] + cached, before[2] + generated)
@@ -161,8 +161,8 @@ class AccessRecord:
                 _USED.labels(*labels, *which).inc(number)
 
     def paced(self, first_at: float, between: float | None) -> None:
-        """A sequence of its answer had its first token at this time, in seconds since 1970, and
-        further ones so many seconds apart on average.
+        """Note the pace of one sequence of its answer. first_at: the time of its first token, in
+        seconds since 1970. between: the average seconds between two tokens, or None.
         """
         first = time.perf_counter() - self._began - (time.time() - first_at)
         self.first_token_s = max(self.first_token_s or 0.0, first)
@@ -171,15 +171,15 @@ class AccessRecord:
 
     @property
     def exemplar(self) -> dict[str, str] | None:
-        """What names its trace in series, where that is sent."""
+        """The labels of its trace for exemplars, or None if the trace is not sent."""
         return self.trace.exemplar if self.trace else None
 
     def part(self, name: str) -> contextlib.AbstractContextManager[Span | None]:
-        """The span of a part of what is done for it."""
+        """Return the span of a part of the work for it, or a context manager that yields None."""
         return self.trace.part(name) if self.trace else _UNTRACED
 
     def close(self) -> None:
-        """Count the request, write its line and end its span, at its end."""
+        """At the request's end: count it, write its log line and end its span."""
         seconds = time.perf_counter() - self._began
         status = self.status or CLIENT_LEFT
         _requests(self._route, self.adapter is not None, status // 100).inc()
@@ -215,7 +215,7 @@ class AccessRecord:
         )
         why = type(self.error).__name__ if self.error else str(status)
         trace.note(error__type=why if status >= 400 or self.error else None)
-        # What a client did wrong is no fault of this server's, by the conventions.
+        # By OpenTelemetry's conventions, a client's error is not an error of the server's span.
         trace.end(why if status >= 500 or (self.error and status < 400) else None)
 
 
@@ -224,7 +224,7 @@ _pairs: set[tuple[str, str]] = set()
 
 
 def _labels(tenant: str, adapter: str) -> tuple[str, str]:
-    """The labels of a tenant with an adapter, of which there are so many."""
+    """Return the labels of a tenant and an adapter; OTHER beyond TENANTS and PAIRS."""
     if tenant and tenant not in _tenants:
         if len(_tenants) >= TENANTS:
             tenant = OTHER

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that this process and its children write becomes lines of the log.
+"""Turns all output of this process and its children into lines of the log.
 
-vLLM's processes log in our form (vllm_logging.json), LMCache and others as they like. What they
-wrote of errors last is kept, for why the server ends.
+vLLM's processes log in our format (vllm_logging.json); LMCache and others use their own formats.
+Their last errors are kept to explain why the server ends.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from serving.lifecycle import SHUTDOWN
 from serving.observability.logs import make_record, process_handler, reach
 
 MAX_TRACEBACK = 500
-"""Lines of a traceback that are one line of the log."""
+"""Most lines of a traceback in one line of the log."""
 MAX_LINE = 256 * 1024
-"""Characters; CloudWatch takes no more bytes. What is longer comes in pieces."""
+"""Most characters of a line. CloudWatch takes at most as many bytes. Longer lines are split."""
 MAX_DEPTH = 20
-"""Lists and objects within each other in a line of our own form; a deeper one is logged as text."""
+"""Most nested lists and objects in a line of our format. A deeper line is logged as text."""
 MAX_BAR = 300
-"""Characters of a progress bar."""
+"""Most characters of a progress bar."""
 PIPE = 1024**2
-"""Bytes that wait while this process is busy; more hold up who writes."""
+"""Bytes that may wait while this process is busy. Writers of more block."""
 
 
 _listeners: list[Callable[[logging.LogRecord], object]] = []
@@ -43,15 +43,15 @@ def listen(listener: Callable[[logging.LogRecord], object]) -> None:
 
 @contextlib.contextmanager
 def capture_output() -> Iterator[None]:
-    """Make lines of the log of everything that this process and its children write.
+    """Turn all output of this process and its children into lines of the log.
 
-    They write to a pipe that a thread reads. Afterwards only the log itself is written: the process
-    is about to end, and threads that notice have nothing to add to its last line.
+    They write to a pipe that a thread reads. After the block only the log is written: the process
+    is about to end, and output of other threads is dropped.
     """
     handler = process_handler()
     outputs = sys.stdout.fileno(), sys.stderr.fileno()
     reading, writing = os.pipe()
-    with contextlib.suppress(OSError):  # more than the system lets us have
+    with contextlib.suppress(OSError):  # the system's limit may be lower
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE)
     real = os.fdopen(os.dup(outputs[1]), "w", encoding="utf-8", errors="backslashreplace")
     handler.setStream(real)
@@ -76,7 +76,7 @@ def capture_output() -> Iterator[None]:
 
 def _read(pipe: int, handle: Callable[[logging.LogRecord], object]) -> None:
     parser = _Parser()
-    # A line ends with "\n" or, where a progress bar overwrites it, with "\r".
+    # A line ends with "\n", or with "\r" if a progress bar overwrites it.
     with open(pipe, encoding="utf-8", errors="replace", newline="") as lines:
         while line := lines.readline(MAX_LINE):
             if line.endswith("\r"):
@@ -92,8 +92,8 @@ def _log(
     line: str,
     handle: Callable[[logging.LogRecord], object],
 ) -> None:
-    """Log the records of a line, or the bare line where that fails: whoever can write to the pipe
-    must not end the thread that reads it, or all who write later block or fail.
+    """Log the records of a line, or the line itself if that fails. No line may end the thread that
+    reads the pipe, or all later writers would block or fail.
     """
     try:
         for record in parse(line):
@@ -109,7 +109,7 @@ def _log(
 
 _BAR = re.compile(r"\d+%.*\| (?P<done>\d+)/(?P<total>\d+) \[")  # tqdm's
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_FORMS = (  # in which others write their level and name
+_FORMS = (  # other libraries' formats of level, name and message
     re.compile(r"\[[^]]*\] LMCache (?P<level>\w+): (?P<message>.*)"),  # lmcache/logging.py
     re.compile(r"(?P<level>[A-Z]+):(?P<logger>[\w.]+):(?P<message>.*)"),  # logging.basicConfig()
     re.compile(r"(?:\[rank\d+\]:)?\[?(?P<level>[IWEF])\d{4} [\d:.]+ +(?P<message>.*)"),  # glog
@@ -120,7 +120,7 @@ _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Failed|Kil
 
 
 class _Parser:
-    """Makes records of lines that others wrote. A traceback becomes one record."""
+    """Parses other processes' lines into records. A traceback becomes one record."""
 
     def __init__(self) -> None:
         self._traceback: list[str] = []
@@ -141,7 +141,7 @@ class _Parser:
             yield _of_our_form(text) or _of_another_form(text)
 
     def end(self) -> Iterator[logging.LogRecord]:
-        """The record of a traceback that is not closed yet, where there is one."""
+        """Yield the record of an unfinished traceback, if there is one."""
         lines, self._traceback = self._traceback, []
         if lines:
             facts = {"exception": "\n".join(lines)}
@@ -149,7 +149,7 @@ class _Parser:
 
 
 def _of_our_form(text: str) -> logging.LogRecord | None:
-    """The record of a line that one of vLLM's processes wrote through our formatter."""
+    """Return the record of a line in our formatter's format, from vLLM's processes, or None."""
     if not text.startswith('{"time": "'):
         return None
     try:
@@ -166,7 +166,7 @@ def _of_our_form(text: str) -> logging.LogRecord | None:
 
 
 def _deeper(value: Any, depth: int) -> bool:
-    """Whether more than so many lists and objects are within each other."""
+    """Whether more than `depth` lists and objects are nested."""
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, list) and (not depth or any(_deeper(it, depth - 1) for it in value))
@@ -190,13 +190,15 @@ def _of_another_form(text: str) -> logging.LogRecord:
 _FATAL = re.compile(
     r"encountered a fatal error|failed to start|WorkerProc (?:failed|hit an exception)"
 )
-"""What vLLM's processes say beside the exception that ends them. Others are of one request."""
+"""Messages of vLLM's processes with the exception that ends them. Other exceptions concern one
+request.
+"""
 _causes: deque[tuple[float, bool, str]] = deque(maxlen=50)
 
 
 def causes(seconds: float) -> list[str]:
-    """What other processes wrote of errors in the last seconds: what ended them before what did
-    not, and else the first first.
+    """Return other processes' errors of the last seconds: fatal errors first, then by age, oldest
+    first.
     """
     since = time.monotonic() - seconds
     found = [(fatal, text) for at, fatal, text in _causes.copy() if at >= since]
@@ -204,7 +206,7 @@ def causes(seconds: float) -> list[str]:
 
 
 def _remember_cause(record: logging.LogRecord) -> None:
-    """Keep what may be why a process has ended."""
+    """Keep a record's error, which may be the reason why a process ends."""
     exception, message = getattr(record, "facts", {}).get("exception"), record.getMessage()
     if isinstance(exception, str):
         fatal = bool(_FATAL.search(message))
@@ -214,7 +216,7 @@ def _remember_cause(record: logging.LogRecord) -> None:
 
 
 def _first_raised(text: str) -> str:
-    """What a formatted traceback says was raised first: its own first cause's message."""
+    """Return the message of the first exception in a formatted traceback with several."""
     lines = text.partition("\n\n")[0].splitlines()
     at = max((i for i, line in enumerate(lines) if _RAISED.match(line)), default=len(lines) - 1)
     return " ".join(" ".join(lines[at:]).split())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMI's SERVING_ERROR_RATE_*: after too many errors /ping says so, and the server is replaced."""
+"""LMI's SERVING_ERROR_RATE_*: after too many errors /ping fails, and the server is replaced."""
 
 import time
 from collections import deque
@@ -17,7 +17,7 @@ from serving.errors import (
     UserCodeFailed,
 )
 
-# LMI's kinds: what had no room or was not ready, what broke here, what broke in the model.
+# LMI's kinds: no capacity or not ready (wlm), failures of the server, and failures of the model.
 _KINDS: Mapping[type[ServingError], str] = {
     NotReady: "wlm",
     Overloaded: "wlm",
@@ -34,12 +34,12 @@ def _kind(error: ServingError) -> str | None:
 
 
 def is_fault(error: ServingError) -> bool:
-    """Whether an error is the server's, and not its sender's."""
+    """Whether the server caused an error, and not the client."""
     return _kind(error) is not None
 
 
 class ErrorRates:
-    """Counts errors by LMI's kinds, up to the operator's limits. What clients did wrong is none."""
+    """Counts errors by LMI's kinds, up to the operator's limits. Clients' errors do not count."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         limits = {
@@ -50,7 +50,7 @@ class ErrorRates:
         }
         self._limits = {kind: limit for kind, limit in limits.items() if limit}
         self._clock = clock
-        # The last of them alone say whether there were more than the limit.
+        # The latest limit + 1 times suffice to tell whether the limit is exceeded.
         self._times = {
             kind: deque[float](maxlen=count + 1) for kind, (count, _) in self._limits.items()
         }
@@ -66,7 +66,7 @@ class ErrorRates:
             times.clear()
 
     def exceeded(self) -> str | None:
-        """Which limit is exceeded now, in a sentence; None where none is."""
+        """Return a sentence that names the exceeded limit, or None."""
         now = self._clock()
         for kind, times in self._times.items():
             count, seconds = self._limits[kind]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log: one JSON object a line, or readable text on a terminal, without secrets."""
+"""The log, without secrets: one JSON object per line, or readable text on a terminal."""
 
 import asyncio
 import contextlib
@@ -23,15 +23,15 @@ from lmi_config.options.parsers import LOG_LEVELS
 from serving.observability.redaction import hide, leave_out, plain, redacted
 
 MAX_REPEATS = 30
-"""Times that the same line is written in a minute."""
+"""Most times that the same line is written in a minute."""
 _MINUTE = 60.0
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The id of the request that is being answered; every line that is written meanwhile has it."""
+"""The id of the request that is being answered. All lines that are written meanwhile have it."""
 
 
 def _stamp(seconds: float) -> str:
-    """A time in UTC, as ISO 8601 has it."""
+    """Return a time in UTC, in ISO 8601."""
     whole = int(seconds)
     return f"{_second(whole)}.{int(1000 * (seconds - whole)):03d}Z"
 
@@ -42,9 +42,11 @@ def _second(seconds: int) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record as a JSON object: time (UTC, ISO 8601), level, logger, message, the process
-    where it is not the server's, the copy of the model where there are several, the request's id,
-    and the call's `extra={"facts": …}`.
+    """Writes a record as a JSON object.
+
+    Its keys are the time (UTC, ISO 8601), level, logger and message, the process if it is not the
+    server's, the copy of the model if there are several, the request's id, and the keys of the
+    call's `extra={"facts": …}`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -66,18 +68,18 @@ class JsonFormatter(logging.Formatter):
 
 
 _of_all: dict[str, int] = {}
-"""What every line of this process says."""
+"""Fields that every line of this process has."""
 
 
 class TextFormatter(logging.Formatter):
-    """Writes the same for people. A call may put it in other words: `extra={"text": …}`."""
+    """Writes the same for people. `extra={"text": …}` of a call replaces its message."""
 
     def format(self, record: logging.LogRecord) -> str:
         said = "".join(f" {name} {value}:" for name, value in _of_all.items())
         return f"{_stamp(record.created)}{said} {self.body(record)}"
 
     def body(self, record: logging.LogRecord) -> str:
-        """A record without its time."""
+        """Return a record without its time."""
         text = getattr(record, "text", "") or self._in_full(record)
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
@@ -86,7 +88,7 @@ class TextFormatter(logging.Formatter):
         return _CONTROL.sub(lambda it: f"\\x{ord(it[0]):02x}", redacted(text)).replace("\n", _NEXT)
 
     def _in_full(self, record: logging.LogRecord) -> str:
-        """The message, who says so where it is not the server, and all facts."""
+        """Return the message with all facts, and with the name of a logger that is not ours."""
         facts = dict(getattr(record, "facts", {}))
         if request := REQUEST_ID.get():
             facts["request_id"] = request
@@ -98,14 +100,14 @@ class TextFormatter(logging.Formatter):
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What could change a terminal's state, or overwrite what it shows."""
+"""Control characters, which could change a terminal's state, or overwrite its text."""
 _NEXT = "\n    "
-"""Before further lines of a record, so that none can be taken for a record of its own."""
+"""The indentation of a record's further lines, so that none looks like a separate record."""
 _DIGITS = re.compile(r"\d+")
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes each line at most MAX_REPEATS times a minute, and then how often more it came."""
+    """Writes each line at most MAX_REPEATS times a minute, and then the number of its repeats."""
 
     def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
         super().__init__(stream)
@@ -114,14 +116,14 @@ class Handler(logging.StreamHandler[TextIO]):
         self._counts: Counter[tuple[str, str]] = Counter()
         self._until = 0.0
         self._waiting: list[bytes] = []
-        self._size = 0  # of what waits
+        self._size = 0  # bytes of the waiting lines
         self._turn: asyncio.AbstractEventLoop | None = None  # the loop that will write it
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.created >= self._until:
             self.report_repeats()
             self._until = record.created + _MINUTE
-        # Lines of others have no template: those that differ in numbers are the same.
+        # Lines of other processes have no template: lines that differ only in numbers are equal.
         template = str(record.msg) if record.args else _DIGITS.sub("", str(record.msg))
         if template == "%s":
             template = record.getMessage()
@@ -131,15 +133,15 @@ class Handler(logging.StreamHandler[TextIO]):
             self.put(record)
 
     def put(self, record: logging.LogRecord) -> None:
-        """Write a record, however often it came."""
+        """Write a record, even if it is a repetition."""
         self.write_waiting()
         super().emit(record)
 
     def reach(self, done: float, total: float) -> None:
-        """Hear how far what the log was last said to be busy with is."""
+        """Show the progress of the step that was last logged as busy. Does nothing here."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Do nothing: there is nowhere left to write it, and standard error leads back to us."""
+        """Do nothing: there is no other place to write to, and standard error leads back to us."""
 
     def flush(self) -> None:
         self.write_waiting()
@@ -147,7 +149,7 @@ class Handler(logging.StreamHandler[TextIO]):
             super().flush()
 
     def write_waiting(self) -> None:
-        """Write what waits for the end of the event loop's turn."""
+        """Write the lines that wait for the end of the event loop's iteration."""
         assert self.lock
         with self.lock:
             lines, self._waiting, self._size, self._turn = self._waiting, [], 0, None
@@ -156,14 +158,14 @@ class Handler(logging.StreamHandler[TextIO]):
             try:
                 self.stream.buffer.write(b"".join(lines))
                 self.stream.buffer.flush()
-            except OSError:  # nobody reads it any more
+            except OSError:  # the reader has gone
                 pass
 
     def write_soon(self, line: bytes) -> None:
-        """Write a line that is formatted already, together with others of this turn of the event
-        loop: the system's call would cost more than all else of the line.
+        """Write a formatted line, together with the other lines of this iteration of the event
+        loop. A system call for each line would cost more than the rest of its work.
 
-        At most PIPE_BUF bytes wait: so much a pipe takes from several processes in one piece.
+        At most PIPE_BUF bytes wait, because a pipe writes that many bytes atomically.
         """
         assert self.lock
         try:
@@ -182,7 +184,7 @@ class Handler(logging.StreamHandler[TextIO]):
                 loop.call_soon(self.write_waiting)
 
     def report_repeats(self) -> None:
-        """Write what was left out in the last minute."""
+        """Write how often each line was left out in the last minute."""
         counts, self._counts = self._counts, Counter()
         for (name, template), count in counts.items():
             if count > MAX_REPEATS:
@@ -192,7 +194,7 @@ class Handler(logging.StreamHandler[TextIO]):
 
 
 def make_record(level: int, values: Mapping[str, Any]) -> logging.LogRecord:
-    """A record of what this process did not log itself. values: its fields besides the level."""
+    """Make a record that this process did not log itself. values: its further fields."""
     return logging.makeLogRecord(
         {"levelno": level, "levelname": logging.getLevelName(level), **values}
     )
@@ -202,7 +204,7 @@ _handler: Handler | None = None
 
 
 def configure(environ: Mapping[str, str]) -> None:
-    """Send our log and what others log through Python to standard error."""
+    """Send our log, and the log of libraries that use Python's logging, to standard error."""
     hide(environ)
     set_format("auto")
     logging.captureWarnings(True)
@@ -210,7 +212,7 @@ def configure(environ: Mapping[str, str]) -> None:
 
 
 def set_format(name: str) -> None:
-    """Write lines as OPTION_LOG_FORMAT has it."""
+    """Write lines in the format `name`, a value of OPTION_LOG_FORMAT."""
     global _handler
     terminal = sys.stderr.isatty()
     if name == "json" or (name == "auto" and not terminal):
@@ -225,23 +227,23 @@ def set_format(name: str) -> None:
 
 
 def flush() -> None:
-    """Write what waits for the end of the event loop's turn."""
+    """Write the lines that wait for the end of the event loop's iteration."""
     if _handler:
         _handler.write_waiting()
 
 
-os.register_at_fork(before=flush)  # else the child might write it as well
+os.register_at_fork(before=flush)  # otherwise the child could write the lines again
 
 
 def reach(done: float, total: float) -> None:
-    """Say how far the step that was last noted is: so much of so much, of whatever."""
+    """Report the progress of the step that was last logged as busy, in any unit."""
     if _handler:
         _handler.reach(done, total)
 
 
 def process_handler() -> Handler:
-    """The handler of this process: the server's, or one like it in a process of vLLM's, which finds
-    this function by vllm_logging.json.
+    """Return the handler of this process: the server's, or a similar one in a process of vLLM's.
+    vLLM finds this function by vllm_logging.json.
     """
     global _handler
     if not _handler:
@@ -257,7 +259,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class RequestLine(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What the line of a request says, in its order. ms: from its head to the end of its answer."""
+    """The fields of a request's line, in order. ms: from its head to the end of its answer."""
 
     request_id: str
     method: str
@@ -267,14 +269,14 @@ class RequestLine(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 def milliseconds(seconds: float) -> float:
-    """To a tenth. round() takes several times as long, and there are two in a line."""
+    """Return milliseconds, to a tenth. round() takes several times as long."""
     return int(10_000 * seconds + 0.5) / 10
 
 
 def access(line: RequestLine) -> None:
-    """Write the line of a request. It has no secret in it.
+    """Write the line of a request, which must have no secret in it.
 
-    Without logging's machinery, which shows in what a small request costs.
+    It bypasses Python's logging, whose cost is noticeable in a small request.
     """
     if not _access.isEnabledFor(logging.INFO):
         return
@@ -287,30 +289,32 @@ def access(line: RequestLine) -> None:
 
 
 def name_copy(number: int) -> None:
-    """Have every line say which copy of the model this process is."""
+    """Add the number of this process's copy of the model to every line."""
     _of_all["copy"] = number
     _access_head.cache_clear()
 
 
 @functools.lru_cache(maxsize=1)
 def _access_head(ms: int) -> bytes:
-    """What each line of a request begins with. ms: milliseconds since 1970."""
+    """Return the beginning of a request's line. ms: milliseconds since 1970."""
     said = {"level": "info", "logger": _access.name, "message": "request", **_of_all}
     return b'{"time":"%b",%b,' % (_stamp(ms / 1000).encode(), _encode(said)[1:-1])
 
 
 def _access_text(facts: Mapping[str, Any]) -> str:
-    """A request's line for people."""
+    """Return a request's line for people."""
     shown = dict(facts)
     head = f"{shown.pop('method')} {shown.pop('path')} {shown.pop('status')}, {shown.pop('ms')} ms"
     return " ".join([head, *(f"{key}={value}" for key, value in shown.items())])
 
 
 def engine_environment(environ: Mapping[str, str], level: str) -> dict[str, str]:
-    """Variables that make vLLM's processes log as we do, unless the operator has it otherwise."""
+    """Return variables that make vLLM's processes log as we do. The operator's values take
+    precedence.
+    """
     wanted = {
         "VLLM_LOGGING_LEVEL": level.upper(),
-        "PYTHONUNBUFFERED": "1",  # or what they print would come late
+        "PYTHONUNBUFFERED": "1",  # otherwise their output would arrive late
     }
     if environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0":
         wanted["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("vllm_logging.json"))
@@ -318,15 +322,15 @@ def engine_environment(environ: Mapping[str, str], level: str) -> dict[str, str]
 
 
 def set_level(level: str) -> None:
-    """Write lines of this level and above; of libraries warnings and above, at whatever level."""
+    """Write lines of this level and above. Libraries' lines are always written from warnings on."""
     for name in ("serving", "vllm"):
         logging.getLogger(name).setLevel(level.upper())
 
 
 def step_level(steps: int) -> None:
-    """Make the log quieter by so many levels, or louder where the number is negative."""
+    """Make the log quieter by `steps` levels, or louder if the number is negative."""
     ours = logging.getLogger("serving")
     index = LOG_LEVELS.index(logging.getLevelName(ours.level).lower()) + steps
     level = LOG_LEVELS[min(max(index, 0), len(LOG_LEVELS) - 1)]
     set_level(level)
-    ours.log(ours.level, "the log's level is %s now", level)  # who asked wants to see it
+    ours.log(ours.level, "the log's level is %s now", level)  # always shown, at its own level

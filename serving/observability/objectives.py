@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Service level objectives: how many requests were as quick as the operator wants them to be."""
+"""Service level objectives: counts the requests that met the operator's latency targets."""
 
 from prometheus_client import Counter
 
@@ -16,10 +16,10 @@ ALL = "all"
 
 
 class Objectives:
-    """What the operator wants of requests for text, and how many are so.
+    """The operator's latency targets for requests that generate text, and their counters.
 
-    A request that fails, and not by its sender's fault, misses every objective. One that ends
-    before it has a token is not counted, nor is one of a single token by the time between two.
+    A request that fails, unless by its client's fault, misses every objective. A request that ends
+    before its first token is not counted. A request with a single token does not count for `itl`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,7 +33,7 @@ class Objectives:
         }
 
     def count(self, record: AccessRecord) -> None:
-        """Count a request that is over."""
+        """Count a request that has ended."""
         if not (self._targets and record.generates):
             return
         if record.error and is_fault(record.error):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spans of tracing.py, made and sent by OpenTelemetry's SDK. It is imported only where spans
-are wanted.
+"""The spans of tracing.py, made and sent by OpenTelemetry's SDK. This module is imported only if
+spans are sent.
 """
 
 import logging
@@ -34,8 +34,8 @@ class OtelSpan(Span):
     """A span of OpenTelemetry's."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, clock: int) -> None:
-        """clock: what added to time.monotonic_ns() is the time. All spans of a request share one,
-        so that its parts lie within it whatever is done to the machine's clock.
+        """clock: the offset from time.monotonic_ns() to the time. All spans of a request share it,
+        so that a part stays within the request even if the machine's clock is changed.
         """
         self._tracer = tracer
         self._span = span
@@ -51,7 +51,7 @@ class OtelSpan(Span):
         return {"trace_id": self.trace_id} if self._span.is_recording() else None
 
     def part(self, name: str, kind: SpanKind = SpanKind.INTERNAL) -> "OtelSpan":
-        if not self._span.is_recording():  # nor would any part of it be
+        if not self._span.is_recording():  # then no part of it is recorded
             return self
         now = self._clock + time.monotonic_ns()
         span = self._tracer.start_span(name, self._context, kind, start_time=now)
@@ -82,17 +82,17 @@ class OtelSpan(Span):
 class OtelTracer(Tracer):
     """Sends spans to a collector.
 
-    Which are kept, how many wait, headers and certificates of the collector: the SDK reads
-    OpenTelemetry's variables for it. A collector that cannot be reached costs spans, and holds up
-    nobody.
+    The SDK reads OpenTelemetry's variables for the sampling, the queue's length, and the
+    collector's headers and certificates. If the collector cannot be reached, spans are lost, and no
+    request waits.
     """
 
     def __init__(self, endpoint: str, service: str) -> None:
-        """endpoint: of the collector. service: what this is called where no variable says so."""
+        """endpoint: the collector's. service: the service's name if no variable gives one."""
         resource = Resource.create({SERVICE_VERSION: VERSION})
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: service}))
-        # The SDK would log each try; _Reported says once what matters.
+        # The SDK would log each failed try. _Reported logs a failure once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_Reported(_exporter(endpoint))))
@@ -106,7 +106,7 @@ class OtelTracer(Tracer):
             for name in TRACE_CONTEXT
         }
         parent = Context()
-        if len(carried[TRACEPARENT.decode()]) == 1:  # several name none
+        if len(carried[TRACEPARENT.decode()]) == 1:  # several headers name no parent
             parent = _w3c.extract(carried, parent)
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=now)
         return OtelSpan(self._tracer, span, clock)
@@ -117,7 +117,7 @@ class OtelTracer(Tracer):
 
 
 def _shut_down(providers: Sequence[TracerProvider]) -> None:
-    # Their own shutdown() waits for as long as an exporter tries.
+    # A provider's shutdown() waits until its exporter gives up.
     threads = [threading.Thread(target=it.shutdown, daemon=True) for it in providers]
     for thread in threads:
         thread.start()
@@ -135,12 +135,12 @@ def _exporter(endpoint: str) -> SpanExporter:
         OTLPSpanExporter as GrpcExporter,
     )
 
-    # As vLLM has it; for https:// the exporter overrules it.
+    # vLLM sets the same. The exporter ignores it for https://.
     return GrpcExporter(endpoint, insecure=True)
 
 
 class _Reported(SpanExporter):
-    """An exporter whose troubles are logged when they begin."""
+    """An exporter that logs when its failures begin."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hides secrets in what is logged or printed: the environment's, and what looks like one. Leaves
-texts of requests and answers out of what libraries log that handle them.
+"""Hides secrets in logged and printed text: the environment's, and text that looks like a secret.
+Leaves texts of requests and answers out of the lines of libraries that handle them.
 """
 
 import json
@@ -17,21 +17,21 @@ from lmi_config.options.files import Given
 from lmi_config.options.redaction import HIDDEN, masked, parts
 
 MIN_SECRET = 8
-"""Characters of a secret; shorter ones would make holes into harmless words."""
+"""Fewest characters of a hidden secret. Shorter ones would also hide parts of harmless words."""
 
 _values: re.Pattern[str] | None = None
 
 
 def redacted(text: str) -> str:
-    """The text without the values of secret environment variables, and what looks like one."""
+    """Return the text without values of secret variables and without other text like a secret."""
     if _values:
         text = _values.sub(HIDDEN, text)
     return masked(text)
 
 
 def hide(environ: Mapping[str, str], argued: Mapping[str, Given] = MappingProxyType({})) -> None:
-    """Have `redacted` know the values of secret variables, also as Python, JSON and URLs write
-    them, and each line of those that have several. argued: what the command line says instead.
+    """Make `redacted` hide the values of secret variables, also as Python, JSON and URLs write
+    them, and each line of a value with several lines. argued: the command line's values.
     """
     global _values
     forms: set[str] = set()
@@ -55,7 +55,7 @@ def hide(environ: Mapping[str, str], argued: Mapping[str, Given] = MappingProxyT
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it, without secrets."""
+    """Return the value in types of JSON, without secrets."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -78,20 +78,21 @@ READERS = (
     *("transformers", "tokenizers", "mistral_common", "openai", "openai_harmony", "xgrammar"),
     *("llguidance", "outlines", "lmformatenforcer", "jinja2", "PIL", "fastapi", "pydantic"),
 )
-"""Loggers, with those below them, whose lines may have a text of a request or of an answer. vLLM's
-(0.32) parsers log what they make nothing of, which is the model's answer, and exceptions repeat it.
+"""Loggers whose lines may have a text of a request or of an answer, as may those of the loggers
+below them. vLLM's (0.32) parsers log text that they cannot parse, which is the model's answer, and
+exceptions repeat it.
 """
 _READERS = tuple(f"{name}." for name in READERS)
 _OF_ONE_REQUEST = ("vllm.v1.engine.core", "Unexpected error pre-processing request")
-"""A logger that also says why the engine has ended, and what it says of one request."""
+"""A logger that also reports why the engine has ended, and its only message about one request."""
 LEFT_OUT = "(left out: it may be of a request)"
 
 
 def leave_out(record: logging.LogRecord) -> bool:
-    """A filter of handlers that lets every record pass, without what it may have of a request.
+    """Remove any text of a request from a record. Returns True: as a filter it keeps every record.
 
-    The template stays, which is in the library's code, and where an exception was raised. What
-    another process has written has been filtered there.
+    The template stays, because it is in the library's code. The frames of an exception also stay.
+    Lines of another process were filtered in that process.
     """
     if not record.pathname or not _is_of_a_reader(record):
         return True
@@ -112,7 +113,7 @@ def _is_of_a_reader(record: logging.LogRecord) -> bool:
 
 
 def _is_in_the_code(record: logging.LogRecord) -> bool:
-    """Whether a record's template stands as it is in the function that logs, or beside it."""
+    """Whether a record's template is a constant of the logging function, or of its module."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         code = frame.f_code

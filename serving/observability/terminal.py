@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log on a terminal: lines in colour, and below them a bar for what the start is busy with."""
+"""The log on a terminal: lines in colour, and a progress bar for the current step of the start."""
 
 import contextlib
 import logging
@@ -15,10 +15,10 @@ from serving.observability.logs import Handler, TextFormatter
 
 _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
-# Warnings of others that say nothing to somebody who serves as planned. On CPUs vLLM runs eagerly,
-# without Triton and in our process, and torch computes what oneDNN cannot; it tells models without
-# Mamba of that cache's type; a client's mistake has a line of ours; vLLM warns of each process that
-# it ends; what libraries will change one day is for developers.
+# Libraries' warnings that mean nothing to an operator. On CPUs vLLM runs eagerly, without Triton
+# and in our process, and torch replaces oneDNN if needed. vLLM logs the type of Mamba's cache for
+# models without Mamba. A client's error has a line of ours. vLLM warns of each process that it
+# ends. Deprecation warnings are for developers.
 _HARMLESS = re.compile(
     "|".join(
         (
@@ -43,10 +43,10 @@ _HARMLESS = re.compile(
 
 
 class Terminal(Handler):
-    """Writes lines for people, through rich, which knows terminals and NO_COLOR.
+    """Writes lines for people through rich, which supports terminals and NO_COLOR.
 
-    A record with `extra={"busy": True}` is shown as a bar and not as a line, until one with False.
-    What others than Slipway log is shown from warnings on, unless the level is debug.
+    A record with `extra={"busy": True}` is shown as a bar instead of a line, until a record with
+    False. Libraries' lines are shown from warnings on, unless the level is debug.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -60,7 +60,7 @@ class Terminal(Handler):
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
-            # What is printed becomes lines of the log, redacted, and does not go around it.
+            # Printed text must become redacted lines of the log, and not go around it.
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -76,7 +76,7 @@ class Terminal(Handler):
 
     def put(self, record: logging.LogRecord) -> None:
         body = self._text.body(record)
-        with contextlib.suppress(OSError):  # nobody sees it any more
+        with contextlib.suppress(OSError):  # the terminal has gone
             if getattr(record, "busy", False):
                 self._bar.start()
                 self._bar.update(self._task, description=body, total=None, completed=0)
@@ -92,7 +92,7 @@ class Terminal(Handler):
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """Whether a record is for whoever sits before the terminal."""
+    """Whether a record is shown on the terminal."""
     if record.name.startswith("serving") or logging.getLogger("serving").level <= logging.DEBUG:
         return True
     return record.levelno >= logging.WARNING and not _HARMLESS.search(record.getMessage())

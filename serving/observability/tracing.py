@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces, as all who do something for a request see them: nothing, or spans that begin and end."""
+"""The interface of traces: spans that begin and end, or None if spans are not sent."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -12,52 +12,52 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Span(AbstractContextManager["Span"], Protocol):
-    """A piece of work of a request: all that this process does for it, or a part of that.
+    """A request's work in this process, or a part of that work.
 
-    As a context manager it ends with the block, whose exception it names.
+    As a context manager it ends with the block, and records the block's exception.
     """
 
     @property
     def trace_id(self) -> str:
-        """The trace's, in 32 hexadecimal digits."""
+        """The trace's id, in 32 hexadecimal digits."""
 
     @property
     def exemplar(self) -> dict[str, str] | None:
-        """The labels by which series name the trace; None where it is not sent."""
+        """The labels of the trace for exemplars; None if the trace is not sent."""
 
     def part(self, name: str) -> "Span":
-        """A part of it, which begins now."""
+        """Begin the span of a part of the work."""
 
     def call(self, name: str) -> "Span":
-        """A part of it that another server works on, which gets its headers()."""
+        """Begin the span of a call to another server, which gets its headers()."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What makes spans of others parts of this one: W3C's trace context."""
+        """Return W3C trace context headers, which make another server's spans parts of this one."""
 
     def note(self, **attributes: Value | None) -> None:
-        """Keep what is known; `__` stands for the dots of a name. What is None is left out.
+        """Set attributes. `__` becomes the dot of a name. Values that are None are left out.
 
         Names are those of OpenTelemetry's semantic conventions for HTTP and for generative AI, or
         begin with `slipway.`. No prompt, no answer and no header may be among the values.
         """
 
     def end(self, error: str | None = None) -> None:
-        """It is over. error: what went wrong, by a name of which there are few."""
+        """End the span. error: the kind of error, a name with few possible values."""
 
 
 class Tracer(Protocol):
-    """Begins spans, and sends those that are over to a collector, in the background."""
+    """Begins spans, and sends finished spans to a collector in the background."""
 
     def begin(self, name: str, headers: Headers) -> Span:
-        """The span of a request that has come with these headers, whose names are in lower case."""
+        """Begin the span of a request. headers: the request's, with names in lower case."""
 
     async def stop(self) -> None:
-        """Send what is there, ours and the engine's, for at most SHUTDOWN.traces seconds."""
+        """Send the remaining spans, ours and the engine's, for at most SHUTDOWN.traces seconds."""
 
 
 def tracer(settings: Settings, service: str) -> Tracer | None:
-    """What sends spans, where there is somewhere to send them to. service: what it is called where
-    OpenTelemetry's variables do not say so.
+    """Return a tracer, or None without an endpoint. service: the service's name if OpenTelemetry's
+    variables do not give one.
     """
     if not settings.otlp_traces_endpoint:
         return None

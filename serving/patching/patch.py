@@ -64,7 +64,7 @@ class Installed:
     def parameters(self, module: str, path: str) -> list[str] | None:
         found: Any = _imported(module)
         for part in filter(None, path.split(".")):
-            # What a class inherits is another's, and may be a stub.
+            # An inherited attribute belongs to another class, and may be a stub.
             if (isinstance(found, type) and part not in vars(found)) or not hasattr(found, part):
                 raise Absent(f"{module} has no {path}")
             found = getattr(found, part)
@@ -91,9 +91,9 @@ INSTALLED: Library = Installed()
 class Name:
     """A private name, and its expected properties.
 
-    place: `module:path`, where the path may be empty or have dots. parameters: of a function, in
-    their order; behind those before `...` there may be others. has: attributes of a class that its
-    body or its methods define. says: texts that its source has.
+    place: `module:path`; the path may be empty or have dots. parameters: a function's parameters in
+    order; `...` at the end allows further ones. has: attributes of a class that its body or its
+    methods define. says: texts that its source contains.
     """
 
     place: str
@@ -102,8 +102,8 @@ class Name:
     says: tuple[str, ...] = ()
 
     def missing(self, library: Library | None = None) -> str | None:
-        """The difference from a library, in words; None if there is none. library: by default the
-        installed one.
+        """Return the difference from a library, in words; None if there is none. library: by
+        default the installed one.
         """
         library = library or INSTALLED
         module, _, path = self.place.partition(":")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a start that need no engine: the model's files, and the cache server. The supervisor
-of several copies does them once for all copies.
+"""The parts of a start that need no engine: fetching the model, and starting the cache server. The
+supervisor of several copies runs them once for all copies.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _TRANSFER = Gauge(
 
 
 async def fetch(source: Source, note: Note) -> Path:
-    """The folder that has a model's files. Raises EngineError where they do not come."""
+    """Fetch a model's files. Returns their folder. Raises EngineError if that fails."""
     try:
         return await in_thread(source.fetch, functools.partial(note, Step.FETCHING))
     except SourceError as error:
@@ -40,15 +40,15 @@ async def fetch(source: Source, note: Note) -> Path:
 
 
 _ENGINES_COMPARE = ("speculative_config", "block_size", "attention_backend")
-"""Options in which engines that fetch KV from each other may differ, as far as vLLM can do it."""
+"""Options that may differ between engines that fetch KV from each other. vLLM checks these."""
 
 
 async def start(
     plan: Plan, folder: Path, prefilled: Callable[[], Prefilled], hits: Callable[[], Hits]
 ) -> tuple[CacheServer | None, Path]:
-    """The cache server, and by which name it knows the model's folder.
+    """Start the cache server. Returns it, and the name of the model's folder for it.
 
-    There is none where none is planned, or where it cannot be started. prefilled, hits: as for
+    The server is None if the plan has no tiers, or if it cannot be started. prefilled, hits: as for
     CacheServer.
     """
     tiers = plan.tiers
@@ -71,8 +71,8 @@ async def start(
 
 
 def _transferring(plan: Plan, folder: Path) -> Path:
-    """By which name the engine knows the model's folder. Engines that fetch KV from each other have
-    to have the same.
+    """Return the name of the model's folder for the engine. Engines that fetch KV from each other
+    must have the same name.
     """
     if not kv_tiers.transfers(plan.settings):
         return identity.steady_path(folder) if plan.compile_cache else folder
@@ -84,7 +84,7 @@ def _transferring(plan: Plan, folder: Path) -> Path:
 def _fingerprint(
     plan: Plan, folder: Path, chunk_size: int, whole: bool, besides: Collection[str] = ()
 ) -> str:
-    """besides: options that do not count."""
+    """Return the fingerprint of the model and its options. besides: options that do not count."""
     options = {name: value for name, value in plan.options.items() if name not in besides}
     return identity.fingerprint(
         *(folder, options, chunk_size, whole), machine=plan.machine, environ=os.environ
@@ -98,7 +98,9 @@ def _cache_server(
     prefilled: Callable[[], Prefilled],
     hits: Callable[[], Hits],
 ) -> CacheServer:
-    """tiers: those of the plan, less what the disk cannot give. fingerprint: the model's."""
+    """Make the cache server. tiers: the plan's, without a disk tier that the disk cannot hold.
+    fingerprint: the model's.
+    """
     pool = kv_tiers.shared_pool(tiers, plan.machine)
     if pool:
         kv_pool.hold(pool)
@@ -127,21 +129,21 @@ def _capacity(plan: Plan, tiers: Tiers, fingerprint: str) -> Capacity:
 
 
 def write_tiers(tiers: Tiers, port: int) -> None:
-    """Write down what was decided, for an operator to look at, or to give back as
-    OPTION_LMCACHE_CONFIG_FILE. Servers on one machine differ by their ports.
+    """Write the decided tiers to a file, which an operator can read, or pass as
+    OPTION_LMCACHE_CONFIG_FILE. Servers on one machine have different files by their ports.
     """
     try:
         file = folders.make(folders.place(str(port))) / "lmcache.yaml"
         file.write_text(kv_tiers.yaml(tiers))
     except OSError as error:
-        log.warning("the decision about KV cache tiers is not written down: %s", error)
+        log.warning("the file with the KV cache tiers cannot be written: %s", error)
 
 
 def _named(folder: Path, fingerprint: str) -> Path:
     try:
         return identity.served_path(folder, fingerprint)
     except OSError as error:
-        log.warning("no KV caches are shared with servers that have the model elsewhere: %s", error)
+        log.warning("KV caches are shared only with servers whose model has this path: %s", error)
         return folder
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m serving.server.healthcheck`: the image's health check. It ends with 0 where what the
-container runs says on /ping that it is ready.
+"""`python -m serving.server.healthcheck`: the image's health check. Its exit code is 0 if the
+container's /ping answers that it is ready.
 """
 
 import os
@@ -17,30 +17,30 @@ from serving.observability import redaction
 from serving.protocol import PING
 
 PING_S = 4
-"""Below the 5 s after which the container's engine ends the check."""
+"""Less than the 5 s after which the container engine ends the check."""
 
 LARGEST = 64 * 1024
-"""Bytes of an answer that are told."""
+"""Bytes of an answer that are reported."""
 
 
 def url(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Where a container answers /ping.
+    """Return the URL of a container's /ping.
 
-    command: of its PID 1: entrypoint.sh's, Python's, or that of an init in front of them. Raises
-    SettingsError.
+    command: the command line of its PID 1: entrypoint.sh, Python, or an init that starts one of
+    them. Raises SettingsError.
     """
     starts = [n for n, word in enumerate(command) if word.endswith(("/entrypoint.sh", "serving"))]
     words = command[starts[0] + 1 :] if starts else []
     verb, words, environ = arguments.called(words, environ) or ("serve", [], environ)
     argued = arguments.read(verb, words)
-    redaction.hide(environ, argued)  # an error says what cannot be read
+    redaction.hide(environ, argued)  # an error may quote the value
     read = settings.read(environ, argued)
     scheme = "https" if read.tls_cert_file else "http"
     return local_url(read.host, read.port, scheme=scheme, own="127.0.0.1") + PING
 
 
 def fault(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Ask. Returns what is wrong."""
+    """Ask /ping. Returns the error, or None."""
     own = ssl.create_default_context()
     own.check_hostname = False  # its certificate is for another name than 127.0.0.1
     own.verify_mode = ssl.CERT_NONE

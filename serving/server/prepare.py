@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment → a Deployment, with all that has to be looked at on the way. Starts nothing."""
+"""The environment → a Deployment. Reads options, files and the machine. Starts nothing."""
 
 import dataclasses
 import json
@@ -31,9 +31,9 @@ PARTS = EngineParts(
     transferring="serving.engine.nixl_connector.NixlConnector",
     disk_store="serving.kv_cache.lmcache.disk_store.ChecksummedFiles",
 )
-"""Not imported here: a plan is made without vLLM and LMCache."""
+"""Names of classes that are not imported here: planning works without vLLM and LMCache."""
 LARGEST = 4 * 2**20
-"""Bytes of a template."""
+"""Most bytes of a template."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,14 +66,14 @@ _NOTHING: Mapping[str, Given] = {}
 
 
 def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> Deployment:
-    """Look at everything once and decide. Raises SettingsError with what is wrong.
+    """Read everything once and plan the deployment. Raises SettingsError with all faults.
 
-    argued: what the command line says.
+    argued: the command line's options.
     """
     options = settings.read(environ, argued)
     _require_secure(options)
-    Access(options)  # which reads the file of keys, as the next does certificates
-    ServerTls(options)
+    Access(options)  # reads the keys file
+    ServerTls(options)  # reads the certificates
     with _blaming(options, "model_id", "OPTION_MODEL_ID"):
         source = _locate(options.model_id, options, environ, options.revision).listed()
         checkpoint = source.checkpoint()
@@ -119,7 +119,7 @@ def _compile_cache(
 
 
 def _alone(options: Settings) -> str:
-    """Why a router could not check keys and limits as one server does; "" where it could."""
+    """Return why a router could not check keys and limits like a single server, or ""."""
     secret = options.router_secret or "0" * 32
     try:
         Access(dataclasses.replace(options, router_secret=secret), routes=True)
@@ -129,7 +129,9 @@ def _alone(options: Settings) -> str:
 
 
 def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
-    """What the model's files say; nothing where vLLM does not serve it, and could not."""
+    """Return the facts in the model's files. Returns UNKNOWN if they cannot be read, but the
+    model's own handler serves it without vLLM. Raises ModelError.
+    """
     try:
         overrides = _overrides(options)
         return model.look(checkpoint, options.load_format != "dummy", overrides)
@@ -139,16 +141,14 @@ def _facts(options: Settings, checkpoint: Checkpoint) -> ModelFacts:
         if service is handler.Service.ITS_OWN:
             return model.UNKNOWN
         if service is handler.Service.EITHER:
-            say = (
-                f"if {handler.FILE} has an engine of its own, set OPTION_ENTRYPOINT={handler.FILE}"
-            )
+            say = f"if {handler.FILE} has its own engine, set OPTION_ENTRYPOINT={handler.FILE}"
             raise ModelError(f"{error}; {say}") from None
         raise
 
 
 def _overrides(options: Settings) -> Mapping[str, Any]:
-    """What is to stand in place of what the model's configuration says. Text that is no JSON object
-    is left for vLLM to refuse.
+    """Return the values that override the model's configuration. vLLM refuses a text that is not a
+    JSON object.
     """
     given = options.engine.get("hf_overrides")
     try:
@@ -159,7 +159,7 @@ def _overrides(options: Settings) -> Mapping[str, Any]:
 
 
 def _require_secure(options: Settings) -> None:
-    """Raise SettingsError for what secure mode forbids."""
+    """Raise SettingsError for options and files that secure mode forbids."""
     if not options.secure_mode:
         return
     channels: dict[str, list[secure.File] | None] = {}
@@ -178,7 +178,7 @@ def _require_secure(options: Settings) -> None:
 
 
 def _to_fetch(checkpoint: Checkpoint, facts: ModelFacts) -> int:
-    """Bytes of weights that are not here yet."""
+    """Return the bytes of weights that must be fetched."""
     return 0 if isinstance(checkpoint, Folder) else facts.weight_bytes
 
 
@@ -190,7 +190,7 @@ def _locate(
 
 @contextmanager
 def _blaming(options: Settings, field: str, otherwise: str) -> Iterator[None]:
-    """Raise what is wrong with a model as a fault of the option that names it."""
+    """Raise the faults of a model as faults of the option that names it."""
     option = options.origins.get(field, otherwise)
     try:
         yield
@@ -201,9 +201,10 @@ def _blaming(options: Settings, field: str, otherwise: str) -> Iterator[None]:
 
 
 def _chat_template(options: Settings) -> str | None:
-    """The template that is to be used in place of the model's own: a file's, or the text itself.
+    """Return the template that replaces the model's own: a file's content, or the option's text.
 
-    What is a template and no file's name is told as vLLM tells it (_load_chat_template).
+    A template is distinguished from a file's name as in vLLM (_load_chat_template). Raises
+    SettingsError.
     """
     given = options.engine.get("chat_template")
     if not isinstance(given, str):
@@ -223,7 +224,9 @@ def _chat_template(options: Settings) -> str | None:
 
 
 def _lmcache_file(options: Settings) -> Mapping[str, object] | None:
-    """The content of LMCache's own configuration file. A relative name is in the model's folder."""
+    """Return the content of LMCache's configuration file, or None. A relative name is in the
+    model's folder. Raises SettingsError.
+    """
     if not options.lmcache_config_file:
         return None
     from lmi_config.facts import strict_yaml

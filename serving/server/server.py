@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve`, from listening to the exit code: HTTP at once, the engine when it is there, and an end
-that loses no request that could have been answered.
+"""`serve`, from listening to the exit code. HTTP is available at once, and the engine later. A
+drain loses no request that could have been answered.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 WATCH_S = 0.25
-"""Between two looks at whether the engine lives."""
+"""Seconds between two checks of the engine."""
 BLAMED_S = 60.0
-"""How long before its end an engine may have written why."""
+"""An engine's error may be the cause of its end if it was at most this many seconds earlier."""
 
 _START_SECONDS = Gauge("slipway_start_seconds", "How long each step of the start took.", ["step"])
 _BUILD = Info("slipway_build", "What is running here.")
@@ -65,7 +65,8 @@ Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 
 
 def serve(deployment: Deployment, warm: bool = False) -> Exit:
-    """Serve until SIGTERM or SIGINT, or until something has failed. warm: stop once ready.
+    """Serve until SIGTERM, SIGINT or a failure. Returns the end of the process. warm: stop once
+    the server is ready.
 
     A thread may still be inside vLLM when this returns; the caller should end the process at once.
     """
@@ -83,22 +84,24 @@ def serve(deployment: Deployment, warm: bool = False) -> Exit:
     log.info("plan", extra={"facts": facts, "text": f"model: {model}, {size}"})
     process.adopt_orphans()
     start_phases.follow()
-    # vLLM leaves the sockets it talks to its processes over where it has put them.
+    # vLLM does not remove the sockets to its processes.
     with listener, tempfile.TemporaryDirectory(prefix="slipway-") as sockets:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", sockets)
         about = explain.summary(deployment.plan)
         others = deployment.shared.others if deployment.shared else None
-        server = Server(listener, settings, lambda note: start(deployment, note), about, others, warm)
+        server = Server(
+            listener, settings, lambda note: start(deployment, note), about, others, warm
+        )
         try:
             return uvloop.run(server.run())
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)  # it ends already
+                signal.signal(number, signal.SIG_IGN)  # the process is already ending
             process.kill(psutil.Process().children(recursive=True))
 
 
 class Server:
-    """A server's life: it listens, starts, serves, drains and ends."""
+    """A server, from its start to its end: it listens, starts, serves, drains and ends."""
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class Server:
         self._http = HttpServer(app, most, SHUTDOWN.connections, self._tls)
 
     async def run(self) -> Exit:
-        """From listening to the end."""
+        """Serve. Returns the end of the process."""
         self._signals.listen(signal.SIGTERM, signal.SIGINT)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         works = (
@@ -155,7 +158,7 @@ class Server:
                 task.cancel()
 
     def stop(self) -> None:
-        """Stop; when it is called again, without waiting for requests."""
+        """Stop; a second call ends the drain."""
         self._signals.ask()
 
     async def _live(self) -> Exit:
@@ -198,7 +201,7 @@ class Server:
         return end
 
     async def _start_up(self, stop: asyncio.Task[None]) -> Runtime | Exit:
-        """What serves, or how the process ends before there is anything that does."""
+        """Start the engine. Returns the runtime, or the end of the process if the start failed."""
         starting = asyncio.create_task(self._start(self._note))
         timeout = self._settings.model_loading_timeout
         await asyncio.wait({starting, stop}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +220,7 @@ class Server:
         return await self._fail(START_FAILED, "start", reason)
 
     async def _failure(self, engine: Engine) -> str:
-        """Wait until the engine has died, or requests fail too often; say why."""
+        """Wait until the engine has died, or requests fail too often. Returns the reason."""
         while True:
             if failure := engine.failure:
                 return failure
@@ -226,7 +229,9 @@ class Server:
             await asyncio.sleep(WATCH_S)
 
     async def _drain(self, requests: Admission, failure: asyncio.Task[str]) -> Exit:
-        """Let requests under way finish, and take no new ones. failure: the engine's, meanwhile."""
+        """Let requests in flight finish, and accept no new ones. failure: waits for the engine's
+        failure. Returns the end of the process.
+        """
         self.lifecycle.enter(Stage.DRAINING)
         text = "stopping once requests in flight are answered; Ctrl-C again does not wait for them"
         log.info("draining", extra={"text": text})
@@ -249,7 +254,7 @@ class Server:
         return Exit(code, stage, cause + memory_ran_out(self._memory_kills))
 
     def _time_to_ready(self) -> dict[str, object]:
-        """How long the start took, by its steps, in seconds; also as a series."""
+        """Return the seconds of the start and of its steps, and set their series."""
         before = time.time() - psutil.Process().create_time() - self.lifecycle.elapsed
         steps = {Step.PLANNING: before, **self.lifecycle.steps}
         for step, seconds in steps.items():
@@ -267,7 +272,7 @@ class Server:
         log.info(text, extra={"facts": facts, "text": text, "busy": True})
 
     def _to_try(self) -> str:
-        """A command that asks the server something, and where its page is."""
+        """Return a command that sends a request to the server, and the URL of its page."""
         url = local_url(*self._listener.getsockname()[:2])
         body = json.dumps({"inputs": "The capital of France is"})
         command = f"curl -s {url}{INVOCATIONS[0]} -d '{body}'"

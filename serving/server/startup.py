@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a plan to a running engine: fetch the model, start the cache server, start vLLM."""
+"""The start of an engine by a plan: fetch the model, start the cache server, start vLLM."""
 
 import asyncio
 import contextlib
@@ -49,22 +49,22 @@ _TIERS = Gauge(
 )
 
 HANDLER_S = 240
-"""For a custom handler to answer: LMI's own limit."""
+"""Seconds for a custom handler's answer. LMI has the same limit."""
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """What runs once the start is over: the engine, and what serves beside it."""
+    """The running parts after the start: the engine, adapters, model.py and cache server."""
 
     engine: Engine
     adapters: AdapterRegistry | None
     code: UserCode | None
-    """The model's own model.py."""
+    """The model's model.py."""
     cache: CacheServer | None
     gpus: int = 0
-    """How many of them the engine may use."""
+    """The number of GPUs that the engine may use."""
     compiled: Kept | None = None
     """The compiled files, for the next start."""
 
@@ -74,12 +74,12 @@ class Runtime:
             await in_thread(self.compiled.save)
 
     async def follow(self) -> None:
-        """Keep adapters as other servers have them, until cancelled."""
+        """Keep the adapters equal to the list shared with other servers, until cancelled."""
         if self.adapters:
             await self.adapters.follow()
 
     async def stop(self) -> None:
-        """Stop all of it, the cache server after the engine that uses it."""
+        """Stop all parts; the cache server last, because the engine uses it."""
         if self.code:
             await self.code.stop()
         await self.engine.stop()
@@ -91,7 +91,7 @@ class Runtime:
 
 
 async def start(deployment: Deployment, note: Note) -> Runtime:
-    """Start what the plan says. Raises EngineError; processes may then still be there."""
+    """Start a deployment. Raises EngineError, and may then leave processes running."""
     plan = deployment.plan
     gpus = len(plan.machine.gpus)
     if plan.hindrance and not await in_thread(_may_have_code, deployment):
@@ -146,7 +146,7 @@ async def _open_compile_cache(plan: Plan, note: Note) -> Kept:
 
 
 async def _start_cache(deployment: Deployment, folder: Path) -> tuple[CacheServer | None, Path]:
-    """As cache.start(); a supervisor has done it already."""
+    """Call cache.start(), unless a supervisor has started the cache server for all copies."""
     if deployment.shared:
         return None, deployment.shared.name
     return await cache.start(deployment.plan, folder, vllm.prefilled, vllm.hits)
@@ -154,7 +154,7 @@ async def _start_cache(deployment: Deployment, folder: Path) -> tuple[CacheServe
 
 @contextlib.asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """Have work done meanwhile; where the block fails, it is cancelled and waited for."""
+    """Run work in a task during the block. If the block fails, cancel the task and wait for it."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -165,7 +165,7 @@ async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]
 
 
 def _may_have_code(deployment: Deployment) -> bool:
-    """Whether there may be a model.py, which may be the whole service and need no vLLM."""
+    """Whether there may be a model.py, which may answer all requests without vLLM."""
     settings = deployment.plan.settings
     folder = settings.model_folder
     if settings.entry_point == FILE or (folder and (folder / FILE).is_file()):
@@ -174,9 +174,9 @@ def _may_have_code(deployment: Deployment) -> bool:
 
 
 def read_ahead(folder: Path) -> None:
-    """Read the weights from the disk into the page cache, before vLLM wants them.
+    """Read the weights from the disk into the page cache, before vLLM needs them.
 
-    Linux cuts what POSIX_FADV_WILLNEED asks for to one window of its own, so they are read.
+    POSIX_FADV_WILLNEED would not do: Linux cuts each request to one read-ahead window.
     """
     buffer = bytearray(1024**2)
     for file in sorted(folder.glob("*.safetensors")):
@@ -195,10 +195,10 @@ def _limits(settings: Settings) -> Limits:
 
 
 async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
-    """Start the model's model.py. Raises EngineError where it may not run, or cannot.
+    """Start the model's model.py, if there is one. Raises EngineError if it must not or cannot run.
 
-    Its handle is the whole service where OPTION_ENTRYPOINT names it, as in LMI, and where it says
-    so itself (UserCode.alone).
+    Its handle answers all requests, without vLLM, if OPTION_ENTRYPOINT names it, as in LMI, or if
+    the handle has its own engine (UserCode.alone).
     """
     settings = deployment.plan.settings
     folders = _code_folders(deployment, folder)
@@ -237,9 +237,9 @@ async def _start_code(deployment: Deployment, folder: Path) -> UserCode | None:
 
 
 def handler_properties(plan: Plan, folder: Path) -> Mapping[str, str]:
-    """What handlers get of the options: as LMI tells them, with what it adds.
+    """Return the properties for handlers: the options as LMI passes them, with LMI's additions.
 
-    folder: of the model, which stands for one that was fetched from S3.
+    folder: the model's local folder, which replaces the URI of a model from S3.
     """
     settings = plan.settings
     properties = {
@@ -253,23 +253,23 @@ def handler_properties(plan: Plan, folder: Path) -> Mapping[str, str]:
 
 
 def _code_folders(deployment: Deployment, folder: Path) -> list[Path]:
-    """Where a model.py may be: in the deployment, or with the model.
+    """Return the folders that may have a model.py: the deployment's, and the model's.
 
-    What comes from the hub is no part of a deployment, and is not run.
+    Files from the hub are not part of a deployment. They are never run.
     """
     own = _own_folders(deployment.plan.settings, folder)
     return [it for it in own if it != folder] if isinstance(deployment.model, Hub) else own
 
 
 def _own_folders(settings: Settings, folder: Path) -> list[Path]:
-    """Where the deployment's files may be: beside serving.properties, then with the weights."""
+    """Return the folders of the deployment's files: of serving.properties, of the weights."""
     own = settings.model_folder
     return [folder] if own in (None, folder) else [own, folder]
 
 
 async def _register_adapters(plan: Plan, folder: Path, engine: Engine) -> AdapterRegistry | None:
-    """The registry, with what is in the folder of OPTION_ADAPTERS, and what OPTION_LORA_MODULES
-    names; None without adapters.
+    """Make the registry, with the adapters in the folder of OPTION_ADAPTERS and those that
+    OPTION_LORA_MODULES names. Returns None without adapters. Raises EngineError.
     """
     settings = plan.settings
     if not settings.enable_lora:
@@ -322,7 +322,9 @@ def _registry(
 
 
 def _shared_list(settings: Settings) -> SharedList | None:
-    """The list of adapters that all servers share. Raises EngineError where it cannot be read."""
+    """Return the list of adapters that all servers share, or None. Raises EngineError if it cannot
+    be read.
+    """
     if not settings.adapter_list:
         return None
     try:
@@ -342,10 +344,10 @@ def _shared_list(settings: Settings) -> SharedList | None:
 
 def _adapter_files(plan: Plan, folder: Path) -> AdapterFiles:
     settings = plan.settings
-    # Of these variables the plan sets those that the operator has not.
+    # The plan sets those of these variables that the operator has not set.
     told = {name: os.environ.get(name, "") for name in OFFLINE if name not in plan.environment}
     downloads = downloads_folder(settings.download_dir)
-    with contextlib.suppress(OSError):  # which an adapter that needs it will report
+    with contextlib.suppress(OSError):  # an adapter that needs the folder reports the failure
         folders.make(downloads)
     return AdapterFiles(
         roots=tuple(
@@ -366,7 +368,7 @@ def _adapter_files(plan: Plan, folder: Path) -> AdapterFiles:
 
 
 def tiers_info(plan: Plan) -> tuple[str, str, str]:
-    """Labels of the series about tiers: whether they are on, the kind of attention, why not."""
+    """Return the labels of the tiers' series: on or off, the kind of attention, and why off."""
     kind = plan.verdict.kind
     if isinstance(plan.tiers, NoTiers):
         return "off", kind, plan.tiers.word
@@ -374,7 +376,7 @@ def tiers_info(plan: Plan) -> tuple[str, str, str]:
 
 
 def _verification(plan: Plan) -> Verification | None:
-    """How hits of the tiers are verified, None where they are not."""
+    """Return how hits of the tiers are verified, or None if they are not."""
     settings, tiers = plan.settings, plan.tiers
     if isinstance(tiers, NoTiers) or not settings.kv_tiers_verify:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of files: of all their bytes, and of samples where a model is too large for that."""
+"""Digests of files: of all their bytes, or of samples of a very large model."""
 
 import hashlib
 import os
@@ -12,8 +12,8 @@ from typing import BinaryIO
 from lmi_config.facts.model import LONGEST_HEADER
 
 WHOLE = 64 * 2**30
-"""Bytes of a model up to which all of it is read: SHA-256 takes about 1 s for 1.5 GB on each core,
-while vLLM is imported. A sixteenth of larger models is read.
+"""Most bytes of a model that is read as a whole: SHA-256 takes about 1 s for 1.5 GB on each core,
+while vLLM is imported. Only a sixteenth of a larger model is read.
 """
 SAMPLE = 2**20  # bytes
 EVERY = 16 * SAMPLE  # bytes from one sample to the next
@@ -23,11 +23,11 @@ _SETTLED_NS = 2 * 10**9  # file systems keep times in steps of up to 2 s
 
 
 def of_model(files: Mapping[str, Path], *more: bytes, whole: bool = True) -> str:
-    """16 hex digits that differ when the names or contents of files do, or `more` does.
+    """Return 16 hex digits that differ if names or contents of files do, or `more` does.
 
-    files: name → path. whole: all bytes are read where the files have at most WHOLE together; else
-    those of the headers of safetensors and SAMPLE of each EVERY, so that a change of fewer bytes
-    may be missed.
+    files: name → path. whole: whether to read all bytes, if the files have at most WHOLE bytes
+    together. Otherwise the headers of safetensors and SAMPLE of every EVERY bytes are read, so a
+    smaller change may be missed.
     """
     whole = whole and sum(path.stat().st_size for path in files.values()) <= WHOLE
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -36,7 +36,7 @@ def of_model(files: Mapping[str, Path], *more: bytes, whole: bool = True) -> str
 
 
 def combined(digests: Mapping[str, str], *more: bytes) -> str:
-    """16 hex digits for names and the digests of what they name."""
+    """Return 16 hex digits for names and the digests of their files."""
     digest = hashlib.sha256()
     files = (f"{name}\0{of}".encode("utf-8", "surrogateescape") for name, of in digests.items())
     for part in (*more, *files):
@@ -45,19 +45,19 @@ def combined(digests: Mapping[str, str], *more: bytes) -> str:
 
 
 class Digests:
-    """Digests of whole files, remembered: a file that has not changed is not read again."""
+    """A cache of digests of whole files. An unchanged file is not read again."""
 
     def __init__(self) -> None:
         self._remembered: dict[tuple[object, ...], str] = {}
 
     def of(self, path: Path) -> str:
-        """64 hex digits. Raises OSError where the file cannot be read."""
+        """Return 64 hex digits. Raises OSError if the file cannot be read."""
         with path.open("rb") as file:
             now, state = time.time_ns(), _state(path, file)
             digest = (
                 self._remembered.pop(state, None) or hashlib.file_digest(file, "sha256").hexdigest()
             )
-            # Two writes within one step of the file system's clock look like one.
+            # Two writes within one step of the file system's clock have the same time.
             if max(state[-2:]) < now - _SETTLED_NS and state == _state(path, file):
                 self._remembered[state] = digest
         while len(self._remembered) > _REMEMBERED:
@@ -66,7 +66,9 @@ class Digests:
 
 
 def _state(path: Path, file: BinaryIO) -> tuple[Path, int, int, int, int, int]:
-    """What changes with a file's content; nobody can set the last of it, the time of the change."""
+    """Return the file's facts that change with its content. The last one, the time of the inode's
+    change, cannot be set by users.
+    """
     status = os.fstat(file.fileno())
     times = status.st_mtime_ns, status.st_ctime_ns
     return (path, status.st_dev, status.st_ino, status.st_size, *times)

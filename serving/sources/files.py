@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a model's files serving needs, by their names."""
+"""The model files that serving needs, by their names."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from serving.sources.source import SourceError
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # the first that a folder has is taken
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # the first one in a folder is used
 _FOREIGN = (".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite")
 _ASIDE = re.compile(r"original|onnx|openvino|coreml|runs|checkpoint-\d+|global_step\d+")
 _TRAINING = re.compile(r"(optimizer|scheduler|scaler|rng_state.*|training_args)\.(bin|pt|pth)")
@@ -41,7 +41,7 @@ def needed(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def needed_of_remote(model_id: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The needed files of a remote model, whose names nobody vouches for.
+    """Return the needed files of a remote model, whose names are not trusted.
 
     Raises SourceError for a name that leads out of the model's folder.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the Hugging Face hub: listed, looked at by their beginnings, fetched to its cache."""
+"""Models of the Hugging Face hub: listed, inspected by their first bytes, fetched to its cache."""
 
 import contextlib
 import dataclasses
@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # huggingface_hub takes long to import
 class _Listing(NamedTuple):
     """Files of the hub, or of its cache if the hub cannot be reached.
 
-    commit: that the revision stands for. sizes: the needed files, in bytes. cached: the cache's
-    whole copy, where the hub could not be asked. reason: why it could not.
+    commit: the revision's commit. sizes: the needed files, in bytes. cached: the cache's complete
+    copy, if the hub could not be reached. reason: why it could not.
     """
 
     commit: str
@@ -42,9 +42,9 @@ class _Listing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A model of the Hugging Face hub, or in its cache where the hub cannot be had.
+    """A model of the Hugging Face hub, or of its cache if the hub cannot be reached.
 
-    A field that is None is left to huggingface_hub.
+    huggingface_hub decides about fields that are None.
     """
 
     repo_id: str
@@ -54,11 +54,11 @@ class Hub:
     cache: str | None
     """A folder."""
     offline: bool
-    """Only the cache is asked."""
+    """Only the cache is used."""
     _listing: "_Listing | None" = None
 
     def listed(self) -> "Hub":
-        """As Source has it."""
+        """See Source."""
         return dataclasses.replace(self, _listing=self._found())
 
     def _found(self) -> "_Listing":
@@ -103,7 +103,7 @@ class Hub:
         return Path(self.cache or constants.HF_HUB_CACHE)
 
     def _list(self) -> tuple[str, dict[str, int]]:
-        """The commit that the revision stands for, and the needed files: name → bytes."""
+        """Return the revision's commit, and the needed files: name → bytes."""
         from huggingface_hub import HfApi
 
         if self.offline:
@@ -134,7 +134,7 @@ class Hub:
                 hf_raise_for_status(answer)
                 for chunk in answer.iter_bytes():
                     content += chunk
-                    if len(content) >= length:  # a server may not know ranges, and send it all
+                    if len(content) >= length:  # a server without ranges sends the whole file
                         break
             return content[:length]
 
@@ -142,7 +142,7 @@ class Hub:
             return with_timeout(ask)
 
     def _name(self, copy: Path) -> None:
-        """Have the cache find a whole copy by our revision, where the hub cannot be had."""
+        """Record our revision's commit in the cache, so that the copy is also found offline."""
         revision = self.revision or "main"
         if revision == copy.name:
             return
@@ -180,7 +180,7 @@ class Hub:
         return Path(folder)
 
     def _snapshot(self, revision: str | None) -> Path | None:
-        """The cache's folder of a revision, which may lack files."""
+        """Return the cache's folder of a revision, which may lack files, or None."""
         from huggingface_hub import try_to_load_from_cache
 
         for name in CONFIGS:
@@ -190,7 +190,7 @@ class Hub:
         return None
 
     def _cached(self) -> Path | None:
-        """The cache's folder of our revision, if it has all that is needed."""
+        """Return the cache's folder of our revision if it has all needed files, or None."""
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -199,7 +199,7 @@ class Hub:
             return None
         try:
             tree = get_cached_repo_tree(self.repo_id, revision=self.revision, cache_dir=self.cache)
-        except CachedRepoTreeNotFoundError:  # huggingface_hub before version 2 keeps none
+        except CachedRepoTreeNotFoundError:  # huggingface_hub before version 2 stores no tree
             with contextlib.suppress(ModelError):
                 weight_files(Folder(folder))
                 return folder
@@ -209,7 +209,7 @@ class Hub:
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """Raise huggingface_hub's errors as SourceErrors. Their own messages fill pages."""
+        """Raise huggingface_hub's errors as SourceErrors. Their own messages are very long."""
         import httpx2
 
         try:
@@ -218,7 +218,7 @@ class Hub:
             raise SourceError(self.repo_id, *self._fault(error)) from error
 
     def _fault(self, error: Exception) -> tuple[str, str]:
-        """The fault and the fix."""
+        """Return the fault and the fix."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):
@@ -250,7 +250,7 @@ _CACHE = (
 
 
 def is_repo_id(model_id: str) -> bool:
-    """Whether an id is written like one of the hub's."""
+    """Whether an id has the form of a hub id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -262,7 +262,7 @@ def is_repo_id(model_id: str) -> bool:
 
 
 def repo(repo_id: str, environ: Mapping[str, str], revision: str | None) -> Hub:
-    """A model of the hub, by Hugging Face's own environment variables."""
+    """Return a model of the hub, configured by Hugging Face's environment variables."""
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
     if not cache and environ.get("HF_HOME"):
         cache = f"{environ['HF_HOME']}/hub"
@@ -280,18 +280,18 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def offline(environ: Mapping[str, str]) -> bool:
-    """Whether the hub is not to be asked."""
+    """Whether the hub must not be asked."""
     told = next(filter(None, map(environ.get, OFFLINE)), "") or ""
     return told.upper() in ("1", "ON", "TRUE", "YES")
 
 
 def _absent(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The files that a folder lacks."""
+    """Return the files that a folder lacks."""
     return {name: size for name, size in sizes.items() if not (folder / name).is_file()}
 
 
 def _bar(progress: Progress) -> type:
-    """A replacement for huggingface_hub's progress bar."""
+    """Return a class that replaces huggingface_hub's progress bar."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
@@ -303,7 +303,7 @@ def _bar(progress: Progress) -> type:
 
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
-            if self.bytes:  # one bar counts what came, one what was written
+            if self.bytes:  # one bar counts received bytes, another one written bytes
                 progress.reach(int(self.n))
 
     return Bar

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on the Hugging Face hub: listed, looked at by their first bytes, and fetched.
+"""Adapters on the Hugging Face hub: listed, inspected by their first bytes, and fetched.
 
-By the hub's HTTP API (https://huggingface.co/docs/hub/api) and not by huggingface_hub, which reads
-once for a whole process whether it may ask: the server's may not, for vLLM's sake. Files are kept
-where all of adapters' files are, under their limit, and not in the hub's own cache.
+This uses the hub's HTTP API (https://huggingface.co/docs/hub/api), and not huggingface_hub. That
+library decides once per process whether it is offline, and in the server's process it must be, so
+that vLLM makes no requests. The files go to the folder of all adapters, under its limit, and not to
+the hub's own cache.
 """
 
 import contextlib
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     import httpx
 
 ENDPOINT = "https://huggingface.co"
-LONGEST_LIST = 8 * 1024**2  # bytes of what the hub says of a repository's files
-FILES = 10_000  # of an adapter that has code
-TRANSFER_S = 60.0  # for the next bytes of a file that is being fetched
+LONGEST_LIST = 8 * 1024**2  # bytes of the hub's list of a repository's files
+FILES = 10_000  # of an adapter with code
+TRANSFER_S = 60.0  # until the next bytes of a download
 _PART = 1024**2  # bytes that are read at once
 _CHANGED = ("a file is not as the hub listed it", "register it again")
 
@@ -56,7 +57,7 @@ class HubAdapter:
         return f"{self.id.repo}@{self.id.revision or 'main'}"
 
     def list(self) -> "HubListing":
-        """Ask the hub which files there are. Blocks; raises SourceError."""
+        """Return the hub's list of files. Blocks; raises SourceError."""
         if self.offline:
             fix = "unset it, or mount the adapter as a folder"
             raise SourceError(self.name, "HF_HUB_OFFLINE is set", fix)
@@ -70,7 +71,7 @@ class HubAdapter:
                 reason = "the hub's answer is no list of files"
                 raise SourceError(self.name, reason, "check HF_ENDPOINT") from None
         sizes = needed_of_remote(self.name, {name: it.size for name, it in files.items()})
-        if FILE not in sizes:  # no code that could read other files
+        if FILE not in sizes:  # without code, no other files are read
             sizes = {name: size for name, size in sizes.items() if name in (CONFIG, WEIGHTS)}
         if not sizes:
             raise SourceError(self.name, f"it has no {CONFIG}", "give the id of an adapter")
@@ -79,13 +80,13 @@ class HubAdapter:
         return HubListing(self, commit, {name: files[name] for name in sizes})
 
     def read(self, path: str, limit: int, first: int | None = None) -> bytes:
-        """An answer of at most `limit` bytes. first: how many of the file are wanted."""
+        """Return an answer of at most `limit` bytes. first: the wanted first bytes of a file."""
         with self.stream(path, ANSWER_S, first) as answer:
             content = b""
             for chunk in answer.iter_bytes(_PART):
                 content += chunk
                 if first is not None and len(content) >= first:
-                    return content[:first]  # a server may not know ranges, and send it all
+                    return content[:first]  # a server without ranges sends the whole file
                 if len(content) > limit:
                     raise SourceError(self.name, f"an answer is longer than {limit} bytes", _LESS)
             return content
@@ -97,7 +98,7 @@ class HubAdapter:
         import httpx
 
         headers = {"Accept-Encoding": "identity"}
-        if self.token:  # which httpx does not take along to another host
+        if self.token:  # httpx does not send it to another host after a redirect
             headers["Authorization"] = f"Bearer {self.token}"
         if first is not None:
             headers["Range"] = f"bytes=0-{first - 1}"
@@ -134,7 +135,7 @@ class _File:
 
 
 def _files(answer: Any) -> tuple[str, dict[str, _File]]:
-    """A revision's commit, and the hub's facts about its files, by name."""
+    """Return a revision's commit, and the hub's facts about its files, by name."""
     commit = str(answer["sha"])
     found = {}
     for file in answer["siblings"]:
@@ -148,7 +149,7 @@ def _files(answer: Any) -> tuple[str, dict[str, _File]]:
 
 
 def _fault(status: int, code: str) -> tuple[str, str]:
-    """The meaning of the hub's refusal, and the fix."""
+    """Return the meaning of the hub's refusal, and the fix."""
     if code == "GatedRepo":
         return "it is gated", "accept its licence on the hub and set HF_TOKEN"
     if code == "RevisionNotFound":
@@ -164,11 +165,10 @@ _LESS = "give the id of an adapter"
 
 @dataclasses.dataclass(frozen=True)
 class HubListing:
-    """An adapter's files as the hub listed them once, in a commit.
+    """An adapter's files in one commit, as the hub listed them.
 
-    What is looked at and fetched has to be of these versions: a file of another size, or where the
-    hub names it another SHA-256, is a SourceError. folder: the parent of the folder that fetch()
-    makes.
+    Only these versions are read and fetched. A file with another size, or with another SHA-256 if
+    the hub gave one, raises a SourceError. folder: the parent of the folder that fetch() makes.
     """
 
     source: HubAdapter
@@ -178,7 +178,7 @@ class HubListing:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that differ when the content of a file does."""
+        """Return 16 hex digits that differ if the content of a file does."""
         versions = sorted((name, file.size, file.version) for name, file in self.files.items())
         return hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:16]
 
@@ -188,7 +188,7 @@ class HubListing:
         return sum(file.size for file in self.files.values())
 
     def to(self, folder: Path) -> "HubListing":
-        """The same files, to be fetched to a place."""
+        """Return the same listing, with a place for fetch()."""
         return dataclasses.replace(self, folder=folder)
 
     def checkpoint(self) -> Checkpoint:
@@ -196,7 +196,7 @@ class HubListing:
         return RemoteCheckpoint(self.source.name, sizes, self._head)
 
     def fetch(self, note: Callable[[str], None]) -> Path:
-        """A folder with the files. Blocks; raises SourceError."""
+        """Fetch the files. Returns their folder. Blocks; raises SourceError."""
         assert self.folder
         folder = self.folder / "hub"
         progress = Progress(self.source.name, self.size, note)
@@ -204,7 +204,7 @@ class HubListing:
             folder.mkdir(parents=True, exist_ok=True)
             require_space(self.source.name, folder, self.size, "SERVING_DOWNLOAD_DIR")
             for name, file in self.files.items():
-                if not (folder / name).is_file():  # each is there whole or not at all
+                if not (folder / name).is_file():  # an existing file is always complete
                     self._download(name, file, folder, progress)
         except OSError as error:
             reason = f"{folder} cannot be written ({error.strerror})"
@@ -249,7 +249,9 @@ def _as_listed(file: _File, came: int, sha256: str) -> bool:
 
 
 def adapter(found: HubId, environ: Mapping[str, str], offline: bool) -> HubAdapter:
-    """By Hugging Face's own environment variables. offline: as the operator has set it."""
+    """Return an adapter's source, configured by Hugging Face's environment variables. offline: the
+    operator's setting.
+    """
     return HubAdapter(
         id=found,
         endpoint=environ.get("HF_ENDPOINT", "").strip().rstrip("/") or ENDPOINT,

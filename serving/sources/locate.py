@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of source a model's id names: a local folder, S3 or the Hugging Face hub."""
+"""The kind of source that a model's id names: a local folder, S3 or the Hugging Face hub."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ def locate(
     revision: str | None = None,
     downloads: str | None = None,
 ) -> Source:
-    """Find out what `model_id` is. Asks no network yet.
+    """Return the source that `model_id` names. Makes no network requests.
 
     environ: for Hugging Face's HF_*; boto3 reads AWS_* itself. revision: branch, tag or commit of a
-    hub model. downloads: where models from S3 are kept.
+    hub model. downloads: the folder of models from S3.
 
-    Raises SourceError when it is neither a folder, nor S3, nor written like a hub id.
+    Raises SourceError if it is neither a folder, nor S3, nor of the form of a hub id.
     """
     if model_id.startswith("s3://"):
         bucket, _, prefix = model_id.removeprefix("s3://").rstrip("/").partition("/")
@@ -37,7 +37,7 @@ def locate(
         folder = Path(model_id).expanduser()
         if folder.is_dir():
             return Local(folder)
-    except RuntimeError:  # "~somebody", and there is no such user
+    except RuntimeError:  # "~name" without such a user
         pass
     except OSError as error:
         raise SourceError(model_id, f"it cannot be read ({error.strerror})", _EXPECTED) from error
@@ -49,7 +49,7 @@ def locate(
 
 
 def downloads_folder(configured: str | None) -> Path:
-    """The folder of models from S3."""
+    """Return the folder of models from S3."""
     return Path(configured) if configured else folders.place("models")
 
 

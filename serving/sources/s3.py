@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on S3: listed, looked at by their first bytes, and fetched into a folder."""
+"""Models on S3: listed, inspected by their first bytes, and fetched into a folder."""
 
 import contextlib
 import dataclasses
@@ -31,11 +31,11 @@ if TYPE_CHECKING:  # boto3 takes long to import; its stubs are not installed whe
     from boto3.session import Session
     from types_boto3_s3.client import S3Client
 
-TRANSFER_S = 60.0  # for the next bytes of a file that is being fetched
+TRANSFER_S = 60.0  # until the next bytes of a download
 LIST_S = UNREACHABLE_S - 1.0
-"""After this no further page of a list is asked for."""
+"""Seconds after which no further page of a list is requested."""
 OBJECTS = 10_000
-"""That a model may have; a bucket as a whole may have any number."""
+"""Most objects of a model; the whole bucket may have any number."""
 PART = 16 * 1024**2  # bytes that one request fetches
 
 
@@ -87,7 +87,7 @@ class S3:
         return free_space(self.folder)
 
     def listed(self) -> "Listing":
-        """As Source has it."""
+        """See Source."""
         return self.list()
 
     def checkpoint(self) -> Checkpoint:
@@ -97,7 +97,7 @@ class S3:
         return self.list().fetch(note)
 
     def list(self) -> "Listing":
-        """Ask S3 which objects there are. Blocks; raises SourceError."""
+        """Return S3's list of objects. Blocks; raises SourceError."""
         from boto3.session import Session
 
         with faults(self.uri):
@@ -115,8 +115,9 @@ class S3:
         return Listing(self, {name: objects[name] for name in names}, session, client)
 
     def _objects(self, client: "S3Client", ends: float) -> dict[str, _Object]:
-        """All objects: name below the prefix → object. ends: when no further page is asked for, by
-        time.monotonic(). Raises SourceError if there are more then, or more than OBJECTS.
+        """Return all objects: name below the prefix → object. ends: when no further page is
+        requested, by time.monotonic(). Raises SourceError if there are more pages then, or more
+        than OBJECTS.
         """
         pages = client.get_paginator("list_objects_v2").paginate(
             Bucket=self.bucket, Prefix=self.prefix + self.only
@@ -125,7 +126,7 @@ class S3:
         seen = 0
         for page in pages:
             for item in page.get("Contents", ()):
-                # Consoles make objects whose names end with a slash, to show a folder.
+                # Consoles make objects whose names end with a slash, to display a folder.
                 if not item["Key"].endswith("/") and (
                     not self.only or item["Key"] == self.prefix + self.only
                 ):
@@ -147,10 +148,10 @@ class S3:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """A source's needed objects as S3 listed them once.
+    """A source's needed objects, as S3 listed them.
 
-    What is looked at, what the digest is made of, and what is fetched are these objects: S3 is
-    asked for each by its ETag, and one that another has replaced is a SourceError.
+    The checkpoint, the digest and fetch() use exactly these objects: each request has the object's
+    ETag, and an object that has been replaced raises a SourceError.
     """
 
     source: S3
@@ -161,7 +162,7 @@ class Listing:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that differ when names, sizes or ETags do."""
+        """Return 16 hex digits that differ if names, sizes or ETags do."""
         versions = sorted((name, item.size, item.etag) for name, item in self.objects.items())
         return hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:16]
 
@@ -171,28 +172,28 @@ class Listing:
         return sum(item.size for item in self.objects.values())
 
     def to(self, downloads: Path) -> "Listing":
-        """The same objects, to be fetched to another place."""
+        """Return the same listing, with another place for fetch()."""
         return dataclasses.replace(
             self, source=dataclasses.replace(self.source, downloads=downloads)
         )
 
     def listed(self) -> "Listing":
-        """As Source has it."""
+        """See Source."""
         return self
 
     def room(self) -> int:
-        """As Source has it."""
+        """See Source."""
         return self.source.room()
 
     def checkpoint(self) -> Checkpoint:
-        """As Source has it."""
+        """See Source."""
         if not self._missing():
             return Folder(self.source.folder)
         sizes = {name: item.size for name, item in self.objects.items()}
         return RemoteCheckpoint(self.source.uri, sizes, self._head)
 
     def fetch(self, note: Callable[[str], None]) -> Path:
-        """As Source has it."""
+        """See Source."""
         folder, downloads = self.source.folder, self.source.downloads
         try:
             folders.make(downloads)
@@ -221,14 +222,14 @@ class Listing:
                 Range=f"bytes=0-{length - 1}",
                 IfMatch=item.etag,
             )
-            body: bytes = answer["Body"].read(length)  # whatever part of it the store answers with
+            body: bytes = answer["Body"].read(length)  # a store without ranges sends the whole
             return body
 
         with faults(self.source.uri):
             return with_timeout(read)
 
     def _missing(self) -> dict[str, _Object]:
-        """The objects that are not on disk as they are listed."""
+        """Return the objects whose listed version is not on the disk."""
         try:
             etags = dict(json.loads(self._etags.read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -241,11 +242,13 @@ class Listing:
 
     @property
     def _etags(self) -> Path:
-        """The file that says which objects the files are: name → ETag."""
+        """The file with the objects' versions: name → ETag."""
         return self.source.downloads / f"{self.source.folder.name}.etags"
 
     def _record_etags(self) -> None:
-        """Write which objects the files are, before the missing ones come: none comes in part."""
+        """Write the objects' versions before the missing files are fetched. No file appears before
+        it is complete.
+        """
         new = self._etags.with_suffix(".new")
         new.write_text(json.dumps({name: item.etag for name, item in self.objects.items()}))
         new.replace(self._etags)
@@ -272,12 +275,12 @@ class Listing:
                 progress.add(bytes_transferred)
 
             def on_done(self, future: TransferFuture, **_: Any) -> None:
-                with contextlib.suppress(FileNotFoundError):  # there is none when it failed
+                with contextlib.suppress(FileNotFoundError):  # after a failure there is no file
                     os.utime(self.file, (self.item.modified, self.item.modified))
 
-        # Each file is written under a random name and gets its own when all its parts are there. A
-        # part comes only while the object is the one that was listed, which files shorter than the
-        # threshold are not asked for.
+        # Each file is written under a random name, and renamed when all its parts are there. S3
+        # only sends a part if the object still has its listed ETag. Below the threshold there would
+        # be no such check, so the threshold is 1 byte.
         config = TransferConfig(
             multipart_threshold=1, multipart_chunksize=PART, max_request_concurrency=CONNECTIONS
         )
@@ -301,7 +304,9 @@ class Listing:
 
 
 def open_client(uri: str, session: "Session", answer_s: float, attempts: int) -> "S3Client":
-    """answer_s: for the next bytes of an answer. A session's second client is made quickly."""
+    """Return a client. answer_s: the timeout until the next bytes of an answer. A session makes its
+    second client quickly.
+    """
     from botocore.config import Config
 
     config = Config(
@@ -344,7 +349,7 @@ _FAULTS = {
 
 @contextlib.contextmanager
 def faults(uri: str) -> Iterator[None]:
-    """Raise boto3's errors as SourceErrors. Their own messages hold names of users and requests."""
+    """Raise boto3's errors as SourceErrors. Their own messages have names of users and requests."""
     from botocore import exceptions
     from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
 
@@ -374,7 +379,7 @@ def faults(uri: str) -> Iterator[None]:
 
 
 def _remove_others(folder: Path, kept: Set[str]) -> None:
-    """Remove all files but those of these names."""
+    """Remove all files except those with these names."""
     for file in folder.rglob("*"):
         if not file.is_dir() and file.relative_to(folder).as_posix() not in kept:
             file.unlink()

@@ -16,15 +16,17 @@ from serving.observability import logs
 
 T = TypeVar("T")
 
-ANSWER_S = 4.0  # for one address of a host to connect, and for the next bytes to come
-UNREACHABLE_S = 8.0  # after this a host counts as unreachable, however many addresses it has
-PERIOD_S = 10.0  # between two notes of progress; each is a line in the log
+ANSWER_S = 4.0  # to connect to one address of a host, and until the next bytes
+UNREACHABLE_S = 8.0  # after this a host counts as unreachable, with any number of addresses
+PERIOD_S = 10.0  # between two notes of progress; each is a log line
 CONNECTIONS = 16
 HEAD = 128 * 1024  # bytes that hold the header of nearly every safetensors file
 
 
 class SourceError(ValueError):
-    """A model that cannot be had. `reason` says why; the message also names the model and a fix."""
+    """A model cannot be fetched or read. `reason` says why. The message also has the model's id and
+    a fix.
+    """
 
     def __init__(self, model_id: str, reason: str, fix: str) -> None:
         self.reason = reason
@@ -32,7 +34,7 @@ class SourceError(ValueError):
 
 
 class Unusable(SourceError):
-    """The same for files with faulty contents, which a retry cannot mend."""
+    """The same for files with invalid content: a retry cannot help."""
 
 
 class Source(Protocol):
@@ -41,22 +43,22 @@ class Source(Protocol):
     """
 
     def listed(self) -> "Source":
-        """The same with what is there now: its checkpoint(), and what its fetch() brings, are of
-        this version, whole; fetch() refuses what has changed since.
+        """List the source's files. Returns the same source, fixed to this version: checkpoint() and
+        fetch() use exactly these files, and fetch() refuses files that have changed since.
         """
 
     def checkpoint(self) -> Checkpoint:
-        """The facts about the model without its weights; takes seconds at most."""
+        """Return the facts about the model, without its weights; takes seconds at most."""
 
     def fetch(self, note: Callable[[str], None]) -> Path:
-        """A local folder with all that serving needs; `note` hears how far the download is."""
+        """Return a local folder with all needed files. note: called with the progress, as texts."""
 
     def room(self) -> int:
-        """Bytes that are free where fetch() writes."""
+        """Return the free bytes of the disk that fetch() writes to."""
 
 
 class RemoteCheckpoint:
-    """A checkpoint that is elsewhere, of which the beginnings of files are read.
+    """A remote checkpoint. Only the first bytes of its files are read.
 
     sizes: file name → bytes. read: a file's name and a length → its first bytes.
     """
@@ -72,8 +74,8 @@ class RemoteCheckpoint:
     def head(self, name: str, length: int) -> bytes:
         length = min(length, self.sizes[name])
         if name not in self._heads:
-            # Who reads the header of one part of the weights reads those of all, and there may be
-            # a hundred.
+            # A caller that reads the header of one part of the weights reads those of all parts,
+            # and there may be a hundred.
             folder = PurePosixPath(name).parent
             parts = [
                 part
@@ -95,7 +97,7 @@ class RemoteCheckpoint:
 class Progress:
     """A download's progress, noted every PERIOD_S. Threads may share it.
 
-    what: is fetched. total: its bytes.
+    what: the name of the download. total: its bytes.
     """
 
     def __init__(self, what: str, total: int, note: Callable[[str], None]) -> None:
@@ -108,7 +110,7 @@ class Progress:
         note(f"fetching {what}: {human_size(total)}")
 
     def add(self, count: int) -> None:
-        """Count bytes more; below zero where a part begins again."""
+        """Count more bytes; a negative number if a part begins again."""
         with self._lock:
             self._done += count
             self._note_if_due()
@@ -137,13 +139,13 @@ def human_size(size: int) -> str:
 
 
 def free_space(folder: Path) -> int:
-    """Bytes that are free in a folder, which need not exist yet."""
+    """Return the free bytes of a folder's disk. The folder need not exist yet."""
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     return shutil.disk_usage(nearest).free
 
 
 def require_space(model_id: str, folder: Path, size: int, variable: str) -> None:
-    """Raise SourceError where a folder has less room. variable: sets the folder."""
+    """Raise SourceError if a folder has less free space. variable: the variable of the folder."""
     free = free_space(folder)
     if size > free:
         reason = f"it needs {human_size(size)}, and {folder} has {human_size(free)} left"
@@ -153,7 +155,7 @@ def require_space(model_id: str, folder: Path, size: int, variable: str) -> None
 
 @contextlib.contextmanager
 def exclusive(lock: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other threads and processes out of the block, until its end or that of the process."""
+    """Keep other threads and processes out of the block. The end of the process frees the lock."""
     with lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,10 +166,10 @@ def exclusive(lock: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def with_timeout(call: Callable[[], T]) -> T:
-    """Call a function, or raise TimeoutError when it takes longer than UNREACHABLE_S.
+    """Call a function. Returns its result. Raises TimeoutError after UNREACHABLE_S.
 
-    Time-outs of sockets are not enough: they count for each address that a host has, and looking
-    its name up knows none.
+    Timeouts of sockets are not enough: they apply to each of a host's addresses, and resolving its
+    name has no timeout.
     """
     result: Future[T] = Future()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A workload's load on an endpoint, put there and measured by `vllm bench serve`, which comes with
-vLLM: what it counts as TTFT, and as a request that meets its objectives, is what others publish.
+"""A workload's load on an endpoint, generated and measured by `vllm bench serve`. It comes with
+vLLM, so its definitions of TTFT and goodput are those of published results.
 """
 
 import json
@@ -19,25 +19,25 @@ from serving.tune.workload import Level, Workload, spread
 
 _PATHS = {"chat": ("openai-chat", CHAT_COMPLETIONS), "completions": ("openai", COMPLETIONS)}
 _TOLD = 300
-"""Characters of an error."""
+"""Most characters of an error."""
 
 
 class LoadError(Exception):
-    """A load that could not be measured; the message says why."""
+    """A load could not be measured. The message says why."""
 
 
 @dataclass(frozen=True)
 class Objectives:
-    """In milliseconds; None: none. ttft: to the first token. itl: between an answer's tokens, on
-    average, which vLLM's benchmark calls TPOT.
+    """Latency targets in milliseconds, or None. ttft: to the first token. itl: between two tokens
+    of an answer, on average; vLLM's benchmark calls it TPOT.
     """
 
     ttft: int | None
     itl: int | None
 
     def excess(self, found: "Measured") -> float:
-        """How the 99th percentiles compare with the objectives: up to 1 both are met, at 2 one of
-        them is missed by as much again. 0 if there are none.
+        """Return the largest ratio of a 99th percentile to its objective. Up to 1 all objectives
+        are met. 0 without objectives.
         """
         pairs = ((found.ttft_p99, self.ttft), (found.itl_p99, self.itl))
         return max((value / wanted for value, wanted in pairs if wanted), default=0.0)
@@ -45,8 +45,9 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of a level. Percentiles in milliseconds. itl: of answers' averages. tokens: of
-    answers, each second. goodput: requests/s that met the objectives; None without any.
+    """The results of a level. Percentiles are in milliseconds. itl: percentiles of the answers'
+    averages. tokens: generated tokens per second. goodput: requests/s that met the objectives; None
+    without objectives.
     """
 
     level: str
@@ -71,10 +72,10 @@ def command(
     result: Path,
     remote_code: bool = False,
 ) -> list[str]:
-    """The command line that puts the load on the server at that URL. result: the file it writes.
+    """Return the command line that generates the load on the server at `url`.
 
-    seed: of the prompts; those of two loads with one seed are the same, and the second finds them
-    cached.
+    result: the file that it writes. seed: the seed of the prompts. Two loads with the same seed
+    have the same prompts, so the second one finds them cached.
     """
     backend, path = _PATHS[workload.endpoint]
     words: dict[str, Any] = {
@@ -100,7 +101,7 @@ def command(
     found += [part for name, value in words.items() for part in (f"--{name}", str(value))]
     found += ["--save-result", "--save-detailed", "--disable-tqdm", "--ignore-eos"]
     if url.startswith("https:"):
-        found.append("--insecure")  # a server's own certificate is for its clients' names
+        found.append("--insecure")  # the server's certificate is for another name than its address
     if remote_code:
         found.append("--trust-remote-code")
     limits = {"ttft": objectives.ttft, "tpot": objectives.itl}
@@ -131,7 +132,8 @@ def _prompts(workload: Workload) -> dict[str, Any]:
 
 
 def run(words: list[str], level: Level, *, result: Path, log: Path, key: str | None) -> Measured:
-    """Run such a command. log: gets its output. key: the endpoint's API key.
+    """Run a command of command(). Returns its results. log: gets its output. key: the endpoint's
+    API key.
 
     Raises LoadError.
     """
@@ -153,22 +155,22 @@ def run(words: list[str], level: Level, *, result: Path, log: Path, key: str | N
         by = f"vllm bench serve with the tokenizer {words[words.index('--tokenizer') + 1]}"
         raise LoadError(f"{by}: {_reason(said, code)}") from None
     finally:
-        result.unlink(missing_ok=True)  # answers are in it
+        result.unlink(missing_ok=True)  # it contains the answers' texts
     return measured(raw, level)
 
 
 def _reason(said: str, code: int) -> str:
-    """The exception that a program ended with, or its exit code."""
+    """Return the exception that a program ended with, or its exit code."""
     errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*", said, re.MULTILINE)
     return redacted(errors[-1])[:_TOLD] if errors else f"exit code {code}"
 
 
 def measured(raw: Mapping[str, Any], level: Level) -> Measured:
-    """The content of a load's file. Raises LoadError where requests failed."""
+    """Return the results in a load's file. Raises LoadError if requests failed."""
     if failed := raw["failed"]:
         why = next((it for it in raw.get("errors", ()) if it), "no reason given")
         told = redacted(" ".join(str(why).split()))[:_TOLD]
-        if told == "Bad Request":  # of a refused request vLLM's benchmark tells no more
+        if told == "Bad Request":  # vLLM's benchmark has no more details about a refusal
             told += ", as of a prompt and answer that are too long for the model"
         raise LoadError(f"{failed} of {failed + raw['completed']} requests failed: {told}")
     return Measured(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep as a picture, in SVG: for each configuration the tokens/s of its levels, and their 99th
-percentiles of TTFT and ITL. Right and low is good.
+"""A plot of a sweep, in SVG: for each configuration, the tokens/s of its levels against their 99th
+percentiles of TTFT and ITL. Points at the lower right are the best.
 """
 
 import math
@@ -18,7 +18,7 @@ Value = Callable[[Measured], float]
 
 
 def svg(points: Sequence[Point], chosen: int | None, objectives: Objectives) -> str:
-    """chosen: the number of the point that was chosen, counted from 1."""
+    """Return the plot. chosen: the number of the chosen point, counted from 1, or None."""
     panels: list[tuple[str, Value, int | None]] = [
         ("TTFT P99, ms", lambda it: it.ttft_p99, objectives.ttft),
         ("ITL P99, ms", lambda it: it.itl_p99, objectives.itl),
@@ -62,7 +62,7 @@ def _panel(
             f'<line x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#b91c1c" '
             f'stroke-dasharray="6 4"><title>objective: {objective} ms</title></line>'
         )
-    numbered = sorted(enumerate(points, 1), key=lambda it: it[0] == chosen)  # that one on top
+    numbered = sorted(enumerate(points, 1), key=lambda it: it[0] == chosen)  # chosen one on top
     for number, point in numbered:
         if not point.levels:
             continue
@@ -79,7 +79,7 @@ def _panel(
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to at least this value."""
+    """Return round numbers from 0 to at least this value."""
     step = 10 ** math.floor(math.log10(most or 1))
     step = next(it for it in (step / 5, step / 2, step, step * 2) if most / it <= 6)
     return [step * n for n in range(math.ceil((most or 1) / step) + 1)]

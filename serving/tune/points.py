@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations are worth measuring, which one is next, and which one is best. Pure.
+"""The configurations that are worth measuring, the next one, and the best one. Pure functions.
 
-One option is varied at a time, in the order of `axes`, and what was best stays while the next one
-is: some ten starts in place of a hundred combinations.
+One option is varied at a time, in the order of `axes`. Its best value is kept while the next option
+is varied. So there are about ten starts instead of a hundred combinations.
 """
 
 import json
@@ -17,20 +17,20 @@ from serving.tune.load import Measured, Objectives
 from serving.tune.workload import Workload
 
 MARGIN = 1.05
-"""One configuration is better than another from so much more throughput on: two measurements of the
-same one differ by as much.
+"""A configuration is better than another above this ratio of their throughputs. Two measurements of
+the same configuration may differ by less.
 """
 
 Options = Mapping[str, Any]
-"""By slipway.yaml's names. Options of a point extend or replace the operator's; None removes
-one.
+"""Options by slipway.yaml's names. A point's options extend or replace the operator's; None removes
+an option.
 """
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The values to try for one option. values: besides the planned one. reason: why these, or why
-    none.
+    """The values to try for one option. values: in addition to the planned one. reason: why these
+    values, or why none.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration that has been tried. levels: none where it could not be measured; reason:
-    why, or why it was left at that level. again: whether it is the second measurement of the
-    planned configuration.
+    """A configuration that has been tried. levels: none if it could not be measured. reason: why it
+    could not, or why it stopped at its last level. again: whether it is the second measurement of
+    the planned configuration.
     """
 
     options: Options
@@ -52,8 +52,9 @@ class Point:
 
 
 def axes(plan: Plan, workload: Workload, removable: frozenset[str]) -> tuple[Axis, ...]:
-    """The configurations to try. plan: without any of it. removable: options of the operator's that
-    are in no other place than slipway.yaml, so that a file without them takes them away.
+    """Return the configurations to try. plan: the plan without any of them. removable: the
+    operator's options that are set only in a replaceable place, so that a file without them removes
+    them.
     """
     return (
         _sequences(plan, workload),
@@ -64,7 +65,7 @@ def axes(plan: Plan, workload: Workload, removable: frozenset[str]) -> tuple[Axi
 
 
 def _set(plan: Plan, field: str) -> Axis | None:
-    """Options that the operator has set are not tried."""
+    """Return an axis without values if the operator has set the option, or None."""
     if origin := plan.settings.origins.get(field):
         return Axis(OPTIONS[field].vllm or field, (), f"{origin} sets it")
     return None
@@ -94,7 +95,9 @@ def _default_sequences(plan: Plan) -> int:
 
 
 def _engine_tokens(plan: Plan, length: int) -> int | None:
-    """The tokens in requests of this length that the engine's KV cache holds; None: not known."""
+    """Return the tokens that the engine's KV cache holds in requests of this length; None if
+    unknown.
+    """
     cache = preflight.engine_cache(
         plan.settings, plan.machine, plan.parallelism, plan.model, plan.memory, plan.gpu
     )
@@ -111,7 +114,7 @@ def _tokens(plan: Plan, workload: Workload) -> Axis:
     waiting = workload.prompt * min(workload.users or sequences, sequences)
     least = sequences
     if plan.settings.engine.get("enable_chunked_prefill") is False or plan.model.heard:
-        least = default  # what is not split has to fit
+        least = default  # a prompt that is not split must fit
     values = [
         it
         for it in (default // 4, default // 2, default * 2)
@@ -152,7 +155,7 @@ def _speculation(plan: Plan, removable: frozenset[str]) -> Axis:
     tokens = config.get("num_speculative_tokens")
     given = {field for field in _DRAFT if field in plan.settings.origins}
     if not given <= removable:
-        return Axis(name, (), "what names the draft cannot be taken away from here")
+        return Axis(name, (), "the options of the draft cannot be removed from here")
     gone: Options = dict.fromkeys(_DRAFT)
     values = [gone]
     if isinstance(tokens, int):
@@ -162,17 +165,19 @@ def _speculation(plan: Plan, removable: frozenset[str]) -> Axis:
 
 
 def key(options: Options) -> str:
-    """One text for equal options."""
+    """Return a text that is the same for equal options."""
     return json.dumps(options, sort_keys=True)
 
 
 def applied(own: Options, point: Options) -> dict[str, Any]:
-    """The operator's options with a point's on top."""
+    """Return the operator's options, overridden by a point's."""
     return {name: it for name, it in {**own, **point}.items() if it is not None}
 
 
 def best(points: Iterable[Point], objectives: Objectives) -> Point | None:
-    """The first that no later one is better than by the margin; None where none was measured."""
+    """Return the best point, or None if none was measured. A later point must be better by the
+    margin.
+    """
     found, highest = None, (False, 0.0)
     for point in points:
         worth = score(point, objectives)
@@ -188,8 +193,9 @@ def _better(one: tuple[bool, float], other: tuple[bool, float]) -> bool:
 
 
 def score(point: Point, objectives: Objectives) -> tuple[bool, float] | None:
-    """Whether a level meets the objectives, and how good it is: then its tokens/s, at the level
-    where they are most; else how near it came. None where nothing was measured.
+    """Return whether a level of the point meets the objectives, and the point's score. The score is
+    the most tokens/s of such a level, or else how near a level came. Returns None for a point
+    without measurements.
     """
     if met := reached(point, objectives):
         return True, met.tokens
@@ -198,7 +204,7 @@ def score(point: Point, objectives: Objectives) -> tuple[bool, float] | None:
 
 
 def reached(point: Point, objectives: Objectives) -> Measured | None:
-    """The level with the most tokens/s of those that meet the objectives."""
+    """Return the level with the most tokens/s among those that meet the objectives, or None."""
     met = [it for it in point.levels if objectives.excess(it) <= 1]
     return max(met, key=lambda it: it.tokens, default=None)
 
@@ -206,10 +212,10 @@ def reached(point: Point, objectives: Objectives) -> Measured | None:
 def walk(
     axes: Sequence[Axis], points: Iterable[Point], objectives: Objectives
 ) -> tuple[Options, Options | None]:
-    """The best options so far, and those to try next; None where all has been tried.
+    """Return the best options so far, and those to try next, or None if all have been tried.
 
-    If another configuration would win, the planned one is measured again at the end, because a
-    machine that was busy at first makes all later measurements look better.
+    If another configuration would win, the planned one is measured again at the end. Otherwise a
+    machine that was busy at first would make all later configurations look better.
     """
     points = list(points)
     tried = {key(point.options): point for point in points if not point.again}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of `tune`: `serve` in a process of its own, from its start to its end."""
+"""A server of `tune`: `serve` in a separate process, from its start to its end."""
 
 import contextlib
 import json
@@ -19,17 +19,19 @@ from serving.protocol import PING
 
 _EVERY_S = 0.2
 _STOP_S = GRACE_S + 10
-"""After which a server that does not end is killed."""
+"""Seconds after which a server that does not end is killed."""
 _HOST = "127.0.0.1"
 
 
 class StartError(Exception):
-    """A server that did not become ready; the message is its own reason."""
+    """A server did not become ready. The message is the server's own reason."""
 
 
 class Server:
-    """options: the file of its options. environ: its variables. log: gets its output. scheme: http
-    or https, as its options make it.
+    """A running server, as a context manager.
+
+    options: the file of its options. environ: its variables. log: gets its output. scheme: http or
+    https, by its options.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class Server:
                 self._process.wait()
 
     def ready(self) -> None:
-        """Wait until it answers, or has ended, for which there are time limits of its own. Raises
-        StartError.
+        """Wait until it is ready. Raises StartError if it has ended; the server itself limits the
+        time of its start.
         """
         with httpx.Client(base_url=self.url, timeout=10, verify=False) as client:
             while self._process.poll() is None:
@@ -74,7 +76,7 @@ class Server:
         return self._process.poll() is not None
 
     def reason(self) -> str:
-        """Why it has ended, as its last line says."""
+        """Return the reason of its end, from its last line."""
         for line in reversed(self._log.read_text(errors="replace").splitlines()):
             with contextlib.suppress(ValueError, AttributeError):
                 if reason := json.loads(line).get("reason"):

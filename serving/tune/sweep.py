@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a sweep: its parameters, and one line of JSON for each finished point. An
-interrupted sweep goes on from it.
+"""The folder of a sweep: its parameters, and a line of JSON for each finished point. An interrupted
+sweep continues from it.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ _FILE = "sweep.jsonl"
 
 
 class SweepError(Exception):
-    """A folder that cannot be gone on with; the message says why."""
+    """A sweep's folder cannot be used. The message says why."""
 
 
 class Sweep:
-    """points: those that are finished, in their order."""
+    """A sweep in its folder. points: the finished points, in order."""
 
     def __init__(self, folder: Path, question: Mapping[str, Any]) -> None:
-        """question: what makes two sweeps one. Raises SweepError where another is in the folder, or
-        it cannot be written.
+        """question: the parameters; a sweep only continues with equal ones. Raises SweepError if
+        the folder has another sweep, or cannot be written.
         """
         self.folder = folder
         self.points: list[Point] = []
@@ -42,7 +42,7 @@ class Sweep:
                     "with --results, or remove it"
                 )
             self.points = [_point(line) for line in lines[1:]]
-            # A line that was cut off is written over.
+            # This drops an incomplete last line.
             whole = [asked, *map(dataclasses.asdict, self.points)]
             new = self._path.with_suffix(".new")
             new.write_text("".join(f"{json.dumps(it)}\n" for it in whole))
@@ -60,12 +60,12 @@ class Sweep:
             os.fsync(file.fileno())
 
     def file(self, suffix: str) -> Path:
-        """A file of the next point's."""
+        """Return the path of a file of the next point."""
         return self.folder / f"{len(self.points) + 1}.{suffix}"
 
 
 def _lines(path: Path) -> list[Any]:
-    """The content of the file, up to an incomplete line."""
+    """Return the file's lines before the first incomplete one."""
     found: list[Any] = []
     if path.exists():
         for line in path.read_text().splitlines():

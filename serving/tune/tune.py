@@ -40,7 +40,7 @@ _COLUMNS = ("load", "requests", "TTFT P50", "P99 ms", "ITL P50", "P99 ms", "toke
 
 
 def tune(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit code. Raises SettingsError."""
+    """Run the verb. Returns the exit code. Raises SettingsError."""
     own, _ = arguments.apart("tune", words)
     argued = arguments.read("tune", words)
     if arguments.WORKLOAD not in own:
@@ -132,7 +132,7 @@ class _Tuning:
             self.sweep.add(point)
 
     def _point(self, options: Options) -> Point:
-        """Start a server with these options and measure it, where the plan says that it fits."""
+        """Start a server with these options and measure it, if its plan fits. Returns the point."""
         file = self.sweep.file("yaml")
         try:
             plan = self._planned(options, file).plan
@@ -161,12 +161,12 @@ class _Tuning:
         return Point(options, tuple(levels))
 
     def _planned(self, options: Options, file: Path) -> Deployment:
-        """Write the options file of a server, and plan it."""
+        """Write a server's options to a file, and plan it."""
         file.write_text(_yaml(points.applied(self._own, options)))
         return prepare(self._environ, {_CONFIG: Given(str(file), "--config")})
 
     def _unfit(self, options: Options, plan: Plan, file: Path) -> str:
-        """The reason why the plan is the same without these options, or ""."""
+        """Return why these options do not change the plan, or ""."""
         if not options.get("lmcache_auto_config"):
             return ""
         if isinstance(plan.tiers, NoTiers):
@@ -180,7 +180,7 @@ class _Tuning:
 
     def _measure(self, level: Level, server: Server, plan: Plan) -> Measured:
         result = self.sweep.file("json")
-        # Another load with the same prompts would find them cached, on a disk for one.
+        # A load with the same prompts as an earlier one would find them cached, perhaps on a disk.
         number = len(self.sweep.points) * len(self._workload.levels)
         words = load.command(
             self._workload,
@@ -196,7 +196,7 @@ class _Tuning:
         return load.run(words, level, result=result, log=self.sweep.file("load.log"), key=self._key)
 
     def finish(self) -> int:
-        """Say which is best, and write it and the plot."""
+        """Print the best configuration, and write it and the plot. Returns the exit code."""
         tried = self.sweep.points
         options, _ = points.walk(self._axes, tried, self._objectives)
         key = points.key(options)
@@ -224,8 +224,8 @@ class _Tuning:
 def operators(
     settings: Settings, argued: Mapping[str, Given]
 ) -> tuple[Options, Mapping[str, str], frozenset[str]]:
-    """What the operator has given on the command line and in slipway.yaml: as that file has it; as
-    variables, what is secret; and the options of which no other place says anything.
+    """Return the operator's options of the command line and slipway.yaml in three parts: options
+    for a new slipway.yaml, secrets as variables, and the names of options that no other place sets.
     """
     named = {option(name) for name in argued}
     found = {
@@ -249,12 +249,12 @@ def operators(
 
 
 def _bare(name: str) -> str:
-    """A variable's name as slipway.yaml has it."""
+    """Return the name of a variable in slipway.yaml."""
     return name.removeprefix(PREFIX).lower() if name.startswith(PREFIX) else name
 
 
 def _value(text: str) -> Any:
-    """A value as YAML has it, where that means the same text again."""
+    """Return a value for YAML, if YAML reads it as the same text, or else the text."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -267,7 +267,7 @@ def _yaml(options: Options) -> str:
 
 
 def described(options: Options) -> str:
-    """A point's options for a person."""
+    """Return a point's options for people."""
     if not options:
         return "as planned"
     told = [f"{name}: {json.dumps(it)}" for name, it in options.items() if it is not None]
@@ -281,7 +281,7 @@ def _count(number: int) -> str:
 
 
 def _told(axes: Sequence[Axis]) -> list[str]:
-    """The values to try, one line for each option."""
+    """Return the values to try, one line for each option."""
     lines = []
     for axis in axes:
         values = " | ".join(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A workload: what requests are like and how many come, in the vocabulary of NVIDIA's AIPerf.
+"""A workload: the lengths and the load of requests, in the vocabulary of NVIDIA's AIPerf.
 
-A file has options of `aiperf profile` by their names, as YAML or JSON, alone or as SageMaker's
-workload specification has them: `{"benchmark": {"type": "aiperf"}, "parameters": {...}}`.
+A file has options of `aiperf profile` by their names, as YAML or JSON. It has them alone, or in the
+format of SageMaker's workload specification:
+`{"benchmark": {"type": "aiperf"}, "parameters": {...}}`.
 """
 
 import math
@@ -18,12 +19,12 @@ Endpoint = Literal["chat", "completions"]
 
 
 class WorkloadError(ValueError):
-    """A file that is no workload; the message has all that is wrong with it."""
+    """A file is not a valid workload. The message has all its faults."""
 
 
 class Level(NamedTuple):
-    """How many requests come. users: as many at a time, at most; None: all that come. rate:
-    requests/s; None: each user's next when its last is answered.
+    """A level of load. users: the most concurrent requests; None for no limit. rate: requests/s;
+    None to send a user's next request when its last one is answered.
     """
 
     users: int | None
@@ -38,10 +39,12 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """input, output: tokens of a prompt and an answer on average, and their standard deviations.
-    prefixes: as many beginnings of `prefix` tokens each, in addition, of which a prompt has one.
-    count: requests of each level; warm_up: requests before it. model: its name at the endpoint;
-    tokenizer: the folder or hub id of the tokenizer; both None: what is served.
+    """A workload's parameters.
+
+    input, output: average tokens of a prompt and an answer; *_stddev: their standard deviations.
+    prefixes: the number of shared prefixes; each prompt begins with one. prefix: tokens of each.
+    count: requests of each level. warm_up: requests before a level. model: its name at the
+    endpoint. tokenizer: the folder or hub id of the tokenizer. Both are None for the served model.
     """
 
     input: int
@@ -61,7 +64,7 @@ class Workload:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The lightest first."""
+        """The levels, the lightest first."""
         if self.rates:
             users = self.concurrency[0] if self.concurrency else None
             return tuple(Level(users, rate) for rate in sorted(self.rates))
@@ -69,36 +72,36 @@ class Workload:
 
     @property
     def users(self) -> int | None:
-        """The most requests that there are at a time; None where nothing bounds them."""
+        """The most concurrent requests; None without a limit."""
         return max(self.concurrency, default=None)
 
     @property
     def prompt(self) -> int:
-        """Tokens of a whole prompt, on average."""
+        """Average tokens of a whole prompt."""
         return self.prefix + self.input
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and an answer, at most."""
+        """Most tokens of a prompt and an answer together."""
         most = self.input * (1 + spread(self.input, self.input_stddev))
         most += self.output * (1 + spread(self.output, self.output_stddev))
         return self.prefix + math.ceil(most)
 
     def requests(self, level: Level) -> int:
-        """The number of measured requests at a level: ten per user, or those within 20 s."""
+        """Return the number of measured requests of a level: ten per user, or those of 20 s."""
         if self.count:
             return self.count
         return max(10, 10 * (level.users or 0) if level.rate is None else round(20 * level.rate))
 
     def warm_ups(self, level: Level) -> int:
-        """The number of requests before the measurement: one per user, because a server compiles at
-        first use.
+        """Return the number of requests before the measurement: one per user, because a server
+        compiles at first use.
         """
         return (level.users or 1) if self.warm_up is None else self.warm_up
 
 
 def read(path: Path) -> Workload:
-    """Raises WorkloadError."""
+    """Read a workload from a file. Raises WorkloadError."""
     try:
         found = strict_yaml.read_file(path)
     except OSError as error:
@@ -170,7 +173,7 @@ def _unknown(name: str) -> str:
 
 
 def _consistent(workload: Workload) -> Workload:
-    """Raises WorkloadError where keys contradict each other."""
+    """Return the workload. Raises WorkloadError if its keys contradict each other."""
     faults = []
     if bool(workload.prefixes) != bool(workload.prefix):
         faults.append("num_prefix_prompts and prefix_prompt_length: give both, or neither")
@@ -192,7 +195,7 @@ def _consistent(workload: Workload) -> Workload:
 
 
 def spread(mean: int, stddev: float) -> float:
-    """The half-width, as a part of the mean, of the even distribution with this deviation."""
+    """Return the half-width of the uniform distribution with this deviation, over the mean."""
     return math.sqrt(3) * stddev / mean
 
 
@@ -281,4 +284,4 @@ _NOT_HERE = {
     "public_dataset": "prompts are made up here; `aiperf` takes them from datasets",
     "goodput": "objectives are options here: --slo-ttft-ms and --slo-itl-ms",
 }
-"""AIPerf's, with what to do in their place."""
+"""Unsupported options of AIPerf → the alternative."""

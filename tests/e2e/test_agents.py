@@ -27,7 +27,7 @@ def test_responses(server):
 
 
 def test_a_response_that_refers_to_another_is_refused(server):
-    with pytest.raises(openai.BadRequestError, match="no answers are kept here"):
+    with pytest.raises(openai.BadRequestError, match="no answers are stored here"):
         server.openai.responses.create(model="lmi", input="a", previous_response_id="resp_1")
 
 

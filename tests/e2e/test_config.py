@@ -110,7 +110,7 @@ def test_options_are_read_from_the_file(served):
     options = {option["name"]: option["origin"] for option in plan(served)["options"]}
     assert options["max_rolling_batch_size"] == "serving.properties: option.max_rolling_batch_size"
     warnings = [line["message"] for line in logged(served) if line["level"] == "warning"]
-    assert [line for line in warnings if line.startswith("accepted, but does nothing here")]
+    assert [line for line in warnings if line.startswith("accepted, but without effect here")]
     assert "hush" not in served.log.read_text()
 
 

@@ -379,7 +379,7 @@ def test_notes_that_cannot_be_written_cost_no_tier(tiny_options, tmp_path):
         served.ready()
         text, _ = ask(served, prompt("unwritten"))
         assert ask(served, prompt("unwritten")) == (text, HIT)
-        assert "the decision about KV cache tiers is not written down" in served.log.read_text()
+        assert "the file with the KV cache tiers cannot be written" in served.log.read_text()
 
 
 def test_a_port_that_is_taken(monkeypatch):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether KV cache tiers are right for a model."""
+"""Whether KV cache tiers are correct for a model."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether KV cache tiers are correct for a model, by the state that its layers keep of a request.
 
-The rules are those of vLLM 0.32 and LMCache 0.5.6. Tiers hold pages of the engine's KV cache, found
-again by the tokens before them. That is right for layers that keep a page for every token. vLLM
-has the null block (number 0) where a layer has let go of what left its window or chunk, and a page
-of a recurrent state is of one moment. Without a GPU LMCache copies one group of equal layers
-(worker_transfer.py), with one any number of groups (lmcache_driven_transfer.py).
+The rules are those of vLLM 0.32 and LMCache 0.5.6. Tiers hold pages of the engine's KV cache. A
+page is found again by the tokens before it. That is correct for layers that keep a page for every
+token. If a layer frees the tokens outside of its window or chunk, vLLM uses the null block (number
+0) for them. A page of a recurrent state only holds one moment. Without a GPU, LMCache copies one
+group of equal layers (worker_transfer.py); with GPUs it copies any number of groups
+(lmcache_driven_transfer.py).
 """
 
 import dataclasses
@@ -26,23 +27,23 @@ CHUNKED = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
 """vLLM's variable; if it is 0, layers with chunked attention keep all tokens."""
 
 SMALLEST_BLOCK = {False: 32, True: 16}
-"""Tokens, by whether there are GPUs: what blocks are multiples of (get_supported_kernel_block_sizes
+"""Whether there are GPUs → tokens. Blocks are multiples of them (get_supported_kernel_block_sizes
 in vllm/v1/attention/backends/cpu_attn.py and flash_attn.py).
 """
 
 _FORMATS = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
-"""Formats of the cache with nothing but numbers in a page, or whole tokens (fp8_ds_mla)."""
+"""Formats of the cache whose pages only have numbers, or whole tokens (fp8_ds_mla)."""
 _WITHOUT_KV = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix")
 WITH_DRAFT = ("draft_model", "eagle", "eagle3")
-"""Methods of speculation without KV of their own, and with a draft's."""
+"""Methods of speculation: those without KV, and those with a draft's KV."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """kind: of attention, a word for metrics. against: the reason against tiers, a clause; empty if
-    tiers are possible. instead: the nearest that works. whole: whether the engine is to keep all
-    tokens in layers with a window, for the tiers. unguarded: why a connector of LMCache's would not
-    be right where Slipway's is. tell: what an operator should know besides.
+    """kind: the kind of attention, a word for metrics. against: the reason against tiers, a clause;
+    empty if tiers are possible. instead: the nearest working alternative. whole: whether the engine
+    must keep all tokens in layers with a window, for the tiers. unguarded: why LMCache's connectors
+    would be incorrect although Slipway's is correct. tell: a further note for the operator.
     """
 
     kind: str
@@ -72,7 +73,7 @@ def decide(
     if pools:
         return Verdict(kind="pooling", against="it is served for embeddings or scores")
     if settings.engine.get("disable_sliding_window"):
-        kept = kept.without_windows()  # vLLM then takes no request longer than the window
+        kept = kept.without_windows()  # vLLM then refuses requests longer than the window
     verdict = (
         _by_kind(kept)
         or _by_options(settings)
@@ -101,7 +102,9 @@ def decide(
 
 
 def _by_options(settings: Settings) -> Verdict | None:
-    """What makes vLLM run another model than the files describe, or in a way not looked at."""
+    """Return a verdict against options that make vLLM run another model than the files describe, or
+    in an unchecked way.
+    """
     given = settings.engine
     for name, plain in (
         ("hf_config_path", ()),
@@ -113,7 +116,7 @@ def _by_options(settings: Settings) -> Verdict | None:
             option = settings.named(name)
             return Verdict(
                 kind="unknown",
-                against=f"what the layers keep of a request is not known with {option}",
+                against=f"the state of the layers is not known with {option}",
                 instead=f"leave {option} out, or the options for KV cache tiers",
             )
     attention = given.get("attention_config")
@@ -123,18 +126,18 @@ def _by_options(settings: Settings) -> Verdict | None:
         option = settings.named("attention_config")
         return Verdict(
             kind="unknown",
-            against=f"HiSparse ({option}) keeps a part of the KV cache in memory of its own",
+            against=f"HiSparse ({option}) keeps a part of the KV cache in separate memory",
             instead="leave hisparse_config out, or the options for KV cache tiers",
         )
     return None
 
 
 def _by_speculation(method: str | None, kept: KvLayers) -> Verdict | None:
-    """Drafts that keep what is not known."""
+    """Return a verdict against drafts whose state is unknown."""
     if not method or method in (*_WITHOUT_KV, *WITH_DRAFT):
         return None
     if method.endswith("mtp") and not (kept.windowed and not kept.full):
-        return None  # a layer more like the model's own
+        return None  # one more layer like the model's own
     return Verdict(
         kind="unknown", against=f"what a draft of the method {method!r:.40} keeps is not known"
     )
@@ -150,7 +153,7 @@ def _json(text: str) -> Any:
 def vllms_own(
     settings: Settings, kept: KvLayers, method: str | None, environ: Mapping[str, str]
 ) -> Settings:
-    """The settings with HYBRID where vLLM sets it by itself (vllm/config/vllm.py)."""
+    """Return the settings with HYBRID if vLLM sets it itself (vllm/config/vllm.py)."""
     off = kept.chunked and (method in ("eagle", "eagle3") or environ.get(CHUNKED) == "0")
     if not off or HYBRID in settings.engine:
         return settings
@@ -158,9 +161,9 @@ def vllms_own(
 
 
 def chunk_faults(settings: Settings, kept: KvLayers, block: int, gpus: bool) -> list[str]:
-    """That a block of the KV cache does not divide the chunks that layers attend in, with which the
-    engine ends at its first request (make_local_attention_virtual_batches in
-    vllm/v1/attention/backends/utils.py). block: tokens.
+    """Return a fault if the KV cache's block size does not divide the layers' chunks of attention.
+    The engine would crash at its first request (make_local_attention_virtual_batches in
+    vllm/v1/attention/backends/utils.py). block: in tokens.
     """
     chunk = max(kept.windows, default=0)
     if not kept.chunked or not chunk % block:
@@ -170,46 +173,45 @@ def chunk_faults(settings: Settings, kept: KvLayers, block: int, gpus: bool) -> 
     name = settings.named("block_size")
     fix = f"set {name}={fits}" if fits else f"no block divides them (of {least} tokens or more)"
     return [
-        f"{name}: the model's layers attend in chunks of {chunk:,} tokens, of which a block of "
-        f"{block} has to be a whole part; {fix}"
+        f"{name}: the model's layers attend in chunks of {chunk:,} tokens, which a block of "
+        f"{block} does not divide; {fix}"
     ]
 
 
 def whole(settings: Settings) -> Settings:
-    """The settings where layers with a window keep all tokens."""
+    """Return the settings that make layers with a window keep all tokens."""
     return dataclasses.replace(settings, engine={**settings.engine, HYBRID: True})
 
 
 def as_given(settings: Settings) -> Settings:
-    """The settings without what whole() adds."""
+    """Return the settings without the additions of whole()."""
     engine = {name: value for name, value in settings.engine.items() if name != HYBRID}
     return dataclasses.replace(settings, engine=engine)
 
 
 def _by_kind(kept: KvLayers) -> Verdict | None:
-    """Models for which no tier can be correct, whatever the sizes."""
+    """Return a verdict against models that cannot have correct tiers of any size."""
     if kept.cross:
         return Verdict(
             kind="encoder_decoder",
-            against="its decoder attends to what an encoder made, which LMCache does not keep",
+            against="its decoder attends to an encoder's output, which LMCache does not keep",
         )
     if kept.state:
         return Verdict(
             kind="state",
-            against="layers keep a state (Mamba, linear attention, convolutions), of which a page "
+            against="layers keep a state (Mamba, linear attention, convolutions), and its page "
             "holds one moment and not a token's KV",
         )
     if kept.foreign or kept.unknown:
         return Verdict(
             kind="unknown",
-            against="what its layers keep of a request is not known: "
-            + (kept.foreign or kept.unknown),
+            against="the state of its layers is not known: " + (kept.foreign or kept.unknown),
         )
     return None
 
 
 def _by_format(settings: Settings, kv: KvShape | None) -> Verdict | None:
-    """Formats whose pages hold scales, or other than whole numbers."""
+    """Return a verdict against formats whose pages hold scales or partial numbers."""
     asked = settings.engine.get("kv_cache_dtype", "auto")
     found = kv.own if kv and asked == "auto" else asked
     if found in _FORMATS:
@@ -217,7 +219,7 @@ def _by_format(settings: Settings, kv: KvShape | None) -> Verdict | None:
     name = settings.named("kv_cache_dtype")
     return Verdict(
         kind="format",
-        against=f"tiers were not tried with a KV cache of the format {found}",
+        against=f"tiers are untested with a KV cache of the format {found}",
         instead=f"set {name}=fp8, or leave the options for KV cache tiers out",
     )
 
@@ -225,14 +227,14 @@ def _by_format(settings: Settings, kv: KvShape | None) -> Verdict | None:
 def _by_windows(
     settings: Settings, kept: KvLayers, gpus: bool, longest: int | None
 ) -> Verdict | None:
-    """Models with layers that let go of what has left a window or a chunk."""
+    """Return a verdict on models whose layers free the tokens outside of a window or a chunk."""
     local = kept.windowed + kept.chunked
     if not local:
         return None
     if len(kept.windows) != 1 or (kept.windowed and kept.chunked):
         return Verdict(
             kind="windows_differ",
-            against="its layers have windows of several sizes, which vLLM cannot keep as one",
+            against="its layers have windows of several sizes, which vLLM cannot combine",
         )
     (window,) = kept.windows
     if kept.full:
@@ -240,13 +242,13 @@ def _by_windows(
             option = settings.named(HYBRID)
             return Verdict(
                 kind="windows_and_full",
-                against=f"{option}=false lets go of what has left a window, and the tiers would "
+                against=f"{option}=false frees tokens that have left a window, and the tiers would "
                 "find nothing where it was",
                 instead=f"leave {option} out, or the options for KV cache tiers",
             )
         return Verdict(kind="windows_and_full", whole=True)
     if kept.windowed and longest and longest <= window:
-        return Verdict(kind=WINDOWS_ONLY)  # nothing ever leaves it
+        return Verdict(kind=WINDOWS_ONLY)  # no request is longer than the window
     if gpus or kept.chunked:
         limit = f"set OPTION_MAX_MODEL_LEN={window} at most, or leave the options for tiers out"
         return Verdict(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over which devices a model is spread, and how often."""
+"""The devices of a model, and its copies."""

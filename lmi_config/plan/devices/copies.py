@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many copies of the model this container serves, and which devices each of them has.
+"""The number of the model's copies in this container, and the devices of each.
 
-A copy is a whole server with its own engine. LMI starts as many as the GPUs have room for, and so
-does Slipway; a router in the same container chooses among them.
+A copy is a whole server with its own engine. LMI starts as many copies as fit on the GPUs, and
+Slipway does the same. A router in the same container chooses among them.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Copy:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices as logs and plans name them."""
+        """The devices' names in logs and plans."""
         if self.machine.gpus:
             return tuple(gpu.uuid for gpu in self.machine.gpus)
         return tuple(f"CPU {cpu}" for cpu in self.machine.cpus)
@@ -55,8 +55,8 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """How many copies there are. spread: over which each of them is spread. why: in a few words.
-    notes: what an operator should know of it, a sentence each.
+    """The number of copies. spread: the parallelism of each copy. why: the reason, in a few words.
+    notes: notes for the operator, a sentence each.
     """
 
     count: int
@@ -93,7 +93,7 @@ def decide(
         size = (1 if degree == "max" else degree) * settings.pipeline_parallel_degree
         if number * size > len(devices):
             raise SettingsError([_too_many(settings, number, size, len(devices), kind)])
-        # Of slices a process can have one.
+        # A process can only have one slice.
         most = 1 if machine.gpus and machine.gpus[0].slice else len(devices) // number
         share = _reduced(machine, devices[:most])
         spread = parallelism.decide(settings, share, model, draft)
@@ -147,7 +147,7 @@ def _too_many(settings: Settings, number: int, size: int, devices: int, kind: st
 def _one_server(
     settings: Settings, service: Service | None, environ: Mapping[str, str], tiers: bool
 ) -> Iterator[str]:
-    """Why there can be only one server here: the options that need one."""
+    """Yield the options that only allow one server here, a reason each."""
     engine = settings.engine
     if service is Service.ITS_OWN:
         yield f"the handle of {FILE} is the whole service, and chooses its devices itself"
@@ -159,7 +159,7 @@ def _one_server(
         yield f"{settings.named(field)}: other machines take part in the one server"
     for field, value in engine.items():
         if field.startswith("data_parallel_") and value not in (1, False):
-            yield f"{settings.named(field)}: vLLM has copies of its own in one server"
+            yield f"{settings.named(field)}: vLLM runs several copies in one server"
     if engine.get("enable_expert_parallel"):
         name = settings.named("enable_expert_parallel")
         yield f"{name}: all GPUs share the experts of one server"
@@ -274,7 +274,7 @@ def _parts(cpus: Sequence[int], count: int) -> list[Sequence[int]]:
 
 
 def _port_blocks(machine: Machine, count: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """For each copy where vLLM begins to look for free ports, within SageMaker's range."""
+    """Return for each copy where vLLM begins its search for free ports, in SageMaker's range."""
     safe = safe_ports(environ)
     if safe is None or "VLLM_PORT" in environ:
         return [{} for _ in range(count)]

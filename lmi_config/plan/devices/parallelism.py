@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the model is spread over the devices, decided once."""
+"""The model's parallelism over the devices, decided once."""
 
 import dataclasses
 
@@ -12,20 +12,21 @@ from lmi_config.options.settings import SettingsError
 WORKER_SHM = 256 * 1024**2
 """Bytes of /dev/shm for one worker process: 240 MB for its queues, as measured."""
 FEW_CPUS = 4
-"""CPUs up to which one rank has no worker process, for which the engine's core waits by spinning.
-On two CPUs without it: 0.76 of the memory, 0.71 of the CPU time of a start, and 0.5 of that for a
-token. With many CPUs vLLM's worker has those of one NUMA node, which the core has not.
+"""Up to this number of CPUs, a single rank has no worker process. The engine core would wait for a
+worker by spinning. Without the worker, on two CPUs: 0.76 of the memory, 0.71 of a start's CPU time,
+and 0.5 of a token's CPU time. With many CPUs a worker is pinned to one NUMA node, but the core is
+not.
 """
 
-_VOCABULARY = 64  # vLLM fills the vocabulary up to a multiple of it
+_VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """tensor: devices that each stage of a copy is spread over. pipeline: its stages.
+    """tensor: devices of each stage of a copy. pipeline: stages of a copy.
 
-    copies: of the model, on all machines (data parallel). local_copies: those that this process
-    starts on this machine. machines: that each copy is spread over.
+    copies: copies of the model on all machines (data parallel). local_copies: those that this
+    process starts on this machine. machines: machines of each copy.
     servers: the servers on this machine, each with one copy of the model (OPTION_COPIES).
     workerless: whether the engine's core does the only worker's work. Without a GPU, vLLM starts a
     worker process even for one rank. That process costs more than it gains on few CPUs, and would
@@ -42,12 +43,12 @@ class Parallelism:
 
     @property
     def workers(self) -> int:
-        """Worker processes of one copy, a rank each."""
+        """Worker processes of one copy, one for each rank."""
         return self.tensor * self.pipeline
 
     @property
     def local_workers(self) -> int:
-        """Worker processes of one server on this machine, of all copies in it."""
+        """Worker processes of one server on this machine, for all copies in it."""
         return -(-self.workers // self.machines) * self.local_copies
 
     @property
@@ -59,10 +60,10 @@ class Parallelism:
 def decide(
     settings: Settings, machine: Machine, model: ModelFacts, draft: Draft | None = None
 ) -> Parallelism:
-    """Decide.
+    """Decide the parallelism.
 
-    Raises SettingsError where the machine has fewer devices than the settings ask for, or the
-    model's attention heads cannot be divided among them.
+    Raises SettingsError if the machine has fewer devices than the settings need, or the model's
+    attention heads cannot be divided among them.
     """
     tensor = _tensor(settings, machine, model, draft)
     pipeline = settings.pipeline_parallel_degree
@@ -82,18 +83,18 @@ def decide(
 
 
 def copies(settings: Settings) -> int:
-    """Copies of the model on all machines."""
+    """Return the copies of the model on all machines."""
     count: int = settings.engine.get("data_parallel_size") or 1
     return count
 
 
 def _local_copies(settings: Settings, workers: int) -> int:
-    """Copies that vLLM starts on this machine, as create_engine_config in vllm/engine/arg_utils.py
-    counts them. workers: of a copy.
+    """Return the copies that vLLM starts on this machine (create_engine_config in
+    vllm/engine/arg_utils.py). workers: of a copy.
     """
     engine, count = settings.engine, copies(settings)
     if engine.get("data_parallel_external_lb") or "data_parallel_rank" in engine:
-        return 1  # each copy has a process of its own
+        return 1  # each copy has a separate process
     if local := engine.get("data_parallel_size_local"):
         return int(local)
     nodes: int = engine.get("nnodes", 1)
@@ -101,7 +102,7 @@ def _local_copies(settings: Settings, workers: int) -> int:
 
 
 def _undivided(degree: int, model: ModelFacts) -> str | None:
-    """The part of the model that this number of ranks cannot share evenly.
+    """Return the part of the model that this number of ranks cannot share evenly, or None.
 
     vLLM's verify_with_parallel_config checks attention heads. Its models check KV heads: each rank
     gets some, or several ranks share one. vllm/model_executor/layers/vocab_parallel_embedding.py
@@ -118,7 +119,9 @@ def _undivided(degree: int, model: ModelFacts) -> str | None:
 
 
 def _hinders(degree: int, settings: Settings, model: ModelFacts, draft: Draft | None) -> str | None:
-    """The reason why these ranks cannot share the model or its draft; vLLM splits both alike."""
+    """Return why these ranks cannot share the model or its draft, which vLLM splits in the same
+    way, or None.
+    """
     if why := _undivided(degree, model):
         return f"the model's {why}"
     if draft and "draft_tensor_parallel_size" not in (settings.speculative_config or {}):
@@ -157,9 +160,9 @@ def _tensor(settings: Settings, machine: Machine, model: ModelFacts, draft: Draf
 
 
 def _machines(settings: Settings, machine: Machine, workers: int) -> int:
-    """The machines that a copy's workers are spread over, evenly, as vLLM's nnodes_within_dp.
+    """Return the machines of a copy, whose workers are spread evenly, like vLLM's nnodes_within_dp.
 
-    Ray places them itself; at best it fills one machine like this after another.
+    Ray places the workers itself. At best it fills machines like this one, one after another.
     """
     engine = settings.engine
     nodes: int = engine.get("nnodes", 1)
@@ -172,6 +175,6 @@ def _machines(settings: Settings, machine: Machine, workers: int) -> int:
 
 
 def _on_other_machines(settings: Settings) -> bool:
-    """Whether devices of other machines take part, which vLLM or Ray counts."""
+    """Whether other machines' devices take part. vLLM or Ray counts those."""
     engine = settings.engine
     return engine.get("nnodes", 1) > 1 or engine.get("distributed_executor_backend") == "ray"

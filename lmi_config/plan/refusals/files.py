@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that options name, without which the start would fail after minutes."""
+"""Files and folders that options name. Without them the start would fail after minutes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +11,9 @@ from lmi_config.plan.refusals.given import limits
 
 
 class Needed(NamedTuple):
-    """option: as the operator calls it, with its value. fix: the fix if it is missing."""
+    """A required file. option: the operator's name of the option, with its value. fix: the fix if
+    the file is missing.
+    """
 
     option: str
     path: Path
@@ -25,9 +27,9 @@ def needed(
     model: ModelFacts,
     adapters: Iterable[tuple[str, str]],
 ) -> Iterator[Needed]:
-    """The required files. Models and drafts are looked at before a plan is made.
+    """Yield the required files, except those of models and drafts, which were checked before.
 
-    options: vLLM's. adapters: names and places of those that options name.
+    options: vLLM's. adapters: names and places of adapters that options name.
     """
     for name, place in adapters:
         if "://" not in place:
@@ -48,7 +50,7 @@ def faults(
     model: ModelFacts,
     adapters: Iterable[tuple[str, str]],
 ) -> list[str]:
-    """A sentence for each that is not there."""
+    """Return a sentence for each missing file."""
     found = []
     for it in needed(settings, options, model, adapters):
         if not (it.path.is_dir() if it.folder else it.path.is_file()):

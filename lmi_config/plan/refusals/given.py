@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's options as they will be given to it, looked at by the paths of their values."""
+"""vLLM's options, as vLLM will get them, accessed by the paths of their values."""
 
 import functools
 import json
@@ -23,8 +23,8 @@ def limits() -> Mapping[str, Any]:
 
 
 class Given:
-    """The options, and the model and machine that they must fit. A path is an option's name by
-    vLLM, or one and the keys in its JSON, with dots between them.
+    """The options, and the model and machine that they must fit. A path is vLLM's name of an
+    option, optionally with keys in its JSON after it, separated by dots.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Given:
         self._read: dict[str, Mapping[str, Any]] = {}
 
     def get(self, path: str) -> Any:
-        """The value; None if it is missing or not the expected JSON."""
+        """Return the value; None if it is missing or not the expected JSON."""
         name, *keys = path.split(".")
         value = self._options.get(name)
         if keys:
@@ -53,7 +53,7 @@ class Given:
         return value
 
     def parsed(self, name: str) -> Mapping[str, Any]:
-        """The object in an option; empty if there is none."""
+        """Return the JSON object in an option; empty if there is none."""
         if name not in self._read:
             value = self._options.get(name)
             if isinstance(value, str):
@@ -77,23 +77,23 @@ class Given:
         return self.get(path) is not None
 
     def number(self, path: str, otherwise: float = 0) -> float:
-        """The number; `otherwise` where there is none."""
+        """Return the number, or `otherwise`."""
         value = self.get(path)
         return value if isinstance(value, int | float) else otherwise
 
     def below(self, path: str, least: float) -> bool:
-        """Whether it is a number, and a smaller one."""
+        """Whether it is a number below `least`."""
         value = self.get(path)
         return isinstance(value, int | float) and value < least
 
     def texts(self, path: str) -> tuple[str, ...]:
-        """The strings of a list; a word alone is a list of one."""
+        """Return the strings of a list; a single word is a list of one."""
         value = self.get(path)
         words = (value,) if isinstance(value, str) else value
         return tuple(it for it in words or () if isinstance(it, str)) if _listed(words) else ()
 
     def numbers(self, path: str) -> tuple[float, ...]:
-        """The numbers of a list, also of one in words."""
+        """Return the numbers of a list, also of a list of texts."""
         value = self.get(path)
         found = []
         for it in value if _listed(value) else ():
@@ -104,7 +104,7 @@ class Given:
         return tuple(found)
 
     def connectors(self, name: str) -> int:
-        """How many KV connectors have this name, those within another included."""
+        """Return the number of KV connectors with this name, also of nested ones."""
         found = self.parsed("kv_transfer_config")
         inner = found.get("kv_connector_extra_config")
         within = inner.get("connectors") if isinstance(inner, Mapping) else None
@@ -112,13 +112,15 @@ class Given:
         return sum(isinstance(it, Mapping) and it.get("kv_connector") == name for it in each)
 
     def called(self, path: str) -> str:
-        """The option as the operator calls it, with the keys in it."""
+        """Return the operator's name of the option, with the keys in it."""
         name, *keys = path.split(".")
         field = _FIELDS.get(name, name)
         return " ".join([self.settings.named(field), *([f'"{".".join(keys)}"'] if keys else [])])
 
     def shown(self, path: str) -> str:
-        """The option and its value, shortened; no objects, because they may contain secrets."""
+        """Return the option and its value, shortened; objects are left out, because they may
+        contain secrets.
+        """
         value = self.get(path)
         if value is None or isinstance(value, Mapping):
             return self.called(path)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM refuses of its options with this model, this draft and on this machine: numbers,
-lengths, packages, code (vllm/config/model.py, vllm/config/vllm.py, vllm/platforms).
+"""Options that vLLM refuses with this model, this draft or this machine: numbers, lengths,
+packages, code (vllm/config/model.py, vllm/config/vllm.py, vllm/platforms).
 """
 
 import re
@@ -11,7 +11,7 @@ from lmi_config.plan.refusals.given import Given, limits
 
 
 def faults(given: Given) -> Iterator[str]:
-    """A sentence for each."""
+    """Yield a sentence for each refused option."""
     yield from _quantised(given)
     yield from _numbers(given)
     yield from _packages(given)
@@ -27,9 +27,9 @@ _FAMILIES = (
     ("awq", "awq_marlin", "auto_awq", "marlin"),
     ("gptq", "gptq_marlin", "auto_gptq", "marlin"),
 )
-"""Names of one quantisation method; vLLM runs files of the first under all of them."""
+"""Names of one quantisation method. vLLM accepts files of the first one under all of them."""
 _RENAMED = ("auto-round", "intel/auto-round", "")
-"""Names in model files that vLLM calls otherwise."""
+"""Names in model files that have another name in vLLM."""
 _INSTEAD = {
     "bitsandbytes": "fp8_per_tensor",
     "bnb": "fp8_per_tensor",
@@ -53,7 +53,7 @@ def _own(given: Given) -> str | None:
 def _quantised(given: Given) -> Iterator[str]:
     """vLLM's _verify_quantization, and get_quant_config in weight_utils.py."""
     known, asked, own = limits()["quantization"], _method(given), _own(given)
-    if given.machine.extended:  # whose methods are not known
+    if given.machine.extended:  # the methods of extensions are unknown
         return
     renamed = any(own == family[0] and asked in family for family in _FAMILIES)
     if asked and asked not in known and not renamed:
@@ -82,7 +82,7 @@ def _quantised(given: Given) -> Iterator[str]:
 
 
 def _plain(given: Given, asked: str) -> Iterator[str]:
-    """Whether weights that do not say that they are quantised can be run so."""
+    """Yield a fault if weights without quantisation in their files cannot run with this method."""
     row, there = limits()["quantization"][asked], given.model.checks.quantised
     told = given.parsed("hf_overrides").keys() & {*_OVERRIDES}
     if row["plain"] or there is None or not given.model.architectures or told:
@@ -103,13 +103,13 @@ def _plain(given: Given, asked: str) -> Iterator[str]:
 
 
 def _suited(given: Given, method: str | None) -> Iterator[str]:
-    """Whether the GPUs and the model's numbers are those that a way to quantise takes."""
+    """Yield a fault if a quantisation method does not support the GPUs or the model's numbers."""
     online = limits()["online_quantization"]
     own = _own(given)
     if not own and (method == "fp8" or method in online):
         method = "online"
     row = limits()["quantization"].get(method)
-    if not row or str(method).startswith("modelopt"):  # of which vLLM chooses another by the files
+    if not row or str(method).startswith("modelopt"):  # vLLM may choose another by the files
         return
     least = divmod(row["capability"], 10)
     told = given.shown("quantization") if given.has("quantization") else f"quantisation by {own}"
@@ -137,7 +137,7 @@ def _dtype(given: Given) -> str | None:
     return None if dtype in (None, "auto") else _DTYPES.get(dtype, dtype)
 
 
-_BFLOAT16 = (8, 0)  # the least compute capability with it
+_BFLOAT16 = (8, 0)  # the lowest compute capability with bfloat16
 
 
 def _numbers(given: Given) -> Iterator[str]:
@@ -170,8 +170,7 @@ _LOADERS = {
     "runai_streamer_sharded": "runai_model_streamer",
     "tensorizer": "tensorizer",
 }
-"""Ways to load weights → the module that vLLM imports for them (vllm/model_executor/model_loader).
-"""
+"""Load formats → the module that vLLM imports for them (vllm/model_executor/model_loader)."""
 
 
 def _packages(given: Given) -> Iterator[str]:
@@ -232,7 +231,7 @@ def _length(given: Given) -> Iterator[str]:
         "max_num_batched_tokens", length
     ):
         yield (
-            f"{given.shown('max_num_batched_tokens')}: a prompt of {length} tokens has to fit into "
+            f"{given.shown('max_num_batched_tokens')}: a prompt of {length} tokens must fit into "
             "a step where OPTION_ENABLE_CHUNKED_PREFILL=false; raise it, or lower "
             "OPTION_MAX_MODEL_LEN"
         )
@@ -354,7 +353,7 @@ _DEVICE = re.compile(
 
 def _encoder(given: Given) -> Iterator[str]:
     if str(given.get("mm_encoder_attn_backend")).upper() == "XFORMERS":
-        yield f"{given.shown('mm_encoder_attn_backend')}: vLLM 0.32 has it no more; leave it out"
+        yield f"{given.shown('mm_encoder_attn_backend')}: vLLM 0.32 no longer has it; leave it out"
     size = "mm_shm_cache_max_object_size_mb"
     if given.get(size) not in (None, 128) and given.get("mm_processor_cache_type") != "shm":
         yield f"{given.shown(size)}: needs OPTION_MM_PROCESSOR_CACHE_TYPE=shm"
@@ -367,7 +366,7 @@ def _encoder(given: Given) -> Iterator[str]:
     device = given.get("mm_processor_kwargs.device")
     if isinstance(device, str) and not _DEVICE.fullmatch(device):
         yield (
-            f"{given.shown('mm_processor_kwargs.device')}: has to be a device as torch names them, "
+            f"{given.shown('mm_processor_kwargs.device')}: must be a device as torch names them, "
             "like cpu or cuda:0"
         )
     shared = given.get("ec_transfer_config.ec_role") != "ec_producer"

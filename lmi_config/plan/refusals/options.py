@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM refuses of its options whatever the model is: values, and options that exclude or need
-each other (vllm/config/*.py, vllm/engine/arg_utils.py). One rule for each. No rule refuses a
-configuration that vLLM would accept: unknown values count as right.
+"""Options that vLLM refuses for any model: values, and options that exclude or need each other
+(vllm/config/*.py, vllm/engine/arg_utils.py). Each has one rule. No rule refuses a configuration
+that vLLM would accept: unknown values count as valid.
 """
 
 import re
@@ -14,8 +14,8 @@ from lmi_config.plan.refusals.given import Given, limits
 
 
 class Rule(NamedTuple):
-    """at: the path of the value to name. wrong: whether vLLM refuses it. fix: what vLLM wants, and
-    what to do.
+    """at: the path of the value at fault. wrong: whether vLLM refuses it. fix: vLLM's condition,
+    and the fix.
     """
 
     at: str
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
 
 def faults(given: Given) -> Iterator[str]:
-    """A sentence for each."""
+    """Yield a sentence for each refused option."""
     for rule in (*_CONFIGURATIONS, *_PARALLEL, *_CACHE, *_SPECULATION, *_OTHERS, *_GPUS):
         if rule.wrong(given):
             yield f"{given.shown(rule.at)}: {rule.fix}"
@@ -32,7 +32,7 @@ def faults(given: Given) -> Iterator[str]:
 
 
 def _keys(given: Given) -> Iterator[str]:
-    """Keys that vLLM's configurations do not have (extra="forbid" in vllm/config/utils.py)."""
+    """Yield keys that vLLM's configurations lack (extra="forbid" in vllm/config/utils.py)."""
     for name, known in limits()["keys"].items():
         for key, value in given.parsed(name).items():
             inner = known.get(key)
@@ -59,7 +59,7 @@ _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
 def _mode(given: Given) -> object:
-    """The way of compiling that is asked for, by its name."""
+    """Return the requested compilation mode, by its name."""
     mode = given.get("compilation_config.mode")
     if isinstance(mode, int) and 0 <= mode < len(_MODES):
         return _MODES[mode]
@@ -77,7 +77,7 @@ def _above(given: Given, path: str, least: float) -> bool:
 
 
 def _graphs(given: Given) -> object:
-    """The mode of CUDA graphs that is asked for."""
+    """Return the requested mode of CUDA graphs."""
     mode = given.get("compilation_config.cudagraph_mode")
     return mode.upper() if isinstance(mode, str) else mode
 
@@ -118,7 +118,7 @@ def _profiler(given: Given) -> object:
 
 
 def _proton(given: Given, key: str) -> object:
-    """One of Proton's options, or its default."""
+    """Return the value of an option of Proton's, or its default."""
     value = given.get(f"profiler_config.proton_{key}")
     return _PROTON[key] if value is None else value
 
@@ -187,12 +187,12 @@ _CONFIGURATIONS = (
     Rule(
         "attention_config.backend_per_kind",
         _kinds,
-        f"its keys have to be of {', '.join(limits()['attention'])}",
+        f"its keys must be of {', '.join(limits()['attention'])}",
     ),
     Rule(
         "compilation_config.mode",
         lambda it: isinstance(it.get("compilation_config.mode"), str) and _mode(it) not in _MODES,
-        f"has to be one of {', '.join(_MODES)}",
+        f"must be one of {', '.join(_MODES)}",
     ),
     Rule(
         "compilation_config.compile_cache_save_format",
@@ -200,7 +200,7 @@ _CONFIGURATIONS = (
             it.get("compilation_config.compile_cache_save_format")
             not in (None, "binary", "unpacked")
         ),
-        "has to be binary or unpacked",
+        "must be binary or unpacked",
     ),
     Rule(
         "compilation_config.custom_ops",
@@ -208,7 +208,7 @@ _CONFIGURATIONS = (
             op not in ("all", "none") and (len(op) < 2 or op[0] not in "+-")
             for op in it.texts("compilation_config.custom_ops")
         ),
-        "its words have to be all, none, +OP or -OP",
+        "its words must be all, none, +OP or -OP",
     ),
     Rule(
         "compilation_config.custom_ops",
@@ -228,7 +228,7 @@ _CONFIGURATIONS = (
             _mode(it) == "VLLM_COMPILE"
             and it.get("compilation_config.backend") not in (None, "", "eager", "inductor")
         ),
-        'with the mode VLLM_COMPILE it has to be "", eager or inductor',
+        'with the mode VLLM_COMPILE it must be "", eager or inductor',
     ),
     Rule(
         "compilation_config.decoder_replay_cudagraph_capture_sizes",
@@ -236,24 +236,24 @@ _CONFIGURATIONS = (
             size <= 0
             for size in it.numbers("compilation_config.decoder_replay_cudagraph_capture_sizes")
         ),
-        "its sizes have to be above 0",
+        "its sizes must be above 0",
     ),
     Rule(
         "compilation_config.encoder_cudagraph_token_budgets",
         lambda it: any(
             size <= 0 for size in it.numbers("compilation_config.encoder_cudagraph_token_budgets")
         ),
-        "its budgets have to be above 0",
+        "its budgets must be above 0",
     ),
     Rule(
         "compilation_config.encoder_cudagraph_max_vision_items_per_batch",
         lambda it: _encoder(it, "encoder_cudagraph_max_vision_items_per_batch"),
-        "has to be at least 0",
+        "must be at least 0",
     ),
     Rule(
         "compilation_config.encoder_cudagraph_max_frames_per_batch",
         lambda it: _encoder(it, "encoder_cudagraph_max_frames_per_batch"),
-        "has to be at least 0; leave it out to have vLLM choose",
+        "must be at least 0; leave it out to let vLLM choose",
     ),
     Rule(
         "max_cudagraph_capture_size",
@@ -264,7 +264,7 @@ _CONFIGURATIONS = (
         Rule(
             flat,
             lambda it, flat=flat, path=path: it.has(flat) and it.has(path),  # type: ignore[misc]
-            f"{path} says it, too, and vLLM takes one of them; keep one",
+            f"{path} says it, too, and vLLM accepts only one of them; keep one",
         )
         for flat, path in (
             ("attention_backend", "attention_config.backend"),
@@ -296,7 +296,7 @@ _CONFIGURATIONS = (
                     it.get(f"{kind}_transfer_config.{kind}_role")
                     not in (None, *(f"{kind}_{role}" for role in ("producer", "consumer", "both")))
                 ),
-                f"has to be {kind}_producer, {kind}_consumer or {kind}_both",
+                f"must be {kind}_producer, {kind}_consumer or {kind}_both",
             ),
             Rule(
                 f"{kind}_transfer_config.{kind}_connector",
@@ -319,14 +319,14 @@ _CONFIGURATIONS = (
             lambda it, other=other: (  # type: ignore[misc]
                 it.on("pooler_config.pooling_type") and it.has(f"pooler_config.{other}")
             ),
-            f"{other} says it, too; keep one of them",
+            f"{other} also sets it; keep one of them",
         )
         for other in ("seq_pooling_type", "tok_pooling_type")
     ),
     Rule(
         "pooler_config.pooling_type",
         lambda it: it.get("pooler_config.pooling_type") not in (None, "", *limits()["pooling"]),
-        f"has to be one of {', '.join(limits()['pooling'])}",
+        f"must be one of {', '.join(limits()['pooling'])}",
     ),
     Rule(
         "profiler_config.torch_profiler_activities",
@@ -374,7 +374,7 @@ _CONFIGURATIONS = (
     Rule(
         "profiler_config.proton_profiler_dir",
         lambda it: "://" in str(it.get("profiler_config.proton_profiler_dir") or ""),
-        "has to be a folder of this machine",
+        "must be a folder of this machine",
     ),
     Rule(
         "profiler_config.profiler",
@@ -429,15 +429,14 @@ _CONFIGURATIONS = (
             and _proton_mode(it) != "pcsampling"
             and not _proton(it, "graph_attribution")
         ),
-        "needs proton_graph_attribution where there are CUDA graphs; set it or "
-        "OPTION_ENFORCE_EAGER=true",
+        "needs proton_graph_attribution with CUDA graphs; set it or OPTION_ENFORCE_EAGER=true",
     ),
     Rule(
         _QUANTIZATION,
         lambda it: any(
             name not in limits()["quantization_keys"] for name in _quantization_names(it)
         ),
-        f"its names have to be of {', '.join(limits()['quantization_keys'])}",
+        f"its names must be of {', '.join(limits()['quantization_keys'])}",
     ),
     Rule(
         _QUANTIZATION,
@@ -447,7 +446,7 @@ _CONFIGURATIONS = (
     Rule(
         f"{_QUANTIZATION}.targets",
         lambda it: _spec(it, "targets") is not None and not isinstance(_spec(it, "targets"), dict),
-        'has to be an object, like {"re:.*mlp.*": "fp8_per_tensor"}',
+        'must be an object, like {"re:.*mlp.*": "fp8_per_tensor"}',
     ),
     Rule(
         f"{_QUANTIZATION}.targets",
@@ -455,12 +454,12 @@ _CONFIGURATIONS = (
             not isinstance(name, str) or name not in limits()["online_quantization"]
             for name in _targets(it).values()
         ),
-        f"its values have to be of {', '.join(limits()['online_quantization'])}",
+        f"its values must be of {', '.join(limits()['online_quantization'])}",
     ),
     Rule(
         f"{_QUANTIZATION}.targets",
         lambda it: any(map(_irregular, _targets(it))),
-        "a key that begins with re: has to be a regular expression",
+        "a key that begins with re: must be a regular expression",
     ),
     Rule(
         f"{_QUANTIZATION}.targets",
@@ -490,7 +489,7 @@ _CONFIGURATIONS = (
         lambda it: any(
             name not in limits()["histograms"] for name in it.parsed("custom_histogram_buckets")
         ),
-        f"its keys have to be of {', '.join(limits()['histograms'])}",
+        f"its keys must be of {', '.join(limits()['histograms'])}",
     ),
     Rule(
         "custom_histogram_buckets",
@@ -500,19 +499,19 @@ _CONFIGURATIONS = (
     Rule(
         "custom_histogram_buckets",
         lambda it: _histograms(it, lambda bounds: any(isinstance(it, bool) for it in bounds)),
-        "bounds have to be numbers",
+        "bounds must be numbers",
     ),
     Rule(
         "custom_histogram_buckets",
         lambda it: _histograms(it, lambda bounds: any(not it > 0 for it in _numbers(bounds))),
-        "bounds have to be above 0",
+        "bounds must be above 0",
     ),
     Rule(
         "custom_histogram_buckets",
         lambda it: _histograms(
             it, lambda bounds: any(one >= other for one, other in pairwise(_numbers(bounds)))
         ),
-        "bounds have to rise from one to the next",
+        "bounds must rise from one to the next",
     ),
     Rule(
         "collect_detailed_traces",
@@ -522,7 +521,7 @@ _CONFIGURATIONS = (
     Rule(
         "watermark_config",
         lambda it: it.number("watermark_config.key") > 2**64 - 1,
-        "its key has to fit into 64 bits",
+        "its key must fit into 64 bits",
     ),
 )
 
@@ -597,7 +596,7 @@ def _devices(given: Given) -> list[str]:
 
 
 def _shown_gpus(given: Given) -> int | None:
-    """How many CUDA_VISIBLE_DEVICES lists."""
+    """Return the number of devices in CUDA_VISIBLE_DEVICES, or None."""
     shown = given.environ.get("CUDA_VISIBLE_DEVICES")
     return len(shown.split(",")) if shown and given.gpus else None
 
@@ -691,7 +690,7 @@ _PARALLEL = (
             and it.has("eplb_config.log_balancedness_interval")
             and it.number("eplb_config.log_balancedness_interval", 1) <= 0
         ),
-        "has to be above 0",
+        "must be above 0",
     ),
     Rule(
         "enable_eplb",
@@ -760,12 +759,12 @@ _PARALLEL = (
     Rule(
         "numa_bind_cpus",
         lambda it: any(not _CPU_LIST.fullmatch(cpus) for cpus in _cpu_lists(it)),
-        "has to be lists of CPUs as numactl has them, like 0-3",
+        "must be lists of CPUs in numactl's form, like 0-3",
     ),
     Rule(
         "numa_bind_cpus",
         lambda it: any(map(_falling, _cpu_lists(it))),
-        "a range of CPUs has to rise",
+        "a range of CPUs must rise",
     ),
     *(
         Rule(
@@ -791,7 +790,7 @@ _PARALLEL = (
             it.has("data_parallel_rank")
             and not 0 <= it.number("data_parallel_rank") < max(_copies(it), 1)
         ),
-        "has to be from 0 to one less than OPTION_DATA_PARALLEL_SIZE",
+        "must be from 0 to one less than OPTION_DATA_PARALLEL_SIZE",
     ),
     Rule(
         "data_parallel_rank",
@@ -810,7 +809,7 @@ _PARALLEL = (
             and it.has("data_parallel_size_local")
             and it.number("data_parallel_size_local") != 1
         ),
-        "a copy with a rank of its own is the only one in its process; set 1 or leave it out",
+        "a copy with a separate rank is the only one in its process; set 1 or leave it out",
     ),
     Rule(
         "data_parallel_hybrid_lb",
@@ -840,12 +839,12 @@ _PARALLEL = (
     Rule(
         "nnodes",
         lambda it: _nodes(it) > 1 and bool(_copies(it) * _ranks(it) % _nodes(it)),
-        "all ranks together have to be divisible by it",
+        "all ranks together must be divisible by it",
     ),
     Rule(
         "node_rank",
         lambda it: _nodes(it) > 1 and not 0 <= it.number("node_rank") < _nodes(it),
-        "has to be from 0 to one less than OPTION_NNODES",
+        "must be from 0 to one less than OPTION_NNODES",
     ),
     Rule(
         "nnodes",
@@ -858,7 +857,7 @@ _PARALLEL = (
         ),
         "does not tell which copy is where; set OPTION_DATA_PARALLEL_RANK on each machine",
     ),
-    Rule("nnodes", _uneven_nodes, "has to be divisible by the groups of machines with copies"),
+    Rule("nnodes", _uneven_nodes, "must be divisible by the groups of machines with copies"),
     Rule(
         "nnodes",
         lambda it: (
@@ -887,12 +886,12 @@ _PARALLEL = (
     Rule(
         "decode_context_parallel_size",
         _uneven_context,
-        "OPTION_TENSOR_PARALLEL_DEGREE has to be divisible by it",
+        "OPTION_TENSOR_PARALLEL_DEGREE must be divisible by it",
     ),
     Rule(
         "decode_context_parallel_size",
         _odd_context,
-        "beside prefill context parallelism it has to be 1, as large as that, or as large as both "
+        "beside prefill context parallelism it must be 1, as large as that, or as large as both "
         "that and tensor parallelism multiplied",
     ),
     *(
@@ -901,7 +900,7 @@ _PARALLEL = (
             lambda it, name=name: (  # type: ignore[misc]
                 _microbatches(it) > 1 and it.below(name, _microbatches(it))
             ),
-            "has to be at least the number of micro-batches",
+            "must be at least the number of micro-batches",
         )
         for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold")
     ),
@@ -911,7 +910,7 @@ _PARALLEL = (
         "names a device twice",
     ),
     Rule("device_ids", _mixed, "has numbers and identifiers; give one kind"),
-    Rule("device_ids", _beyond, "has to count within CUDA_VISIBLE_DEVICES, from 0 on"),
+    Rule("device_ids", _beyond, "must count within CUDA_VISIBLE_DEVICES, from 0 on"),
     Rule(
         "enable_hc_sp",
         lambda it: (
@@ -1009,8 +1008,8 @@ _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def _second(given: Given) -> bool | None:
-    """Whether vLLM's model runner is the second one; None where that depends on more. There is no
-    Triton without a GPU, and it wants that.
+    """Whether vLLM uses its second model runner; None if that depends on more facts. It needs
+    Triton, which needs a GPU.
     """
     if _hisparse(given) or given.has("watermark_config"):
         return True
@@ -1050,7 +1049,7 @@ _CACHE = (
     Rule(
         "kv_transfer_config",
         lambda it: isinstance(pool := _host_pool(it), int | float) and pool <= 0,
-        "HiSparseConnector's host_pool_gib has to be above 0",
+        "HiSparseConnector's host_pool_gib must be above 0",
     ),
     *(
         Rule(
@@ -1095,7 +1094,7 @@ _CACHE = (
             and not it.on("enable_cumem_allocator")
             and not it.on("enable_sleep_mode")
         ),
-        "KV in other places needs memory that stays where it is; leave expandable_segments out of "
+        "KV in other places needs memory at a fixed address; leave expandable_segments out of "
         "PYTORCH_CUDA_ALLOC_CONF",
     ),
     Rule(
@@ -1112,14 +1111,14 @@ _CACHE = (
             (it.get("offload_backend") == "prefetch" or it.number("offload_group_size") > 0)
             and it.below("offload_prefetch_step", 1)
         ),
-        "has to be at least 1",
+        "must be at least 1",
     ),
     Rule(
         "mamba_backend",
         lambda it: (
             str(it.get("mamba_backend") or "triton").lower() not in ("triton", "flashinfer", "cpu")
         ),
-        "has to be triton, flashinfer or cpu",
+        "must be triton, flashinfer or cpu",
     ),
     Rule(
         "mamba_ssu_algorithm",
@@ -1150,7 +1149,7 @@ _CACHE = (
             and _mamba(it) == "flashinfer"
             and it.number("replayssm_buffer_len") > 16
         ),
-        "has to be at most 16 with OPTION_MAMBA_BACKEND=flashinfer",
+        "must be at most 16 with OPTION_MAMBA_BACKEND=flashinfer",
     ),
     Rule(
         "use_replayssm",
@@ -1248,14 +1247,14 @@ def _recovers(given: Given) -> bool:
 
 
 def _replays(given: Given) -> bool:
-    """With speculation, of a model that is known not to be one of the others."""
+    """Whether there is speculation, and the model is known not to be one of the others."""
     names = given.model.architectures
     drafted = given.has("speculative_config")
     return given.on("use_replayssm") and drafted and bool(names) and not {*names} & _KDA
 
 
 def _method(given: Given) -> object:
-    """The method of speculation as vLLM names it by now."""
+    """Return vLLM's current name of the method of speculation."""
     method = given.get("speculative_config.method")
     if method is None and given.get("speculative_config.model") in ("ngram", "[ngram]"):
         return "ngram"
@@ -1309,7 +1308,7 @@ _SPECULATION = (
             and it.get(f"{_OF}.draft_tensor_parallel_size")
             not in (1, it.get("tensor_parallel_size"))
         ),
-        "has to be 1, or the model's OPTION_TENSOR_PARALLEL_DEGREE",
+        "must be 1, or the model's OPTION_TENSOR_PARALLEL_DEGREE",
     ),
     Rule(
         f"{_OF}.method",
@@ -1344,7 +1343,7 @@ _SPECULATION = (
         lambda it: (
             it.has(f"{_OF}.num_speculative_tokens") and it.below(f"{_OF}.num_speculative_tokens", 1)
         ),
-        "has to be above 0, like 3",
+        "must be above 0, like 3",
     ),
     Rule(f"{_OF}.prompt_lookup_min", _lookup, "is more than prompt_lookup_max; lower it"),
     Rule(
@@ -1358,7 +1357,7 @@ _SPECULATION = (
             lambda it, key=key, least=least: (  # type: ignore[misc]
                 _suffix(it) and it.below(f"{_OF}.{key}", least)
             ),
-            f"has to be at least {least}",
+            f"must be at least {least}",
         )
         for key, least in (
             ("suffix_decoding_max_tree_depth", 1),
@@ -1370,7 +1369,7 @@ _SPECULATION = (
     Rule(
         f"{_OF}.suffix_decoding_min_token_prob",
         lambda it: _suffix(it) and _above(it, f"{_OF}.suffix_decoding_min_token_prob", 1),
-        "has to be at most 1",
+        "must be at most 1",
     ),
     Rule(
         f"{_OF}.rejection_sample_method",
@@ -1385,7 +1384,7 @@ _SPECULATION = (
     Rule(
         f"{_OF}.synthetic_acceptance_rates",
         lambda it: _synthetic(it) and any(not 0 <= rate <= 1 for rate in _rates(it)),
-        "rates have to be from 0 to 1",
+        "rates must be from 0 to 1",
     ),
     Rule(
         f"{_OF}.synthetic_acceptance_rates",
@@ -1399,7 +1398,7 @@ _SPECULATION = (
             and it.has(f"{_OF}.synthetic_acceptance_length")
             and not 1 <= it.number(f"{_OF}.synthetic_acceptance_length", 1) <= _tokens(it) + 1
         ),
-        "has to be from 1 to one more than num_speculative_tokens",
+        "must be from 1 to one more than num_speculative_tokens",
     ),
     *(
         Rule(
@@ -1421,7 +1420,7 @@ _SPECULATION = (
     Rule(
         f"{_OF}.dspark_draft_topk",
         lambda it: _method(it) == "dspark" and it.below(f"{_OF}.dspark_draft_topk", 1),
-        "has to be at least 1",
+        "must be at least 1",
     ),
     Rule(
         f"{_OF}.index_share_for_mtp_iteration",
@@ -1479,14 +1478,14 @@ _SPECULATION = (
     Rule(
         "max_num_scheduled_tokens",
         lambda it: it.below("max_num_scheduled_tokens", 1),
-        "has to be at least 1",
+        "must be at least 1",
     ),
     Rule(
         "max_num_batched_tokens",
         lambda it: (
             _method(it) in ("draft_model", "dflash") and it.below("max_num_batched_tokens", 2)
         ),
-        "leaves no room for what the draft guesses; raise it",
+        "leaves no room for the drafted tokens; raise it",
     ),
     Rule(
         "async_scheduling",
@@ -1560,8 +1559,8 @@ _SPECULATION = (
             and _speculates(it)
             and it.below("max_num_batched_tokens", it.number("max_num_seqs") * (_tokens(it) + 1))
         ),
-        "with adapters and a draft, a step needs room for what all sequences guess; raise it or "
-        "lower num_speculative_tokens",
+        "with adapters and a draft, a step needs room for the drafted tokens of all sequences; "
+        "raise it or lower num_speculative_tokens",
     ),
 )
 

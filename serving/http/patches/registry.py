@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server's connections and routes rely on of uvicorn and Starlette."""
+"""The internals of uvicorn and Starlette that the server's connections and routes rely on."""
 
 import logging
 
@@ -12,5 +12,5 @@ PATCHES = (connections.PATCH, paths.PATCH)
 
 
 def apply() -> None:
-    """Raises Unfit."""
+    """Apply the patches. Raises Unfit."""
     patch.apply(PATCHES, log)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache server` with Slipway's parts in it, as a program: the child of serving.kv_cache.server.
+"""`lmcache server` with Slipway's parts, as a program: the child of serving.kv_cache.server.
 
-Standard input has a line for each new figure of how many seconds the engine computes one chunk.
-When it ends, so does this process, however its parent ended.
+Each line of standard input has the seconds that the engine takes to compute a chunk. The end of
+standard input ends this process, in whatever way its parent ended.
 """
 
 import functools
@@ -28,9 +28,9 @@ from serving.kv_cache.patches import registry
 
 
 def run() -> None:
-    """Raises Unfit."""
+    """Run the server. Raises Unfit."""
     registry.apply_start()
-    logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # we ask every 2 s
+    logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # its parent asks every 2 s
     prefetch, lookups = CostAwarePrefetch(), Lookups()
 
     def policy() -> CostAwarePrefetch:

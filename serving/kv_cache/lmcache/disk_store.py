@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In LMCache's server: the disk tier's files, each with a digest, so that a damaged one is a miss.
+"""In LMCache's server: the disk tier's files. Each has a digest, so that a damaged file is a miss.
 
-LMCache trusts what it reads. Between it and its own file client (`LMCacheFSClient`) this puts a
-digest of key and content into an extended attribute when a file was written, and compares it when
-one was read. LMCache loads the class by its path, as a store of type `native_plugin`.
+LMCache trusts the bytes that it reads. This class wraps LMCache's file client (`LMCacheFSClient`).
+After a write it puts a digest of key and content into an extended attribute of the file, and after
+a read it compares the digest. LMCache loads the class by its path, as a store of type
+`native_plugin`.
 """
 
 import os
@@ -90,7 +91,7 @@ class ChecksummedFiles:
     def _sign(self, key: str, content: memoryview) -> None:
         try:
             os.setxattr(self._file(key), ATTRIBUTE, digest(key, content))
-        except OSError as reason:  # without its digest it will be a miss
+        except OSError as reason:  # a file without a digest is a miss
             log.warning("cannot sign a file of the disk tier: %s", reason)
 
     def _is_whole(self, key: str, content: memoryview) -> bool:
@@ -106,7 +107,7 @@ class ChecksummedFiles:
         return False
 
     def _file(self, key: str) -> str:
-        """The file of a key, as LMCacheFSClient names it."""
+        """Return the path of a key's file, by LMCacheFSClient's names."""
         return f"{self._path}/{disk_files.name(key)}"
 
 

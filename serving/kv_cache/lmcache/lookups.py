@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In LMCache's server: its look-ups, by the names that they have where LMCache is in the engine.
+"""In LMCache's server: series of its look-ups, with the names of LMCache inside an engine.
 
-Source: `lmcache/observability.py` of 0.5.6, whose dashboards and users look for these.
+Source: `lmcache/observability.py` of 0.5.6. LMCache's dashboards use these names.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _RATES = tuple(tenth / 10 for tenth in range(1, 11))
 
 
 class Lookups(EventSubscriber):  # type: ignore[misc]  # not type-checked
-    """Counts the tokens that were looked up, and those that were there."""
+    """Counts the tokens that were looked up, and those that were found."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._tokens = Counter(

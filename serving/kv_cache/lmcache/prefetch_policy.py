@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In LMCache's server: its prefetch and store policies, by which slow stores are left out.
+"""In LMCache's server: prefetch and store policies that leave slow stores out.
 
-KV is loaded from an L2 store only where that is quicker than computing it again. For each request
-the prefetch policy sees what is in memory and what each store has, and says what to load. What is
-in memory is always used. How fast a store is, is measured on the loads themselves; how fast the
-engine computes, Slipway's server measures. A load is worth it when
+KV is loaded from an L2 store only if that is faster than computing it again. For each request the
+prefetch policy gets the chunks in memory and those in each store, and decides what to load. Chunks
+in memory are always used. A store's speed is measured on its loads. Slipway's server measures the
+engine's speed. A load is worth it if
 
-    (bytes under way + its own) / bytes per second  <=  its chunks x seconds per chunk
+    (bytes in flight + its own) / bytes per second  <=  its chunks x seconds per chunk
 """
 
 import math
@@ -40,29 +40,29 @@ from serving.kv_cache.speed import Speed
 log = init_logger(__name__)
 
 TRIAL_S = 10.0
-"""How often at most one chunk is loaded from a slow store, to see whether it is still slow."""
+"""Seconds between two trials of a slow store. A trial loads one chunk."""
 SLOW_S = 60.0
-"""For how long after it was too slow nothing is stored in it, which would make it slower still."""
+"""A store that was too slow gets no writes for this long, because they would slow it further."""
 BEHIND_S = 5.0
-"""Of writing; a store that is further behind gets no more until it has caught up."""
+"""A store gets no further writes while its pending writes take longer than this."""
 TRIAL_COST = 0.01
-"""The part of the time that such trials may take."""
+"""The share of the time that trials may take."""
 WARNING_S = 60.0
-"""How often at most the log says that a store is slow."""
+"""Seconds between two warnings about the same slow store."""
 FADES = 0.8
-"""What is left of a measurement's weight after the next one."""
+"""Each measurement multiplies the weight of the earlier ones by this factor."""
 
 
 @dataclass
 class Traffic:
-    """What was transferred to or from one store, and how long that took. Times in seconds."""
+    """The transfers to or from one store, and their speed. Times are in seconds."""
 
     speed: Speed = field(default_factory=lambda: Speed(FADES))
-    """Of the transfers that have ended; a unit is a byte."""
+    """The speed of finished transfers, in seconds per byte."""
     under_way: dict[int, int] = field(default_factory=dict)
-    """Bytes, by task."""
+    """Bytes in flight, by task."""
     counted_until: float = 0.0
-    """The time up to which `speed` has counted."""
+    """`speed` includes the time until then."""
     last_trial: float = -math.inf
     last_warning: float = -math.inf
     slow_until: float = -math.inf
@@ -77,8 +77,8 @@ class Traffic:
         self.counted_until = now
 
     def duration(self, size: int, alone: bool = False) -> float:
-        """Seconds that so many more bytes take, after what is under way or alone; 0 while nothing
-        was measured.
+        """Return the seconds for `size` more bytes; 0 before the first measurement. alone: without
+        the time of the bytes in flight.
         """
         before = 0 if alone else sum(self.under_way.values())
         return (before + size) * self.speed.seconds_per_unit
@@ -89,7 +89,7 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.seconds_per_chunk = 0.0
-        """How long the engine computes a chunk; 0 as long as that is unknown."""
+        """Seconds that the engine takes to compute a chunk; 0 if unknown."""
         self._loads: defaultdict[int, Traffic] = defaultdict(Traffic)
         self._stores: defaultdict[int, Traffic] = defaultdict(Traffic)
         self._lock = threading.Lock()
@@ -192,7 +192,7 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
         return plan
 
     def is_worth_storing_in(self, index: int) -> bool:
-        """Whether a store gets anything: not while it is too slow, or far behind."""
+        """Whether to write to a store: not while it is too slow, or far behind."""
         with self._lock:
             slow = self._loads[index].slow_until > monotonic()
             behind = self._stores[index].duration(0)
@@ -210,23 +210,23 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
             loads.last_warning = now
             log.warning(
                 "the KV store %s is slower than computing again: %.1f MB would take %.2f s, and "
-                "save %.2f s; what is there is computed until loading is quicker",
+                "save %.2f s; the engine computes its KV until loading is faster",
                 *(name, size / 1e6, duration, saved),
             )
 
     def _is_trial_due(self, index: int, seconds: float) -> bool:
-        """Whether to load one chunk from a slow store. seconds: that it takes."""
+        """Whether to load one chunk from a slow store. seconds: the expected time of the load."""
         now, loads = monotonic(), self._loads[index]
         if now - loads.last_trial < max(TRIAL_S, seconds / TRIAL_COST):
             return False
         first, loads.last_trial = loads.last_trial == -math.inf, now
-        return not first  # it was measured a moment ago
+        return not first  # the load that showed it to be slow was just measured
 
 
 class CostAwareStore(DefaultStorePolicy):  # type: ignore[misc]  # not type-checked
     """LMCache's store policy without the stores that are too slow to load from, or to write to.
 
-    keeps_in_memory: whether what was stored stays in L1.
+    keeps_in_memory: whether stored chunks stay in L1.
     """
 
     def __init__(self, prefetch: CostAwarePrefetch, keeps_in_memory: bool) -> None:
@@ -244,7 +244,7 @@ class CostAwareStore(DefaultStorePolicy):  # type: ignore[misc]  # not type-chec
 
 
 def _length(key_groups: Sequence[GroupedObjectKeys], plan: PrefetchPlan) -> int:
-    """Chunks of the prompt that need not be computed."""
+    """Return the number of the prompt's chunks that need not be computed."""
     planned = Bitmap2D.zeros(len(key_groups), len(key_groups[0].keys))
     for state in (plan.l1_planned_keys, plan.l2_planned_keys):
         for _, cells in state.items():
@@ -256,7 +256,7 @@ def _length(key_groups: Sequence[GroupedObjectKeys], plan: PrefetchPlan) -> int:
 
 
 def _size(key_groups: Sequence[GroupedObjectKeys], cells: Bitmap2D) -> int:
-    """Bytes of these cells."""
+    """Return the bytes of these cells."""
     return sum(
         row.popcount()
         * sum(
@@ -268,7 +268,7 @@ def _size(key_groups: Sequence[GroupedObjectKeys], cells: Bitmap2D) -> int:
 
 
 def _columns(cells: Bitmap2D, end: int) -> Bitmap2D:
-    """Only the cells of the first chunks."""
+    """Return only the cells of the chunks before `end`."""
     kept = cells.zeros_like()
     for row, wanted in zip(cells, kept, strict=True):
         for column in row.get_indices_list():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In LMCache's server: the store that instances share, used while it answers, else left out.
+"""In LMCache's server: the store that instances share. It is only used while it answers.
 
-LMCache waits for every store at every look-up, so one that is away would cost each request seconds
-and its hits in memory. And as a part of the server's command line a store would have to be there
-before the server, and show its password.
+LMCache waits for every store at every look-up. So a store that does not answer would cost each
+request seconds, and its hits in memory. A store on the server's command line would also have to run
+before the server, and would show its password there.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from serving.observability.trouble_log import TroubleLog
 log = init_logger(__name__)
 
 LOOK_S = 2.0
-"""Between two looks at it, and how long each may take."""
+"""Seconds between two checks, and the timeout of each."""
 DRAIN_S = 30.0
 
 
@@ -41,13 +41,15 @@ class SharedStore:
         self._away = TroubleLog(log.error, "the shared KV store is left out until it answers: %s")
 
     def keep(self, manager: StorageManager) -> None:
-        """Add the store to the server when it answers, remove it when it does not; for ever."""
+        """Add the store to the server when it answers, and remove it when it does not. Never
+        returns.
+        """
         while True:
             self.look(manager)
             time.sleep(LOOK_S)
 
     def look(self, manager: StorageManager) -> None:
-        """Look at the store once, and add or remove it."""
+        """Check the store once, and add or remove it."""
         trouble = self._trouble()
         if trouble is None and self._index is None:
             trouble = self._use(manager)
@@ -56,7 +58,7 @@ class SharedStore:
             self._leave_out(manager, self._index)
 
     def _use(self, manager: StorageManager) -> str | None:
-        """Add the store to the server. What its own client has against that, or None."""
+        """Add the store to the server. Returns its client's error, or None."""
         try:
             self._index = manager.add_l2_adapter(self._config)
         except Exception as error:
@@ -68,14 +70,14 @@ class SharedStore:
         try:
             manager.delete_l2_adapter(index, DRAIN_S)
             self._index = None
-        except TimeoutError:  # requests that wait for it do not end; it gets no new ones
+        except TimeoutError:  # requests still wait for it; it gets no new ones
             pass
-        except Exception as error:  # as of a server that is about to end
+        except Exception as error:  # for example, the server is about to end
             log.error("the shared KV store cannot be left out: %s", error)
 
     def _trouble(self) -> str | None:
-        """Why Redis, Valkey or HyperPod's daemon does not answer. Of another store only its own
-        client knows.
+        """Return why Redis, Valkey or HyperPod's daemon does not answer, or None. Other stores are
+        not checked: only their clients could.
         """
         nodes: list[Any] = getattr(self._config, "startup_nodes", [])
         try:
@@ -87,7 +89,7 @@ class SharedStore:
                 self._probe = self._connect()
             if self._probe:
                 self._probe.submit_exists("slipway").result(LOOK_S)
-        except Exception as error:  # glide's are many
+        except Exception as error:  # glide has many exceptions
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In LMCache's server: HyperPod's tiered storage, each object with a digest, so that a wrong one is
-a miss.
+"""In LMCache's server: HyperPod's tiered storage. Each object has a digest, so that a wrong object
+is a miss.
 
-The daemon of a HyperPod node takes objects by HTTP and answers a lease with where in its shared
-memory an object's pieces are. LMCache's client believes the answer and what it then reads. But a
-daemon that starts again has another segment, of which a container that mounted the old one's file
-never hears, and one that is cut shorter kills who reads it through a mapping. So every object ends
-with a digest of key and content, and pieces are read by a call that fails where there is nothing.
+The daemon of a HyperPod node accepts objects over HTTP. It answers a lease with the places of an
+object's pieces in its shared memory. LMCache's client trusts this answer and the bytes that it
+reads, with two risks. A restarted daemon has a new segment, but a container that mounted the old
+file never sees it. And a segment that is truncated kills a process that reads it through a mapping.
+So every object ends with a digest of key and content, and pieces are read by a system call that
+fails if they are missing.
 
-LMCache makes the store by its type `tieredstorage`, once this module has been imported.
+LMCache makes the store by its type `tieredstorage`, after this module has been imported.
 """
 
 import os
@@ -36,7 +37,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class TieredStorageConfig(SageMakerHyperPodL2AdapterConfig):  # type: ignore[misc]  # not type-checked
-    """LMCache's configuration of it, by a class of our own, as LMCache knows types by classes."""
+    """LMCache's configuration of the store. LMCache needs a separate class for each type."""
 
     @property
     def segment(self) -> Path:
@@ -51,7 +52,7 @@ class _Lease(SageMakerHyperPodLease):  # type: ignore[misc]  # not type-checked
 
 
 class CheckedClient(SageMakerHyperPodClient):  # type: ignore[misc]  # not type-checked
-    """LMCache's client of the daemon, which believes only what carries the right digest."""
+    """LMCache's client of the daemon, but it only accepts objects with the right digest."""
 
     async def put(self, key: str, data: memoryview) -> bool:
         content = data.cast("B")
@@ -64,16 +65,16 @@ class CheckedClient(SageMakerHyperPodClient):  # type: ignore[misc]  # not type-
 
         headers = {"Content-Length": str(len(content) + DIGEST)}
         answer = await self._request("PUT", self._object_url(key), data=stream(), headers=headers)
-        return answer is not None and answer[0] in (200, 409)  # 409: it is there already
+        return answer is not None and answer[0] in (200, 409)  # 409: it exists already
 
     async def acquire_lease(self, key: str) -> SageMakerHyperPodLease | None:
         lease = await super().acquire_lease(key)
         return lease and _Lease(lease.lease_id, lease.offsets, lease.expires_monotonic, key)
 
     def copy_from_lease(self, lease: _Lease, destination: memoryview) -> bool:
-        """Copy an object. False where it is not whole; what was copied then is no good.
+        """Copy an object. Returns False if it is not whole; the copied bytes are then invalid.
 
-        The file is opened each time: it may be another one since.
+        The file is opened for each copy, because it may have been replaced.
         """
         content = destination.cast("B")
         signature = bytearray(DIGEST)
@@ -85,12 +86,12 @@ class CheckedClient(SageMakerHyperPodClient):  # type: ignore[misc]  # not type-
                 if os.preadv(file.fileno(), _parts(buffers, copied, length), offset) != length:
                     return False
                 copied += length
-        # After its end the daemon may have put another object there.
+        # After the lease's end the daemon may have put another object there.
         return bytes(signature) == digest(lease.key, content) and not lease.is_expired()
 
 
 class TieredStorage(SageMakerHyperPodL2Adapter):  # type: ignore[misc]  # not type-checked
-    """LMCache's store of this kind, with our client."""
+    """LMCache's store of this type, with our client."""
 
     async def _create_client(self, config: TieredStorageConfig) -> CheckedClient:
         return CheckedClient(
@@ -110,29 +111,29 @@ class TieredStorage(SageMakerHyperPodL2Adapter):  # type: ignore[misc]  # not ty
 
 
 def look(config: TieredStorageConfig, seconds: float) -> None:
-    """Raise OSError or HTTPException with why it cannot be used now: its memory, or its daemon."""
+    """Check the store's memory and its daemon. Raises OSError or HTTPException if either fails."""
     segment = config.segment
-    with segment.open("rb") as file:  # a folder raises, as is mounted where there was no file
+    with segment.open("rb") as file:  # raises for a folder, which a mount makes of a missing file
         found = os.fstat(file.fileno())
     if not found.st_size:
         raise OSError(f"{segment} is empty")
     if not found.st_nlink:
         raise OSError(
-            f"{segment} is that of a daemon that has ended; a container sees the new one when it "
-            "has been restarted"
+            f"{segment} belongs to a daemon that has ended; restart the container, so that it sees "
+            "the new daemon's file"
         )
     url = urlsplit(CheckedClient.normalize_url(config.url, use_https=config.use_https))
     connect = HTTPSConnection if url.scheme == "https" else HTTPConnection
     daemon = connect(url.netloc, timeout=seconds)
     try:
         daemon.request("GET", "/")
-        daemon.getresponse()  # 404, or any other: it answers
+        daemon.getresponse()  # any status will do, also 404
     finally:
         daemon.close()
 
 
 def _store(config: TieredStorageConfig) -> TieredStorage:
-    """Raises Unfit where the installed LMCache has another client."""
+    """Return the store. Raises Unfit if the installed LMCache has another client."""
     registry.apply_tiered_storage()
     return TieredStorage(config)
 
@@ -142,7 +143,7 @@ def _segment(name: str) -> Path:
 
 
 def _parts(buffers: tuple[memoryview, ...], start: int, length: int) -> list[memoryview]:
-    """So many bytes from `start` on of buffers that follow each other."""
+    """Return `length` bytes from `start` on, in consecutive buffers."""
     found = []
     for buffer in buffers:
         part = buffer[max(start, 0) : max(start + length, 0)]

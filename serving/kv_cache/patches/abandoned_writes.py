@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker had reserved and not written is dropped when the worker goes.
+"""A worker's reserved but unwritten memory is discarded when the worker ends.
 
-Not covered: a worker that is stopped for longer than LMCache waits (120 s) and then goes on writing
-into memory that may have another owner by then. The supervisor of several copies starts a copy
-again only when nothing of the one before it is left.
+Not covered: a worker that is stopped for longer than LMCache waits (120 s), and then continues to
+write into memory that may have another owner by then. The supervisor of several copies restarts a
+copy only after all processes of the old one have ended.
 """
 
 import functools
@@ -35,7 +35,7 @@ def _discarding(release: Any) -> Any:
             tag = getattr(storage_manager, _TAG)
             for manager in getattr(self._ctx.storage_manager, _MANAGERS).values():
                 getattr(manager, _DISCARD)(keys, tag)
-        release(self, instance_id, entry)  # which finds no writes any more
+        release(self, instance_id, entry)  # it finds no writes any more
 
     return released
 

@@ -12,13 +12,13 @@ _KEY = "a/b@1@0@c"
 
 
 def name(key: str) -> str:
-    """The name of a key's file, as LMCache gives it."""
+    """Return LMCache's name of a key's file."""
     model, rank = key.replace("/", "-SEP-").split("@", 1)
     return f"{model}@0x{rank}.data"
 
 
 def _put(folder: str) -> None:
-    """Have LMCache write a file in a folder, and look. Raises ValueError for another name."""
+    """Let LMCache write a file into a folder. Raises ValueError if it has an unexpected name."""
     from lmcache.lmcache_fs import LMCacheFSClient
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".slipway-") as probed:

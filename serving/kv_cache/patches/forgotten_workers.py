@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker whose KV caches are not registered is told so by its next ping."""
+"""A worker whose KV caches are not registered learns that from its next ping."""
 
 import functools
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def _put() -> None:
     from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
     from lmcache.v1.multiprocess.modules.management import ManagementModule
 
-    # Where each module that copies KV keeps the workers that it knows, by their numbers.
+    # The attribute of each module that copies KV with its registered workers, by their numbers.
     registered = {
         LMCacheDrivenTransferModule: "_cache_contexts",
         EngineDrivenTransferModule: "_engine_driven_contexts",
@@ -25,7 +25,7 @@ def _put() -> None:
 
 
 def _telling(ping: Any, registered: Mapping[type, str]) -> Any:
-    @functools.wraps(ping)  # with the attributes by which LMCache finds its handlers
+    @functools.wraps(ping)  # keeps the attributes by which LMCache finds its handlers
     def pinged(self: Any, instance_id: int | None) -> bool:
         answer: bool = ping(self, instance_id)
         if instance_id is None:
@@ -34,7 +34,7 @@ def _telling(ping: Any, registered: Mapping[type, str]) -> Any:
         if _knows(self, instance_id, registered):
             told.pop(instance_id, None)
             return answer
-        if instance_id in told:  # by the next ping it registers
+        if instance_id in told:  # it registers before its next ping
             del told[instance_id]
             return answer
         if len(told) >= _MOST_TOLD:

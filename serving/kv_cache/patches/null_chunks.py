@@ -22,7 +22,7 @@ def null_chunk_masks(
     num_chunks: int,
     null_block_id: int = 0,
 ) -> list[list[bool]]:
-    """For each object group, and each chunk, whether any of its blocks is the null block.
+    """Return for each object group and chunk whether any of its blocks is the null block.
 
     block_ids, blocks_per_chunk: by kernel group; an object group has several of them.
     """

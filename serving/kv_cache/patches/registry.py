@@ -20,17 +20,17 @@ PATCHES = (*START, disk_files.PATCH, tiered_objects.PATCH)
 
 
 def apply_start() -> None:
-    """Raises Unfit."""
+    """Apply the patches of each start. Raises Unfit."""
     _apply(START)
 
 
 def apply_disk(folder: str) -> None:
-    """folder: of the files. Raises Unfit."""
+    """Apply the disk tier's patch. folder: of its files. Raises Unfit."""
     _apply((disk_files.PATCH,), folder)
 
 
 def apply_tiered_storage() -> None:
-    """Raises Unfit."""
+    """Apply the patch of tiered storage. Raises Unfit."""
     _apply((tiered_objects.PATCH,))
 
 

@@ -23,7 +23,7 @@ def _without_salts(record: Any) -> Any:
     @functools.wraps(record)
     def recorded(self: Any, event: "Event") -> None:
         keys = event.metadata.get("keys")
-        if keys is None:  # tokens: a hash has the same for all
+        if keys is None:  # an event of tokens; a hash has the same tokens for all tenants
             record(self, event)
         elif shared := [key for key in keys if not key.cache_salt]:
             metadata = {**event.metadata, "keys": shared}
@@ -41,7 +41,7 @@ def _put_tokens() -> None:
     def make(prepare: Any) -> Any:
         @functools.wraps(prepare)
         def prepared(self: Any, key: "IPCCacheServerKey", instance_id: int) -> Any:
-            if not key.cache_salt and not key.worker_id:  # the others have the same tokens
+            if not key.cache_salt and not key.worker_id:  # other workers have the same tokens
                 publish(self, key, self._resolve_single_group_obj_keys(key))
             return prepare(self, key, instance_id)
 

@@ -7,7 +7,7 @@ from serving.patching.patch import CACHE_SERVER, Name, Patch, replace
 
 
 class _AllBut(set[str]):
-    """The set of all labels but these, as a View takes it."""
+    """The set of all labels except these, for a View."""
 
     def __contains__(self, label: object) -> bool:
         return not super().__contains__(label)
@@ -20,15 +20,13 @@ def _put() -> None:
     from opentelemetry.sdk.metrics.view import View
 
     class SummedTenants(MeterProvider):
-        """A provider of meters that count all tenants together, and the one model without its
-        name.
-        """
+        """A provider of meters that count all tenants together, and leave out the model's name."""
 
         def __init__(self, **more: Any) -> None:
             kept = View(instrument_name="*", attribute_keys=_AllBut({"cache_salt", "model_name"}))
             super().__init__(views=[kept], **more)
 
-    # LMCache looks the class of its meters up when it starts.
+    # LMCache looks up the class of its meters at its start.
     opentelemetry.sdk.metrics.MeterProvider = SummedTenants  # type: ignore[misc, assignment]
     replace(
         SMLifecycleSubscriber,

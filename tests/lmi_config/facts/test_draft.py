@@ -198,7 +198,7 @@ def test_a_draft_without_safetensors_goes_by_its_name_as_in_vllm(where, shapes, 
     [
         (
             SPECULATORS | {"speculators_model_type": "eagle"},
-            "speculators_model_type is 'eagle', but has to be one of dflash, dflash2, dspark, "
+            "speculators_model_type is 'eagle', but must be one of dflash, dflash2, dspark, "
             "eagle3, peagle for vLLM 0.32; use another draft",
         ),
         (SPECULATORS | {"speculators_model_type": ["eagle3"]}, "speculators_model_type is list"),
@@ -206,7 +206,7 @@ def test_a_draft_without_safetensors_goes_by_its_name_as_in_vllm(where, shapes, 
         (SPECULATORS | {"speculators_model_type": "peagle"}, "there is no mask_token_id in it"),
         (
             SPECULATORS | {"transformer_layer_config": {"model_type": "gpt_oss"}},
-            "transformer_layer_config.model_type is 'gpt_oss', but has to be llama or qwen3 for "
+            "transformer_layer_config.model_type is 'gpt_oss', but must be llama or qwen3 for "
             "vLLM 0.32; use another draft",
         ),
     ],
@@ -343,13 +343,13 @@ UNEXPECTED = (
     '"model."'
 )
 MISSHAPEN = (
-    "its {} is {}, but has to be {} by its configuration; use a draft whose files belong together"
+    "its {} is {}, but must be {} by its configuration; use a draft whose files belong together"
 )
 LAYERS = (
     "it reads the states of 3 of the model's layers, but {}, makes {} from 0 to {}; name 3 "
     "different ones as eagle_aux_hidden_state_layer_ids in org/draft/config.json"
 )
-CHOSEN = "what vLLM chooses by itself, {}"
+CHOSEN = "the choice of vLLM, {}"
 
 
 @pytest.mark.parametrize(
@@ -585,7 +585,7 @@ def test_all_faults_are_told_at_once():
             LLAMA,
             0,
             [
-                "num_speculative_tokens is 0, but has to be from 1 to 32, as no draft is right for "
+                "num_speculative_tokens is 0, but must be from 1 to 32, as no draft is right for "
                 "longer; try 3"
             ],
         ),
@@ -593,7 +593,7 @@ def test_all_faults_are_told_at_once():
             SPECULATORS,
             33,
             [
-                "num_speculative_tokens is 33, but has to be from 1 to 32, as no draft is right "
+                "num_speculative_tokens is 33, but must be from 1 to 32, as no draft is right "
                 "for longer; try 3"
             ],
         ),
@@ -604,7 +604,7 @@ def test_all_faults_are_told_at_once():
         (
             {"model_type": "glm4_moe_mtp", "num_nextn_predict_layers": 2},
             3,
-            ["num_speculative_tokens is 3, but has to be a multiple of 2 or less"],
+            ["num_speculative_tokens is 3, but must be a multiple of 2 or less"],
         ),
     ],
 )

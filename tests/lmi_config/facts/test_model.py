@@ -502,7 +502,7 @@ def test_weights_are_the_files_that_vllm_loads(files, counted):
         ({"config.json": b""}, "org/model/config.json is not JSON"),
         ({"config.json": b"\xff\xfe\xfd"}, "org/model/config.json is not JSON"),
         ({"config.json": b"[" * 100_000}, "org/model/config.json is nested too deeply"),
-        ({"config.json": b"[]"}, "org/model/config.json has to hold a JSON object"),
+        ({"config.json": b"[]"}, "org/model/config.json must contain a JSON object"),
         (
             {"config.json": b"{}", "a.pth": b"", "b.txt": b"", "c": b"", "d": b"", "e": b""},
             "org/model: there are no weights that vLLM loads (*.safetensors, *.bin, *.pt or "
@@ -519,7 +519,7 @@ def test_weights_are_the_files_that_vllm_loads(files, counted):
         ),
         (
             {"config.json": b"{}", "a.safetensors": EMPTY, INDEX: b'{"weight_map": [1]}'},
-            f"org/model/{INDEX}: weight_map has to be an object of tensor → file; fetch it again",
+            f"org/model/{INDEX}: weight_map must be an object of tensor → file; fetch it again",
         ),
     ],
 )
@@ -532,13 +532,13 @@ def test_a_model_that_cannot_be_used_is_told_with_the_fix(files, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', but has to be a whole number"),
-        ({"hidden_size": 1.5}, "hidden_size is 1.5, but has to be a whole number"),
-        ({"vocab_size": {}}, "vocab_size is dict, but has to be a whole number"),
-        ({"max_position_embeddings": True}, "max_position_embeddings is True, but has to be a"),
-        ({"architectures": "A"}, "architectures is 'A', but has to be a list of names"),
-        ({"torch_dtype": 16}, "torch_dtype is 16, but has to be a name"),
-        ({"text_config": "a"}, "text_config is 'a', but has to be a JSON object"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', but must be a whole number"),
+        ({"hidden_size": 1.5}, "hidden_size is 1.5, but must be a whole number"),
+        ({"vocab_size": {}}, "vocab_size is dict, but must be a whole number"),
+        ({"max_position_embeddings": True}, "max_position_embeddings is True, but must be a"),
+        ({"architectures": "A"}, "architectures is 'A', but must be a list of names"),
+        ({"torch_dtype": 16}, "torch_dtype is 16, but must be a name"),
+        ({"text_config": "a"}, "text_config is 'a', but must be a JSON object"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_told(config, message):
@@ -562,7 +562,7 @@ def test_a_value_of_the_wrong_type_is_told(config, message):
         ),
         (framed(b"{"), "is not JSON"),
         (framed(b"[" * 100_000), "is nested too deeply"),
-        (framed(b"[]"), "has to hold a JSON object"),
+        (framed(b"[]"), "must contain a JSON object"),
         (framed(b'{"a": 1}'), "what its header says of a is no tensor"),
         (framed(b'{"a": {"dtype": "BF16", "shape": [1.0], "data_offsets": [0, 0]}}'), "of a is no"),
         (framed(b'{"a": {"dtype": "BF16", "shape": [-1], "data_offsets": [0, 0]}}'), "of a is no"),
@@ -600,8 +600,8 @@ HEADERS = [
     ({"a": entry(shape=(True,))}, 4, "is no tensor"),
     ({"a": entry(begin=False)}, 4, "is no tensor"),
     ({"a": entry(end=2**64)}, 4, "is no tensor"),
-    ({"__metadata__": {"a": 1}}, 0, "has to be an object of texts"),
-    ({"__metadata__": []}, 0, "has to be an object of texts"),
+    ({"__metadata__": {"a": 1}}, 0, "must be an object of texts"),
+    ({"__metadata__": []}, 0, "must be an object of texts"),
     ("{}\0\0", 0, "is not JSON"),
     ("{}".encode("utf-16-le"), 0, "is not JSON"),
     (b'{"\xff": 1}', 0, "is not JSON"),
@@ -611,8 +611,8 @@ HEADERS = [
     ('{"\\u0061": {"shape": [1], "data_offsets": [0, 4], "dtype": "F32"}}', 4, None),
     ('{"a": {"dtype": "F32"},}', 0, "is no tensor"),
     ('{"__metadata__": {"a": "b"},}', 0, "is not JSON"),
-    ('{"__metadata__": {"a": "b",}}', 0, "has to be an object of texts"),
-    ('{"__metadata__": {"a": {}}}', 0, "has to be an object of texts"),
+    ('{"__metadata__": {"a": "b",}}', 0, "must be an object of texts"),
+    ('{"__metadata__": {"a": {}}}', 0, "must be an object of texts"),
     ('{"a": {"shape": [[]], "data_offsets": [0, 0], "dtype": "F32"}}', 0, "is no tensor"),
     ('{"a": {"shape": [1,], "data_offsets": [0, 4], "dtype": "F32"}}', 4, "is not JSON"),
     ('{"a": [' + "[]," * 1000 + "[]]}", 0, "of a is no tensor"),

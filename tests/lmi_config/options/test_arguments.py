@@ -107,7 +107,7 @@ def test_faults_name_the_flag_as_it_was_typed(words, fault):
 def test_flags_that_only_do_nothing_are_noted(words):
     flag = words[0].partition("=")[0]
     (note,) = settings("some/model", *words).notes
-    assert note.startswith(f"{flag} does nothing here"), note
+    assert note.startswith(f"{flag} has no effect here"), note
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_lmis_flag_takes_weights_where_there_is_nothing_else(tmp_path):
         (("-m", "a=https://h/m.tar.gz"), "should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX"),
         (("-m", "a=file:/,b=file:/"), "one server serves one model; start a server for each"),
         (("-m", "a=file:/", "-m", "b=file:/"), "one server serves one model"),
-        (("-m", "a::PyTorch=file:/"), "chooses the engine PyTorch, and Slipway runs vLLM only"),
+        (("-m", "a::PyTorch=file:/"), "chooses the engine PyTorch, but Slipway only runs vLLM"),
     ],
 )
 def test_what_lmis_flag_cannot_mean_here(words, fault):
@@ -209,7 +209,7 @@ def test_flags_of_vllms_http_server_that_do_no_harm_are_noted():
         SM_VLLM_DISABLE_FASTAPI_DOCS="true",
     )
     assert (read.model_id, read.port, read.engine) == ("org/m", 1, {})
-    assert [note.partition(" does nothing here: ")[0] for note in read.notes] == [
+    assert [note.partition(" has no effect here: ")[0] for note in read.notes] == [
         "--disable-uvicorn-access-log",
         "--uvicorn-log-level",
         "SM_VLLM_DISABLE_FASTAPI_DOCS",

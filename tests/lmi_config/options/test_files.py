@@ -56,7 +56,7 @@ def test_a_serving_properties_of_lmis_is_read_as_it_is(tmp_path):
         "serving.properties: option.max_rolling_batch_size"
     )
     assert found.notes == (
-        "accepted, but does nothing here: serving.properties: option.rolling_batch, "
+        "accepted, but without effect here: serving.properties: option.rolling_batch, "
         "serving.properties: engine (vLLM is the only engine); serving.properties: minWorkers "
         "(all copies start at once, and OPTION_COPIES or SERVING_MAX_WORKERS limits them)",
     )
@@ -196,8 +196,8 @@ BAD_PROPERTIES = "serving.properties: "
 @pytest.mark.parametrize(
     ("files", "environ", "fault"),
     [
-        ({"a__x": "", "b__x": ""}, {}, "holds several models (a, b), and a server serves one"),
-        ({"a.tar.gz": ""}, {}, "a model has to be a folder; unpack the archive"),
+        ({"a__x": "", "b__x": ""}, {}, "holds several models (a, b), and a server serves only one"),
+        ({"a.tar.gz": ""}, {}, "a model must be a folder; unpack the archive"),
         (
             {"serving_properties": "option.max_modle_len=1"},
             {},

@@ -79,7 +79,7 @@ def test_another_case_is_no_name_of_lmis(environ, fault):
     ],
 )
 def test_a_mistyped_prefix_stops_the_start(name, meant):
-    assert f"{name} is not known and does nothing; did you mean {meant}?" in refused({name: "1"})
+    assert f"{name} is unknown and has no effect; did you mean {meant}?" in refused({name: "1"})
     (note,) = read({name: "1", "OPTION_STRICT": "false"}).notes
     assert f"did you mean {meant}?" in note
 
@@ -90,16 +90,17 @@ def test_a_mistyped_prefix_stops_the_start(name, meant):
         ({"VLM_WORKER_MULTIPROC_METHOD": "fork"}, "did you mean VLLM_WORKER_MULTIPROC_METHOD?"),
         ({"SERVINGS_MIN_WORKERS": "1"}, "did you mean SERVING_MIN_WORKERS?"),
         ({"VLLM_ATTENTION_BACKEND": "TORCH_SDPA"},
-         "VLLM_ATTENTION_BACKEND: this vLLM reads no such variable; set OPTION_ATTENTION_BACKEND"),
-        ({"VLLM_USE_V1": "0"}, "VLLM_USE_V1: this vLLM reads no such variable"),
+         "VLLM_ATTENTION_BACKEND: this vLLM does not read this variable; set "
+         "OPTION_ATTENTION_BACKEND"),
+        ({"VLLM_USE_V1": "0"}, "VLLM_USE_V1: this vLLM does not read this variable"),
         ({"VLLM_LOGING_LEVEL": "DEBUG"}, "did you mean VLLM_LOGGING_LEVEL?"),
-        ({"OPTION_ENV": "VLLM_USE_V1=0"}, "(set what is in it as variables of the container)"),
+        ({"OPTION_ENV": "VLLM_USE_V1=0"}, "(set its values as variables of the container)"),
         ({"OPTION_TASK": "summarization"}, "OPTION_TASK: 'summarization' is no task of vLLM's: the "
          "model does its own, as with auto"),
         ({"HF_TASK": "question-answering"}, "HF_TASK: 'question-answering' is no task"),
         ({"HF_TASK": "something"}, "HF_TASK: 'something' is no task"),
         ({"SAGEMAKER_MAX_PAYLOAD_IN_MB": "abc"}, "SAGEMAKER_MAX_PAYLOAD_IN_MB='abc': should be a "
-         "whole number, at least 1; it is passed over"),
+         "whole number, at least 1; it is ignored"),
     ],
 )  # fmt: skip
 def test_what_only_does_nothing_is_noted(environ, note):

@@ -365,7 +365,7 @@ def test_what_is_surely_mistyped_stops_the_start(name, meant):
         ),
         (
             "OPTION_MAX_INPUT_LEN",
-            "OPTION_MAX_INPUT_LEN does nothing here: set OPTION_MAX_MODEL_LEN, for prompt and "
+            "OPTION_MAX_INPUT_LEN has no effect here: set OPTION_MAX_MODEL_LEN, for prompt and "
             "answer together",
         ),
         ("OPTION_MIN_LORAS", "OPTION_MIN_LORAS is not known"),
@@ -407,9 +407,10 @@ def test_lmis_options_that_mean_nothing_here_are_told_in_one_sentence():
         }
     )
     assert settings.notes == (
-        "accepted, but does nothing here: JAVA_OPTS (there is no Java server); OPTION_ASYNC_MODE, "
-        "OPTION_ROLLING_BATCH (vLLM is the only engine); SERVING_MIN_WORKERS (all copies "
-        "start at once, and OPTION_COPIES or SERVING_MAX_WORKERS limits them)",
+        "accepted, but without effect here: JAVA_OPTS (there is no Java server); "
+        "OPTION_ASYNC_MODE, OPTION_ROLLING_BATCH (vLLM is the only engine); "
+        "SERVING_MIN_WORKERS (all copies start at once, and OPTION_COPIES or SERVING_MAX_WORKERS "
+        "limits them)",
     )
 
 
@@ -444,7 +445,7 @@ def test_a_removed_option_is_accepted_and_says_what_to_do_instead(name, instead)
     assert name not in known
     assert {*re.findall(r"OPTION_\w+", instead)} <= known
     for written in (name, name.replace("OPTION_", "SM_VLLM_")):
-        assert read({written: "1"}).notes == (f"{written} does nothing here: {instead}",)
+        assert read({written: "1"}).notes == (f"{written} has no effect here: {instead}",)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +464,7 @@ def test_an_option_that_chooses_another_engine_stops_the_start(environ, engine, 
         read({**environ, "OPTION_STRICT": strict})
     (fault,) = refused.value.faults
     assert fault.startswith(f"{next(iter(environ))}=")
-    assert f"chooses {engine}, and Slipway runs vLLM only; remove it" in fault
+    assert f"chooses {engine}, but Slipway only runs vLLM; remove it" in fault
     assert f"use LMI's container with {engine}" in fault
 
 
@@ -544,5 +545,5 @@ def test_none_of_the_toolkits_variables_is_passed_over_in_silence():
     found = read({"NUM_SHARD": "2", "SAGEMAKER_MODEL_SERVER_TIMEOUT": "3600", **noted})
     assert (found.tensor_parallel_degree, found.predict_timeout) == (2, 3600)
     (note,) = found.notes
-    assert note.startswith("accepted, but does nothing here: ")
+    assert note.startswith("accepted, but without effect here: ")
     assert [name for name in noted if name not in note] == []

@@ -104,7 +104,7 @@ def test_the_table_of_plans(here, environ, shown):
         (
             gpus(8),
             {"OPTION_COPIES": "2", "OPTION_DATA_PARALLEL_SIZE": "2", TP: "2"},
-            "OPTION_COPIES=2: OPTION_DATA_PARALLEL_SIZE: vLLM has copies of its own in one server; "
+            "OPTION_COPIES=2: OPTION_DATA_PARALLEL_SIZE: vLLM runs several copies in one server; "
             "leave OPTION_COPIES out, or set it to 1",
         ),
         (gpus(8), {"OPTION_COPIES": "0"}, "at least 1"),

@@ -186,7 +186,7 @@ def test_lmcaches_own_file_is_honoured():
 def test_memory_for_kv_caches_of_a_size_that_is_asked_for():
     found = planned({**AUTO, "OPTION_KV_L1_SIZE": "5G"}).tiers
     assert (found.l1, found.skip_l1) == (5 * GIB, False)
-    assert found.reasons["l1"] == "OPTION_KV_L1_SIZE, all of it taken at the start"
+    assert found.reasons["l1"] == "OPTION_KV_L1_SIZE, all allocated at the start"
     with pytest.raises(SettingsError, match=r"OPTION_KV_L1_SIZE: is 99\.0 GiB; the engine leaves"):
         planned({**AUTO, "OPTION_KV_L1_SIZE": "99G"})
     with pytest.raises(SettingsError, match=r"less than 1\.2 GiB would not help"):
@@ -361,7 +361,7 @@ def test_a_variables_fault_names_the_variable():
 @pytest.mark.parametrize("prefix", ["LMCAHCE", "LM_CACHE", "LMCACH", "LMCACHES", "lmcache"])
 def test_a_mistyped_prefix_of_lmcaches_variables_stops_the_start(prefix):
     name = f"{prefix}_MAX_LOCAL_CPU_SIZE"
-    told = f"{name} is not known and does nothing; did you mean LMCACHE_MAX_LOCAL_CPU_SIZE?"
+    told = f"{name} is unknown and has no effect; did you mean LMCACHE_MAX_LOCAL_CPU_SIZE?"
     with pytest.raises(SettingsError, match=re.escape(told)):
         planned({**AUTO, name: "100"})
     assert told in planned({**AUTO, name: "100", "OPTION_STRICT": "false"}).findings
@@ -529,8 +529,7 @@ def test_lmcaches_variables_alone_do_nothing_and_that_is_told():
     found = planned({"LMCACHE_CHUNK_SIZE": "8"})
     assert isinstance(found.tiers, NoTiers)
     assert found.findings[-1] == (
-        "LMCACHE_CHUNK_SIZE: nothing switches KV cache tiers on; set "
-        "OPTION_LMCACHE_AUTO_CONFIG=true"
+        "LMCACHE_CHUNK_SIZE: KV cache tiers are off; set OPTION_LMCACHE_AUTO_CONFIG=true"
     )
 
 

@@ -17,10 +17,10 @@ from lmi_config.plan.shared_store import L2Store
 from lmi_config.plan.shared_store import read as store
 
 COUNTED = (
-    "capacity_gb bounds what this server stores from its start on; what it finds there, and what "
-    "other servers store, is neither counted nor removed"
+    "capacity_gb limits the bytes that this server stores after its start; older data and data of "
+    "other servers are neither counted nor removed"
 )
-KEPT = "nothing removes old files: give capacity_gb, or clean the folder from outside"
+KEPT = "old files are not removed: set capacity_gb, or clean the folder from outside"
 
 
 def limited(gb: float) -> dict[str, object]:
@@ -163,7 +163,7 @@ def test_awss_file_for_hyperpod_loads_and_the_operators_variable_comes_first():
     assert found.remote == store("sagemaker-hyperpod://10.0.0.7:9200", {})
     assert (found.chunk_size, found.l1_gib) == (256, 4)
     assert found.ignored == (
-        "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
+        "save_unfull_chunk: complete chunks are stored, and the rest is computed",
         "remote_serde: the server stores KV as it is",
     )
 
@@ -173,7 +173,7 @@ KNOWN = (
     "file://, tieredstorage://, sagemaker-hyperpod://"
 )
 ENCODE = (
-    "characters that mean something in a URL, like / ? # [, have to be percent-encoded in a "
+    "characters that mean something in a URL, like / ? # [, must be percent-encoded in a "
     "password or a path: %2F for /"
 )
 BUCKET = (
@@ -210,8 +210,8 @@ ENDPOINT = (
         ("redis://u:hu#sh@a", ENCODE),
         ("redis://u:hu[sh@a", ENCODE),
         ("redis://u:hush℀@a", ENCODE),
-        ("redis://a,b/1", "redis:// reaches database 0 only of a cluster, not 1"),
-        ("rediss://a/1?cluster=true", "rediss:// reaches database 0 only of a cluster, not 1"),
+        ("redis://a,b/1", "redis:// only supports database 0 of a cluster, not 1"),
+        ("rediss://a/1?cluster=true", "rediss:// only supports database 0 of a cluster, not 1"),
         ("redis://a/kv", "the path after redis://a should be a database number, like /0"),
         ("redis://a,b?cluster=no", "cluster='no' should be true or false"),
         ("redis://a,b?cluster=0", "redis:// with several hosts is a cluster: drop cluster=false"),
@@ -244,7 +244,7 @@ ENDPOINT = (
         ),
         (
             "tieredstorage://a,b",
-            "tieredstorage:// takes one host and port, and nothing behind it",
+            "tieredstorage:// takes one host and port, without a path",
         ),
         ("tieredstorage://u:hush@a", "tieredstorage:// takes no user or password; leave them out"),
         (
@@ -403,14 +403,14 @@ def test_what_asks_for_nothing_is_told_with_its_reason():
         "max_local_disk_size": 5,
     }
     assert translate(config, {}).ignored == (
-        "save_unfull_chunk: complete chunks are stored, and what is left over is computed",
+        "save_unfull_chunk: complete chunks are stored, and the rest is computed",
         "remote_serde: the server stores KV as it is",
         "blocking_timeout_secs: the server has its own time limits",
-        "enable_lazy_memory_allocator: the server takes its memory bit by bit where it can",
+        "enable_lazy_memory_allocator: the server allocates its memory in steps if it can",
         "pre_caching_hash_algorithm: the server's hash is the same in every process",
-        "pd_role: nothing uses it without enable_pd",
+        "pd_role: it has no effect without enable_pd",
         "max_local_disk_size: there is no disk tier without local_disk",
-        "extra_config.save_chunk_meta: the server's chunks need no description of their own",
+        "extra_config.save_chunk_meta: the server's chunks need no separate description",
     )
 
 

@@ -46,7 +46,7 @@ memory                    256.0 GiB        the container's limit; 256.0 GiB free
   cache server            0.8 GiB          without its pool; measured
   KV tier L1              213.6 GiB        below
   left                    26 MiB
-KV tier L1                213.6 GiB        what the engine leaves, all of it taken at the start
+KV tier L1                213.6 GiB        the rest, all allocated at the start
                                            1,750,016 tokens, 175 documents of 10k
 KV tier disk              398.0 GiB        500.0 GiB free (ext4, O_DIRECT), 102.0 GiB kept for \
 other files
@@ -54,7 +54,7 @@ other files
                                            in /tmp/lmcache
 KV tier shared                             redis://:***@cache
 KV chunk                  256 tokens       a multiple of the engine's block of 16 tokens
-KV tiers pay                               from 1,025,638 tokens in use on; so many the engine holds
+KV tiers pay                               above 1,025,638 tokens in use, the engine's capacity
 port                      8080             default
 
 options:
@@ -204,7 +204,7 @@ def test_a_length_that_vllm_chooses_is_no_number():
 )
 def test_a_variable_that_is_nearly_one_of_ours_is_noted(name):
     findings = planned({name: "5"}).findings
-    assert any(f"{name} is not known and does nothing; did you mean" in it for it in findings)
+    assert any(f"{name} is unknown and has no effect; did you mean" in it for it in findings)
 
 
 OLD = dataclasses.replace(H100, driver="550.54.15")
@@ -280,12 +280,17 @@ SMALL = dataclasses.replace(H100, memory=24 * GIB)
             None,
             "max_model_len=200000 is more than the model's 131072; vLLM will refuse it unless",
         ),
-        ({"OPTION_ROLLING_BATCH": "vllm"}, None, None, "accepted, but does nothing here: OPTION_"),
+        (
+            {"OPTION_ROLLING_BATCH": "vllm"},
+            None,
+            None,
+            "accepted, but without effect here: OPTION_",
+        ),
         (
             {"OPTION_KV_EVENTS": "true", "OPTION_ENABLE_PREFIX_CACHING": "false"},
             None,
             None,
-            "OPTION_KV_EVENTS=true, and there will be no events: prefix caching is off; leave",
+            "OPTION_KV_EVENTS=true, but there will be no events: prefix caching is off; leave",
         ),
     ],
 )
@@ -377,7 +382,7 @@ def test_attention_heads_are_divided_among_all_ranks():
     assert found.findings == (
         "2 copies of the model, each on 3 of 8 GPUs, as LMI starts them; OPTION_COPIES=1 has one "
         "copy",
-        "2 of 8 GPUs will do nothing; they are too few for another copy on 3",
+        "2 of 8 GPUs will be idle; they are too few for another copy on 3",
     )
 
 
@@ -406,7 +411,7 @@ def test_kv_heads_and_the_vocabulary_are_divided_too(more, why):
     assert found.findings == (
         "one copy of the model, where 2 would fit: OPTION_ENABLE_EXPERT_PARALLEL: all GPUs share "
         "the experts of one server",
-        "4 of 8 GPUs will do nothing; 4 are the most that attention heads, KV heads and the "
+        "4 of 8 GPUs will be idle; 4 are the most that attention heads, KV heads and the "
         "vocabulary can be divided among",
     )
 
@@ -489,7 +494,7 @@ def test_a_vocabulary_is_filled_up_before_it_is_divided():
 def test_gpus_that_idle_beside_other_machines_are_noticed():
     environ = {"OPTION_TENSOR_PARALLEL_DEGREE": "4", "OPTION_NNODES": "2"}
     assert planned(environ, machine(gpus=4), model(16)).findings == (
-        "2 of 4 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max to use them",
+        "2 of 4 GPUs will be idle; set OPTION_TENSOR_PARALLEL_DEGREE=max to use them",
     )
 
 
@@ -643,7 +648,7 @@ def test_without_being_asked_for_there_are_no_kv_events():
 @pytest.mark.parametrize(
     ("environ", "fault"),
     [
-        ({"OPTION_KV_EVENTS_CONFIG": "{}"}, "and OPTION_KV_EVENTS_CONFIG both say where events go"),
+        ({"OPTION_KV_EVENTS_CONFIG": "{}"}, "EVENTS_CONFIG both set the address of events"),
         ({"OPTION_KV_EVENTS_PORT": "8079"}, "ports to 8080, and requests come in at 8080"),
         (
             {"OPTION_KV_EVENTS_PORT": "65534", "OPTION_DATA_PARALLEL_SIZE": "2"},
@@ -888,18 +893,18 @@ def test_advice_never_proposes_what_is_there(environ, gpus, facts, fix):
     ("environ", "note"),
     [
         ({"OPTION_DATA_PARALLEL_SIZE": "1", **ONE_EACH}, ""),
-        ({"OPTION_COPIES": "1", **ONE_EACH}, "7 of 8 GPUs will do nothing; OPTION_COPIES=8 uses 8"),
-        ({"OPTION_DATA_PARALLEL_SIZE": "3"}, "2 of 8 GPUs will do nothing; "
+        ({"OPTION_COPIES": "1", **ONE_EACH}, "7 of 8 GPUs will be idle; OPTION_COPIES=8 uses 8"),
+        ({"OPTION_DATA_PARALLEL_SIZE": "3"}, "2 of 8 GPUs will be idle; "
          "OPTION_DATA_PARALLEL_SIZE=4 uses 8"),
         ({"OPTION_DATA_PARALLEL_SIZE": "2", "OPTION_TENSOR_PARALLEL_DEGREE": "3"},
-         "2 of 8 GPUs will do nothing; set OPTION_TENSOR_PARALLEL_DEGREE=max"),
+         "2 of 8 GPUs will be idle; set OPTION_TENSOR_PARALLEL_DEGREE=max"),
         ({"OPTION_DATA_PARALLEL_SIZE": "8", **ONE_EACH}, ""),
         ({"OPTION_DATA_PARALLEL_SIZE": "8", "OPTION_DATA_PARALLEL_RANK": "0", **ONE_EACH}, ""),
     ],
 )  # fmt: skip
 def test_idle_gpus_are_told_beside_data_parallel(environ, note):
     facts = model(2, attention_heads=48, kv=KvShape(heads=24, full=1), vocabulary=192 * 64)
-    found = [it for it in planned(environ, machine(8), facts).findings if "will do nothing" in it]
+    found = [it for it in planned(environ, machine(8), facts).findings if "will be idle" in it]
     assert bool(found) == bool(note)
     assert not note or found[0].startswith(note)
 
@@ -938,7 +943,7 @@ def test_vllms_own_kv_offload_counts(environ, copies):
         ({**NATIVE, "OPTION_KV_L2_URL": "redis://h"}, machine(1, **ROOMY), "two connectors"),
         ({**NATIVE, **MANUAL}, machine(1, **ROOMY), "two connectors"),
         ({**NATIVE, "OPTION_KV_TRANSFER_CONFIG": '{"kv_connector":"X","kv_role":"kv_both"}'},
-         machine(1, **ROOMY), "in the place of OPTION_KV_TRANSFER_CONFIG's"),
+         machine(1, **ROOMY), "replace the connector of OPTION_KV_TRANSFER_CONFIG"),
         ({**NATIVE, "OPTION_KV_OFFLOADING_BACKEND": "lmcache"}, machine(1, **ROOMY),
          "set OPTION_LMCACHE_AUTO_CONFIG=true, with OPTION_KV_L1_SIZE for its size"),
         ({"OPTION_KV_OFFLOADING_SIZE": "40"}, machine(1), "in /dev/shm, which has 8.0 GiB"),

@@ -30,7 +30,7 @@ async def test_no_responses_are_kept(shared, key, value):
     answer = await shared.post(RESPONSES, {"input": "a", key: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert error["message"].startswith(f"{key}: no answers are kept here; ")
+    assert error["message"].startswith(f"{key}: no answers are stored here; ")
     assert error["param"] == key
 
 
@@ -89,7 +89,7 @@ def test_errors_as_anthropic_has_them(error, status, kind):
             {
                 "type": "error",
                 "code": "InternalServerError",
-                "message": "the engine broke off; the server's log says why",
+                "message": "the engine ended the answer early; the server's log says why",
                 "param": None,
             },
         ),
@@ -99,7 +99,7 @@ def test_errors_as_anthropic_has_them(error, status, kind):
                 "type": "error",
                 "error": {
                     "type": "api_error",
-                    "message": "the engine broke off; the server's log says why",
+                    "message": "the engine ended the answer early; the server's log says why",
                 },
             },
         ),

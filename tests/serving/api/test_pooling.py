@@ -167,7 +167,7 @@ async def test_what_generates_compares_nothing(served):
 async def test_responses_on_invocations_are_not_kept(served):
     answer = await served.invoke({"input": "a", "store": True})
     assert answer.status_code == 424
-    assert "no answers are kept here" in answer.json()["error"]
+    assert "no answers are stored here" in answer.json()["error"]
 
 
 def test_every_path_is_tried():

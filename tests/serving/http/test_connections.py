@@ -570,7 +570,7 @@ async def test_with_as_many_requests_as_connections_ping_is_answered(small):
             it.send(WHOLE)
             status, headers, told = await it.answer()
             assert (status, headers["retry-after"]) == (503, "1")
-            assert message(told) == "there are 20 connections, as many as the server takes"
+            assert message(told) == "there are 20 connections, as many as the server accepts"
             assert await it.closed()
         assert len(silent) == 200
         small.engine.gate.set()

@@ -281,7 +281,7 @@ async def test_an_authority_that_is_taken_out_lets_nobody_in(
         kept = one.session
         put(followed, ca[1], renamed=bundled)
         with contextlib.suppress(TimeoutError):  # it is asserted below
-            await until_async(lambda: "were read anew" in caplog.text, 10)
+            await until_async(lambda: "were reloaded" in caplog.text, 10)
         for _ in range(3):
             one.session = kept
             assert await ask(one, resumed=True) == 0
@@ -378,7 +378,7 @@ async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, cap
     port = listening.getsockname()[1]
     server = Listener(listening, Connections(20), lambda _: asyncio.Protocol(), tls)
     shutil.copy(folders[1] / "own.key", tmp_path)  # without its certificate
-    await until_async(lambda: "do not go together" in caplog.text)
+    await until_async(lambda: "do not match" in caplog.text)
     assert await asyncio.to_thread(shown, port) == "first"
     (tmp_path / "own.pem").write_text("nothing")
     await until_async(lambda: caplog.text.count("stay as they were") > 1)
@@ -415,7 +415,7 @@ def test_what_stops_the_start(files, tmp_path):
         ServerTls(Settings(**cert))
     with pytest.raises(SettingsError, match="No such file"):
         ServerTls(Settings(**cert, tls_key_file=str(tmp_path / "none")))
-    with pytest.raises(SettingsError, match=r"not PEM|do not go together"):
+    with pytest.raises(SettingsError, match=r"not PEM|do not match"):
         ServerTls(Settings(**cert, tls_key_file=files["tls_cert_file"]))
     with pytest.raises(SettingsError, match=r"own\.pem expired on 2"):
         ServerTls(Settings(**files), now=lambda: datetime.now(UTC) + timedelta(days=3))

@@ -628,7 +628,7 @@ async def test_the_rest_of_a_body_is_kept(web, reachable):
 @pytest.mark.parametrize("key", ["mm_processor_kwargs", "mm\\u005fprocessor_kwargs"])
 async def test_places_in_the_processors_arguments_are_refused(key, value):
     request = f'{{"{key}": {value}, "messages": []}}'
-    with pytest.raises(BadRequest, match="may name no URLs or files") as error:
+    with pytest.raises(BadRequest, match="must not name URLs or files") as error:
         await inline(request.encode())
     assert error.value.parameter == "mm_processor_kwargs"
 

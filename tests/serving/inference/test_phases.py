@@ -137,7 +137,7 @@ async def test_only_what_the_router_has_signed_is_fetched(transferring, front):
     body = {"prompt": "a"}
     answer = await hand_over(transferring, "/v1/completions", body, front, signed=b"other")
     assert answer.status_code == 400
-    assert "is not what it has signed" in answer.text
+    assert "differ from those that the router signed" in answer.text
     own = {**body, "kv_transfer_params": WHERE}
     for answer in (
         await hand_over(transferring, "/v1/completions", own),

@@ -71,7 +71,7 @@ async def test_what_is_written_at_once_is_framed_and_in_order(accept):
         ),
         (
             RuntimeError("boom"),
-            "the engine broke off; the server's log says why",
+            "the engine ended the answer early; the server's log says why",
             "the engine raised while it answered a request",
         ),
     ],

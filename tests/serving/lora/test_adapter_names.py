@@ -341,7 +341,7 @@ PATTERN = {"rank_pattern": {"q_proj": 32}}
         (
             {f"{SCORE}.weight": (3, WIDE), "base_model.model.classifier.weight": (3, WIDE)},
             {"modules_to_save": ["classifier", "score"]},
-            "has classifier and score; vLLM takes one of them",
+            "has classifier and score; vLLM accepts only one of them",
         ),
         ({f"{SCORE}.weight": (3, WIDE)}, {}, "base_model.model.score.weight is not a LoRA weight"),
         (

@@ -205,7 +205,7 @@ def test_links_may_lead_elsewhere_within_a_channel_only(channel, capsys, tmp_pat
     assert refusal(capsys, environ(channel, PICKLE_FILES)) == ""
     (channel / "weights").symlink_to(tmp_path)
     told = refusal(capsys, environ(channel, REQUIREMENTS))
-    assert told == f"  {channel}/weights: links may not lead out of a folder in secure mode\n"
+    assert told == f"  {channel}/weights: links must not lead out of a folder in secure mode\n"
 
 
 def test_a_links_own_name_counts(channel, capsys):
@@ -331,7 +331,7 @@ async def test_links_of_adapters(guarded, tmp_path):
     assert (await register(guarded(), one))[0] == 200
     status, told = await register(guarded(PICKLE_FILES), one)
     assert status == 400
-    assert "links may not lead out of a folder in secure mode" in told
+    assert "links must not lead out of a folder in secure mode" in told
 
 
 async def test_links_in_archives_are_never_taken(guarded, tmp_path):

@@ -105,7 +105,7 @@ def test_a_decision_that_cannot_be_written_down_is_a_warning(home, tmp_path, cap
         folder.write_text("no folder")
     with caplog.at_level(logging.WARNING):
         write_tiers(tiers(tmp_path / "kv"), 8080)
-    assert "the decision about KV cache tiers is not written down" in caplog.text
+    assert "the file with the KV cache tiers cannot be written" in caplog.text
 
 
 @pytest.mark.anyio

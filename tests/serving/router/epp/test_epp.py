@@ -738,7 +738,7 @@ async def test_several_processes_share_the_port(tmp_path):
     [
         (
             {"OPTION_ROUTER_REPLICAS": "http://a:8080,http://10.0.0.1:8080"},
-            "http://a:8080: gateways take IP addresses, and no names",
+            "http://a:8080: gateways need IP addresses, not names",
         ),
         ({"OPTION_EPP_CERTIFICATE": "/none"}, "TLS needs both"),
         (

@@ -58,6 +58,6 @@ async def test_a_new_certificate_is_shown_once_it_is_whole(files, folders, tmp_p
         assert await asyncio.to_thread(shown, port) == "first"
         shutil.copy(folders[1] / "own.key", tmp_path)  # without its certificate
         assert await asyncio.to_thread(shown, port) == "first"
-        assert "do not go together" in caplog.text
+        assert "do not match" in caplog.text
         shutil.copy(folders[1] / "own.pem", tmp_path)
         assert await asyncio.to_thread(shown, port) == "second"
