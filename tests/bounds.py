@@ -333,7 +333,10 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "Cancellation.watching.watch receive": "the client's end, behind a body that was taken",
     },
     "serving/engine/calls.py": {
-        "Calls._answer route.read": "a body that was taken whole",
+        "Route.__call__ self.read": "a body that was taken whole",
+    },
+    "serving/engine/texts/generation.py": {
+        "Generation.token self.tokenizer.decode": "one token, which the engine has given",
     },
     "serving/engine/versions/table.py": {
         "read file.read_text": "a file of this package",
