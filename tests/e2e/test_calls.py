@@ -129,7 +129,7 @@ OF_CHAT: list[dict[str, Any]] = [
     *({"return_token_ids": True, "n": 2}, {"documents": []}, {"mm_processor_kwargs": {"a": 1}}),
     *({"n": 2, "logprobs": True, "top_logprobs": 1}, {"logprobs": True, "top_logprobs": -1}),
     *({"logprobs": True, "return_tokens_as_token_ids": True}, {"logprobs": True, "echo": True}),
-    *({"logprobs": True, "logprob_token_ids": [5, 6]}, {"logprobs": True, "stop": "an"}),
+    {"logprobs": True, "stop": "an"},
     {"return_prompt_text": True, "return_token_ids": True},
 ]
 RAW = [
@@ -344,6 +344,8 @@ def running(without: Collection[str] = (), **more: Any) -> Iterator[Run]:
         for name in ("DO_NOT_TRACK", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"):
             patch.setenv(name, os.environ.get(name, "1"))
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # vLLM loads plugins once a process, and an earlier engine may have had no adapters.
+        patch.setattr("vllm.plugins.plugins_loaded", False)
         with asyncio.Runner() as runner:
             engine = runner.run(vllm.start(plan.arguments(options), lambda *_: None))
             yield lambda function: runner.run(function(engine))
