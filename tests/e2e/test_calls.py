@@ -27,6 +27,7 @@ from scripts.models import tiny
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine import vllm
 from serving.engine.base import Call, Usage
+from serving.engine.patches.engine_core import plugin
 from serving.engine.vllm_errors import from_engine
 from serving.errors import NotReady, ServingError, TimedOut, shape
 from tests.serving.engine import vllms_app
@@ -344,8 +345,10 @@ def running(without: Collection[str] = (), **more: Any) -> Iterator[Run]:
         for name in ("DO_NOT_TRACK", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"):
             patch.setenv(name, os.environ.get(name, "1"))
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        # vLLM loads plugins once a process, and an earlier engine may have had no adapters.
-        patch.setattr("vllm.plugins.plugins_loaded", False)
+        if more.get("enable_lora"):
+            # vLLM loads plugins once a process, and an earlier engine may have had no adapters.
+            plugin.want(os.environ, adapters=True)
+            plugin.load()
         with asyncio.Runner() as runner:
             engine = runner.run(vllm.start(plan.arguments(options), lambda *_: None))
             yield lambda function: runner.run(function(engine))
