@@ -173,7 +173,7 @@ KNOWN = [
     ("RuntimeError: NCCL error in: x.cpp:1", "NCCL_DEBUG"),
     ("Model architectures ['X'] failed to be inspected. Please check the logs", "on a GPU"),
     ("ModuleNotFoundError: No module named 'torchvision'", "on a GPU"),
-    ("ModuleNotFoundError: No module named 'vllm.pynccl'", "as it was built"),
+    ("ModuleNotFoundError: No module named 'vllm.pynccl'", "unchanged image"),
     ("RuntimeError: aggregated wrongly", "the lines above"),
 ]
 

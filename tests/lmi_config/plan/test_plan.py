@@ -55,6 +55,8 @@ other files
 KV tier shared                             redis://:***@cache
 KV chunk                  256 tokens       a multiple of the engine's block of 16 tokens
 KV tiers pay                               above 1,025,638 tokens in use, the engine's capacity
+compile cache             none             OPTION_CACHE_FOLDER keeps it on a volume for the \
+next start
 port                      8080             default
 
 options:

@@ -74,7 +74,7 @@ async def test_forms_reach_the_engine(served):
         ({"file": wav(101)}, "lasts 101 s, and may last 100 s"),
         ({"file": wav(rate=500)}, "it has 500 Hz"),
         ({"file": wav(channels=9)}, "and 9 channels"),
-        ({"model": ["a", "b"]}, "model is there twice"),
+        ({"model": ["a", "b"]}, "model is repeated"),
         ({"prompt": "a" * 70_000}, "at most 65536 bytes"),
         ({f"field{n}": "a" for n in range(80)}, "at most 64 fields"),
         ({"vllm_xargs": "{}"}, "not for clients"),
