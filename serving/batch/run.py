@@ -21,7 +21,7 @@ from serving import errors
 from serving.access.limits import Taken
 from serving.aio import in_thread
 from serving.batch import lines
-from serving.batch.lanes import Lane, Lanes, Lost
+from serving.batch.lanes import SETTLES_S, Lane, Lanes, Lost
 from serving.batch.lines import Line
 from serving.batch.records import OUTPUT, Counts, Fault, Faults, OwnedBatch, OwnedFile, Status
 from serving.batch.results import Results
@@ -56,8 +56,6 @@ fails.
 """
 READ = 64 * 1024
 """Bytes of bodies that are read at a time."""
-SETTLES_S = 1.0
-"""After which it is known whether the engine has died with a line."""
 AGAIN_S = 1.0
 """After which a line is tried again that there was no room for."""
 LOSSES = 3

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from prometheus_client import Counter, Gauge, Histogram
 
 from serving.errors import Overloaded
+from serving.waiting.held import LONGEST_RETRY_S
 from serving.waiting.turns import Turns
 
 QUEUED = Gauge(
@@ -42,7 +43,6 @@ FULL, _LATE = _REFUSED.labels("queue_full"), _REFUSED.labels("too_late")
 SHED = _REFUSED.labels("shed")
 
 _SMOOTHING = 0.1  # the weight of the last request in the moving average of durations
-_LONGEST_RETRY_S = 30
 _FIRST, _BACKGROUND = 0, 1  # bands of the queue
 
 
@@ -147,7 +147,7 @@ class FairQueue:
             raise Overloaded(
                 f"the request would wait for about {wait:.0f} s, and "
                 f"OPTION_PREDICT_TIMEOUT leaves it {max(within, 0):.0f} s",
-                retry_after=min(math.ceil(wait - within), _LONGEST_RETRY_S),
+                retry_after=min(math.ceil(wait - within), LONGEST_RETRY_S),
             )
         ticket.called = asyncio.get_running_loop().create_future()
         if background:

@@ -8,7 +8,6 @@ and the log gives the reason.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from lmi_config.plan.compile_cache import MANIFEST, CompileCache, manifest
 from serving.server.compile_cache_source import fill
+from serving.sources.digests import Digests
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Kept:
         self._cache = cache
         self._limit = limit
         self._lock: int | None = None
+        self._digests = Digests()  # an unchanged file is read once, and not for each list
         self.environment: dict[str, str] = {}
         if cache is None:
             return
@@ -90,7 +91,7 @@ class Kept:
         part = self._cache.part
         try:
             listed = {
-                str(file.relative_to(part)): (file.stat().st_size, _digest(file))
+                str(file.relative_to(part)): (file.stat().st_size, self._digests.of(file))
                 for file in _files(part)
             }
             if (size := sum(size for size, _ in listed.values())) > self._limit:
@@ -127,7 +128,7 @@ class Kept:
                     fill(source, cache, self._limit, note)
                 except OSError as error:
                     log.warning("OPTION_CACHE_SOURCE: all is compiled here: %s", error)
-            _require_unchanged(cache.part)
+            _require_unchanged(cache.part, self._digests)
             for file in cache.part.glob(_OF_MACHINE):
                 file.unlink()
         else:
@@ -208,7 +209,7 @@ def _files(part: Path) -> Iterator[Path]:
                     raise Untrusted(f"{path} is neither a file nor a folder")
 
 
-def _require_unchanged(part: Path) -> None:
+def _require_unchanged(part: Path, digests: Digests) -> None:
     """Remove what the manifest does not list, and everything if a listed file has changed: the
     last server may have ended while it wrote. Raises Untrusted as _files() does.
     """
@@ -218,7 +219,7 @@ def _require_unchanged(part: Path) -> None:
         known = listed.get(str(file.relative_to(part)))
         if known is None:
             file.unlink(missing_ok=True)
-        elif known != (file.stat().st_size, _digest(file)):
+        elif known != (file.stat().st_size, digests.of(file)):
             log.warning("%s has changed since it was listed: all is compiled again", file)
             _empty(part)
             return
@@ -265,8 +266,3 @@ def _bytes(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 size += Path(at, name).lstat().st_size
     return size
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

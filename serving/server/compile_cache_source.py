@@ -6,7 +6,6 @@ archive contains code, and whoever can write to the bucket could otherwise run i
 """
 
 import contextlib
-import hashlib
 import shutil
 import tarfile
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from lmi_config.options.parsers import CACHE_SOURCE
 from lmi_config.plan.compile_cache import MANIFEST, CompileCache
+from serving.sources.digests import Digests
 from serving.sources.s3 import S3
 from serving.sources.source import SourceError
 
@@ -37,8 +37,7 @@ def fill(source: str, cache: CompileCache, limit: int, note: Callable[[str], Non
             archive = listing.fetch(note) / found["name"]
         except SourceError as error:
             raise OSError(str(error)) from error
-        with archive.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = Digests().of(archive)
         if digest != found["digest"]:
             raise OSError(f"{found['uri']} has the SHA-256 {digest}, and not the option's")
         unpacked = Path(folder) / "unpacked"

@@ -134,9 +134,7 @@ class HeldQueue:
                 if waiter is None:
                     return
                 self._left(waiter)
-                waited = self._clock() - waiter.since
-                self._waited_s += (waited - self._waited_s) * _SMOOTHING
-                waiter.go(waited)
+                waiter.go(self._waited(waiter))
         finally:
             self._waking = False
 
@@ -144,12 +142,17 @@ class HeldQueue:
         """End the waits whose deadline has passed."""
         now = self._clock()
         for waiter in [it for it in self._turns if it.until <= now]:
-            waited = now - waiter.since
-            self._waited_s += (waited - self._waited_s) * _SMOOTHING
+            waited = self._waited(waiter)
             error = Overloaded(
                 f"no server could take the request within {waited:.0f} s", self.retry_after
             )
             self._fail(waiter, "expired", error)
+
+    def _waited(self, waiter: Waiter) -> float:
+        """Return the seconds that a request has waited, and count them in the mean."""
+        waited = self._clock() - waiter.since
+        self._waited_s += (waited - self._waited_s) * _SMOOTHING
+        return waited
 
     def close(self, error: ServingError) -> None:
         """Fail all that wait, and all that come."""

@@ -79,8 +79,8 @@ def bind(state: State, args: Namespace) -> None:
 
 
 def forced_parser(parser: Any, args: Namespace) -> Any:
-    """What reads forced calls in the place of this parser of the model's format, which may be None;
-    None where it reads them itself.
+    """Return the parser of forced calls that replaces this parser of the model's format, or None if
+    the given parser reads them. parser: may be None.
     """
     return None if _has_grammar(parser) else _in_json(parser, args.tool_strict_level == "auto")
 

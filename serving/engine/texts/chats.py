@@ -19,7 +19,6 @@ from serving.engine.patches.frontend import forced_calls
 from serving.engine.requests import tools
 from serving.engine.texts.generation import (
     DONE,
-    LOWEST,
     Asked,
     Generation,
     beginning,
@@ -31,6 +30,7 @@ from serving.engine.texts.generation import (
     without_nulls,
 )
 from serving.engine.texts.prompts import Prompts
+from serving.engine.texts.streams import LOWEST
 from serving.engine.versions import moved
 
 _TAIL = b',"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
@@ -220,7 +220,7 @@ class _Answer:
         return event(data)
 
     def _delta(self, output: Any, choice: int) -> dict[str, Any] | None:
-        """What is new of a choice; None where that has to wait."""
+        """Return the new part of a choice; None if the parser needs more tokens first."""
         if not self._parses:
             return {"content": output.text} if output.text or self._kind is None else None
         token_ids = [*output.token_ids]

@@ -12,9 +12,9 @@ from vllm.renderers.inputs.preprocess import extract_prompt_components
 
 from serving.engine.texts.generation import (
     DONE,
-    LOWEST,
     Asked,
     Generation,
+    beginning,
     bounded,
     counts,
     encode,
@@ -22,6 +22,7 @@ from serving.engine.texts.generation import (
     experts,
     without_nulls,
 )
+from serving.engine.texts.streams import LOWEST
 from serving.errors import BadRequest
 
 _TAIL = (
@@ -62,7 +63,7 @@ class _Answer:
         }
         self._has_usage, self._always_usage = path.include_usage(request)
         more = request.logprobs is not None or request.return_token_ids or self._always_usage
-        self._plain = None if more else b'data: %b,"choices":[{"index":' % encode(self._head)[:-1]
+        self._plain = None if more else beginning(self._head)
         """How an event of a text alone begins."""
         # By the number of a choice, of a stream
         self._begun: set[int] = set()

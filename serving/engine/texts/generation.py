@@ -32,20 +32,18 @@ from vllm.utils.async_utils import merge_async_iterators
 from vllm.utils.serial_utils import numpy2base64
 
 from serving.engine.texts.prompts import Prompts
-from serving.engine.texts.streams import Steps, Stream
+from serving.engine.texts.streams import LOWEST, Steps, Stream
 
 log = logging.getLogger(__name__)
 
 encode = msgspec.json.Encoder(enc_hook=to_jsonable_python).encode
 DONE = b"data: [DONE]\n\n"
 NO_TOKENIZER = "Unable to get tokenizer because `skip_tokenizer_init=True`"
-LOWEST = -9999.0
-"""The log probability that stands for all lower ones, which JSON may not have."""
 
 
 class Asked(NamedTuple):
-    """What has become of a request. name: the answer's. model: the name of the model or adapter.
-    prompts: as vLLM's engine gets them. conversation: as the model sees it; None of a completion.
+    """A rendered request. name: the answer's. model: the name of the model or adapter. prompts:
+    for vLLM's engine. conversation: as the model sees it; None of a completion.
     """
 
     name: str

@@ -13,6 +13,8 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from handlers.records import Step
 from serving.engine.patches.outputs.processor import ChosenLogprobs, is_quick
 
+LOWEST = -9999.0
+"""The lowest log probability in an answer, as in vLLM's: JSON has no infinity."""
 Results = AsyncGenerator[Any, None]
 """vLLM's results of one request."""
 
@@ -111,7 +113,7 @@ class Steps:
             output.text,
             output.token_ids,
             _own_texts(output, self._tokenizer),
-            [max(it, -9999.0) for it in _chosen(output)],  # as low as vLLM tells of
+            [max(it, LOWEST) for it in _chosen(output)],
             output.finish_reason,
             output.stop_reason,
             prompt_tokens,

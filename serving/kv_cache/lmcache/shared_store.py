@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """In LMCache's server: the store that instances share. It is only used while it answers.
 
-LMCache waits for every store at every look-up. So a store that does not answer would cost each
+LMCache waits for every store at every look-up. A store that does not answer would cost each
 request seconds, and its hits in memory. A store on the server's command line would also have to run
 before the server, and would show its password there.
 """

@@ -161,7 +161,7 @@ class Replica(Load):
 
     @property
     def seconds_per_token(self) -> float:
-        """That its engine takes to compute a prompt token, with all that it does beside it; 0 while
+        """The seconds that its engine takes for a prompt token, measured under its load; 0 while
         unknown.
         """
         return self._speed.seconds_per_unit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is relied on of vLLM's outputs, which processor.py builds upon."""
+"""The properties of vLLM's outputs that processor.py needs."""
 
 from serving.patching.patch import SERVER, Name, Patch
 
