@@ -28,9 +28,9 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         ],
         "handlers/records.py": ["read decode"],
         "serving/api/adapters.py": ["_parameters msgspec.json.decode"],
-        "serving/batch/answers.py": ["- msgspec.json.Decoder(_NewBatch).decode"],
+        "serving/batch/answers.py": ["- msgspec.json.Decoder(NewBatch).decode"],
         "serving/engine/patches/frontend/messages.py": ["_as_object partial_json_parser.loads"],
-        "serving/inference/fields.py": [
+        "serving/inference/content/fields.py": [
             "- msgspec.json.Decoder(RequestFields).decode",
             "- msgspec.json.Decoder(_Adapters).decode",
         ],
@@ -362,7 +362,7 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "serving/inference/coalescing.py": {
         "Coalescer.answer receive": "the client's end, behind a body that was taken",
     },
-    "serving/inference/fields.py": {
+    "serving/inference/content/fields.py": {
         "RequestFields.salt msgspec.json.decode": "a value of a body that was taken whole",
         "RequestFields.session_command msgspec.json.decode": (
             "a value of a body that was taken whole"
@@ -370,7 +370,7 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "RequestFields.streamed msgspec.json.decode": "a value of a body that was taken whole",
         "length msgspec.json.decode": "a value of a body that was taken whole",
     },
-    "serving/inference/limits.py": {
+    "serving/inference/content/checks.py": {
         "- msgspec.json.Decoder(_Repetition).decode": "a value of a body that was taken whole",
         "- msgspec.json.Decoder(dict[str, float] | None, strict=False).decode": (
             "a value of a body that was taken whole"

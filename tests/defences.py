@@ -315,11 +315,11 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Media URLs reach internal hosts (SSRF)": Removed(
         f"{MEDIA}test_names_that_lead_inside_are_refused",
-        {"serving.inference.media:is_public": yes},
+        {"serving.inference.content.media:is_public": yes},
     ),
     "URLs and paths in arguments for a model's processor": Removed(
         f"{MEDIA}test_places_in_the_processors_arguments_are_refused",
-        {"serving.inference.media:_has_place": nothing},
+        {"serving.inference.content.media:_has_place": nothing},
     ),
     "Session ids that are guessed, or reach other files or headers": Removed(
         "tests/serving/api/test_sessions.py::test_what_is_no_id_reaches_no_file_and_no_header",
@@ -327,7 +327,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "A client reaches the KV connector, other tenants' caches or extensions": Removed(
         "tests/serving/inference/test_limits.py::test_internals_of_the_engine_are_not_for_clients",
-        {"serving.inference.limits:_INTERNAL": ()},
+        {"serving.inference.content.checks:_INTERNAL": ()},
     ),
     "Clients without a key, or with one that is wrong, expired or not for this": Removed(
         f"{ACCESS}test_access.py::test_administration_is_for_admin_keys",
@@ -340,7 +340,7 @@ DEFENCES: Mapping[str, Removed] = {
     "A request names an adapter that the engine has, and no registry": Removed(
         "tests/serving/lora/test_registry.py"
         "::test_a_model_that_is_not_registered_does_not_reach_the_engine[/v1/completions]",
-        {"serving.inference.pipeline:Pipeline._require_known": nothing},
+        {"serving.inference.isolate:_require_known": nothing},
     ),
     "A key learns which adapters others have": Removed(
         f"{ACCESS}test_access.py::test_an_adapter_of_others_is_as_one_that_is_not_here",
@@ -493,7 +493,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Bodies of many values, or of values of many forms, which are slow to read": Removed(
         "tests/serving/inference/test_limits.py::test_bodies_have_so_many_keys_and_values",
-        {"serving.inference.fields:count": lambda *_: 0},
+        {"serving.inference.content.fields:count": lambda *_: 0},
     ),
     "Endless heads, silent connections, slow bodies, too many connections": Removed(
         f"{HTTP}test_a_head_without_end_is_431",
@@ -573,7 +573,8 @@ DEFENCES: Mapping[str, Removed] = {
         {"serving.protocol:TRACE_CONTEXT": Everything()},
     ),
     "A tenant reads or replaces another's image by its `uuid` in the engine's caches": Removed(
-        f"{MEDIA}test_a_uuid_is_its_senders_own", {"serving.inference.media:_rename": nothing}
+        f"{MEDIA}test_a_uuid_is_its_senders_own",
+        {"serving.inference.content.media:_name": nothing},
     ),
     "A client adds a tenant header to its gateway's": Removed(
         "tests/serving/kv_cache/test_salt.py::test_a_tenant_that_is_named_twice_is_refused",
@@ -581,7 +582,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Images that are small in a body and large when decoded": Removed(
         f"{MEDIA}test_the_pixels_of_all_pictures_together_have_a_limit",
-        {"serving.inference.media:_require_pixels": nothing},
+        {"serving.inference.content.media:_require_pixels": nothing},
     ),
     "A program on the same machine asks a copy past the router's keys and limits": Removed(
         "tests/serving/copies/test_divided.py::test_a_copy_lets_nobody_in_but_its_router",
@@ -647,19 +648,19 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "`n`, `logprobs`, `stop`, `bad_words` and other expensive parameters": Removed(
         "tests/serving/inference/test_limits.py::test_one_request_asks_for_so_many_answers",
-        {"serving.inference.limits:check": nothing},
+        {"serving.inference.content.checks:check": nothing},
     ),
     "A long query compared with many documents": Removed(
         "tests/serving/api/test_pooling.py::test_limits_of_comparisons",
-        {"serving.inference.limits:check_pairs": nothing},
+        {"serving.inference.content.checks:check_pairs": nothing},
     ),
     "Long texts made into tokens": Removed(
         "tests/serving/api/test_pooling.py::test_tokens_have_a_limit",
-        {"serving.inference.limits:check_tokenized": nothing},
+        {"serving.inference.content.checks:check_tokenized": nothing},
     ),
     "Grammars that take long to compile": Removed(
         "tests/serving/inference/test_limits.py::test_what_costs_the_engine_more_than_the_client_has_a_limit",
-        {"serving.inference.limits:_LONGEST": {}},
+        {"serving.inference.content.checks:_LONGEST": {}},
     ),
     "Too many requests, or too long ones": Removed(
         "tests/serving/inference/test_queue.py::"

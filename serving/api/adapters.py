@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from serving.errors import BadRequest
 from serving.inference.pipeline import Pipeline
@@ -22,46 +21,59 @@ LIMIT = 100
 """Most adapters on a page of the list; also the default."""
 
 
-async def every(call: HttpCall, pipeline: Pipeline) -> None:
-    """GET lists adapters, POST registers one."""
-    adapters, request = require_lora(pipeline.adapters), Request(call.scope)
-    if call.scope["method"] == "POST":
-        given = _parameters(await pipeline.bodies.read(call.scope, call.receive), request)
-        name, src = given.required("name"), given.required("src")
-        preload, pin = given.loading()
-        if preload is None:
-            preload = pipeline.preloads
-        await adapters.register(name, src, preload, bool(pin))
-        answer: Any = _done(request, name, "registered")
-    else:
-        answer = _page(adapters.listed(), request)
-    await JSONResponse(answer)(call.scope, call.receive, call.send)
+async def page(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
+    """List adapters."""
+    listed, request = require_lora(pipeline.adapters).listed(), Request(call.scope)
+    limit = _whole(request, "limit", LIMIT, 1, LIMIT)
+    start = _whole(request, "next_page_token", 0, 0, None)
+    found = {"adapters": [_described(adapter) for adapter in listed[start : start + limit]]}
+    if start + limit < len(listed):
+        return {"nextPageToken": str(start + limit), **found}
+    return found
 
 
-async def one(call: HttpCall, pipeline: Pipeline) -> None:
-    """GET describes an adapter, DELETE unregisters it."""
-    adapters = require_lora(pipeline.adapters)
+async def register(call: HttpCall, pipeline: Pipeline, body: dict[str, Any]) -> dict[str, str]:
+    adapters, given = require_lora(pipeline.adapters), _Parameters.of(call, body)
+    name, src = given.required("name"), given.required("src")
+    preload, pin = given.loading()
+    if preload is None:
+        preload = pipeline.preloads
+    await adapters.register(name, src, preload, bool(pin))
+    return _done(call, name, "registered")
+
+
+async def describe(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
+    return _described(require_lora(pipeline.adapters).get(call.scope["path_params"]["name"]))
+
+
+async def unregister(call: HttpCall, pipeline: Pipeline) -> dict[str, str]:
     name = call.scope["path_params"]["name"]
-    if call.scope["method"] == "DELETE":
-        await adapters.unregister(name)
-        answer: Any = _done(Request(call.scope), name, "unregistered")
-    else:
-        answer = _described(adapters.get(name))
-    await JSONResponse(answer)(call.scope, call.receive, call.send)
+    await require_lora(pipeline.adapters).unregister(name)
+    return _done(call, name, "unregistered")
 
 
-async def update(call: HttpCall, pipeline: Pipeline) -> None:
-    """POST changes an adapter."""
-    adapters = require_lora(pipeline.adapters)
-    name, request = call.scope["path_params"]["name"], Request(call.scope)
-    given = _parameters(await pipeline.bodies.read(call.scope, call.receive), request)
+async def update(call: HttpCall, pipeline: Pipeline, body: dict[str, Any]) -> dict[str, str]:
+    adapters, given = require_lora(pipeline.adapters), _Parameters.of(call, body)
+    name = call.scope["path_params"]["name"]
     src = given.required("src") if "src" in given else None
     await adapters.update(name, src, *given.loading())
-    await JSONResponse(_done(request, name, "updated"))(call.scope, call.receive, call.send)
+    return _done(call, name, "updated")
+
+
+def parameters(body: bytes) -> dict[str, Any]:
+    """Read the parameters in a body. Raises BadRequest."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadRequest("the body should be empty or a JSON object") from None
 
 
 class _Parameters(dict[str, Any]):
     """The parameters of a call."""
+
+    @classmethod
+    def of(cls, call: HttpCall, body: dict[str, Any]) -> "_Parameters":
+        return cls({**body, **Request(call.scope).query_params})
 
     def required(self, name: str) -> str:
         value = self.get(name)
@@ -93,23 +105,6 @@ class _Parameters(dict[str, Any]):
         return preload, pin
 
 
-def _parameters(body: bytes, request: Request) -> _Parameters:
-    try:
-        found = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise BadRequest("the body should be empty or a JSON object") from None
-    return _Parameters({**found, **request.query_params})
-
-
-def _page(adapters: list[Adapter], request: Request) -> dict[str, Any]:
-    limit = _whole(request, "limit", LIMIT, 1, LIMIT)
-    start = _whole(request, "next_page_token", 0, 0, None)
-    page = {"adapters": [_described(adapter) for adapter in adapters[start : start + limit]]}
-    if start + limit < len(adapters):
-        return {"nextPageToken": str(start + limit), **page}
-    return page
-
-
 def _whole(request: Request, name: str, otherwise: int, low: int, high: int | None) -> int:
     value = request.query_params.get(name, str(otherwise))
     if not re.fullmatch("[0-9]{1,9}", value) or int(value) < low:
@@ -128,9 +123,9 @@ def _described(adapter: Adapter) -> dict[str, Any]:
     }
 
 
-def _done(request: Request, name: str, what: str) -> dict[str, str]:
+def _done(call: HttpCall, name: str, what: str) -> dict[str, str]:
     """Return the answer to a call. It names the component by SageMaker's header if there is one,
     because SageMaker generates `name`.
     """
-    shown = request.headers.get(ADAPTER_ALIAS.decode(), name)
+    shown = Request(call.scope).headers.get(ADAPTER_ALIAS.decode(), name)
     return {"status": f"Adapter {shown} {what}"}

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP app: its routes, as a list."""
+"""The HTTP app: its routes, as a table."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,20 +17,31 @@ from serving import errors, protocol
 from serving.access.access import Access
 from serving.api import adapters, info
 from serving.api.backend import Backend
-from serving.api.endpoint import Answer, Endpoint, Gate, RecordedEndpoint
+from serving.api.endpoint import Endpoint, Gate, Handler, RecordedEndpoint
 from serving.api.invocations import Invocations
 from serving.api.openai import OpenAI
 from serving.api.session_store import SessionStore
 from serving.api.sessions import Sessions
-from serving.errors import NotFound
+from serving.batch.answers import new_batch
+from serving.errors import ErrorShape, NotFound
 from serving.http.bodies import sender
 from serving.http.origins import Origins
-from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
 from serving.kv_cache.salt import Tenants
 from serving.ui import page as ui
 
-Handler = Callable[[HttpCall, Pipeline], Awaitable[None]]
+
+class Row(NamedTuple):
+    """A row of the table of routes.
+
+    handler: returns the content of an answer in JSON, or None if it has answered. It gets the call,
+    the pipeline, and the value of the body if there is a reader. reader: raises BadRequest.
+    """
+
+    method: str
+    path: str
+    handler: Callable[..., Awaitable[object]]
+    reader: Callable[[bytes], object] | None = None
 
 
 class ExactRoute(Route):
@@ -46,100 +60,113 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
     """
     codes = errors.codes(settings)
     origins = Origins(settings.cors_allowed_origin, settings.host)
-    names = settings.names_in_paths
-    sessions = Sessions(
-        SessionStore(
-            Path(settings.sessions_path), settings.sessions_expiration, settings.max_sessions
-        )
-        if settings.enable_stateful_sessions
-        else None,
-        Tenants(settings.cache_salt_header),
-    )
+    rows: dict[str, dict[str, Row]] = {}
+    for row in _table(backend, settings):
+        rows.setdefault(row.path, {})[row.method] = row
 
-    def ready(handler: Handler) -> Answer:
-        """Wrap a handler: it is called if the server is ready, and the path's model is ours."""
-
-        def answer(call: HttpCall) -> Awaitable[None]:
-            pipeline = backend.pipeline
-            _require_model(call.scope, names)
-            return handler(call, pipeline)
-
-        return answer
-
-    def route(path: str, handler: Handler, *methods: str) -> Route:
-        shape = errors.shape(path, codes)
-        return ExactRoute(
-            path,
-            RecordedEndpoint(
-                *(path, ready(handler), Gate(methods, origins, access), lambda _: shape),
-                *(backend.error_rates, backend.objectives, backend.tracer),
-            ),
-        )
-
-    def plain(path: str, app: ASGIApp, access: Access | None, *methods: str) -> Route:
-        return ExactRoute(
-            path, Endpoint(app, Gate(methods, origins, access), errors.shape(path, codes))
-        )
-
-    invocations = Invocations(settings, sessions).answer
-    openai = OpenAI(sessions).answer
-    files = backend.files
-    management = info.Management(settings, backend)
-    pages = [
-        *(plain(path, info.page, None, "GET") for path in ui.FILES),
-        plain(protocol.UI_STATUS, info.Status(backend), access, "GET"),
-    ]
-    router: ASGIApp = Router(
-        [
-            *(route(path, invocations, "POST") for path in protocol.INVOCATIONS),
-            *(
-                route(path, openai, "POST")
-                for path in protocol.ENGINE_PATHS
-                if settings.tokenizes or path not in protocol.TOKENIZER_PATHS
-            ),
-            route(protocol.EXECUTION_PARAMETERS, info.Parameters(settings).answer, "GET"),
-            route(protocol.FILES, files.files, "GET", "POST"),
-            route(f"{protocol.FILES}/{{id}}", files.file, "GET", "DELETE"),
-            route(f"{protocol.FILES}/{{id}}/content", files.content, "GET"),
-            route(protocol.BATCHES, files.batches, "GET", "POST"),
-            route(f"{protocol.BATCHES}/{{id}}", files.batch, "GET"),
-            route(f"{protocol.BATCHES}/{{id}}/cancel", files.cancel, "POST"),
-            route(protocol.MODELS, info.models, "GET"),
-            route(f"{protocol.MODELS}/{{id:path}}", info.model, "GET"),
-            route(protocol.KV_EVENT_SOURCES, info.kv_event_sources, "GET"),
-            *(
-                route(f"{path}{rest}", handler, *methods)
-                for path in protocol.ADAPTERS
-                for rest, handler, methods in (
-                    ("", adapters.every, ("GET", "POST")),
-                    ("/{name}", adapters.one, ("GET", "DELETE")),
-                    ("/{name}/update", adapters.update, ("POST",)),
-                )
-            ),
-            *(
-                route(path, handler, "GET", "POST")
-                for path, handler in zip(
-                    protocol.MANAGEMENT, (management.models, management.workflows), strict=True
-                )
-            ),
-            *(route(path, management.model, "GET", "PUT", "DELETE") for path in protocol.MANAGED),
-            route(protocol.SERVER_LOGGING, management.logging, "POST"),
-            *(plain(path, info.Ping(backend, access), None) for path in protocol.PROBES),
-            *(
-                plain(path, info.Metrics(backend), access, "GET")
-                for path in (protocol.METRICS, protocol.SERVER_METRICS)
-            ),
-            *(pages if settings.serves_ui else ()),
-        ],
-        redirect_slashes=False,
-        default=RecordedEndpoint(
-            "other",
-            _nothing,
-            Gate((), origins, access),
-            lambda path: errors.shape(path, codes),
+    def recorded(
+        path: str, handler: Handler, methods: Iterable[str], shape: Callable[[str], ErrorShape]
+    ) -> RecordedEndpoint:
+        return RecordedEndpoint(
+            *(path, handler, Gate((*methods,), origins, access), shape),
             *(backend.error_rates, backend.objectives, backend.tracer),
-        ),
-    )
+        )
+
+    def route(path: str, by_method: Mapping[str, Row]) -> ExactRoute:
+        shape = errors.shape(path, codes)
+        handler = _answering(by_method, backend, settings)
+        return ExactRoute(path, recorded(path, handler, by_method, lambda _: shape))
+
+    routes = [route(*it) for it in rows.items()] + [
+        ExactRoute(path, Endpoint(app, Gate(methods, origins, keys), errors.shape(path, codes)))
+        for path, app, keys, methods in _unrecorded(backend, settings, access)
+    ]
+    others = recorded("other", _nothing, (), lambda path: errors.shape(path, codes))
+    return _for_pages(Router(routes, redirect_slashes=False, default=others), settings)
+
+
+def _table(backend: Backend, settings: Settings) -> Iterator[Row]:
+    """The routes whose requests are recorded."""
+    sessions = Sessions(_session_store(settings), Tenants(settings.cache_salt_header))
+    for path in protocol.INVOCATIONS:
+        yield Row("POST", path, Invocations(settings, sessions).answer)
+    for path in protocol.ENGINE_PATHS:
+        if settings.tokenizes or path not in protocol.TOKENIZER_PATHS:
+            yield Row("POST", path, OpenAI(sessions).answer)
+    yield Row("GET", protocol.EXECUTION_PARAMETERS, info.Parameters(settings).answer)
+    files, file, batch = backend.files, f"{protocol.FILES}/{{id}}", f"{protocol.BATCHES}/{{id}}"
+    yield Row("GET", protocol.FILES, files.files)
+    yield Row("POST", protocol.FILES, files.receive)
+    yield Row("GET", file, files.file)
+    yield Row("DELETE", file, files.delete)
+    yield Row("GET", f"{file}/content", files.content)
+    yield Row("GET", protocol.BATCHES, files.batches)
+    yield Row("POST", protocol.BATCHES, files.make, new_batch)
+    yield Row("GET", batch, files.batch)
+    yield Row("POST", f"{batch}/cancel", files.cancel)
+    yield Row("GET", protocol.MODELS, info.models)
+    yield Row("GET", f"{protocol.MODELS}/{{id:path}}", info.model)
+    yield Row("GET", protocol.KV_EVENT_SOURCES, info.kv_event_sources)
+    for path in protocol.ADAPTERS:
+        yield Row("GET", path, adapters.page)
+        yield Row("POST", path, adapters.register, adapters.parameters)
+        yield Row("GET", f"{path}/{{name}}", adapters.describe)
+        yield Row("DELETE", f"{path}/{{name}}", adapters.unregister)
+        yield Row("POST", f"{path}/{{name}}/update", adapters.update, adapters.parameters)
+    management, (models, workflows) = info.Management(settings, backend), protocol.MANAGEMENT
+    yield Row("GET", models, management.models)
+    yield Row("POST", models, management.register)
+    yield Row("GET", workflows, management.workflows)
+    yield Row("POST", workflows, management.register_workflow)
+    for path in protocol.MANAGED:
+        yield Row("GET", path, management.model)
+        yield Row("PUT", path, management.scale)
+        yield Row("DELETE", path, management.unload)
+    yield Row("POST", protocol.SERVER_LOGGING, management.logging)
+
+
+def _unrecorded(
+    backend: Backend, settings: Settings, access: Access
+) -> Iterator[tuple[str, ASGIApp, Access | None, tuple[str, ...]]]:
+    """The other routes: path, app, who may ask, and methods; none for any."""
+    for path in protocol.PROBES:
+        yield path, info.Ping(backend, access), None, ()
+    for path in (protocol.METRICS, protocol.SERVER_METRICS):
+        yield path, info.Metrics(backend), access, ("GET",)
+    if settings.serves_ui:
+        for path in ui.FILES:
+            yield path, info.page, None, ("GET",)
+        yield protocol.UI_STATUS, info.Status(backend), access, ("GET",)
+
+
+def _answering(rows: Mapping[str, Row], backend: Backend, settings: Settings) -> Handler:
+    """Return what answers a path, by its rows, if the server is ready and the path's model is ours.
+    rows: by method.
+    """
+
+    async def answer(call: HttpCall) -> None:
+        pipeline = backend.pipeline
+        _require_model(call.scope, settings.names_in_paths)
+        row = rows[call.scope["method"]]
+        given: list[object] = []
+        if row.reader:
+            given = [row.reader(await pipeline.bodies.read(call.scope, call.receive))]
+        content = await row.handler(call, pipeline, *given)
+        if content is not None:
+            await call.reply(Response(msgspec.json.encode(content), media_type="application/json"))
+
+    return answer
+
+
+def _session_store(settings: Settings) -> SessionStore | None:
+    if not settings.enable_stateful_sessions:
+        return None
+    folder = Path(settings.sessions_path)
+    return SessionStore(folder, settings.sessions_expiration, settings.max_sessions)
+
+
+def _for_pages(router: Router, settings: Settings) -> ASGIApp:
+    """Let the web pages call that the operator allows (CORS)."""
     if not settings.cors_allowed_origin:
         return router
     cors = CORSMiddleware(

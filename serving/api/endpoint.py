@@ -15,7 +15,7 @@ from serving.access.access import Access
 from serving.access.caller import ANYBODY, Caller
 from serving.cancellation import ClientLeft
 from serving.errors import ErrorShape, MethodNotAllowed, NotReady, ServingError
-from serving.http.bodies import Sender, sender
+from serving.http.bodies import Answer, Sender, sender
 from serving.http.origins import Origins
 from serving.inference.request import HttpCall
 from serving.observability.access_log import AccessRecord
@@ -23,7 +23,8 @@ from serving.observability.error_rate import ErrorRates
 from serving.observability.objectives import Objectives
 from serving.observability.tracing import Tracer
 
-Answer = Callable[[HttpCall], Awaitable[None]]
+Handler = Callable[[HttpCall], Awaitable[None]]
+"""Answers a request. Raises ServingError and ClientLeft."""
 
 
 class Endpoint:
@@ -57,7 +58,7 @@ class RecordedEndpoint:
     def __init__(
         self,
         route: str,
-        answer: Answer,
+        handler: Handler,
         gate: "Gate",
         shape: Callable[[str], ErrorShape],
         rates: ErrorRates,
@@ -65,7 +66,7 @@ class RecordedEndpoint:
         tracer: Tracer | None,
     ) -> None:
         self._route = route
-        self._answer = answer
+        self._handler = handler
         self._gate = gate
         self._shape = shape
         self._rates = rates
@@ -76,24 +77,25 @@ class RecordedEndpoint:
         record = AccessRecord(self._route, scope, self._tracer)
         scope["headers"] = record.with_id(scope["headers"])
         connection = sender(send)
-        send, shape = record.wrap(send), self._shape(scope["path"])
+        sent, shape = Answer(send), self._shape(scope["path"])
+        sent.at_head(record.head)
 
         def answer(scope: Scope, caller: Caller) -> Awaitable[None]:
             record.caller = caller
-            return self._answer(HttpCall(scope, receive, send, record, shape, connection))
+            return self._handler(HttpCall(scope, receive, sent, record, shape))
 
         try:
             error = await self._gate.run(scope, answer, connection)
             if error:
                 record.error = error
                 if not record.status:
-                    await shape.response(error)(scope, receive, send)
+                    await shape.response(error)(scope, receive, sent)
         finally:
             if record.caller.is_client:
                 if record.error:
                     self._rates.count(record.error)
                 self._objectives.count(record)
-                record.close()
+                record.close(complete=sent.complete)
 
 
 class Gate:

@@ -71,23 +71,8 @@ class Metrics:
         await response(scope, receive, send)
 
 
-async def models(call: HttpCall, pipeline: Pipeline) -> None:
+async def models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
     """/v1/models: the engine's models, and the caller's adapters by their own names."""
-    await JSONResponse(await _models(call, pipeline))(call.scope, call.receive, call.send)
-
-
-async def model(call: HttpCall, pipeline: Pipeline) -> None:
-    """/v1/models/ID: one entry of the list. Clients test a connection with it."""
-    name = call.scope["path_params"]["id"]
-    listed = (await _models(call, pipeline))["data"]
-    found = next((it for it in listed if it["id"] == name), None)
-    if found is None:
-        raise NotFound(f"the model {name!r:.140} does not exist; GET {MODELS} lists those that do")
-    await JSONResponse(found)(call.scope, call.receive, call.send)
-
-
-async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the models that the caller may use, in vLLM's format."""
     listed = await pipeline.engine.models()
     caller = call.record.caller
     base = [
@@ -103,10 +88,19 @@ async def _models(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
     return listed
 
 
-async def kv_event_sources(call: HttpCall, pipeline: Pipeline) -> None:
+async def model(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
+    """/v1/models/ID: one entry of the list. Clients test a connection with it."""
+    name = call.scope["path_params"]["id"]
+    found: dict[str, Any]
+    for found in (await models(call, pipeline))["data"]:
+        if found["id"] == name:
+            return found
+    raise NotFound(f"the model {name!r:.140} does not exist; GET {MODELS} lists those that do")
+
+
+async def kv_event_sources(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
     """/kv_event_sources: the engine's answer with the address of each rank's KV events."""
-    found = await pipeline.engine.kv_event_sources()
-    await JSONResponse(found)(call.scope, call.receive, call.send)
+    return await pipeline.engine.kv_event_sources()
 
 
 class Parameters:
@@ -119,14 +113,13 @@ class Parameters:
         self._queue_size = settings.job_queue_size
         self._largest_mb = settings.max_request_size // 10**6
 
-    async def answer(self, call: HttpCall, pipeline: Pipeline) -> None:
+    async def answer(self, call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
         transforms = min(pipeline.engine.concurrency, self._queue_size, 100)
-        parameters = {
+        return {
             "MaxConcurrentTransforms": transforms,
             "BatchStrategy": "MULTI_RECORD",
             "MaxPayloadInMB": min(100 // transforms, self._largest_mb) or 1,
         }
-        await JSONResponse(parameters)(call.scope, call.receive, call.send)
 
 
 class Management:
@@ -140,38 +133,37 @@ class Management:
         self._settings = settings
         self._backend = backend
 
-    async def models(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET lists the model; POST would register one."""
-        if call.scope["method"] == "POST":
-            raise Conflict(
-                "models are not registered here: this server has the one that it was started with, "
-                f"{self._name}; start a server for each model, and put them behind one address"
-            )
+    async def models(self, call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
         listed = {"modelName": self._name, "modelUrl": self._settings.model_id, "status": "READY"}
-        await _answer(call, {"models": [listed]})
+        return {"models": [listed]}
 
-    async def workflows(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET lists the model's; POST would register one."""
-        if call.scope["method"] == "POST":
-            raise Conflict("there are no workflows here; have clients call one model after another")
-        await _answer(call, {"workflows": [{"workflowName": self._name}]})
+    async def register(self, call: HttpCall, pipeline: Pipeline) -> None:
+        raise Conflict(
+            "models are not registered here: this server has the one that it was started with, "
+            f"{self._name}; start a server for each model, and put them behind one address"
+        )
 
-    async def model(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET describes the model; PUT would scale its workers, and DELETE unload it."""
-        match call.scope["method"]:
-            case "PUT":
-                raise Conflict(
-                    "workers are not scaled here: OPTION_COPIES says at the start how many copies "
-                    "of the model there are, and OPTION_MAX_ROLLING_BATCH_SIZE how many requests "
-                    "each answers at a time; start more servers behind the router, or more "
-                    "instances"
-                )
-            case "DELETE":
-                raise Conflict(
-                    f"{self._name} is not unloaded while the server runs; stop the server instead"
-                )
+    async def workflows(self, call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
+        return {"workflows": [{"workflowName": self._name}]}
+
+    async def register_workflow(self, call: HttpCall, pipeline: Pipeline) -> None:
+        raise Conflict("there are no workflows here; have clients call one model after another")
+
+    async def model(self, call: HttpCall, pipeline: Pipeline) -> list[dict[str, Any]]:
         name = call.scope["path_params"]["model"]
-        await _answer(call, [{"workflowName": name, "models": [self._described(name, pipeline)]}])
+        return [{"workflowName": name, "models": [self._described(name, pipeline)]}]
+
+    async def scale(self, call: HttpCall, pipeline: Pipeline) -> None:
+        raise Conflict(
+            "workers are not scaled here: OPTION_COPIES says at the start how many copies of the "
+            "model there are, and OPTION_MAX_ROLLING_BATCH_SIZE how many requests each answers at "
+            "a time; start more servers behind the router, or more instances"
+        )
+
+    async def unload(self, call: HttpCall, pipeline: Pipeline) -> None:
+        raise Conflict(
+            f"{self._name} is not unloaded while the server runs; stop the server instead"
+        )
 
     async def logging(self, call: HttpCall, pipeline: Pipeline) -> None:
         """POST would set the log's level."""
@@ -206,7 +198,3 @@ class Management:
 
 
 _CPU = {"deviceType": "cpu", "deviceId": -1}
-
-
-async def _answer(call: HttpCall, content: Any) -> None:
-    await JSONResponse(content)(call.scope, call.receive, call.send)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """/invocations and its equivalent paths: the body decides the operation."""
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
 
 from starlette.responses import Response
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from handlers import openai, payloads
 from handlers.custom import RAW
@@ -14,12 +15,13 @@ from handlers.multipart import CONTENT_TYPE
 from handlers.records import FormatError
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
+from serving.api.openai import answer_path
 from serving.api.parts import answer_lines, answer_list
 from serving.api.sessions import Sessions
 from serving.errors import BadRequest, InternalFunction
 from serving.http.bodies import header
-from serving.inference.custom_handler import CustomHandlerCall
-from serving.inference.fields import RequestFields, bad_request, fields
+from serving.inference.content.fields import RequestFields, bad_request
+from serving.inference.custom_handler import is_handled
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import (
     JSON_LINES,
@@ -27,9 +29,8 @@ from serving.inference.request import (
     ClientRequest,
     Framing,
     HttpCall,
-    InferenceRequest,
-    adapter_named,
     adapters_named,
+    inference_request,
 )
 from serving.protocol import (
     AUDIO_PATHS,
@@ -59,7 +60,8 @@ class Invocations:
 
     async def answer(self, call: HttpCall, pipeline: Pipeline) -> None:
         async def answer(client: ClientRequest) -> None:
-            await self._run(client, await self._sessions.joined(client), pipeline)
+            await self._sessions.join(client)
+            await self._run(client, pipeline)
 
         async with pipeline.received(call) as client:
             if header(call.scope, HANDLER):
@@ -67,7 +69,7 @@ class Invocations:
                     "the header `handler` names a function of the server's; leave it out"
                 )
             if response := await self._sessions.answer(client):
-                await response(call.scope, call.receive, call.send)
+                await call.reply(response)
             elif handler := pipeline.custom_handler:
                 await self._handle(handler, client, call, pipeline)
             else:
@@ -81,22 +83,22 @@ class Invocations:
             raise BadRequest("requests to this model's model.py are not computed for other servers")
         pipeline.require_model(client)
         pipeline.admission.require_places(0, room=False)  # the engine's capacity does not help it
-        send = await self._sessions.joined(client)
+        await self._sessions.join(client)
         with client.admitted.watching(call.receive):
-            if await CustomHandlerCall(handler, client, send).answered():
+            if await is_handled(handler, client):
                 return
             if handler.alone:  # LMI's answer if handle has returned None
-                await Response(status_code=204)(call.scope, call.receive, send)
+                await call.reply(Response(status_code=204))
                 return
-            await self._run(client, send, pipeline)
+            await self._run(client, pipeline)
 
-    async def _run(self, client: ClientRequest, send: Send, pipeline: Pipeline) -> None:
+    async def _run(self, client: ClientRequest, pipeline: Pipeline) -> None:
         """Let the engine answer one request, several lines, or a list with several adapters."""
         kind = header(client.scope, b"content-type").decode("latin-1")
         route = self._route(client.scope)
         form = pipeline.engine.hears and kind.lower().startswith(CONTENT_TYPE)
         if route in AUDIO_PATHS or (form and not route):
-            await self._hear(client, route or TRANSCRIPTIONS, send, pipeline)
+            await answer_path(client, route or TRANSCRIPTIONS, pipeline)
             return
         raw = kind.lower().startswith(RAW)
         requests = iter([client.body]) if raw else await _requests(client)
@@ -106,46 +108,22 @@ class Invocations:
                 raise BadRequest(
                     f"{CUSTOM_ROUTE}{route} is for one request; several lines came: send one"
                 )
-            lines = itertools.chain([body, second], requests)
-            await answer_lines(client, lines, send, pipeline)
+            await answer_lines(client, itertools.chain([body, second], requests), pipeline)
             return
-        found = RequestFields() if raw else self._fields(client, body)
-        named = adapter_named if route else adapters_named
-        adapter = named(client, found, pipeline.adapters)
-        if isinstance(adapter, list):
-            await answer_list(client, body, adapter, send, pipeline)
+        if body is not client.body:
+            client = dataclasses.replace(client, body=body)
+        found = RequestFields() if raw else client.fields
+        named = None if route else adapters_named(client, found, pipeline.adapters)
+        if isinstance(named, list):
+            await answer_list(client, named, pipeline)
             return
-        request = InferenceRequest(
-            client=client,
-            send=send,
-            cancellation=client.admitted,
-            body=body,
-            fields=found,
-            adapter=adapter,
+        request = inference_request(
+            *(client, pipeline.adapters),
+            adapter=named,
             framing=SSE if route else self._framing(client.scope),
-            begun=client.admitted.go,
             parse=openai.on(route) if route else None,
             content_type=kind,
             raw=raw,
-            writer=client.writer,
-        )
-        await pipeline.run(request)
-
-    async def _hear(self, client: ClientRequest, path: str, send: Send, pipeline: Pipeline) -> None:
-        """Transcribe or translate a form with a file."""
-        form = await pipeline.form(client, path)
-        found = client.fields()
-        request = InferenceRequest(
-            client=client,
-            send=send,
-            cancellation=client.admitted,
-            body=client.body,
-            fields=found,
-            adapter=adapter_named(client, found, pipeline.adapters),
-            framing=SSE,
-            begun=client.admitted.go,
-            parse=openai.on(path),
-            form=form,
         )
         await pipeline.run(request)
 
@@ -168,9 +146,6 @@ class Invocations:
                 )
             return path
         return None
-
-    def _fields(self, client: ClientRequest, body: bytes) -> RequestFields:
-        return client.fields() if body is client.body else fields(body)
 
     def _framing(self, scope: Scope) -> Framing:
         accept = header(scope, b"accept")

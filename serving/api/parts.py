@@ -5,38 +5,25 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from starlette.types import Message, Send
-
 from handlers import lmi
 from handlers.records import FormatError
 from serving import errors
 from serving.cancellation import ClientLeft
 from serving.errors import BadRequest, ServingError
-from serving.inference.fields import bad_request, fields
+from serving.http.bodies import Collected
+from serving.inference.content.fields import bad_request
 from serving.inference.pipeline import Pipeline
-from serving.inference.relay import json_headers
-from serving.inference.request import JSON_LINES, ClientRequest, InferenceRequest, adapter_named
+from serving.inference.request import JSON_LINES, ClientRequest, Part, inference_request
 
 
-class _Answer:
-    """Collects the body of an answer."""
-
-    def __init__(self) -> None:
-        self.body = bytearray()
-
-    async def send(self, message: Message) -> None:
-        self.body += message.get("body", b"")
-
-
-async def answer_lines(
-    client: ClientRequest, lines: Iterator[bytes], send: Send, pipeline: Pipeline
-) -> None:
+async def answer_lines(client: ClientRequest, lines: Iterator[bytes], pipeline: Pipeline) -> None:
     """Answer several requests in order, with a line for each; an error is also a line.
 
     Only one line waits for the engine at a time, in the body's place of the queue. The cancellation
     of the body cancels each of its lines, and this function waits for them.
     """
     headers = [(b"content-type", JSON_LINES.content_type)]
+    send = client.answer
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     answers: deque[asyncio.Task[bytes]] = deque()
 
@@ -66,26 +53,17 @@ async def _line(
     client: ClientRequest, line: bytes, begun: Callable[[], None], pipeline: Pipeline
 ) -> bytes:
     """Return the answer to a line. begun: called when the engine gets it, or will not get it."""
-    answer = _Answer()
+    answer = Collected()
     try:
         with client.admitted.part() as cancellation:
-            found = fields(line)
-            adapter = adapter_named(client, found, pipeline.adapters)
-            if found.streamed:
+            part = Part(line, answer, cancellation, begun)
+            request = inference_request(
+                *(client, pipeline.adapters, part), framing=JSON_LINES, refusable=False
+            )
+            if request.fields.streamed:
                 raise BadRequest(
                     "one of several lines cannot be streamed; leave stream out", "stream"
                 )
-            request = InferenceRequest(
-                client=client,
-                send=answer.send,
-                cancellation=cancellation,
-                body=line,
-                fields=found,
-                adapter=adapter,
-                framing=JSON_LINES,
-                begun=begun,
-                refusable=False,
-            )
             await pipeline.run(request)
             return JSON_LINES.frame(bytes(answer.body))
     except ClientLeft:
@@ -98,9 +76,7 @@ async def _line(
         begun()
 
 
-async def answer_list(
-    client: ClientRequest, body: bytes, adapters: list[str], send: Send, pipeline: Pipeline
-) -> None:
+async def answer_list(client: ClientRequest, adapters: list[str], pipeline: Pipeline) -> None:
     """Answer a request with a list of inputs, each with its own adapter, concurrently.
 
     The first error ends all inputs, and is raised.
@@ -108,23 +84,17 @@ async def answer_list(
     admitted = client.admitted
     pipeline.admission.require_places(len(adapters) - 1)
     try:
-        parts = lmi.split(body, len(adapters))
+        parts = lmi.split(client.body, len(adapters))
     except FormatError as error:
         raise bad_request(error) from None
     admitted.take(len(parts) - 1)
 
-    async def answered(part: bytes, adapter: str) -> bytes:
-        answer = _Answer()
+    async def answered(body: bytes, adapter: str) -> bytes:
+        answer = Collected()
         try:
-            request = InferenceRequest(
-                client=client,
-                send=answer.send,
-                cancellation=admitted,
-                body=part,
-                fields=fields(part),
-                adapter=adapter,
-                framing=JSON_LINES,
-                begun=admitted.go,
+            part = Part(body, answer, admitted, admitted.go)
+            request = inference_request(
+                *(client, pipeline.adapters, part), adapter=adapter, framing=JSON_LINES
             )
             await pipeline.run(request)
         except (ServingError, ClientLeft) as error:
@@ -141,5 +111,6 @@ async def answer_list(
     if admitted.cause:
         raise admitted.cause
     whole = b"[" + b",".join(answer.result() for answer in answers) + b"]"
-    await send({"type": "http.response.start", "status": 200, "headers": json_headers(whole)})
-    await send({"type": "http.response.body", "body": whole})
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(whole))]
+    await client.answer({"type": "http.response.start", "status": 200, "headers": headers})
+    await client.answer({"type": "http.response.body", "body": whole})

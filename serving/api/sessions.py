@@ -2,7 +2,7 @@
 """SageMaker's stateful sessions over HTTP: calls that begin or end one, and requests within one."""
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Send
+from starlette.types import Message
 
 from serving.api.session_store import SessionStore
 from serving.errors import BadRequest
@@ -30,7 +30,7 @@ class Sessions:
         """Return the answer to a call that begins or ends a session; None for any other request."""
         if not self._store or b"requestType" not in client.body:
             return None
-        found = client.fields_of_json()
+        found = client.fields_of_json
         command = found.session_command if found else None
         if not command:
             return None
@@ -54,30 +54,27 @@ class Sessions:
             )
         return JSONResponse({"result": answer}, headers=headers)
 
-    async def joined(self, client: ClientRequest) -> Send:
-        """Check the session that a request names. Returns a `send` for its answer. If the request
-        asks for a new session, a successful answer begins it.
+    async def join(self, client: ClientRequest) -> None:
+        """Check the session that a request names, and record its answer. If the request asks for a
+        new session, a successful answer begins it.
         """
-        name, store, send = (
-            header(client.scope, SESSION_ID).decode("latin-1"),
-            self._store,
-            client.send,
-        )
+        name, store = header(client.scope, SESSION_ID).decode("latin-1"), self._store
         if not name or not store:
-            return send
+            return
         tenant = self._tenant(client)
         if name != "NEW_SESSION":
             with client.admitted.raising():
                 await store.use(name, tenant)
 
-        async def send_in_session(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] < 400:
-                session = name
-                if name == "NEW_SESSION":
-                    session, value = await store.create(tenant)
-                    more = [(key.lower().encode(), value.encode()) for key in _NEW_SESSION]
-                    message = {**message, "headers": [*message["headers"], *more]}
-                store.answered(session)
-            await send(message)
+        async def head(message: Message) -> Message:
+            if message["status"] >= 400:
+                return message
+            session = name
+            if name == "NEW_SESSION":
+                session, value = await store.create(tenant)
+                more = [(key.lower().encode(), value.encode()) for key in _NEW_SESSION]
+                message = {**message, "headers": [*message["headers"], *more]}
+            store.answered(session)
+            return message
 
-        return send_in_session
+        client.answer.at_head(head)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse
 
 from handlers.records import FormatError, read
 from lmi_config.options.declared import Settings
@@ -21,7 +21,7 @@ from serving.batch.runner import Runner
 from serving.batch.store import Store, owner
 from serving.batch.upload import received
 from serving.errors import BadRequest, Conflict, NotFound, NotReady, Overloaded
-from serving.inference.fields import bad_request
+from serving.inference.content.fields import bad_request
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import HttpCall
 from serving.kv_cache.salt import Tenants
@@ -46,7 +46,7 @@ class _ExpiresAfter(msgspec.Struct):
     seconds: int
 
 
-class _NewBatch(msgspec.Struct):
+class NewBatch(msgspec.Struct):
     input_file_id: str
     endpoint: str
     completion_window: str
@@ -54,7 +54,15 @@ class _NewBatch(msgspec.Struct):
     output_expires_after: _ExpiresAfter | None = None
 
 
-_read_new_batch = msgspec.json.Decoder(_NewBatch).decode
+_read_new_batch = msgspec.json.Decoder(NewBatch).decode
+
+
+def new_batch(body: bytes) -> NewBatch:
+    """Read a request for a batch. Raises BadRequest."""
+    try:
+        return read(_read_new_batch, body)
+    except FormatError as error:
+        raise bad_request(error) from None
 
 
 class FilesAndBatches:
@@ -71,28 +79,25 @@ class FilesAndBatches:
         self._uploads = Counter[str | None]()  # by owner
         self.runner: Runner | None = None
 
-    async def files(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET lists files, POST receives one."""
-        store, whose = self._store, self._owner(call)
-        if call.scope["method"] == "POST":
-            await _answer(call, await self._received(call, store, whose))
-            return
-        found = await _on_disk(store.files, whose)
+    async def files(self, call: HttpCall, pipeline: Pipeline) -> object:
+        found = await _on_disk(self._store.files, self._owner(call))
         if purpose := Request(call.scope).query_params.get("purpose"):
             found = [file for file in found if file.purpose == purpose]
-        await _answer(call, _page(call, found, 10_000, 10_000))
+        return _page(call, found, 10_000, 10_000)
 
-    async def file(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET describes a file, DELETE deletes it."""
-        store, name, whose = self._store, call.scope["path_params"]["id"], self._owner(call)
-        if call.scope["method"] == "DELETE":
-            await _on_disk(store.delete, name, whose)
-            await _answer(call, {"id": name, "object": "file", "deleted": True})
-            return
-        await _answer(call, await _on_disk(store.file, name, whose))
+    async def receive(self, call: HttpCall, pipeline: Pipeline) -> File:
+        return await self._received(call, self._store, self._owner(call))
+
+    async def file(self, call: HttpCall, pipeline: Pipeline) -> File:
+        name = call.scope["path_params"]["id"]
+        return await _on_disk(self._store.file, name, self._owner(call))
+
+    async def delete(self, call: HttpCall, pipeline: Pipeline) -> object:
+        name = call.scope["path_params"]["id"]
+        await _on_disk(self._store.delete, name, self._owner(call))
+        return {"id": name, "object": "file", "deleted": True}
 
     async def content(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET is a file's content."""
         store, name = self._store, call.scope["path_params"]["id"]
         whose = self._owner(call)
         file = await _on_disk(store.file, name, whose)
@@ -105,31 +110,26 @@ class FilesAndBatches:
                 filename=file.filename,
                 headers={"x-content-type-options": "nosniff"},
             )
-            await answer(call.scope, call.receive, call.send)
+            await call.reply(answer)
 
-    async def batches(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET lists batches, POST makes one."""
-        store, whose = self._store, self._owner(call)
-        if call.scope["method"] == "POST":
-            await _answer(call, await self._made(call, pipeline, store, whose))
-            return
-        list_them = functools.partial(store.batches, anybodys=_administers(call))
+    async def batches(self, call: HttpCall, pipeline: Pipeline) -> object:
+        whose = self._owner(call)
+        list_them = functools.partial(self._store.batches, anybodys=_administers(call))
         found = [_seen_by(owned, whose) for owned in await _on_disk(list_them, whose)]
-        await _answer(call, _page(call, found, 20, 100))
+        return _page(call, found, 20, 100)
 
-    async def batch(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """GET describes a batch."""
-        await _answer(call, (await self._named(call)).batch)
+    async def batch(self, call: HttpCall, pipeline: Pipeline) -> Batch:
+        return (await self._named(call)).batch
 
-    async def cancel(self, call: HttpCall, pipeline: Pipeline) -> None:
-        """POST ends a batch, with the answers that it has. An administrator's may be anybody's."""
+    async def cancel(self, call: HttpCall, pipeline: Pipeline) -> Batch:
+        """End a batch, with the answers that it has. An administrator's may be anybody's."""
         anybodys = _administers(call)
         batch = (await self._named(call, anybodys=anybodys)).batch
         if not batch.status.open:
             raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
         await _on_disk(self._store.ask_to_cancel, batch.id)
         owned = await self._named(call, anybodys=anybodys)
-        await _answer(call, _seen_by(owned, self._owner(call)))
+        return _seen_by(owned, self._owner(call))
 
     @property
     def _store(self) -> Store:
@@ -171,14 +171,8 @@ class FilesAndBatches:
             if path:
                 await in_thread(path.unlink, True)
 
-    async def _made(
-        self, call: HttpCall, pipeline: Pipeline, store: Store, whose: str | None
-    ) -> Batch:
-        body = await pipeline.bodies.read(call.scope, call.receive)
-        try:
-            asked = read(_read_new_batch, body)
-        except FormatError as error:
-            raise bad_request(error) from None
+    async def make(self, call: HttpCall, pipeline: Pipeline, asked: NewBatch) -> Batch:
+        store = self._store
         if asked.endpoint not in BATCH_ENDPOINTS:
             endpoints = ", ".join(BATCH_ENDPOINTS)
             raise BadRequest(
@@ -204,7 +198,7 @@ class FilesAndBatches:
         )
         owned = OwnedBatch(
             batch=batch,
-            owner=whose,
+            owner=self._owner(call),
             caller=call.record.caller,
             tenant=self._tenant_header(call),
             output=records.new_id(FILE),
@@ -255,11 +249,6 @@ async def _on_disk(function: Callable[..., R], *args: object) -> R:
 
 def _unusable(error: OSError) -> NotReady:
     return NotReady(f"OPTION_BATCH_FOLDER cannot be used: {error.strerror}")
-
-
-async def _answer(call: HttpCall, value: object) -> None:
-    body = msgspec.json.encode(value)
-    await Response(body, media_type="application/json")(call.scope, call.receive, call.send)
 
 
 def _page(call: HttpCall, found: Sequence[T], default: int, most: int) -> dict[str, object]:

@@ -111,7 +111,7 @@ class _Other:
         body = bytearray()
         try:
             url = self._url + scope["path"]
-            async with self._client.post(url, data=request.body, headers=headers) as answer:
+            async with self._client.post(url, data=request.part.body, headers=headers) as answer:
                 status, again = answer.status, "retry-after" in answer.headers
                 async for piece in answer.content.iter_any():
                     body += piece
@@ -127,8 +127,8 @@ class _Other:
             await self.look()
             if not self.up:
                 raise Lost
-        await request.send({"type": "http.response.start", "status": status})
-        await request.send({"type": "http.response.body", "body": bytes(body)})
+        await request.part.answer({"type": "http.response.start", "status": status})
+        await request.part.answer({"type": "http.response.body", "body": bytes(body)})
 
 
 class Lanes:

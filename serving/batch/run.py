@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 from prometheus_client import Counter
-from starlette.types import Message, Scope
+from starlette.types import Scope
 
 from handlers import openai
 from lmi_config.options.declared import Settings
@@ -38,9 +38,16 @@ from serving.errors import (
     ServingError,
     StorageFull,
 )
+from serving.http.bodies import Answer, Collected
 from serving.inference.admission import Admitted
 from serving.inference.pipeline import Pipeline
-from serving.inference.request import JSON_LINES, ClientRequest, InferenceRequest, adapter_named
+from serving.inference.request import (
+    JSON_LINES,
+    ClientRequest,
+    InferenceRequest,
+    Part,
+    inference_request,
+)
 from serving.observability.access_log import AccessRecord
 from serving.protocol import BATCHES, REQUEST_ID
 
@@ -77,18 +84,6 @@ class _Ends(ServingError):
         super().__init__(status or "left")
         self.status = status
         self.fault = fault
-
-
-class _Answer:
-    """Collects an answer."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = bytearray()
-
-    async def send(self, message: Message) -> None:
-        self.status = message.get("status", self.status)
-        self.body += message.get("body", b"")
 
 
 class Run:
@@ -254,7 +249,7 @@ class Run:
         while True:
             try:
                 with self._end.part() as cancellation:
-                    answer = _Answer()
+                    answer = Collected()
                     if not lane:
                         with cancellation.raising():
                             lane = await self._lanes.take()
@@ -287,7 +282,7 @@ class Run:
                 await asyncio.sleep(AGAIN_S)
 
     def _request(
-        self, request: str, line: Line, cancellation: Cancellation, answer: _Answer
+        self, request: str, line: Line, cancellation: Cancellation, answer: Collected
     ) -> InferenceRequest:
         """Raises ServingError."""
         headers = [(REQUEST_ID, request.encode()), (b"content-type", b"application/json")]
@@ -307,19 +302,14 @@ class Run:
         }
         record = AccessRecord(BATCHES, scope)
         record.caller = self._caller
-        client = ClientRequest(scope, answer.send, self._end, record, self._shape, line.body)
-        found = client.fields()
-        if found.streamed:
+        sent = Answer(answer)
+        client = ClientRequest(scope, sent, self._end, record, self._shape, line.body)
+        if client.fields.streamed:
             raise BadRequest("a line of a batch cannot be streamed; leave stream out", "stream")
-        return InferenceRequest(
-            client=client,
-            send=answer.send,
-            cancellation=cancellation,
-            body=line.body,
-            fields=found,
-            adapter=adapter_named(client, found, self._pipeline.adapters),
+        return inference_request(
+            *(client, self._pipeline.adapters),
+            Part(line.body, answer, cancellation, lambda: None),
             framing=JSON_LINES,
-            begun=lambda: None,
             parse=openai.on(self._batch.endpoint),
             refusable=False,
             background=True,

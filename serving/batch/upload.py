@@ -12,7 +12,7 @@ from serving.aio import in_thread
 from serving.cancellation import ClientLeft
 from serving.errors import TooLarge
 from serving.http.bodies import header
-from serving.inference.fields import bad_request
+from serving.inference.content.fields import bad_request
 
 WRITTEN = 2**20
 """Bytes that are written at a time."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies: receiving them, limiting the memory that they take, and writing them without waiting."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
 from starlette.types import Message, Receive, Scope, Send
@@ -15,13 +15,18 @@ FREE = 64 * 1024
 
 
 class Writer(Protocol):
-    """Writes parts of an answer's body without awaiting, in order with parts that are sent."""
+    """Writes an answer: `send` of ASGI, and parts of the body without awaiting, in one order.
+
+    What wraps a writer wraps both, and so sees every part of a body.
+    """
+
+    def __call__(self, message: Message) -> Awaitable[None]: ...
 
     def takes(self) -> bool:
-        """Whether it can write now: the head was sent, and the client keeps up."""
+        """Whether write() is allowed now: the head was sent, and the client keeps up."""
 
     def write(self, part: bytes) -> None:
-        """Write a part. Only allowed right after takes() has returned True."""
+        """Write a part of the body. Only allowed right after takes() has returned True."""
 
 
 class Sender(Writer, Protocol):
@@ -31,12 +36,71 @@ class Sender(Writer, Protocol):
 
     refusal: ServingError | None
 
-    def __call__(self, message: Message) -> Awaitable[None]: ...
-
 
 def sender(send: Send) -> Sender | None:
     """Return `send` if it is the connection's own, and None if it is wrapped."""
     return cast(Sender, send) if hasattr(send, "refusal") else None
+
+
+Head = Callable[[Message], Awaitable[Message]]
+"""Returns the head of an answer with its changes."""
+
+
+class Answer:
+    """A client's answer (Writer). What changes its head sees no part of the body.
+
+    send: the connection's own, or one that wraps it, and sees all parts.
+    """
+
+    def __init__(self, send: Send) -> None:
+        connection = sender(send)
+        self._send = send
+        self._heads: list[Head] = []
+        self.takes = connection.takes if connection else _never
+        self.write = connection.write if connection else _unwritten
+        self.complete = False
+        """Whether its last part has been sent."""
+
+    def at_head(self, change: Head) -> None:
+        """Have a function change the head, before those that were added earlier."""
+        self._heads.insert(0, change)
+
+    def __call__(self, message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            return self._begin(message)
+        self.complete = self.complete or not message.get("more_body")
+        return self._send(message)
+
+    async def _begin(self, message: Message) -> None:
+        for change in self._heads:
+            message = await change(message)
+        await self._send(message)
+
+
+def _never() -> bool:
+    return False
+
+
+def _unwritten(part: bytes) -> None:
+    raise AssertionError("a wrapped `send` gets messages")
+
+
+class Collected:
+    """Collects an answer (Writer)."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    async def __call__(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.write(message.get("body", b""))
+
+    def takes(self) -> bool:
+        return True
+
+    def write(self, part: bytes) -> None:
+        self.body += part
 
 
 def header(scope: Scope, name: bytes) -> bytes:

@@ -48,7 +48,7 @@ async def shared_key(client: ClientRequest, tenants: Tenants) -> Hashable:
         return None
     if b'"stream"' in body and header(scope, b"content-type").lower().startswith(_FORM):
         return None  # whether the form wants a stream is not worth parsing it twice
-    if b'"stream"' in body and (fields := client.fields_of_json()) and fields.streamed:
+    if b'"stream"' in body and (fields := client.fields_of_json) and fields.streamed:
         return None
     names = (INFERENCE_ID, ADAPTER_ID, SESSION_ID, b"accept", b"content-type")
     tenant = tenants.tenant(client.record.caller, scope["headers"])

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from handlers.records import EngineCall, Step
+from handlers.records import Step
 from serving import errors
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine.base import Call, Engine, Usage
 from serving.errors import EngineFailed, ServingError, UserCodeFailed
+from serving.inference.prepare import Rendering
 from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
 from serving.protocol import FORMATTED
@@ -108,40 +109,29 @@ class _Formatting:
 class Relay:
     """The sink of a request's engine call (base.Sink).
 
-    adapter: the adapter of the call; clients never see its inner name. formatter: renders the
-    answer instead of the call's own reply. formatted: whether a model.py formats the call or its
-    answer; if so, the head of a stream has the header FORMATTED.
+    adapter: the adapter of the call; clients never see its inner name.
     """
 
     def __init__(
-        self,
-        request: InferenceRequest,
-        call: EngineCall,
-        adapter: Adapter | None,
-        formatter: UserCode | None,
-        *,
-        formatted: bool,
+        self, request: InferenceRequest, rendering: Rendering, adapter: Adapter | None
     ) -> None:
         self.usage = Usage()
         """The engine's usage, once it has begun."""
         # The request
         self._client = request.client
-        self._client_send = request.send
-        self._client_writer = None if formatter else request.writer
+        self._writer = request.part.answer
         self._cancellation = request.cancellation
-        self._framing = request.framing
         # The answer
+        self._framing, self._reply, self._steps, self._formatter, self._formatted = rendering
         self._names = _names(adapter)
-        self._formatted = formatted
-        self._formatter = formatter
         self._formatting = (
-            _Formatting(formatter, self._write_formatted, self._cancellation) if formatter else None
+            _Formatting(self._formatter, self._write_formatted, self._cancellation)
+            if self._formatter
+            else None
         )
         """The formatter's queue for a stream."""
-        self._reply = None if formatter else call.reply
-        self._steps = None if formatter else call.steps
         self._verbatim = (
-            not formatter and call.reply is None and request.framing in (SSE, NAMED_EVENTS)
+            not self._formatter and not self._reply and self._framing in (SSE, NAMED_EVENTS)
         )
         """Whether a stream is passed through byte for byte."""
         self._state = State.WAITING
@@ -152,11 +142,6 @@ class Relay:
         self._whole: _Whole | None = None
         self._error: ServingError | None = None
         """The error that the engine ended the call with."""
-
-    @property
-    def takes_steps(self) -> bool:
-        """Whether the sink takes a stream's steps instead of its events."""
-        return self._steps is not None
 
     async def run(self, engine: Engine, call: Call) -> None:
         """Let the engine answer. Raises ServingError if no part was sent yet, and ClientLeft."""
@@ -227,22 +212,20 @@ class Relay:
         return (
             self._state is State.STREAMING
             and self._head is None
+            and self._formatter is None
             and not self._cancellation.cause
-            and self._client_writer is not None
-            and self._client_writer.takes()
+            and self._writer.takes()
         )
 
     def write(self, event: bytes) -> None:
-        assert self._client_writer
         if self._verbatim and not self._names:
-            self._client_writer.write(event)
+            self._writer.write(event)
         elif body := self._rendered(lambda: self._framed(event)):
-            self._client_writer.write(body)
+            self._writer.write(body)
 
     def write_step(self, step: Step) -> None:
-        assert self._client_writer
         if body := self._rendered(lambda: self._stepped(step)):
-            self._client_writer.write(body)
+            self._writer.write(body)
 
     async def fail(self, error: ServingError) -> None:
         if self._state is State.STREAMING and isinstance(error, EngineFailed):
@@ -281,7 +264,8 @@ class Relay:
 
     def _stepped(self, step: Step) -> bytes:
         assert self._steps
-        return b"".join(map(self._framing.frame, self._steps.step(step)))
+        _, before, after = self._framing
+        return b"".join([before + line + after for line in self._steps.step(step)])
 
     async def _write_formatted(self, texts: list[bytes]) -> None:
         if body := b"".join(self._framing.text(text) for text in texts if text):
@@ -320,12 +304,8 @@ class Relay:
             self._state = State.DONE
         if self._head is not None:
             head, self._head = self._head, None
-            await self._client_send({"type": "http.response.start", "status": 200, "headers": head})
-        await self._client_send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            await self._writer({"type": "http.response.start", "status": 200, "headers": head})
+        await self._writer({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def _names(adapter: Adapter | None) -> tuple[bytes, bytes] | None:

@@ -5,20 +5,21 @@ A route gets an HttpCall. A ClientRequest also has the body. An InferenceRequest
 the engine: the client's whole request, one of its JSON lines, or one item of its list.
 """
 
-import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import parse_qs
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope
 
 from handlers.multipart import Form
+from serving.access.caller import Phase
 from serving.cancellation import Cancellation
 from serving.errors import BadRequest, ErrorShape, NotFound
-from serving.http.bodies import Writer, header
+from serving.http.bodies import Answer, Writer, header
 from serving.inference.admission import Admitted
-from serving.inference.fields import Parse, RequestFields, fields, fields_of_json
+from serving.inference.content.fields import Parse, RequestFields, fields
 from serving.lora.registry import AdapterRegistry
 from serving.observability.access_log import AccessRecord
 from serving.protocol import ADAPTER_ID, ADAPTER_IN_QUERY
@@ -47,96 +48,130 @@ NAMED_EVENTS = SSE._replace(before=b"event: error\ndata: ")
 """For streams whose events have names. Only errors are framed with it."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HttpCall:
-    """An HTTP request as a route gets it.
-
-    errors: the shape of its API's errors. writer: writes parts of the answer's body without
-    awaiting (the fast path), if the connection has one.
-    """
+    """An HTTP request as a route gets it. errors: the shape of its API's errors."""
 
     scope: Scope
     receive: Receive
-    send: Send
+    answer: Answer
     record: AccessRecord
     errors: ErrorShape
-    writer: Writer | None = None
+
+    async def reply(self, response: ASGIApp) -> None:
+        """Answer with a response of Starlette's."""
+        await response(self.scope, self.receive, self.answer)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class ClientRequest:
-    """A client's request for inference, with its body.
+    """A client's request for inference, admitted, with its body.
 
-    send: sends the answer. admitted: its cancellation, and its places in the queue. errors: the
-    shape of its API's errors. known: the body's fields, if they have been read already. writer:
-    writes the answer past `send`, if no code between must see it. transfer: the source of the
-    prompt's KV, for the first call that takes it.
+    admitted: its cancellation, and its places in the queue. errors: the shape of its API's errors.
+    transfer: the source of the prompt's KV.
     """
 
     scope: Scope
-    send: Send
+    answer: Answer
     admitted: Admitted
     record: AccessRecord
     errors: ErrorShape
     body: bytes
-    known: RequestFields | None = None
-    writer: Writer | None = None
-    transfer: dict[str, object] | None = None
+    transfer: Mapping[str, object] | None = None
 
-    def take_transfer(self) -> dict[str, object] | None:
-        taken, self.transfer = self.transfer, None
-        return taken
-
-    def again(self, admitted: Admitted, send: Send) -> "ClientRequest":
-        """Return the same request, shared by several clients."""
-        return dataclasses.replace(self, admitted=admitted, send=send, writer=None)
-
+    @functools.cached_property
     def fields(self) -> RequestFields:
-        """Return the body's fields, which are read once. Raises BadRequest."""
-        if self.known is None:
-            self.known = fields(self.body)
-        return self.known
+        """The body's fields, which are read once. Raises BadRequest."""
+        return fields(self.body)
 
+    @property
     def fields_of_json(self) -> RequestFields | None:
-        """Return the same, or None if the body is not a request in JSON."""
-        if self.known is None:
-            self.known = fields_of_json(self.body)
-        return self.known
+        """The same, or None if the body is not a request in JSON."""
+        try:
+            return self.fields
+        except BadRequest:
+            return None
 
 
-@dataclass(slots=True)
+class Part(NamedTuple):
+    """A line of a client's body, or an item of its list, which has its own answer.
+
+    cancellation: a line may be cancelled before its client's request. begun: called when the engine
+    gets it.
+    """
+
+    body: bytes
+    answer: Writer
+    cancellation: Cancellation
+    begun: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """One request to the engine: a client's whole request, one of its lines, or one list item.
 
-    client: the client's request that it belongs to. send: gets the answer. cancellation: its
-    cancellation; a line may be cancelled before its client's request. adapter: its name, "" for the
-    base model by name, None if the request names none. framing: the client's framing of a stream.
-    begun: called when the engine gets the request. parse: reads the body; None to decide by the
-    body's keys. refusable: whether a full queue may refuse it. background: whether it waits until
-    no other request waits, without a limit; its timeout begins then. content_type: the client's,
-    for an input formatter. raw: whether the body has that type, and is not JSON. form: the body, if
-    it is a form with a file. writer: the client's writer, if this request has the whole answer.
+    client: the client's request that it belongs to. part: its body, and the place of its answer.
+    adapter: its name, "" for the base model by name, None if the request names none. framing: the
+    client's framing of a stream. parse: reads the body; None to decide by the body's keys.
+    refusable: whether a full queue may refuse it. background: whether it waits until no other
+    request waits, without a limit; its timeout begins then. content_type: the client's, for an
+    input formatter. raw: whether the body has that type, and is not JSON. form: the body, if it is
+    a form with a file. transfer: the source of the prompt's KV.
     """
 
     client: ClientRequest
-    send: Send
-    cancellation: Cancellation
-    body: bytes
+    part: Part
     fields: RequestFields
     adapter: str | None
     framing: Framing
-    begun: Callable[[], None]
-    parse: Parse | None = None
-    refusable: bool = True
-    background: bool = False
-    content_type: str = ""
-    raw: bool = False
-    form: Form | None = None
-    writer: Writer | None = None
+    parse: Parse | None
+    refusable: bool
+    background: bool
+    content_type: str
+    raw: bool
+    form: Form | None
+    transfer: Mapping[str, object] | None
 
-    def rewritten(self, body: bytes) -> "InferenceRequest":
-        """Return the same request with a formatter's body. Raises BadRequest."""
-        return dataclasses.replace(self, body=body, fields=fields(body), raw=False)
+    @property
+    def cancellation(self) -> Cancellation:
+        return self.part.cancellation
+
+    @property
+    def phase(self) -> Phase:
+        return self.client.record.caller.phase
+
+
+def inference_request(
+    client: ClientRequest,
+    adapters: AdapterRegistry | None,
+    part: Part | None = None,
+    *,
+    adapter: str | None = None,
+    framing: Framing = SSE,
+    parse: Parse | None = None,
+    refusable: bool = True,
+    background: bool = False,
+    content_type: str = "",
+    raw: bool = False,
+    form: Form | None = None,
+) -> InferenceRequest:
+    """Build a request to the engine: of a client's whole request, or of a part of it.
+
+    adapter: if its name is known already. Raises BadRequest and NotFound.
+    """
+    if form:
+        found = fields(form.json())
+    elif part:
+        found = fields(part.body)
+    else:
+        found = RequestFields() if raw else client.fields
+    if adapter is None:
+        adapter = adapter_named(client, found, adapters)
+    whole = Part(client.body, client.answer, client.admitted, client.admitted.go)
+    return InferenceRequest(
+        *(client, part or whole, found, adapter, framing, parse, refusable, background),
+        *(content_type, raw, form, None if part else client.transfer),
+    )
 
 
 def adapters_named(

@@ -3,7 +3,7 @@
 
 An engine that has computed a prompt returns the address of its KV. A router puts the address in
 front of the body of the same request to another server, and signs it. Such parameters in a client's
-own body are refused (see inference/limits.py).
+own body are refused (see inference/content/checks.py).
 """
 
 import hashlib

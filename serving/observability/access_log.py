@@ -6,10 +6,10 @@ import functools
 import random
 import re
 import time
-from collections.abc import Awaitable, Container, Iterable
+from collections.abc import Container, Iterable
 
 from prometheus_client import Counter, Histogram
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Scope
 
 from serving import protocol
 from serving.access.caller import ANYBODY, Caller, Phase
@@ -91,7 +91,6 @@ class AccessRecord:
         self._route = route
         self._method = scope["method"]
         self._began = time.perf_counter()
-        self._last: Message | None = None
         self.id = request_id(scope["headers"])
         self.status = 0
         """The answer's status, once its head is sent; 0 before."""
@@ -121,21 +120,13 @@ class AccessRecord:
         others = [header for header in headers if header[0] != protocol.REQUEST_ID]
         return [*others, self._header]
 
-    def wrap(self, send: Send) -> Send:
-        """Return a `send` that records the answer, and then calls `send`."""
-
-        def recording(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                self.status = message["status"]
-                headers = [*message.get("headers", ()), *self.headers, self._header]
-                if names := [it for it in sorted(self._ignored) if _NAME.fullmatch(it)][:NAMES]:
-                    headers.append((protocol.IGNORED, ", ".join(names).encode()))
-                message = {**message, "headers": headers}
-            elif not message.get("more_body"):
-                self._last = message
-            return send(message)
-
-        return recording
+    async def head(self, message: Message) -> Message:
+        """Record the head of the answer, and return it with further headers."""
+        self.status = message["status"]
+        headers = [*message.get("headers", ()), *self.headers, self._header]
+        if names := [it for it in sorted(self._ignored) if _NAME.fullmatch(it)][:NAMES]:
+            headers.append((protocol.IGNORED, ", ".join(names).encode()))
+        return {**message, "headers": headers}
 
     def ignored(self, fields: Iterable[str], known: Container[str]) -> None:
         """Note keys of the request that have no effect. known: the keys that have separate series;
@@ -178,8 +169,10 @@ class AccessRecord:
         """Return the span of a part of the work for it, or a context manager that yields None."""
         return self.trace.part(name) if self.trace else _UNTRACED
 
-    def close(self) -> None:
-        """At the request's end: count it, write its log line and end its span."""
+    def close(self, *, complete: bool) -> None:
+        """At the request's end: count it, write its log line and end its span. complete: whether
+        the answer was sent to its end.
+        """
         seconds = time.perf_counter() - self._began
         status = self.status or CLIENT_LEFT
         _requests(self._route, self.adapter is not None, status // 100).inc()
@@ -196,7 +189,7 @@ class AccessRecord:
             phase=self.caller.phase,
             adapter=redacted(self.adapter) if self.adapter else None,
             error=type(self.error).__name__ if self.error else "",
-            complete=self._last is not None,
+            complete=complete,
             prompt_tokens=prompt,
             cached_tokens=cached,
             completion_tokens=completion,

@@ -4,7 +4,7 @@
 import pytest
 
 from lmi_config.options.declared import Settings
-from serving.inference.limits import INPUTS, MESSAGES, SHORTENED, TOKENIZED
+from serving.inference.content.checks import INPUTS, MESSAGES, SHORTENED, TOKENIZED
 from serving.protocol import (
     AGENTS_PATHS,
     AUDIO_PATHS,

@@ -16,8 +16,8 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from serving.engine import vllm
 from serving.engine.patches.frontend import forms
 from serving.errors import BadRequest
-from serving.inference import limits
-from serving.inference.fields import fields
+from serving.inference.content import checks
+from serving.inference.content.fields import fields
 from tests.serving.engine import vllms_app
 
 USER = {"role": "user", "content": "a"}
@@ -114,7 +114,7 @@ except ValidationError as error:
 @pytest.mark.parametrize("size", [256 * 1024, 4 * 1024**2])
 def test_no_body_holds_the_event_loop(app, size):
     """Its turns by the thread's own CPU time, in which other work on the machine has no part. What
-    limits.py refuses goes no further, as in the server.
+    checks.py refuses goes no further, as in the server.
     """
     base = {"model": "m", "max_tokens": 1}
     needed = {"/v1/responses": {"input": "a"}, "/v1/completions": {"prompt": "a"}}
@@ -124,10 +124,10 @@ def test_no_body_holds_the_event_loop(app, size):
         body = json.dumps({**base, "messages": [USER], **needed.get(path, {}), **more}).encode()
         began = time.thread_time()
         try:
-            limits.check(found := fields(body), trusted=False)
+            checks.check(found := fields(body), trusted=False)
             if path == "/v1/responses":
-                limits.check_kept(found)
-                limits.check_items(found)
+                checks.check_kept(found)
+                checks.check_items(found)
         except BadRequest:
             return time.thread_time() - began
         await client.post(path, content=body, headers={"content-type": "application/json"})

@@ -2,7 +2,7 @@
 """What clients can reach of vLLM's request models: a new vLLM's additions fail here.
 
 Who finds this test red after an update of vLLM asks of each new field what a client could make of
-it, and gives it a limit in serving/inference/limits.py, or its reason here.
+it, and gives it a limit in serving/inference/content/checks.py, or its reason here.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
 
 from handlers import lmi
 from serving.engine.requests import pooling as ours
-from serving.inference import limits, media
-from serving.inference.fields import PAIRS
+from serving.inference.content import checks, media
+from serving.inference.content.fields import PAIRS
 from serving.protocol import ENGINE_PATHS, RERANK_PATHS, SCORE_PATHS
 
 REQUESTS = {
@@ -65,12 +65,12 @@ REQUESTS = {
 }
 
 LIMITED = {
-    *(*limits._INTERNAL, *limits._LONGEST, *PAIRS),
+    *(*checks._INTERNAL, *checks._LONGEST, *PAIRS),
     *("n", "prompt", "input", "messages", "echo", "prompt_logprobs", "repetition_detection"),
     *("system", "top_k", "stream_interval", "priority"),
     *("instruction", "max_tokens_per_query", "max_tokens_per_doc"),
 }
-"""By serving/inference/limits.py."""
+"""By serving/inference/content/checks.py."""
 
 REWRITTEN = {
     "cache_salt": "the engine gets a digest",
@@ -82,7 +82,7 @@ REFUSED = dict.fromkeys(
 ) | {
     "prompt_embeds": "by vLLM, unless the operator enables them; VLLM_MAX_EMBED_DECODE_BYTES",
     "suffix": "by vLLM, always",
-    **dict.fromkeys(limits.KEPT.keys() - {"prompt"}, "by limits.check_kept()"),
+    **dict.fromkeys(checks.KEPT.keys() - {"prompt"}, "by checks.check_kept()"),
 }
 VLLM_LIMITS = {
     "logprobs": "max_logprobs",

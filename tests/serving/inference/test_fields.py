@@ -7,8 +7,8 @@ import pytest
 
 from handlers import payloads
 from serving.errors import BadRequest
-from serving.inference import limits
-from serving.inference.fields import RequestFields, fields, fields_of, formats
+from serving.inference.content import checks
+from serving.inference.content.fields import RequestFields, fields, fields_of, formats
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_text_that_is_a_request_after_all_is_known_by_the_same_keys():
 
 def test_every_key_that_has_a_limit_is_read():
     known = set(RequestFields.__struct_fields__)
-    assert {*limits._INTERNAL, *limits._LONGEST} <= known
+    assert {*checks._INTERNAL, *checks._LONGEST} <= known
 
 
 @pytest.mark.parametrize(

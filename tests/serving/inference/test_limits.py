@@ -5,8 +5,15 @@ import json
 
 import pytest
 
-from serving.inference.fields import GUIDED
-from serving.inference.limits import INPUTS, MESSAGES, PROMPT_LOGPROBS, SEQUENCES, TOKENS, VALUES
+from serving.inference.content.checks import (
+    INPUTS,
+    MESSAGES,
+    PROMPT_LOGPROBS,
+    SEQUENCES,
+    TOKENS,
+    VALUES,
+)
+from serving.inference.content.fields import GUIDED
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -496,6 +503,15 @@ async def test_an_adapter_call_has_the_limit_of_all_bodies(shared):
 )
 async def test_bodies_have_so_many_keys_and_values(large, path, body, told):
     assert told in await refused(large, path, body)
+
+
+async def test_a_request_that_may_be_sent_again_has_so_many_keys(large):
+    """Whether it wants a stream, whose answer is not shared, is read before all else."""
+    body = {"prompt": "a", "stream": False, **{f"k{n}": n for n in range(140_000)}}
+    answer = await large.post(
+        "/v1/completions", body, headers={"X-Amzn-SageMaker-Inference-Id": "1"}
+    )
+    assert (answer.status_code, "at most 131072 keys" in answer.text) == (400, True)
 
 
 async def test_marks_in_texts_are_no_values(large):

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from PIL import Image
 
 from serving.errors import BadRequest
-from serving.inference import media
-from serving.inference.media import is_public
+from serving.inference.content import media
+from serving.inference.content.media import is_public
 from serving.protocol import ENGINE_PATHS
 from tests.fake_engine import whole
 from tests.serving.conftest import running
@@ -181,13 +181,13 @@ def inside(content=PIXEL, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-async def prepared(request, *rest):
+async def prepared(request, allowed, limit, sharers=None):
     """A body as the engine has it: the pipeline reads and prepares it in this way."""
     values = json.loads(request)
     if not media.may_have_media(request):
         return request
     before = json.dumps(values)
-    await media.prepare(values, *rest)
+    await media.give_uuids(await media.fetch(values, allowed, limit), sharers)
     after = json.dumps(values)
     return request if after == before else after.encode()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serving.engine.base import Call
 from serving.errors import BadRequest
-from serving.inference.fields import fields
+from serving.inference.content.fields import fields
 from serving.kv_cache import salt as kv_salt
 from tests.serving.conftest import running
 

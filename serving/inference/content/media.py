@@ -6,8 +6,8 @@
 - vLLM decodes all media that it gets. So the pixels of a request have a limit.
 - vLLM caches media. The key is the part's `uuid`, or else a digest of the content, and both are the
   same for all clients. So each part gets a `uuid` that only clients with shared KV caches have in
-  common. Agents' APIs have no field for it: there serving/engine/requests/agents.py adds it to the
-  parts that vLLM makes of the request.
+  common. Agents' APIs have no field for it: serving/engine/patches/frontend/media_names.py adds it
+  to the parts that vLLM makes of the request.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from PIL import Image, UnidentifiedImageError
 
 from serving.aio import in_thread
 from serving.errors import BadRequest
-from serving.inference.fields import PAIRS
+from serving.inference.content.fields import PAIRS
 from serving.kv_cache.salt import scoped_name
 
 MEDIA = 32  # most media to fetch in a request; also most pieces of audio, video and embeddings
@@ -38,23 +38,18 @@ FETCH_S = 10.0  # for one medium, from its host's name to its last byte; all are
 CONNECT_S = 3.0  # for each address of a host
 ANY = "*"  # as a host that media may come from: every host with public addresses only
 _CONVERSATIONS = ("messages", "input")
-"""Keys whose parts may have media, as PAIRS may. limits.py limits the parts of both."""
+"""Keys whose parts may have media, as PAIRS may. checks.py limits the parts of both."""
 
 
-async def prepare(
-    request: Mapping[str, Any],
-    allowed: Collection[str],
-    limit: int,
-    sharers: str | None = None,
-    pairs: bool = False,
-) -> None:
-    """Change a request in place so that the engine may have its media.
+async def fetch(
+    request: Mapping[str, Any], allowed: Collection[str], limit: int, pairs: bool = False
+) -> list[dict[str, Any]]:
+    """Fetch and measure the media of a request, in place. Returns its parts with media.
 
     allowed: hosts that media may come from, by their DNS names, in any case, or ANY. limit: most
-    bytes of all fetched media of the request. sharers: the cache salt of the clients that share KV
-    caches, or None if all clients do. pairs: whether the engine compares texts, which then have the
-    media. Raises BadRequest for media that must not or cannot be fetched, are too many or too
-    large.
+    bytes of all fetched media of the request. pairs: whether the engine compares texts, which then
+    have the media. Raises BadRequest for media that must not or cannot be fetched, are too many or
+    too large.
     """
     arguments = request.get("mm_processor_kwargs")
     if arguments and await in_thread(_has_place, arguments):
@@ -64,13 +59,13 @@ async def prepare(
         for part in _parts([request.get(key) for key in (PAIRS if pairs else _CONVERSATIONS)])
         if _is_of_messages(part) or not part.keys().isdisjoint(_OF_MEDIA)
     ]
-    if not parts:
-        return
     for part in filter(_is_of_messages, parts):
         _as_url(part["source"])
     _require_few(parts)
-    await _fetch_all(_remote(parts, {name.lower() for name in allowed}), limit)
-    await in_thread(_look_at, parts, sharers)
+    if parts:
+        await _fetch_all(_remote(parts, {name.lower() for name in allowed}), limit)
+        await in_thread(_require_pixels, parts)  # takes long for megabytes of data
+    return parts
 
 
 # The keys below consist of letters and the underscore, so other escapes do not matter.
@@ -202,12 +197,6 @@ _BY_TYPE = {**{key: key for key in _KEYS}, "input_image": "image_url"}
 _OF_MEDIA = {*_KEYS, "uuid"}
 
 
-def _look_at(parts: list[dict[str, Any]], sharers: str | None) -> None:
-    """Call _require_pixels() and _rename(), which take long for megabytes of data."""
-    _require_pixels(parts)
-    _rename(parts, sharers)
-
-
 def _require_few(parts: list[dict[str, Any]]) -> None:
     """Raise BadRequest for too many media, whether they are inline or must be fetched."""
     keys = [key for part in parts for key in _KEYS if part.get(key) is not None]
@@ -277,18 +266,20 @@ def _pixels(data: str) -> int:
     raise BadRequest(message, "messages")
 
 
-def _rename(parts: list[dict[str, Any]], sharers: str | None) -> bool:
-    """Give parts the uuids for the engine's caches. Returns whether any part got one.
+async def give_uuids(parts: list[dict[str, Any]], sharers: str | None) -> None:
+    """Give parts with media the uuids for the engine's caches, in place.
 
-    A client's uuid is replaced even if all clients share KV caches. In vLLM's cache, uuids and
+    sharers: the cache salt of the clients that share KV caches, or None if all clients do. A
+    client's uuid is replaced even if all clients share KV caches. In vLLM's cache, uuids and
     digests of contents are keys of the same table. A uuid that is equal to such a digest would
     return another client's picture.
     """
-    names = [_name(part, sharers) for part in parts]
-    for part, name in zip(parts, names, strict=True):
-        if name:
-            part["uuid"] = name
-    return any(names)
+    if sharers is None and not any("uuid" in it for it in parts):
+        return
+    names = await in_thread(lambda: [_name(it, sharers) for it in parts])
+    for part, uuid in zip(parts, names, strict=True):
+        if uuid:
+            part["uuid"] = uuid
 
 
 def _name(part: dict[str, Any], sharers: str | None) -> str | None:

@@ -29,7 +29,7 @@ from serving.protocol import (
 )
 
 MOST = 2048
-"""Most prompts in any request. limits.py has lower limits by kind, for the engine's call."""
+"""Most prompts in any request. checks.py has lower limits by kind, for the engine's call."""
 ADAPTERS = 1024
 """Most names in a list of adapters."""
 KEYS = 131_072
@@ -85,7 +85,7 @@ class RequestFields(msgspec.Struct, gc=False):
     stream: msgspec.Raw = _NONE
     n: msgspec.Raw = _NONE
     cache_salt: msgspec.Raw = _NONE
-    # More fields for limits.py.
+    # More fields for checks.py.
     kv_transfer_params: msgspec.Raw = _NONE
     ec_transfer_params: msgspec.Raw = _NONE
     vllm_xargs: msgspec.Raw = _NONE
@@ -247,14 +247,6 @@ def fields(body: bytes) -> RequestFields:
         return read(_read_fields, body)
     except FormatError as error:
         raise bad_request(error) from None
-
-
-def fields_of_json(body: bytes) -> RequestFields | None:
-    """Return the fields of a body, or None if it is not a request in JSON."""
-    try:
-        return _read_fields(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def fields_of(values: Mapping[str, Any]) -> RequestFields:

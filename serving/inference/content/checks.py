@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from serving.errors import BadRequest
-from serving.inference.fields import (
+from serving.inference.content.fields import (
     MARKS,
     PAIRS,
     RequestFields,

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The third step of a request: its adapter, and the salt of those who may share its caches."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from lmi_config.options.declared import Settings
+from serving import protocol
+from serving.engine.base import Call
+from serving.errors import NotFound
+from serving.http.bodies import header
+from serving.inference.content import media
+from serving.inference.prepare import Prepared
+from serving.inference.request import InferenceRequest
+from serving.kv_cache import salt as kv_salt
+from serving.lora.adapter import Adapter
+
+LAST = 2**31 - 1
+"""vLLM's priority of background requests: vLLM runs low numbers first."""
+
+
+class Isolated(NamedTuple):
+    """What separates a request from others in the engine.
+
+    body: its values, with the model's name. adapter, salt, name_medium, priority: as Call has them.
+    """
+
+    body: dict[str, Any]
+    adapter: str | None
+    salt: str | None
+    name_medium: Callable[[str], str] | None
+    priority: int | None
+
+
+async def isolate(
+    request: InferenceRequest,
+    prepared: Prepared,
+    adapter: Adapter | None,
+    tenant: str | None,
+    settings: Settings,
+) -> Isolated:
+    """Return what separates a request from others, and name its media. Raises BadRequest and
+    NotFound.
+    """
+    path, found = prepared.path, prepared.fields
+    inner = adapter.inner if adapter else None
+    salt = kv_salt.digest(tenant, found.salt(), inner)
+    await media.give_uuids(prepared.media, salt)
+    body = prepared.body
+    if not adapter:
+        if request.adapter == "" or (
+            # Anthropic's format requires a model, and requests to SageMaker have none.
+            not request.parse and path == protocol.MESSAGES and not found.model
+        ):
+            body = {**body, "model": settings.model_names[0]}
+        else:
+            _require_known(found.model, settings)
+    nameless = salt and path in protocol.AGENTS_PATHS
+    return Isolated(
+        body,
+        inner,
+        None if path in protocol.TOKENIZER_PATHS else salt,
+        functools.partial(kv_salt.scoped_name, salt) if nameless else None,
+        _priority(request, settings),
+    )
+
+
+def engine_call(
+    request: InferenceRequest, prepared: Prepared, isolated: Isolated, trace: Mapping[str, str]
+) -> Call:
+    """Return the engine's call. trace: the headers of the trace context."""
+    scope, form = request.client.scope, request.form
+    return Call(
+        prepared.path,
+        isolated.body,
+        prepared.size,
+        request.cancellation,
+        header(scope, protocol.REQUEST_ID).decode("latin-1"),
+        file=form.file if form else None,
+        is_json=_is_json(request, prepared.path),
+        adapter=isolated.adapter,
+        salt=isolated.salt,
+        name_medium=isolated.name_medium,
+        priority=isolated.priority,
+        transfer=prepared.transfer,
+        trace=trace,
+        session=header(scope, protocol.VLLM_SESSION_ID).decode("latin-1") or None,
+        steps=prepared.rendering.steps is not None,
+    )
+
+
+def _require_known(model: str | None, settings: Settings) -> None:
+    """Raise NotFound unless `model` is one of the base model's names. The engine may know other
+    names, which neither the registry nor the client's key has checked.
+    """
+    if model and model not in settings.model_names:
+        names = ", ".join(settings.model_names)
+        raise NotFound(
+            f"The model `{model:.140}` does not exist. The model here is called {names:.300}: "
+            "send one of these or none. OPTION_ENDPOINT_NAME adds the name of an endpoint"
+        )
+
+
+def _priority(request: InferenceRequest, settings: Settings) -> int | None:
+    """Return the request's priority in the engine's queue; None if its body decides."""
+    if settings.engine.get("scheduling_policy") != "priority":
+        return None
+    caller = request.client.record.caller
+    if request.background:
+        return LAST
+    return caller.priority if caller.name or caller.priority else None
+
+
+def _is_json(request: InferenceRequest, path: str) -> bool:
+    """Whether the body is JSON. On /invocations every body is JSON, with any content type."""
+    scope = request.client.scope
+    kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
+    return path != scope["path"] or kind == b"application/json"
