@@ -32,7 +32,7 @@ from pathlib import Path
 
 from lmi_config.options import arguments, parsers, settings
 from lmi_config.options.declared import SELF_SIGNED, Settings
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import explain
 from serving.exit import USAGE_ERROR, Exit, failure, report

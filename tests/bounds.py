@@ -59,7 +59,10 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/access/tokens.py": ["Verifier._verify jwt.decode"],
     },
     "Identities that routers sign": {
-        "serving/access/identity.py": ["Signer._decode jwt.decode", "Signer.name_of jwt.decode"],
+        "serving/access/signed_identity.py": [
+            "Signer._decode jwt.decode",
+            "Signer.name_of jwt.decode",
+        ],
     },
     "An issuer's keys": {
         "serving/access/issuer.py": ["Issuer._discovered json.loads", "_get answer.aiter_raw"],
@@ -141,7 +144,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/observability/capture.py": ["_of_our_form json.loads", "_read lines.readline"],
     },
     "Answers of the cache server": {
-        "serving/kv_cache/server.py": ["CacheServer._read_series answer.aiter_bytes"],
+        "serving/kv_cache/cache_server.py": ["CacheServer._read_series answer.aiter_bytes"],
     },
     "The compile cache": {
         "lmi_config/plan/compile_cache.py": ["manifest file.read", "manifest msgspec.json.decode"],
@@ -160,7 +163,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_object json.loads",
         ],
         "lmi_config/options/secure.py": ["_content file.read", "_templated json.loads"],
-        "serving/kv_cache/identity.py": [
+        "serving/kv_cache/fingerprints.py": [
             "_length file.read",
             "_length json.loads",
             "steady_path file.read",
@@ -169,7 +172,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "Option files": {
         "lmi_config/facts/strict_yaml.py": ["read_file file.read"],
-        "lmi_config/options/files.py": [
+        "lmi_config/options/option_files.py": [
             "_properties file.read",
             "_properties javaproperties.loads",
         ],
@@ -428,7 +431,7 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "run log.read_bytes": "files and programs of `slipway tune`, which the operator runs",
         "run result.read_bytes": "files and programs of `slipway tune`, which the operator runs",
     },
-    "serving/tune/server.py": {
+    "serving/tune/tuned_server.py": {
         "Server.reason json.loads": "files and programs of `slipway tune`, which the operator runs",
         "Server.reason self._log.read_text": (
             "files and programs of `slipway tune`, which the operator runs"

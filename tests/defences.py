@@ -20,7 +20,7 @@ from serving.batch.store import Store
 from serving.engine.base import Call
 from serving.http.bodies import Bodies
 from serving.kv_cache.salt import Tenants
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.protocol import UI
 from serving.ui.page import FILES
 from tests.serving.kv_cache.test_disk import SERVER as DISK_SERVER
@@ -230,7 +230,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Every server downloads an unusable listed adapter again and again": Removed(
         "tests/serving/lora/test_shared_list.py::test_what_is_listed_and_of_no_use_is_fetched_once",
-        {"serving.lora.registry:REFUSED": 0},
+        {"serving.lora.adapter_registry:REFUSED": 0},
     ),
     "A listing of S3 that does not end": Removed(
         "tests/serving/sources/test_s3.py::test_a_listing_without_end_is_given_up_and_stops",
@@ -238,7 +238,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Servers that share a download folder remove each other's adapters": Removed(
         f"{ADAPTERS}test_servers_that_share_a_folder_keep_each_others_adapters",
-        {"serving.lora.files:fcntl.flock": nothing},
+        {"serving.lora.adapter_files:fcntl.flock": nothing},
     ),
     "A push to the hub between the plan and the download": Removed(
         "tests/serving/sources/test_hub.py::test_what_is_fetched_is_what_was_looked_at",
@@ -264,7 +264,10 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "An adapter's name or `src` escapes its folder or bucket": Removed(
         f"{ADAPTERS}test_bad_input[parameters2-400-should be letters]",
-        {"serving.lora.registry:NAME": EVERYTHING, "serving.lora.files:AdapterFiles._allowed": yes},
+        {
+            "serving.lora.adapter_registry:NAME": EVERYTHING,
+            "serving.lora.adapter_files:AdapterFiles._allowed": yes,
+        },
     ),
     "Adapters that break the engine": Removed(
         f"{ADAPTERS}test_bad_input[parameters12-424-its rank is 32]",
@@ -307,7 +310,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "Adapters bypass secure mode": Removed(
         f"{SECURE}test_adapters_are_looked_at_for_all_of_it",
-        {"serving.lora.files:AdapterFiles._require_secure": nothing},
+        {"serving.lora.adapter_files:AdapterFiles._require_secure": nothing},
     ),
     "Links hide files from secure mode": Removed(
         f"{SECURE}test_links_may_lead_elsewhere_within_a_channel_only",
@@ -356,7 +359,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "A client says of itself what a router says of callers": Removed(
         f"{ACCESS}test_identity.py::test_what_is_made_up_is_refused[nonsense]",
-        {"serving.access.identity:Signer._decode": unsigned},
+        {"serving.access.signed_identity:Signer._decode": unsigned},
     ),
     "An address that is not a server's, or is another's by now, gets identities or keys": Removed(
         "tests/serving/router/test_keys.py"
@@ -367,7 +370,7 @@ DEFENCES: Mapping[str, Removed] = {
     "own questions": Removed(
         "tests/serving/router/test_keys.py"
         "::test_what_is_signed_for_one_server_is_worth_nothing_at_another",
-        {"serving.access.identity:Signer._decode": for_anybody},
+        {"serving.access.signed_identity:Signer._decode": for_anybody},
     ),
     "A tenant takes the operator's name": Removed(
         f"{ACCESS}test_tokens.py::test_a_tenant_called_admin_is_a_tenant",
@@ -446,7 +449,7 @@ DEFENCES: Mapping[str, Removed] = {
     "wrongly": Removed(
         "tests/serving/kv_cache/test_identity.py::"
         "test_the_length_counts_where_positions_depend_on_it[config4-lengths4-2]",
-        {"serving.kv_cache.identity:_length": nothing},
+        {"serving.kv_cache.fingerprints:_length": nothing},
     ),
     "Another user writes compiled code into `OPTION_CACHE_FOLDER`": Removed(
         "tests/serving/server/test_compile_cache.py::"
@@ -517,7 +520,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "An adapter takes the model's name": Removed(
         f"{ADAPTERS}test_bad_input[parameters17-409-lmi is a name of the model itself]",
-        {"serving.lora.registry:AdapterRegistry.__init__": without_model_names},
+        {"serving.lora.adapter_registry:AdapterRegistry.__init__": without_model_names},
     ),
     "Links, bombs and paths in archives": Removed(
         f"{ADAPTERS}test_the_headers_of_an_archive_are_not_held_in_memory",

@@ -15,7 +15,7 @@ from lmi_config.options import secure
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.http import tls
-from serving.kv_cache import identity
+from serving.kv_cache import fingerprints
 from serving.lora.shared_list import ListFolder
 from serving.router.kv import tokenizer_workers
 from serving.server import healthcheck, prepare
@@ -51,7 +51,7 @@ def users_code(folder):
 
 def configuration(folder):
     large(folder / "config.json", b"{")
-    assert identity._length(folder, {"max_model_len": 7}) == 7
+    assert fingerprints._length(folder, {"max_model_len": 7}) == 7
 
 
 def models_configuration(folder):

@@ -188,7 +188,7 @@ WIRE = re.compile(
     + "|".join(re.escape(it) for it in PATHS)
     + r")(?![\w-])"
 )
-LMCACHES = ("serving.kv_cache.server", "/metrics")
+LMCACHES = ("serving.kv_cache.cache_server", "/metrics")
 """Its server's own path."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lmi_config.options import settings
 from lmi_config.options.declared import PREFIX, Option, flag, flags, sections, vllm_flags
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from lmi_config.options.parsers import Reader, boolean, switch, text, words
 from lmi_config.options.settings import SettingsError
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Literal
 
-from lmi_config.options import engines, files, spelling
+from lmi_config.options import engines, option_files, spelling
 from lmi_config.options.declared import (
     MODEL_STORE,
     OPTIONS,
@@ -27,8 +27,8 @@ from lmi_config.options.declared import (
     is_switch,
     vllm_options,
 )
-from lmi_config.options.files import FileFault, Given
 from lmi_config.options.ignored import REFUSED, REMOVED, UNUSED
+from lmi_config.options.option_files import FileFault, Given
 from lmi_config.options.parsers import UNKNOWN_TASK, Reader, any_task, boolean
 from lmi_config.options.redaction import escaped, masked, no_text, secret
 
@@ -79,8 +79,8 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     store = known.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
     config = next((known[name] for name in _CONFIGS if name in known), Given("", ""))
     try:
-        folder = files.model_folder(Path(store.text), named)
-        found = _entered(_placed(files.read(folder, config.text)), folder)
+        folder = option_files.model_folder(Path(store.text), named)
+        found = _entered(_placed(option_files.read(folder, config.text)), folder)
         given = _entered(given, folder)
     except FileFault as fault:
         raise SettingsError([str(fault)]) from None

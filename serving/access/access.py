@@ -15,9 +15,9 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access import keys
 from serving.access.caller import OPERATOR, Caller, Phase
-from serving.access.identity import Signer, new_name
 from serving.access.issuer import Issuer
 from serving.access.keys import Key, Keys
+from serving.access.signed_identity import Signer, new_name
 from serving.access.tokens import Refused
 from serving.errors import Unauthorized
 from serving.follow import FaultLog, changes, content, kept

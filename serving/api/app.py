@@ -18,8 +18,8 @@ from serving.access.access import Access
 from serving.api import adapters, info
 from serving.api.backend import Backend
 from serving.api.endpoint import Endpoint, Gate, Handler, RecordedEndpoint
+from serving.api.engine_paths import OpenAI
 from serving.api.invocations import Invocations
-from serving.api.openai import OpenAI
 from serving.api.session_store import SessionStore
 from serving.api.sessions import Sessions
 from serving.batch.answers import new_batch

@@ -12,16 +12,16 @@ from lmi_config.options.settings import SettingsError
 from serving import VERSION
 from serving.access.limits import Limiter
 from serving.batch.answers import FilesAndBatches
-from serving.batch.records import OtherCopies
+from serving.batch.objects import OtherCopies
 from serving.batch.runner import Runner
 from serving.batch.store import Store
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
 from serving.lifecycle import Lifecycle, Stage, Step
 from serving.lora.adapter import State
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.observability.error_rate import ErrorRates
-from serving.observability.objectives import Objectives
+from serving.observability.latency_targets import Objectives
 from serving.observability.tracing import tracer
 from serving.user_code import UserCode
 

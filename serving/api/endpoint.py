@@ -20,7 +20,7 @@ from serving.http.origins import Origins
 from serving.inference.request import HttpCall
 from serving.observability.access_log import AccessRecord
 from serving.observability.error_rate import ErrorRates
-from serving.observability.objectives import Objectives
+from serving.observability.latency_targets import Objectives
 from serving.observability.tracing import Tracer
 
 Handler = Callable[[HttpCall], Awaitable[None]]

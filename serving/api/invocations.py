@@ -15,8 +15,8 @@ from handlers.multipart import CONTENT_TYPE
 from handlers.records import FormatError
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
-from serving.api.openai import answer_path
-from serving.api.parts import answer_lines, answer_list
+from serving.api.engine_paths import answer_path
+from serving.api.request_lists import answer_lines, answer_list
 from serving.api.sessions import Sessions
 from serving.errors import BadRequest, InternalFunction
 from serving.http.bodies import header

@@ -15,8 +15,8 @@ from starlette.responses import FileResponse
 from handlers.records import FormatError, read
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
-from serving.batch import records
-from serving.batch.records import BATCH, FILE, INPUT, Batch, File, OwnedBatch, OwnedFile
+from serving.batch import objects
+from serving.batch.objects import BATCH, FILE, INPUT, Batch, File, OwnedBatch, OwnedFile
 from serving.batch.runner import Runner
 from serving.batch.store import Store, owner
 from serving.batch.upload import received
@@ -161,7 +161,7 @@ class FilesAndBatches:
                 raise BadRequest(f"purpose={purpose!r:.40}; it should be {INPUT!r}", "purpose")
             await in_thread(store.require_room, whose)
             described = form.filename[:255], INPUT, form.size, _life(form.fields)
-            file = store.described(records.new_id(FILE), *described)
+            file = store.described(objects.new_id(FILE), *described)
             await in_thread(store.keep, path, OwnedFile(file, whose))
             return file
         except OSError as error:
@@ -188,7 +188,7 @@ class FilesAndBatches:
             lives = _lives("output_expires_after", policy.anchor, policy.seconds)
         now = store.now()
         batch = Batch(
-            id=records.new_id(BATCH),
+            id=objects.new_id(BATCH),
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
             completion_window=asked.completion_window,
@@ -201,8 +201,8 @@ class FilesAndBatches:
             owner=self._owner(call),
             caller=call.record.caller,
             tenant=self._tenant_header(call),
-            output=records.new_id(FILE),
-            errors=records.new_id(FILE),
+            output=objects.new_id(FILE),
+            errors=objects.new_id(FILE),
             lives=lives,
         )
         await _on_disk(store.begin, owned)

@@ -12,7 +12,7 @@ import msgspec
 
 from lmi_config.options.declared import Settings
 from serving.access.access import Access
-from serving.batch.records import OtherCopies
+from serving.batch.objects import OtherCopies
 from serving.errors import NotReady
 from serving.follow import kept
 from serving.inference.pipeline import Pipeline

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from serving.batch.records import Fault
+from serving.batch.objects import Fault
 
 LINES = 50_000
 """In a batch: OpenAI's limit. There may be as many blank ones."""

@@ -23,7 +23,7 @@ from serving.aio import in_thread
 from serving.batch import lines
 from serving.batch.lanes import SETTLES_S, Lane, Lanes, Lost
 from serving.batch.lines import Line
-from serving.batch.records import OUTPUT, Counts, Fault, Faults, OwnedBatch, OwnedFile, Status
+from serving.batch.objects import OUTPUT, Counts, Fault, Faults, OwnedBatch, OwnedFile, Status
 from serving.batch.results import Results
 from serving.batch.store import Store
 from serving.cancellation import Cancellation, ClientLeft

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from lmi_config.options.declared import Settings
 from serving.aio import in_thread
 from serving.batch.lanes import Lanes
-from serving.batch.records import OtherCopies, OwnedBatch, Status
+from serving.batch.objects import OtherCopies, OwnedBatch, Status
 from serving.batch.run import Run
 from serving.batch.store import Store, locked
 from serving.follow import count, kept

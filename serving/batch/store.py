@@ -21,7 +21,7 @@ import msgspec
 
 from lmi_config.options.declared import Settings
 from serving import folders
-from serving.batch.records import BATCH, FILE, ID, INPUT, File, OwnedBatch, OwnedFile, Status
+from serving.batch.objects import BATCH, FILE, ID, INPUT, File, OwnedBatch, OwnedFile, Status
 from serving.errors import BadRequest, Conflict, NotFound, StorageFull
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from lmi_config.options.declared import Settings
 from lmi_config.plan.devices.copies import Copy
 from lmi_config.plan.plan import Plan
-from serving.batch.records import OtherCopies
+from serving.batch.objects import OtherCopies
 from serving.server.prepare import Deployment, Shared
 
 _ROUTERS_ALONE: dict[str, Any] = {

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmi_config.options.declared import Settings
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from serving.exit import DIED, Exit
 from serving.router.fleet.own_copies import OwnCopies
 from serving.server.prepare import Deployment

@@ -22,7 +22,7 @@ import psutil
 from prometheus_client import Counter, Gauge
 
 from lmi_config.facts.machine import out_of_memory_kills
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from lmi_config.plan import explain
 from lmi_config.plan.devices.copies import Copy
 from serving import process
@@ -35,7 +35,7 @@ from serving.engine.base import EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, of_its_device
 from serving.follow import kept
 from serving.http.sockets import CannotListen, bound, local_url, raise_open_files
-from serving.kv_cache.server import CacheServer
+from serving.kv_cache.cache_server import CacheServer
 from serving.lifecycle import SHUTDOWN, Step
 from serving.observability.redaction import redacted
 from serving.process import StopSignals

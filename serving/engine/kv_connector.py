@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
 from serving.engine.base import HANDED_OVER
-from serving.engine.canary.verdict import WITHOUT_TIERS
+from serving.engine.canary.comparison import WITHOUT_TIERS
 from serving.engine.patches.engine_core import cache_keys, real_blocks, registry
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from serving.aio import in_thread
 from serving.cancellation import Cancellation
 from serving.engine.base import Call, EngineError, Hits, Prefilled, Sink, Usage
 from serving.engine.canary.canary import Canary
-from serving.engine.canary.verdict import Verification
+from serving.engine.canary.comparison import Verification
 from serving.engine.patches.engine_core import plugin
 from serving.engine.versions import moved, table
 from serving.engine.vllm_errors import by_options
@@ -369,7 +369,7 @@ def _prepare(hears: bool) -> None:
     import serving.engine.texts.completions  # noqa: F401
 
     if hears:
-        from serving.engine.speech import routes as speech
+        from serving.engine.speech import transcription as speech
 
         speech.limit()
 
@@ -424,7 +424,7 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any, args: Namespace) ->
     add(TOKENIZE, TokenizeRequest, tokens, "create_tokenize")
     add(DETOKENIZE, DetokenizeRequest, tokens, "create_detokenize")
     if _TRANSCRIPTION in tasks:
-        from serving.engine.speech import routes as speech
+        from serving.engine.speech import transcription as speech
 
         for path, make, name, create in (
             *((TRANSCRIPTIONS, speech.transcription, "transcription", speech.transcribe),),

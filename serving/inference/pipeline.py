@@ -21,7 +21,7 @@ from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
 from serving.engine.base import Engine, Usage
-from serving.engine.none import MESSAGE as NO_ENGINE
+from serving.engine.no_engine import MESSAGE as NO_ENGINE
 from serving.errors import BadRequest, NotFound, NotReady, Shed
 from serving.http.bodies import Answer, Bodies, header
 from serving.inference.admission import Admission
@@ -35,7 +35,7 @@ from serving.inference.request import ClientRequest, HttpCall, InferenceRequest
 from serving.kv_cache import transfer as kv_transfer
 from serving.kv_cache.salt import Tenants
 from serving.lora.adapter import Adapter
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.user_code import UserCode
 
 AHEAD = 0.25

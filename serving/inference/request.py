@@ -20,7 +20,7 @@ from serving.errors import BadRequest, ErrorShape, NotFound
 from serving.http.bodies import Answer, Writer, header
 from serving.inference.admission import Admitted
 from serving.inference.content.fields import Parse, RequestFields, fields
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.observability.access_log import AccessRecord
 from serving.protocol import ADAPTER_ID, ADAPTER_IN_QUERY
 

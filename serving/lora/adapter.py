@@ -20,7 +20,7 @@ from prometheus_client import Counter, Histogram
 from serving.aio import in_thread
 from serving.engine.base import Engine
 from serving.errors import AdapterFailed, AlreadyLoaded, NotLoaded, ServingError
-from serving.lora.files import AdapterFiles, LocalCopy, Located
+from serving.lora.adapter_files import AdapterFiles, LocalCopy, Located
 from serving.lora.slots import BatchSlots, EngineSlots
 from serving.sources.source import SourceError
 from serving.user_code import UserCode

@@ -21,8 +21,8 @@ from lmi_config.options.settings import traces_protocol
 from serving import VERSION
 from serving.aio import in_thread
 from serving.lifecycle import SHUTDOWN
+from serving.observability.failure_log import FailureLog
 from serving.observability.tracing import Headers, Span, Tracer, Value
-from serving.observability.trouble_log import TroubleLog
 from serving.protocol import TRACE_CONTEXT, TRACEPARENT
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class _Reported(SpanExporter):
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self._trouble = TroubleLog(
+        self._trouble = FailureLog(
             log.warning, "traces are lost, and nothing else: %s; OTEL_EXPORTER_OTLP_* name it"
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from lmi_config.options.redaction import HIDDEN, masked, parts
 
 MIN_SECRET = 8

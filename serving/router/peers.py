@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serving.access.identity import new_name
+from serving.access.signed_identity import new_name
 from serving.router.fleet.replicas import Replica
 from serving.router.policy.policies import Share
 from serving.router.policy.request import RoutingRequest

@@ -18,9 +18,9 @@ from lmi_config.plan.plan import Plan
 from serving import folders
 from serving.aio import in_thread
 from serving.engine.base import EngineError, Hits, Prefilled
-from serving.kv_cache import disk, identity
+from serving.kv_cache import disk, fingerprints
 from serving.kv_cache import pool as kv_pool
-from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
+from serving.kv_cache.cache_server import CacheServer, CacheServerError, Capacity
 from serving.lifecycle import Note, Step
 from serving.sources.source import Source, SourceError
 
@@ -57,7 +57,7 @@ async def start(
     try:
         outlives = bool(tiers.disk or tiers.shared)
         fingerprint = await in_thread(_fingerprint, plan, folder, tiers.chunk_size, outlives)
-        name = identity.served_path(folder, fingerprint)
+        name = fingerprints.served_path(folder, fingerprint)
         write_tiers(tiers, plan.settings.port)
         if tiers.disk:
             claimed = await in_thread(_claim_disk, tiers.disk, fingerprint)
@@ -75,9 +75,9 @@ def _transferring(plan: Plan, folder: Path) -> Path:
     must have the same name.
     """
     if not kv_tiers.transfers(plan.settings):
-        return identity.steady_path(folder) if plan.compile_cache else folder
+        return fingerprints.steady_path(folder) if plan.compile_cache else folder
     fingerprint = _fingerprint(plan, folder, 0, whole=True, besides=_ENGINES_COMPARE)
-    _TRANSFER.labels(identity.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
+    _TRANSFER.labels(fingerprints.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
     return _named(folder, fingerprint)
 
 
@@ -86,7 +86,7 @@ def _fingerprint(
 ) -> str:
     """Return the fingerprint of the model and its options. besides: options that do not count."""
     options = {name: value for name, value in plan.options.items() if name not in besides}
-    return identity.fingerprint(
+    return fingerprints.fingerprint(
         *(folder, options, chunk_size, whole), machine=plan.machine, environ=os.environ
     )
 
@@ -123,7 +123,7 @@ def _capacity(plan: Plan, tiers: Tiers, fingerprint: str) -> Capacity:
     if tiers.shared:
         if tiers.shared.capacity:
             kept = kept | {"shared": tiers.shared.capacity}
-        store = identity.store_name(tiers.shared.place, fingerprint)
+        store = fingerprints.store_name(tiers.shared.place, fingerprint)
     token = memory.kv_per_token(plan.settings, plan.model)
     return Capacity(sizes=sizes, kept=kept, token=token, store=store)
 
@@ -141,7 +141,7 @@ def write_tiers(tiers: Tiers, port: int) -> None:
 
 def _named(folder: Path, fingerprint: str) -> Path:
     try:
-        return identity.served_path(folder, fingerprint)
+        return fingerprints.served_path(folder, fingerprint)
     except OSError as error:
         log.warning("KV caches are shared only with servers whose model has this path: %s", error)
         return folder

@@ -13,15 +13,15 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import secure, settings
 from lmi_config.options.declared import Settings, vllm_knows
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan import compile_cache, kv_tiers, plan, speculation
 from lmi_config.plan.compile_cache import CompileCache
 from lmi_config.plan.plan import EngineParts, Plan
-from lmi_config.plan.refusals import files
+from lmi_config.plan.refusals import named_files
 from serving import folders
 from serving.access.access import Access
-from serving.batch.records import OtherCopies
+from serving.batch.objects import OtherCopies
 from serving.http.tls import ServerTls
 from serving.sources.locate import locate
 from serving.sources.source import Source, SourceError
@@ -98,7 +98,7 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
         alone=_alone(options),
         compile_cache=_compile_cache(options, environ, here),
     )
-    if faults := files.faults(made.settings, made.options, made.model, made.lora_modules):
+    if faults := named_files.faults(made.settings, made.options, made.model, made.lora_modules):
         raise SettingsError(faults)
     return Deployment(made, source, draft_source)
 

@@ -26,7 +26,7 @@ from serving import VERSION, process
 from serving.access.access import Access
 from serving.api.app import create_app
 from serving.api.backend import NO_PLAN, Backend
-from serving.batch.records import OtherCopies
+from serving.batch.objects import OtherCopies
 from serving.engine.base import Engine, EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, root_cause
 from serving.follow import kept

@@ -25,13 +25,13 @@ from serving import folders
 from serving.aio import in_thread
 from serving.engine import vllm
 from serving.engine.base import Engine, EngineError
-from serving.engine.canary.verdict import Verification
-from serving.engine.none import NoEngine
+from serving.engine.canary.comparison import Verification
+from serving.engine.no_engine import NoEngine
 from serving.errors import ServingError, UserCodeFailed
-from serving.kv_cache.server import CacheServer
+from serving.kv_cache.cache_server import CacheServer
 from serving.lifecycle import Note, Step
-from serving.lora.files import AdapterFiles
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_files import AdapterFiles
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.lora.shared_list import ListBucket, ListFolder, ListStore, SharedList
 from serving.server import cache
 from serving.server.compile_cache import Kept, prepare_model_infos

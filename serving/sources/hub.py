@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmi_config.facts.model import CONFIGS, Checkpoint, Folder, ModelError, weight_files
-from serving.sources.files import needed, needed_of_remote
+from serving.sources.model_files import needed, needed_of_remote
 from serving.sources.source import (
     ANSWER_S,
     Progress,

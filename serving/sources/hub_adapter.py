@@ -20,7 +20,7 @@ from handlers.custom import FILE
 from lmi_config.facts.adapter import CONFIG, WEIGHTS
 from lmi_config.facts.model import Checkpoint
 from lmi_config.options.parsers import HubId
-from serving.sources.files import needed_of_remote
+from serving.sources.model_files import needed_of_remote
 from serving.sources.source import (
     ANSWER_S,
     Progress,

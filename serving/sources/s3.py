@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmi_config.facts.model import Checkpoint, Folder
 from serving import folders
-from serving.sources.files import needed_of_remote
+from serving.sources.model_files import needed_of_remote
 from serving.sources.source import (
     ANSWER_S,
     CONNECTIONS,

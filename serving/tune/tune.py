@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from lmi_config.options import arguments, files
+from lmi_config.options import arguments, option_files
 from lmi_config.options.declared import PREFIX, Settings
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from lmi_config.options.redaction import secret
 from lmi_config.options.settings import SettingsError, option
 from lmi_config.plan import explain, preflight, vllm
@@ -27,8 +27,8 @@ from serving.server.prepare import Deployment, prepare
 from serving.tune import load, plot, points, workload
 from serving.tune.load import LoadError, Measured, Objectives
 from serving.tune.points import Axis, Options, Point
-from serving.tune.server import Server, StartError
 from serving.tune.sweep import Sweep, SweepError
+from serving.tune.tuned_server import Server, StartError
 from serving.tune.workload import Level, Workload, WorkloadError
 
 INTERRUPTED = 130
@@ -214,7 +214,7 @@ class _Tuning:
         told = f"{number}, {described(options)}: {best.tokens:,.1f} tokens/s at {best.level}"
         if other and options:
             told += f", {best.tokens / other.tokens:.2f} x as planned"
-        file = self.sweep.folder / files.YAML
+        file = self.sweep.folder / option_files.YAML
         note = f"# Chosen by tune from {_count(len(tried))}: {told}\n"
         file.write_text(note + _yaml(points.applied(self._own, options)))
         print(f"wrote {file}: {told}\nserve --config {file}", flush=True)
@@ -230,8 +230,8 @@ def operators(
     named = {option(name) for name in argued}
     found = {
         name: it
-        for name, it in files.read(settings.model_folder, settings.config_file).items()
-        if it.file and it.file.name != files.PROPERTIES and option(name) not in named
+        for name, it in option_files.read(settings.model_folder, settings.config_file).items()
+        if it.file and it.file.name != option_files.PROPERTIES and option(name) not in named
     }
     found |= {name: it for name, it in argued.items() if option(name) != "config_file"}
     own = {}

@@ -5,7 +5,7 @@ little time.
 
 import runpy
 
-from serving.kv_cache import server
+from serving.kv_cache import cache_server as server
 
 server.LONGEST_PAUSE_S = server.FIRST_PAUSE_S
 runpy.run_module("serving", run_name="__main__", alter_sys=True)

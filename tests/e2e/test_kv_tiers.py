@@ -26,7 +26,7 @@ from scripts.harness import ports
 from scripts.harness.slow_link import slow_link
 from scripts.harness.wait import until
 from serving.engine.base import Hits, Prefilled
-from serving.kv_cache.server import CacheServer, CacheServerError, Capacity
+from serving.kv_cache.cache_server import CacheServer, CacheServerError, Capacity
 from tests import composed
 from tests.e2e.conftest import serving, warm_python
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serving import folders
-from serving.kv_cache import disk, identity
+from serving.kv_cache import disk, fingerprints
 from serving.sources.locate import locate
 from serving.sources.s3 import S3
 from tests.serving.kv_cache.test_disk import ONE, tier
@@ -57,7 +57,7 @@ def test_looking_for_a_place_makes_nothing(home):
 
 
 def test_a_model_is_not_served_by_a_name_that_another_user_may_change(squatted, tmp_path):
-    name = identity.served_path(tmp_path, ONE)
+    name = fingerprints.served_path(tmp_path, ONE)
     assert name == second(squatted) / "served" / ONE
     assert name.resolve() == tmp_path
     assert not [*(squatted / "served").iterdir()]

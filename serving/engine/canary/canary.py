@@ -15,7 +15,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from serving.engine.canary.verdict import WITHOUT_TIERS, Tally, Verification, differs
+from serving.engine.canary.comparison import WITHOUT_TIERS, Tally, Verification, differs
 
 log = logging.getLogger(__name__)
 

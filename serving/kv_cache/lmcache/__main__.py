@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache server` with Slipway's parts, as a program: the child of serving.kv_cache.server.
+"""`lmcache server` with Slipway's parts, as a program: the child of serving.kv_cache.cache_server.
 
 Each line of standard input has the seconds that the engine takes to compute a chunk. The end of
 standard input ends this process, in whatever way its parent ended.

@@ -18,7 +18,7 @@ from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
 
 from serving.kv_cache.lmcache import tiered_storage
 from serving.kv_cache.lmcache.tiered_storage import TieredStorageConfig
-from serving.observability.trouble_log import TroubleLog
+from serving.observability.failure_log import FailureLog
 
 log = init_logger(__name__)
 
@@ -38,7 +38,7 @@ class SharedStore:
         (self._config,) = parse_args_to_l2_adapters_config(arguments).adapters
         self._probe: ValkeyWorkerPool | None = None
         self._index: int | None = None
-        self._away = TroubleLog(log.error, "the shared KV store is left out until it answers: %s")
+        self._away = FailureLog(log.error, "the shared KV store is left out until it answers: %s")
 
     def keep(self, manager: StorageManager) -> None:
         """Add the store to the server when it answers, and remove it when it does not. Never

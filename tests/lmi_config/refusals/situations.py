@@ -21,7 +21,7 @@ from lmi_config.facts.model import Checkpoint, look
 from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import plan
 from lmi_config.plan.plan import Plan
-from lmi_config.plan.refusals import files
+from lmi_config.plan.refusals import named_files
 from tests.lmi_config.examples import GIB, H100, PARTS, machine
 from tests.lmi_config.facts.test_draft import Memory
 
@@ -122,6 +122,6 @@ def planned(row: dict[str, Any]) -> Plan:
         drafted = draft.look(Memory(DRAFTS[kind], where="org/draft"))
     facts = look(checkpoint(row))
     made = plan.make(read(environ), here, facts, drafted, environ, PARTS)
-    if faults := files.faults(made.settings, made.options, made.model, made.lora_modules):
+    if faults := named_files.faults(made.settings, made.options, made.model, made.lora_modules):
         raise SettingsError(faults)
     return made

@@ -16,7 +16,7 @@ from serving import follow
 from serving.access import keys
 from serving.access.access import Access
 from serving.access.caller import Caller
-from serving.access.identity import Signer, new_name
+from serving.access.signed_identity import Signer, new_name
 from serving.errors import Unauthorized
 from serving.protocol import ENGINE_PATHS
 from tests.serving.conftest import running

@@ -6,9 +6,9 @@ import time
 import jwt
 import pytest
 
-from serving.access import identity
+from serving.access import signed_identity as identity
 from serving.access.caller import Caller, Limits
-from serving.access.identity import Signer, new_name
+from serving.access.signed_identity import Signer, new_name
 from serving.errors import Unauthorized
 
 SECRET = "s" * 32

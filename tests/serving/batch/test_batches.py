@@ -25,7 +25,7 @@ from serving.api.backend import Backend
 from serving.batch import run as run_module
 from serving.batch import runner as runner_module
 from serving.batch.lines import LINES, validate
-from serving.batch.records import OwnedBatch, Status
+from serving.batch.objects import OwnedBatch, Status
 from serving.batch.store import Store
 from serving.lifecycle import Lifecycle
 from tests.serving.conftest import running

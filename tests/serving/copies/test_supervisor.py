@@ -15,7 +15,7 @@ from scripts.harness.wait import until
 from scripts.models import tiny
 from serving.copies import supervisor
 from serving.exit import Exit
-from serving.kv_cache.server import TERM_S
+from serving.kv_cache.cache_server import TERM_S
 from serving.lifecycle import GRACE_S, SHUTDOWN
 
 OURS = {"x-request-id": "a-clients"}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from serving.engine.canary import canary
 from serving.engine.canary.canary import Canary
-from serving.engine.canary.verdict import WITHOUT_TIERS, Tally, Verification, differs
+from serving.engine.canary.comparison import WITHOUT_TIERS, Tally, Verification, differs
 
 pytestmark = pytest.mark.anyio
 TOP, ANY = 0.5, 2.0

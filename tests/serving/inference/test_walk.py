@@ -134,7 +134,7 @@ WALK = [
     "api/invocations",
     "inference/pipeline",
     "inference/admission",
-    "lora/registry",
+    "lora/adapter_registry",
     "lora/slots",
     "inference/queue",
     "access/limits",
@@ -149,7 +149,7 @@ WALK = [
     "waiting/turns",
     "inference/relay",
     "engine/base",
-    "observability/objectives",
+    "observability/latency_targets",
     "observability/logs",
     "observability/redaction",
 ]
@@ -173,7 +173,7 @@ AGAIN = {
     "inference/relay": "the engine calls it for each message",
     "kv_cache/salt": "the tenant is read from the head, the salt made from all",
     "api/sessions": "a body may be a call for a session; a request may be within one",
-    "lora/registry": "an adapter is looked up by name, and kept while it is used",
+    "lora/adapter_registry": "an adapter is looked up by name, and kept while it is used",
     "lora/slots": "a place is taken and given back",
     "user_code": "the input's formatter, and the output's for each event",
     # Values that go with the request, whose methods are called wherever it is.

@@ -12,8 +12,8 @@ import vllm.model_executor
 
 from lmi_config.options.settings import read
 from lmi_config.plan import plan
-from serving.kv_cache.harmless import ELSEWHERE, HARMLESS
-from serving.kv_cache.identity import fingerprint, store_name
+from serving.kv_cache.fingerprints import fingerprint, store_name
+from serving.kv_cache.neutral_options import ELSEWHERE, HARMLESS
 from tests.lmi_config.examples import H100, PARTS, machine
 from tests.lmi_config.examples import model as facts
 from tests.serving.sources.test_digests import SIZE, model
@@ -152,7 +152,7 @@ def test_chunks_of_another_size_are_another_models(tmp_path):
 def test_stores_from_before_are_another_models(tmp_path, monkeypatch):
     folder = model(tmp_path / "a")
     now = fingerprint(folder, {}, CHUNK)
-    monkeypatch.setattr("serving.kv_cache.identity.SCHEMA", 1)
+    monkeypatch.setattr("serving.kv_cache.fingerprints.SCHEMA", 1)
     assert fingerprint(folder, {}, CHUNK) != now
 
 

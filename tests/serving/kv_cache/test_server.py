@@ -16,8 +16,8 @@ from prometheus_client import REGISTRY, generate_latest
 from scripts.harness import ports
 from scripts.harness.wait import until_async
 from serving.engine.base import Hits, Prefilled
-from serving.kv_cache import server as cache_server
-from serving.kv_cache.server import CacheServer, Capacity
+from serving.kv_cache import cache_server
+from serving.kv_cache.cache_server import CacheServer, Capacity
 from serving.router.fleet import facts
 
 pytestmark = pytest.mark.anyio

@@ -13,8 +13,8 @@ import pytest
 from lmi_config.facts.adapter import names
 from lmi_config.facts.model import Tensor
 from scripts.generate import vllm_adapters
-from serving.lora.files import AdapterFiles
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_files import AdapterFiles
+from serving.lora.adapter_registry import AdapterRegistry
 
 pytestmark = pytest.mark.anyio
 

@@ -9,8 +9,8 @@ import pytest
 from lmi_config.options.declared import SCRIPTS
 from lmi_config.options.parsers import HubId, repos
 from serving.errors import NoSlot
-from serving.lora.files import AdapterFiles
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_files import AdapterFiles
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.lora.shared_list import ListFolder, SharedList
 from serving.sources import hub_adapter
 from serving.sources.source import SourceError

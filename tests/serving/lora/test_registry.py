@@ -23,8 +23,8 @@ import pytest
 
 from lmi_config.facts.model import Tensor
 from serving.errors import AdapterFailed, NoSlot
-from serving.lora.files import AdapterFiles
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_files import AdapterFiles
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
 
@@ -1138,7 +1138,8 @@ def test_a_server_that_died_holds_nothing(tmp_path):
     store = tmp_path / "store"
     one, two = (of_size(tmp_path, it, 600_000) for it in ("one", "two"))
     child = (
-        "import os, sys; from pathlib import Path; from serving.lora.files import AdapterFiles; "
+        "import os, sys; from pathlib import Path; "
+        "from serving.lora.adapter_files import AdapterFiles; "
         "f = AdapterFiles((Path(sys.argv[1]),), (), Path(sys.argv[2]), 1_000_000); "
         "f.fetch(f.locate(sys.argv[3])); print('fetched', flush=True); "
         "sys.stdin.read(); os._exit(9)"

@@ -22,8 +22,8 @@ from scripts.harness import ports
 from scripts.harness.process import Program
 from scripts.harness.wait import until, until_async
 from serving.engine.base import EngineError
-from serving.lora.files import AdapterFiles
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_files import AdapterFiles
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.lora.shared_list import (
     LARGEST,
     Entry,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmi_config.options.files import Given
+from lmi_config.options.option_files import Given
 from serving.observability import redaction
 from serving.observability.logs import Handler, JsonFormatter, TextFormatter
 from serving.observability.redaction import hide, redacted

@@ -3,13 +3,13 @@
 
 import logging
 
-from serving.observability.trouble_log import TroubleLog
+from serving.observability.failure_log import FailureLog
 
 log = logging.getLogger(__name__)
 
 
 def test_a_trouble_is_logged_once_until_it_has_ended(caplog):
-    away = TroubleLog(log.warning, "the store is away: %s")
+    away = FailureLog(log.warning, "the store is away: %s")
     for trouble in (None, "refused", "timed out", None, None, "refused"):
         away.note(trouble)
     assert caplog.messages == ["the store is away: refused"] * 2

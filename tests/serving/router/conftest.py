@@ -14,7 +14,7 @@ import pytest
 from lmi_config.options.declared import Settings
 from scripts.harness.wait import until_async
 from serving.access.caller import Caller
-from serving.access.identity import Signer
+from serving.access.signed_identity import Signer
 from serving.router.fleet import health
 from serving.router.router import Router
 

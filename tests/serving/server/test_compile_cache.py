@@ -15,7 +15,7 @@ import pytest
 
 from lmi_config.options.parsers import CACHE_SOURCE
 from lmi_config.plan.compile_cache import MANIFEST, CompileCache
-from serving.kv_cache.identity import steady_path
+from serving.kv_cache.fingerprints import steady_path
 from serving.server.compile_cache import VARIABLES, Kept, prepare_model_infos
 
 LIMIT = 2**22
@@ -289,7 +289,7 @@ def test_model_infos_of_the_image_are_copied_and_vllms_own_stay(tmp_path):
 PATH = """
 import sys
 from pathlib import Path
-from serving.kv_cache.identity import steady_path
+from serving.kv_cache.fingerprints import steady_path
 print(steady_path(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

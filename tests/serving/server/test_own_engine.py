@@ -11,7 +11,7 @@ from lmi_config.options.settings import SettingsError, read
 from lmi_config.plan import explain, plan
 from serving.engine import vllm
 from serving.engine.base import EngineError
-from serving.engine.none import NoEngine
+from serving.engine.no_engine import NoEngine
 from serving.server import startup
 from serving.server.prepare import Deployment, prepare
 from serving.sources.locate import locate

@@ -14,8 +14,8 @@ import pytest
 
 from lmi_config.options.declared import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
 from serving.__main__ import main
-from serving.lora.files import AdapterFiles
-from serving.lora.registry import AdapterRegistry
+from serving.lora.adapter_files import AdapterFiles
+from serving.lora.adapter_registry import AdapterRegistry
 from serving.user_code import start_user_code
 from tests.lmi_config.facts.test_model import safetensors
 from tests.serving.conftest import running

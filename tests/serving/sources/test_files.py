@@ -3,7 +3,7 @@
 
 import pytest
 
-from serving.sources.files import needed
+from serving.sources.model_files import needed
 
 
 @pytest.mark.parametrize(

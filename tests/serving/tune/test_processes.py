@@ -9,7 +9,7 @@ import pytest
 from scripts.harness.process import AS_ENTRYPOINT_SH
 from serving.tune import load
 from serving.tune.load import LoadError
-from serving.tune.server import Server, StartError
+from serving.tune.tuned_server import Server, StartError
 from serving.tune.workload import Level
 
 

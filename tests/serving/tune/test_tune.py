@@ -15,7 +15,7 @@ from lmi_config.options.settings import SettingsError
 from serving.server.prepare import prepare
 from serving.tune import load, tune, workload
 from serving.tune.load import LoadError, Measured, Objectives
-from serving.tune.server import StartError
+from serving.tune.tuned_server import StartError
 from serving.tune.workload import Level
 from tests.lmi_config.facts.test_model import safetensors
 from tests.test_entrypoint import CONFIG

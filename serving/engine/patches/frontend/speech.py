@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is relied on of vLLM's speech, which serving/engine/speech/routes.py builds upon."""
+"""What is relied on of vLLM's speech, which serving/engine/speech/transcription.py builds upon."""
 
 from serving.engine.patches.frontend.context import Context
 from serving.patching.patch import SERVER, Name, Patch

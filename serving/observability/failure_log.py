@@ -4,7 +4,7 @@
 from collections.abc import Callable
 
 
-class TroubleLog:
+class FailureLog:
     """Logs a failure when it begins, and not again before it has ended.
 
     log: a logger's method. message: with one `%s`, for the failure.

@@ -33,7 +33,7 @@ from serving.errors import (
 )
 from serving.follow import count, pauses
 from serving.lora.adapter import Adapter, AdapterHost, CodeStarter
-from serving.lora.files import AdapterFiles, Located
+from serving.lora.adapter_files import AdapterFiles, Located
 from serving.lora.shared_list import Entry, SharedList
 from serving.lora.slots import BatchSlots, EngineSlots
 from serving.sources.source import SourceError, Unusable

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from lmi_config.plan.kv_tiers import STORES
 from serving.engine.base import Hits, Prefilled
 from serving.follow import count, kept
-from serving.observability.trouble_log import TroubleLog
+from serving.observability.failure_log import FailureLog
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class CacheServer(Collector):
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._series: list[Metric] = []
-        self._unreadable = TroubleLog(log.warning, "the cache server's metrics cannot be read: %s")
+        self._unreadable = FailureLog(log.warning, "the cache server's metrics cannot be read: %s")
         self._restarts = 0
         self.up = False
 

@@ -21,7 +21,7 @@ from lmi_config.facts.machine import Machine
 from lmi_config.facts.model import LONGEST_JSON, Folder, ModelError, weight_files
 from lmi_config.options.parsers import AUTO
 from serving import folders
-from serving.kv_cache.harmless import ELSEWHERE, HARMLESS
+from serving.kv_cache.neutral_options import ELSEWHERE, HARMLESS
 from serving.sources.digests import of_model
 
 SCHEMA = 2
