@@ -50,7 +50,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/batch/lines.py": ["- msgspec.json.Decoder(_Input).decode", "_lines file.readline"],
     },
     "Answers of other copies to lines of batches": {
-        "serving/batch/lanes.py": ["_Other._ask answer.content.iter_any"],
+        "serving/batch/lanes.py": ["_OtherCopy._ask answer.content.iter_any"],
     },
     "The folder of files and batches": {
         "serving/batch/store.py": ["_read msgspec.json.decode", "_read path.read_bytes"],
@@ -99,7 +99,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "Addresses of a prompt's KV": {
         "serving/kv_cache/transfer.py": [
-            "- msgspec.json.Decoder(_Where).decode",
+            "- msgspec.json.Decoder(_KvAddress).decode",
             "split msgspec.json.decode",
         ],
         "serving/router/fleet/prefill.py": ["_Answer.read msgspec.json.decode"],

@@ -40,7 +40,7 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundGpus:
     """shown: the GPUs. slices: further slices of GPUs (MIG); CUDA gives each process only one.
     missing: the reason why there are none, in a sentence; otherwise empty.
     """
@@ -58,7 +58,7 @@ def vllm_wants_them() -> bool:
         return False
 
 
-def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
+def look(environ: Mapping[str, str], root: Path = Path("/")) -> FoundGpus:
     """Find the GPUs. root: a prefix of /dev, for tests."""
     device = next((it for it in ("nvidia0", "nvidiactl") if (root / "dev" / it).exists()), None)
     try:
@@ -66,24 +66,24 @@ def look(environ: Mapping[str, str], root: Path = Path("/")) -> Found:
         present = dict(_present(root))
     except pynvml.NVMLError_LibraryNotFound:
         if device:
-            return Found(
+            return FoundGpus(
                 missing=f"/dev/{device} is there, but not the driver's {LIBRARY}; set "
                 "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
             )
-        return Found(missing="there is no NVIDIA driver here")
+        return FoundGpus(missing="there is no NVIDIA driver here")
     except pynvml.NVMLError as error:
-        return Found(missing=f"the NVIDIA driver does not answer: {error}")
+        return FoundGpus(missing=f"the NVIDIA driver does not answer: {error}")
     if not present:
-        return Found(missing="the NVIDIA driver shows no GPU")
+        return FoundGpus(missing="the NVIDIA driver shows no GPU")
     visible = environ.get(VISIBLE)
     allowed = [*_allowed(present, visible)]
     if not allowed:
         most = f"GPUs 0 to {len(present) - 1}" if len(present) > 1 else "GPU 0"
         missing = f"{VISIBLE}={visible!r} shows none of this machine's ({most})"
-        return Found(missing=missing)
+        return FoundGpus(missing=missing)
     # A process only gets one slice, which ends its list.
     count = next((place for place, it in enumerate(allowed, 1) if it.slice), len(allowed))
-    return Found(
+    return FoundGpus(
         shown=tuple(allowed[:count]), slices=tuple(it for it in allowed[count:] if it.slice)
     )
 

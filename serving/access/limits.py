@@ -84,7 +84,7 @@ class Taken(NamedTuple):
     place: str = ""
 
 
-class Silent(Exception):
+class StoreUnavailable(Exception):
     """The store was not called, or has not answered."""
 
 
@@ -218,7 +218,7 @@ class Limiter:
         item = RateLimitItemPerMinute(limit)
         try:
             await self._ask(lambda it: it.hit(item, "tokens", name, cost=tokens))
-        except Silent:
+        except StoreUnavailable:
             await self._own.hit(item, "tokens", name, cost=tokens)
 
     async def _hit(self, name: str, limit: int, until: float) -> tuple[bool, int, int]:
@@ -226,7 +226,7 @@ class Limiter:
         item = RateLimitItemPerMinute(limit)
         try:
             let_in = await self._ask(lambda it: it.hit(item, "requests", name), until)
-        except Silent:
+        except StoreUnavailable:
             let_in = await self._own.hit(item, "requests", name)
         return let_in, *await self._window("requests", name, limit, until)
 
@@ -235,7 +235,7 @@ class Limiter:
         item = RateLimitItemPerMinute(limit)
         try:
             stats = await self._ask(lambda it: it.get_window_stats(item, what, name), until)
-        except Silent:
+        except StoreUnavailable:
             stats = await self._own.get_window_stats(item, what, name)
         return min(stats.remaining, limit), _until(stats.reset_time)
 
@@ -253,7 +253,7 @@ class Limiter:
                     return place
                 del self._places[place]
                 return None
-            except Silent as error:
+            except StoreUnavailable as error:
                 del self._places[place]
                 if error.__cause__:  # the store was called
                     self._late.append((key, place))
@@ -268,7 +268,7 @@ class Limiter:
     async def _leave(self, key: str, place: str) -> None:
         try:
             await self._run(_LEAVE, key, place)
-        except Silent:
+        except StoreUnavailable:
             self._late.append((key, place))
 
     async def _renew(self) -> None:
@@ -278,11 +278,11 @@ class Limiter:
             try:
                 for place, key in [*self._places.items()]:
                     await self._run(_RENEW, key, place, str(LEASE_S))
-            except Silent:
+            except StoreUnavailable:
                 count("limits")
 
     async def _run(self, script: str, key: str, *more: str, until: float | None = None) -> Any:
-        """Run a script on a key in the store. Returns its answer. Raises Silent."""
+        """Run a script on a key in the store. Returns its answer. Raises StoreUnavailable."""
         store = self._store
         return await self._ask(lambda _: store.eval(script, 1, key, *more), until)  # type: ignore[union-attr]
 
@@ -292,7 +292,8 @@ class Limiter:
         """Call the store. Returns its answer. until: the deadline for a free connection, by the
         event loop's clock.
 
-        Raises Silent, with the store's failure as its cause, or without one if it was not called.
+        Raises StoreUnavailable, with the store's failure as its cause, or without one if it was not
+        called.
         """
         trying = self._require_answering()
         try:
@@ -317,7 +318,7 @@ class Limiter:
             async with asyncio.timeout_at(until or asyncio.get_running_loop().time() + TURN_S):
                 await self._turns.acquire()
         except TimeoutError:
-            raise Silent from None
+            raise StoreUnavailable from None
         try:
             if not trying:
                 self._require_answering(again=True)  # calls of other requests may have failed
@@ -326,21 +327,21 @@ class Limiter:
                 return await ask(self._shared)
         except _FAULTS as error:
             self._failed(error)
-            raise Silent from error
+            raise StoreUnavailable from error
         finally:
             self._turns.release()
 
     def _require_answering(self, *, again: bool = False) -> bool:
-        """Raise Silent if the store must not be called. Returns whether this call tries whether the
-        store answers again. again: whether this is the second check of the same call, which then
-        may not try.
+        """Raise StoreUnavailable if the store must not be called. Returns whether this call tries
+        whether the store answers again. again: whether this is the second check of the same call,
+        which then may not try.
         """
         if not self._shared or time.monotonic() < self._silent_until:
-            raise Silent
+            raise StoreUnavailable
         if not self._doubtful:
             return False
         if self._trying or again:
-            raise Silent
+            raise StoreUnavailable
         self._trying = True
         return True
 

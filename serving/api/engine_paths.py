@@ -28,7 +28,7 @@ async def answer_path(client: ClientRequest, path: str, pipeline: Pipeline) -> N
     form = await pipeline.form(client, path) if path in AUDIO_PATHS else None
     background = client.record.caller.background
     if background:
-        client.admitted.go()  # interactive requests have the places
+        client.admitted.release_place()  # interactive requests have the places
     request = inference_request(
         *(client, pipeline.adapters),
         parse=openai.on(path),

@@ -13,7 +13,7 @@ from serving.errors import BadRequest, ServingError
 from serving.http.bodies import Collected
 from serving.inference.content.fields import bad_request
 from serving.inference.pipeline import Pipeline
-from serving.inference.request import JSON_LINES, ClientRequest, Part, inference_request
+from serving.inference.request import JSON_LINES, BodyPart, ClientRequest, inference_request
 
 
 async def answer_lines(client: ClientRequest, lines: Iterator[bytes], pipeline: Pipeline) -> None:
@@ -56,7 +56,7 @@ async def _line(
     answer = Collected()
     try:
         with client.admitted.part() as cancellation:
-            part = Part(line, answer, cancellation, begun)
+            part = BodyPart(line, answer, cancellation, begun)
             request = inference_request(
                 *(client, pipeline.adapters, part), framing=JSON_LINES, refusable=False
             )
@@ -92,7 +92,7 @@ async def answer_list(client: ClientRequest, adapters: list[str], pipeline: Pipe
     async def answered(body: bytes, adapter: str) -> bytes:
         answer = Collected()
         try:
-            part = Part(body, answer, admitted, admitted.go)
+            part = BodyPart(body, answer, admitted, admitted.release_place)
             request = inference_request(
                 *(client, pipeline.adapters, part), adapter=adapter, framing=JSON_LINES
             )

@@ -29,7 +29,7 @@ LARGEST = 256 << 20
 """Maximum bytes of an answer."""
 
 
-class Lost(Exception):
+class EngineLost(Exception):
     """The engine has ended during a line."""
 
 
@@ -40,10 +40,10 @@ class Lane(Protocol):
     up: bool
 
     async def answer(self, request: InferenceRequest) -> None:
-        """As Pipeline.run(). Also raises Lost."""
+        """As Pipeline.run(). Also raises EngineLost."""
 
 
-class _Here:
+class _OwnEngine:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.used = 0
@@ -53,7 +53,7 @@ class _Here:
         await self._pipeline.run(request)
 
 
-class _Other:
+class _OtherCopy:
     """Another copy, which answers only who has the container's secret."""
 
     def __init__(self, url: str, access: Access, client: aiohttp.ClientSession) -> None:
@@ -94,7 +94,7 @@ class _Other:
             with request.cancellation.raising():
                 await asyncio.wait((asking, lost), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                raise Lost
+                raise EngineLost
             await asking
         finally:
             asking.cancel()
@@ -102,7 +102,7 @@ class _Other:
             await asyncio.gather(asking, lost, return_exceptions=True)
 
     async def _ask(self, request: InferenceRequest) -> None:
-        """Pass the copy's answer on. Raises Lost, and NotReady for another attempt later."""
+        """Pass the copy's answer on. Raises EngineLost, and NotReady for another attempt later."""
         scope = request.client.scope
         caller = msgspec.structs.replace(request.client.record.caller, background=True)
         headers = [(name.decode("latin-1"), it.decode("latin-1")) for name, it in scope["headers"]]
@@ -111,7 +111,7 @@ class _Other:
         body = bytearray()
         try:
             url = self._url + scope["path"]
-            async with self._client.post(url, data=request.part.body, headers=headers) as answer:
+            async with self._client.post(url, data=request.body, headers=headers) as answer:
                 status, again = answer.status, "retry-after" in answer.headers
                 async for piece in answer.content.iter_any():
                     body += piece
@@ -119,16 +119,16 @@ class _Other:
                         raise aiohttp.ClientPayloadError
         except (aiohttp.ClientError, OSError):
             await self.look()
-            raise Lost from None
+            raise EngineLost from None
         if again or status == 401:  # of a process that has come after the one that was asked
             raise NotReady("another copy takes no line now")
         if status >= 500:
             await asyncio.sleep(SETTLES_S)
             await self.look()
             if not self.up:
-                raise Lost
-        await request.part.answer({"type": "http.response.start", "status": status})
-        await request.part.answer({"type": "http.response.body", "body": bytes(body)})
+                raise EngineLost
+        await request.answer({"type": "http.response.start", "status": status})
+        await request.answer({"type": "http.response.body", "body": bytes(body)})
 
 
 class Lanes:
@@ -143,7 +143,7 @@ class Lanes:
         self._room = room
         self._settings = settings
         self._others = others
-        self._lanes: list[Lane] = [_Here(pipeline)]
+        self._lanes: list[Lane] = [_OwnEngine(pipeline)]
         self._turns = asyncio.Lock()  # batches take turns at the lanes
         self._freed = asyncio.Event()
 
@@ -155,7 +155,7 @@ class Lanes:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
-            others = [_Other(url, access, client) for url in self._others.urls]
+            others = [_OtherCopy(url, access, client) for url in self._others.urls]
             here = self._lanes[:1]
             self._lanes = [*here, *others]
             try:
@@ -164,7 +164,7 @@ class Lanes:
             finally:
                 self._lanes = here
 
-    async def _look(self, other: _Other) -> None:
+    async def _look(self, other: _OtherCopy) -> None:
         while True:
             await other.look()
             self._freed.set()

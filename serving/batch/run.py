@@ -21,7 +21,7 @@ from serving import errors
 from serving.access.limits import Taken
 from serving.aio import in_thread
 from serving.batch import lines
-from serving.batch.lanes import SETTLES_S, Lane, Lanes, Lost
+from serving.batch.lanes import SETTLES_S, EngineLost, Lane, Lanes
 from serving.batch.lines import Line
 from serving.batch.objects import OUTPUT, Counts, Fault, Faults, OwnedBatch, OwnedFile, Status
 from serving.batch.results import Results
@@ -43,9 +43,9 @@ from serving.inference.admission import Admitted
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import (
     JSON_LINES,
+    BodyPart,
     ClientRequest,
     InferenceRequest,
-    Part,
     inference_request,
 )
 from serving.observability.access_log import AccessRecord
@@ -256,7 +256,7 @@ class Run:
                     await lane.answer(self._request(request, line, cancellation, answer))
                     status = answer.status
                 return lines.answer(request, line, status, bytes(answer.body)), status >= 400
-            except Lost:
+            except EngineLost:
                 lost += 1
                 if lost < LOSSES:
                     continue
@@ -308,7 +308,7 @@ class Run:
             raise BadRequest("a line of a batch cannot be streamed; leave stream out", "stream")
         return inference_request(
             *(client, self._pipeline.adapters),
-            Part(line.body, answer, cancellation, lambda: None),
+            BodyPart(line.body, answer, cancellation, lambda: None),
             framing=JSON_LINES,
             parse=openai.on(self._batch.endpoint),
             refusable=False,

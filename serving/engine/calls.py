@@ -58,13 +58,13 @@ class Route(NamedTuple):
 
     read: Callable[[Call], Any]
     serving: Any
-    create: Callable[[Any, Any, "StandIn"], Awaitable[Any]]
+    create: Callable[[Any, Any, "RequestStandIn"], Awaitable[Any]]
     dump: Mapping[str, Any] = {}
     event: Callable[[Any], str] = str
 
     async def __call__(self, call: Call, sink: Sink, client: "CallClient") -> None:
         request = self.read(call)
-        raw = StandIn(call, client)
+        raw = RequestStandIn(call, client)
         answer = await self.create(raw.own(self.serving), request, raw)
         if call.cancellation.cause:  # vLLM makes an answer of an interruption
             return
@@ -274,7 +274,7 @@ class CallClient:
         return name
 
 
-class StandIn(Request):
+class RequestStandIn(Request):
     """The stand-in that vLLM's serving objects get instead of an HTTP request."""
 
     def __init__(self, call: Call, client: CallClient) -> None:

@@ -135,7 +135,7 @@ class HandOvers:
         self.requests.pop(request_id, None)
 
 
-class _Reported(dict[str, None]):
+class _RecentReports(dict[str, None]):
     """The set of requests that a worker has reported last, so that it reports none twice. LMCache
     keeps all of them for ever; they come again within a few steps, if at all.
     """
@@ -178,7 +178,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         self._kept_out: set[str] = set()
         """Requests that are neither looked up nor stored."""
         if role == KVConnectorRole.WORKER:
-            self.worker_adapter._returned_finished = _Reported()
+            self.worker_adapter._returned_finished = _RecentReports()
 
     # in the scheduler
 

@@ -490,13 +490,13 @@ async def _ask(
     engine: VllmEngine, path: str, body: dict[str, Any], file: bytes | None = None
 ) -> ServingError | None:
     """Have a call of our own answered, which is no stream. Returns its error."""
-    sink: Any = _Heard()
+    sink: Any = _ErrorSink()
     await engine.generate(Call(path, body, 0, Cancellation(), "slipway", file), sink)
     found: ServingError | None = sink.error
     return found
 
 
-class _Heard:
+class _ErrorSink:
     """As much of a sink as a call needs that is no stream, listening for an error alone."""
 
     error: ServingError | None = None

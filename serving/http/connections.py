@@ -36,11 +36,10 @@ from serving.errors import (
     ServingError,
     TooSlow,
 )
-from serving.http.listener import Listener
-from serving.http.patches import registry as patches
-from serving.http.rules import (
+from serving.http.http1 import (
     AHEAD,
     BEHIND_S,
+    CHUNK,
     HEAD_S,
     KEEP_ALIVE_S,
     LEAST_RATE,
@@ -51,6 +50,8 @@ from serving.http.rules import (
     NOT_HTTP,
     TOO_MANY_AHEAD,
 )
+from serving.http.listener import Listener
+from serving.http.patches import registry as patches
 from serving.http.sockets import Connections, Place
 from serving.http.tls import ServerTls
 from serving.protocol import PROBES
@@ -445,7 +446,7 @@ class Cycle(RequestResponseCycle):
     def write(self, part: bytes) -> None:
         """Write a part of the body."""
         if part:  # an empty chunk would end the body
-            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+            self.transport.write(CHUNK % (len(part), part))
 
     def break_off(self, error: ServingError, close: Callable[[], None]) -> None:
         """Break off the body: `receive` raises the error. close: closes the connection after the

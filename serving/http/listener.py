@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from serving.aio import in_thread
-from serving.http.rules import HANDSHAKE_S
+from serving.http.http1 import HANDSHAKE_S
 from serving.http.sockets import Connections, Place
 from serving.http.tls import Authorities, ServerTls
 

@@ -146,14 +146,14 @@ class ServerTls:
     def _read(self) -> list[bytes]:
         return [content(file) for file in self._files]
 
-    def _renewed(self, content: list[bytes]) -> "_Shown":
+    def _renewed(self, content: list[bytes]) -> "_Certificate":
         """Load the current content of the files. Raises ValueError."""
         try:
             return self._load(content)
         except (OSError, ValueError) as error:
             raise ValueError(_reason(error)) from None
 
-    def _load(self, content: list[bytes]) -> "_Shown":
+    def _load(self, content: list[bytes]) -> "_Certificate":
         cert, key, *_ = self._files
         chain = x509.load_pem_x509_certificates(content[0])
         expires = min(certificate.not_valid_after_utc for certificate in chain)
@@ -169,10 +169,10 @@ class ServerTls:
             except ssl.SSLError:
                 raise ValueError(f"{self._ca} (OPTION_TLS_CLIENT_CA_FILE) should be PEM") from None
             context.verify_mode = ssl.CERT_REQUIRED
-        return _Shown(context, expires, Authorities(content[2] if self._ca else b""))
+        return _Certificate(context, expires, Authorities(content[2] if self._ca else b""))
 
 
-class _Shown(NamedTuple):
+class _Certificate(NamedTuple):
     context: ssl.SSLContext
     expires: datetime
     authorities: Authorities

@@ -23,12 +23,12 @@ class Admitted(Cancellation):
         self._places += places
         self._admission.waiting += places
 
-    def go(self) -> None:
+    def release_place(self) -> None:
         """Give one place back, if it has any: the engine got the request, or a part of it."""
         if self._places:
             self.take(-1)
 
-    def go_on(self) -> None:
+    def begin(self) -> None:
         """Its body has arrived: from now on a drain waits for its answer."""
         self._admission.begin(self)
 
@@ -55,7 +55,7 @@ class Admission:
         self._elsewhere = elsewhere
         self._idle = asyncio.Event()
         self._idle.set()
-        self.under_way: set[Admitted] = set()
+        self.in_flight: set[Admitted] = set()
         self.waiting = 0
         """Places of requests that the engine does not have yet."""
 
@@ -71,12 +71,12 @@ class Admission:
         return Admitted(self, request.began)
 
     def begin(self, request: Admitted) -> None:
-        self.under_way.add(request)
+        self.in_flight.add(request)
         self._idle.clear()
 
     def end(self, request: Admitted) -> None:
-        self.under_way.discard(request)
-        if not self.under_way:
+        self.in_flight.discard(request)
+        if not self.in_flight:
             self._idle.set()
 
     def require_places(self, number: int, room: bool = True) -> None:
@@ -107,6 +107,6 @@ class Admission:
 
     def abort(self) -> int:
         """End every request in flight with an error. Returns their number."""
-        for request in list(self.under_way):
+        for request in list(self.in_flight):
             request.cancel(NotReady("the server is stopping"))
-        return len(self.under_way)
+        return len(self.in_flight)

@@ -141,7 +141,7 @@ class Pipeline:
                 transfer = None
                 if hand_over:
                     transfer, body = kv_transfer.split(body, hand_over)
-                admitted.go_on()
+                admitted.begin()
                 yield ClientRequest(
                     *(call.scope, call.answer, admitted, call.record, call.errors, body, transfer)
                 )
@@ -178,10 +178,10 @@ class Pipeline:
 
         async def shared(receive: Receive, send: Send) -> None:
             with self.admission.again(admitted) as again, again.watching(receive):
-                again.go_on()
+                again.begin()
                 await answer(dataclasses.replace(client, admitted=again, answer=Answer(send)))
 
-        admitted.go()  # the shared call has its own place, and retries have a separate limit
+        admitted.release_place()  # the shared call has its own; retries have a separate limit
         await self._coalescer.answer(key, shared, receive, client.answer)
 
     async def form(self, client: ClientRequest, path: str) -> Form:
@@ -248,7 +248,7 @@ class Pipeline:
             raise NotReady("the engine failed while the request waited for it")
         if request.background:
             request.cancellation.end_after_now(self._settings.stream_timeout)
-        request.part.begun()
+        request.begun()
         model = adapter.name if adapter else self._model_name
         with _traced(request.client, prepared.path, model, relay) as trace:
             await relay.run(self.engine, engine_call(request, prepared, isolated, trace))

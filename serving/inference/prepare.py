@@ -99,7 +99,7 @@ async def formatted(request: InferenceRequest, formatters: Formatters) -> Format
     """
     if request.form or request.client.scope["path"] in protocol.UNFORMATTED_PATHS:
         formatters.require_none()
-    body, found = request.part.body, request.fields
+    body, found = request.body, request.fields
     if formatters.input:
         body = await formatters.input.format_request(body, request.content_type)
         found = fields(body)

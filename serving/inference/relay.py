@@ -119,7 +119,7 @@ class Relay:
         """The engine's usage, once it has begun."""
         # The request
         self._client = request.client
-        self._writer = request.part.answer
+        self._writer = request.answer
         self._cancellation = request.cancellation
         # The answer
         self._framing, self._reply, self._steps, self._formatter, self._formatted = rendering
@@ -130,7 +130,7 @@ class Relay:
             else None
         )
         """The formatter's queue for a stream."""
-        self._verbatim = (
+        self._passthrough = (
             not self._formatter and not self._reply and self._framing in (SSE, NAMED_EVENTS)
         )
         """Whether a stream is passed through byte for byte."""
@@ -218,7 +218,7 @@ class Relay:
         )
 
     def write(self, event: bytes) -> None:
-        if self._verbatim and not self._names:
+        if self._passthrough and not self._names:
             self._writer.write(event)
         elif body := self._rendered(lambda: self._framed(event)):
             self._writer.write(body)
@@ -253,7 +253,7 @@ class Relay:
     def _framed(self, event: bytes) -> bytes:
         """Return the client's form of one of the engine's events."""
         event = self._public(event)
-        if self._verbatim:
+        if self._passthrough:
             return event
         return b"".join(self._of_event(data) for data in _data(event))
 
@@ -281,7 +281,7 @@ class Relay:
             raise error
         self._client.record.error = error
         event = self._framing.frame(self._client.errors.event(error))
-        end = b"data: [DONE]\n\n" if self._verbatim and self._framing is SSE else b""
+        end = b"data: [DONE]\n\n" if self._passthrough and self._framing is SSE else b""
         await self._send_body(event + end, more=False)
 
     async def _answer(self, whole: _Whole) -> None:

@@ -93,7 +93,7 @@ class ClientRequest:
             return None
 
 
-class Part(NamedTuple):
+class BodyPart(NamedTuple):
     """A line of a client's body, or an item of its list, which has its own answer.
 
     cancellation: a line may be cancelled before its client's request. begun: called when the engine
@@ -110,17 +110,20 @@ class Part(NamedTuple):
 class InferenceRequest:
     """One request to the engine: a client's whole request, one of its lines, or one list item.
 
-    client: the client's request that it belongs to. part: its body, and the place of its answer.
-    adapter: its name, "" for the base model by name, None if the request names none. framing: the
-    client's framing of a stream. parse: reads the body; None to decide by the body's keys.
-    refusable: whether a full queue may refuse it. background: whether it waits until no other
+    client: the client's request that it belongs to. body, answer, cancellation, begun: as BodyPart
+    has them. adapter: its name, "" for the base model by name, None if the request names none.
+    framing: the client's framing of a stream. parse: reads the body; None to decide by the body's
+    keys. refusable: whether a full queue may refuse it. background: whether it waits until no other
     request waits, without a limit; its timeout begins then. content_type: the client's, for an
     input formatter. raw: whether the body has that type, and is not JSON. form: the body, if it is
     a form with a file. transfer: the source of the prompt's KV.
     """
 
     client: ClientRequest
-    part: Part
+    body: bytes
+    answer: Writer
+    cancellation: Cancellation
+    begun: Callable[[], None]
     fields: RequestFields
     adapter: str | None
     framing: Framing
@@ -133,10 +136,6 @@ class InferenceRequest:
     transfer: Mapping[str, object] | None
 
     @property
-    def cancellation(self) -> Cancellation:
-        return self.part.cancellation
-
-    @property
     def phase(self) -> Phase:
         return self.client.record.caller.phase
 
@@ -144,7 +143,7 @@ class InferenceRequest:
 def inference_request(
     client: ClientRequest,
     adapters: AdapterRegistry | None,
-    part: Part | None = None,
+    part: BodyPart | None = None,
     *,
     adapter: str | None = None,
     framing: Framing = SSE,
@@ -167,9 +166,9 @@ def inference_request(
         found = RequestFields() if raw else client.fields
     if adapter is None:
         adapter = adapter_named(client, found, adapters)
-    whole = Part(client.body, client.answer, client.admitted, client.admitted.go)
+    whole = BodyPart(client.body, client.answer, client.admitted, client.admitted.release_place)
     return InferenceRequest(
-        *(client, part or whole, found, adapter, framing, parse, refusable, background),
+        *(client, *(part or whole), found, adapter, framing, parse, refusable, background),
         *(content_type, raw, form, None if part else client.transfer),
     )
 

@@ -24,7 +24,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
-class _Where(msgspec.Struct, omit_defaults=True):
+class _KvAddress(msgspec.Struct, omit_defaults=True):
     """vLLM's (0.32) parameters for the engine that fetches a prompt's KV: the result of
     NixlConnector's request_finished() (nixl/pull_scheduler.py). Unknown parameters are left out. A
     value of another type would crash the engine that gets it.
@@ -46,7 +46,7 @@ class _Where(msgspec.Struct, omit_defaults=True):
     computed_for: _Name | None = msgspec.field(default=None, name=COMPUTED_FOR)
 
 
-_read = msgspec.json.Decoder(_Where).decode
+_read = msgspec.json.Decoder(_KvAddress).decode
 
 
 def where(said: bytes) -> bytes:

@@ -62,7 +62,7 @@ def _require_few(count: int) -> None:
         raise OSError(f"it has more than {FILES} files, and a list has one file per adapter")
 
 
-class _Read(NamedTuple):
+class _ListFile(NamedTuple):
     version: object
     content: bytes
 
@@ -75,7 +75,7 @@ class ListFolder:
     def __init__(self, folder: Path) -> None:
         """Raises OSError if it cannot be made."""
         self._folder = folder
-        self._known: dict[str, _Read] = {}
+        self._known: dict[str, _ListFile] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, name: str, content: bytes) -> None:
@@ -94,7 +94,7 @@ class ListFolder:
         (self._folder / name).unlink(missing_ok=True)
 
     def read(self) -> Mapping[str, bytes]:
-        found: dict[str, _Read] = {}
+        found: dict[str, _ListFile] = {}
         with os.scandir(self._folder) as files:
             for file in files:
                 if not file.name.endswith(SUFFIX) or file.name.startswith("."):
@@ -105,7 +105,7 @@ class ListFolder:
                     known = self._known.get(file.name)
                     if not known or known.version != version:
                         with Path(file.path).open("rb") as content:
-                            known = _Read(version, content.read(LARGEST + 1))
+                            known = _ListFile(version, content.read(LARGEST + 1))
                     found[file.name] = known
                     _require_few(len(found))
         self._known = found
@@ -125,7 +125,7 @@ class ListBucket:
         self._uri = uri
         self._bucket = parts.netloc
         self._prefix = f"{parts.path.strip('/')}/".lstrip("/")
-        self._known: dict[str, _Read] = {}
+        self._known: dict[str, _ListFile] = {}
         with self._faults():
             self._client = open_client(uri, Session(), ANSWER_S, attempts=2)
 
@@ -149,9 +149,9 @@ class ListBucket:
             self._known = with_timeout(lambda: self._look(ends))
         return {name: it.content for name, it in self._known.items()}
 
-    def _look(self, ends: float) -> dict[str, _Read]:
+    def _look(self, ends: float) -> dict[str, _ListFile]:
         """Read all files. ends: the time when the caller stops waiting, by time.monotonic()."""
-        found: dict[str, _Read] = {}
+        found: dict[str, _ListFile] = {}
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix
         )
@@ -167,7 +167,7 @@ class ListBucket:
                 known = None
                 with contextlib.suppress(self._client.exceptions.NoSuchKey):  # it was just removed
                     answer = self._client.get_object(Bucket=self._bucket, Key=item["Key"])
-                    known = _Read(answer["ETag"], answer["Body"].read(LARGEST + 1))
+                    known = _ListFile(answer["ETag"], answer["Body"].read(LARGEST + 1))
             if known:
                 found[name] = known
         return found

@@ -92,10 +92,10 @@ class OtelTracer(Tracer):
         resource = Resource.create({SERVICE_VERSION: VERSION})
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: service}))
-        # The SDK would log each failed try. _Reported logs a failure once.
+        # The SDK would log each failed try. _LoggingExporter logs a failure once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_Reported(_exporter(endpoint))))
+        self._provider.add_span_processor(BatchSpanProcessor(_LoggingExporter(_exporter(endpoint))))
         self._tracer = self._provider.get_tracer("slipway", VERSION)
 
     def begin(self, name: str, headers: Headers) -> OtelSpan:
@@ -139,7 +139,7 @@ def _exporter(endpoint: str) -> SpanExporter:
     return GrpcExporter(endpoint, insecure=True)
 
 
-class _Reported(SpanExporter):
+class _LoggingExporter(SpanExporter):
     """An exporter that logs when its failures begin."""
 
     def __init__(self, exporter: SpanExporter) -> None:

@@ -10,7 +10,7 @@ from lmi_config.options.declared import Settings
 from lmi_config.plan.refusals.given import limits
 
 
-class Needed(NamedTuple):
+class NamedFile(NamedTuple):
     """A required file. option: the operator's name of the option, with its value. fix: the fix if
     the file is missing.
     """
@@ -26,7 +26,7 @@ def needed(
     options: Mapping[str, Any],
     model: ModelFacts,
     adapters: Iterable[tuple[str, str]],
-) -> Iterator[Needed]:
+) -> Iterator[NamedFile]:
     """Yield the required files, except those of models and drafts, which were checked before.
 
     options: vLLM's. adapters: names and places of adapters that options name.
@@ -34,14 +34,14 @@ def needed(
     for name, place in adapters:
         if "://" not in place:
             told = f"{settings.named('lora_modules')}: {name}={place}"
-            yield Needed(told, Path(place), True, "name the folder with the adapter's files")
+            yield NamedFile(told, Path(place), True, "name the folder with the adapter's files")
     if not {*model.architectures} & {*limits()["multimodal"]}:
         return
     for option, folder in (("scale_path", False), ("scale_save_path", True)):
         key = f"mm_encoder_fp8_{option}"
         if isinstance(path := options.get(key), str):
             where = Path(path).parent if folder else Path(path)
-            yield Needed(f"{settings.named(key)}={path}", where, folder, "correct it")
+            yield NamedFile(f"{settings.named(key)}={path}", where, folder, "correct it")
 
 
 def faults(

@@ -115,7 +115,7 @@ def _redirect(serving: Any, create: str, holds: str, parser: Any) -> None:
     setattr(twin, holds, parser)
 
     def answer(request: Any, raw_request: Any, *rest: Any, **more: Any) -> Any:
-        chosen = raw_request.own(twin if is_forced(request) else serving)  # calls.StandIn
+        chosen = raw_request.own(twin if is_forced(request) else serving)  # calls.RequestStandIn
         return getattr(type(chosen), create)(chosen, request, raw_request, *rest, **more)
 
     setattr(serving, create, answer)

@@ -37,7 +37,7 @@ def _with_file(fields: Mapping[str, Any], file: bytes) -> dict[str, Any]:
 
 
 async def transcribe(handler: Any, request: Any, raw: Any) -> Any:
-    """Have vLLM's object answer. handler: a copy for this request (calls.StandIn.own)."""
+    """Have vLLM's object answer. handler: a copy for this request (calls.RequestStandIn.own)."""
     content = await read_upload_with_limit(request.file)
     return await _salted(handler, raw.call.salt).create_transcription(content, request, raw)
 

@@ -59,7 +59,7 @@ class Traffic:
 
     speed: Speed = field(default_factory=lambda: Speed(FADES))
     """The speed of finished transfers, in seconds per byte."""
-    under_way: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, int] = field(default_factory=dict)
     """Bytes in flight, by task."""
     counted_until: float = 0.0
     """`speed` includes the time until then."""
@@ -68,19 +68,19 @@ class Traffic:
     slow_until: float = -math.inf
 
     def begin(self, task: int, size: int, now: float) -> None:
-        if not self.under_way:
+        if not self.in_flight:
             self.counted_until = now
-        self.under_way[task] = size
+        self.in_flight[task] = size
 
     def end(self, task: int, now: float) -> None:
-        self.speed.add(self.under_way.pop(task, 0), max(now - self.counted_until, 0.0))
+        self.speed.add(self.in_flight.pop(task, 0), max(now - self.counted_until, 0.0))
         self.counted_until = now
 
     def duration(self, size: int, alone: bool = False) -> float:
         """Return the seconds for `size` more bytes; 0 before the first measurement. alone: without
         the time of the bytes in flight.
         """
-        before = 0 if alone else sum(self.under_way.values())
+        before = 0 if alone else sum(self.in_flight.values())
         return (before + size) * self.speed.seconds_per_unit
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from serving.patching.patch import CACHE_SERVER, Name, Patch, replace
 
 
-class _AllBut(set[str]):
+class _AllLabelsBut(set[str]):
     """The set of all labels except these, for a View."""
 
     def __contains__(self, label: object) -> bool:
@@ -23,7 +23,9 @@ def _put() -> None:
         """A provider of meters that count all tenants together, and leave out the model's name."""
 
         def __init__(self, **more: Any) -> None:
-            kept = View(instrument_name="*", attribute_keys=_AllBut({"cache_salt", "model_name"}))
+            kept = View(
+                instrument_name="*", attribute_keys=_AllLabelsBut({"cache_salt", "model_name"})
+            )
             super().__init__(views=[kept], **more)
 
     # LMCache looks up the class of its meters at its start.

@@ -15,7 +15,7 @@ from serving import errors
 from serving.access.access import CREDENTIALS
 from serving.access.limits import Taken
 from serving.errors import HeadTooLarge, Overloaded, ServingError, TooLarge, TooSlow
-from serving.http.rules import BEHIND_S, HEAD_S, LEAST_RATE, MAX_HEAD, MAX_HEADERS
+from serving.http.http1 import BEHIND_S, HEAD_S, LEAST_RATE, MAX_HEAD, MAX_HEADERS
 from serving.observability.tracing import Span
 from serving.protocol import HELD_MS, IDENTITY, REQUEST_ID, ROUTE
 from serving.router import metrics

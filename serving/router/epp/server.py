@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from lmi_config.options.declared import Settings
-from serving.http.rules import HANDSHAKE_S, KEEP_ALIVE_S
+from serving.http.http1 import HANDSHAKE_S, KEEP_ALIVE_S
 from serving.http.sockets import ROUTED, SPARE, CannotListen, bound
 from serving.router.epp import ext_proc_pb2 as pb
 from serving.router.epp.exchange import Exchange, Misused, Picking, Unsupported

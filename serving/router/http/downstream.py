@@ -36,7 +36,7 @@ from serving.errors import (
     ServingError,
     TooSlow,
 )
-from serving.http.rules import (
+from serving.http.http1 import (
     AHEAD,
     BEHIND_S,
     HEAD_S,

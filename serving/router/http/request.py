@@ -10,6 +10,7 @@ from handlers.multipart import FIELDS_SIZE
 from serving.access.access import CREDENTIALS
 from serving.access.caller import ANYBODY
 from serving.errors import Malformed, ServingError, TooLarge
+from serving.http.http1 import CHUNK, LAST_CHUNK
 from serving.protocol import FILES, IDENTITY, REQUEST_ID, SAGEMAKER, TRACE_CONTEXT
 from serving.router.http import buffers
 from serving.router.http.buffers import Buffers
@@ -273,5 +274,5 @@ class Request:
         self.forwarded = self.complete
         if self.length is not None:
             return body
-        chunk = b"%x\r\n%b\r\n" % (len(body), bytes(body)) if body else b""
-        return chunk + b"0\r\n\r\n" if self.complete else chunk
+        chunk = CHUNK % (len(body), body) if body else b""
+        return chunk + LAST_CHUNK if self.complete else chunk

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import httptools
 
-from serving.http.rules import MAX_HEAD
+from serving.http.http1 import MAX_HEAD
 from serving.router.http.flow import FlowControl
 
 # What concerns one connection only (RFC 9110, 7.6.1).

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from serving.http.http1 import CHUNK, LAST_CHUNK
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, FORMATTED
 from serving.router.usage import counted
 
@@ -189,7 +190,7 @@ class Continuation:
             strange = self._incoming.find(b"\r\n\r\n", looked) >= 0
             if strange or len(self._incoming) > LARGEST_EVENT:
                 data += self._strange(bytes(self._incoming))
-        return b"%x\r\n%b\r\n" % (len(data), data) if data and self._chunked else data
+        return CHUNK % (len(data), data) if data and self._chunked else data
 
     def _strange(self, data: bytes) -> bytes:
         """The client's part of an unread event, and of all later ones."""
@@ -203,8 +204,8 @@ class Continuation:
 
     def end(self) -> bytes:
         """The client's last bytes."""
-        told = b"%x\r\n%b\r\n" % (len(self.failure), self.failure) if self.failure else b""
-        return told + b"0\r\n\r\n" if self._chunked else b""
+        told = CHUNK % (len(self.failure), self.failure) if self.failure else b""
+        return told + LAST_CHUNK if self._chunked else b""
 
     @property
     def may_end(self) -> bool:

@@ -5,6 +5,7 @@ of an engine (tests/e2e/test_calls.py).
 
 import asyncio
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,18 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseStreamChoice,
     CompletionStreamResponse,
 )
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
+from handlers.records import Step
 from serving.engine.patches.outputs.processor import State
 from serving.engine.texts.completions import Completions
 from serving.engine.texts.generation import Asked
-from serving.engine.texts.streams import Part, Stream
+from serving.engine.texts.streams import Part, Steps, Stream
+from serving.protocol import COMPLETIONS
+from tests.serving.conftest import running
+from tests.serving.inference.test_walk import entered
 
 pytestmark = pytest.mark.anyio
 
@@ -63,13 +68,18 @@ class Client:
 
     task: asyncio.Task[None]
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Callable[[Any], Stream] | None = None) -> None:
+        """stream: makes it of vLLM's results."""
         self.keeps_up, self.fails = True, False
         self.read = asyncio.Event()
         self.got: list[str] = []
         self.in_task: list[str] = []
         sink: Any = self
-        self.stream = Stream(sink, self, self.got.append, 0, self.results())
+        self.stream = (
+            stream(self.results())
+            if stream
+            else Stream(sink, self, self.got.append, 0, self.results())
+        )
         none = SimpleNamespace(
             logprobs=None,
             cumulative_logprob=None,
@@ -82,7 +92,8 @@ class Client:
             *("a", "a", None, 0, None, kind, None, [1], None, none, self.texts),
             *(None, 0.0, self.queue, False, 1),
         )
-        self.stream.begin(self.state, None)
+        asked: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
+        self.stream.begin(self.state, asked)
 
     async def results(self):
         """As vLLM takes them of their queue."""
@@ -166,3 +177,50 @@ async def test_the_engine_is_told_of_a_stream_that_is_broken_off(client):
     assert processor.abort_requests(["a"], internal=True) == ["a"]
     await client.task
     assert not processor.has_unfinished_requests()
+
+
+LMI = {"inputs": "a", "stream": True}
+
+
+@pytest.mark.parametrize("path", ["/invocations", COMPLETIONS])
+async def test_a_token_takes_four_stays_without_a_return(path):
+    """From vLLM's output to the client's connection. LMI's own renderer (handlers/) is no room of
+    the server: the relay asks it for the line, and writes that.
+    """
+    walks: list[list[str]] = []
+
+    async def answer(call, sink, usage):
+        none: Any = None
+        events: Any = SimpleNamespace(part=lambda *_: b"data: b\n\n")
+        how = (Steps(none), sink.write_step) if call.steps else (events, sink.write)
+        it = Client(lambda results: Stream(sink, *how, 0, results))
+        sink.stream()
+        if call.steps:
+            await sink.step(Step("a", [1], ["a"], [-1.0]))
+        else:
+            await sink.event(b"data: a\n\n")
+        for text in ("a", "b"):
+            waiting = asyncio.create_task(anext(it.stream))
+            await asyncio.sleep(0)
+            it.texts.text = text
+            with entered() as rooms:
+                result = it.state.make_request_output([1], None, None, None)
+            if not result:
+                walks.append(rooms)
+                waiting.cancel()
+                break
+            it.queue.put(result)
+            await waiting
+        await sink.end()
+
+    async with running() as served:
+        served.engine.answers[COMPLETIONS] = answer
+        body = LMI if path == "/invocations" else {"prompt": "a", "stream": True}
+        assert "b" in (await served.post(path, body)).text
+    (walk,) = walks
+    assert walk == [
+        "engine/patches/outputs/processor",
+        "engine/texts/streams",
+        "inference/relay",
+        "http/connections",
+    ]

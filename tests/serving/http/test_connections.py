@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from lmi_config.options.declared import Settings
 from scripts.harness.wait import until_async
 from serving.http import connections, sockets
-from serving.http.rules import MAX_HEAD
+from serving.http.http1 import MAX_HEAD
 from serving.http.tls import ServerTls
 from serving.server import server as server_module
 from tests.serving.conftest import running
@@ -424,7 +424,7 @@ async def test_a_body_that_is_not_sent_to_its_end_is_408(hasty, trickles, path):
         if trickles:
             trickling.cancel()
         assert await it.closed()
-    assert hasty.pipeline.admission.under_way == set()
+    assert hasty.pipeline.admission.in_flight == set()
 
 
 async def test_a_slow_body_is_waited_for(hasty):
@@ -557,7 +557,7 @@ async def test_with_as_many_requests_as_connections_ping_is_answered(small):
         busy = [await kept.enter_async_context(connected(small)) for _ in range(20)]
         for it in busy:
             it.send(one)
-        await until_async(lambda: len(small.pipeline.admission.under_way) == 20)
+        await until_async(lambda: len(small.pipeline.admission.in_flight) == 20)
         for _ in range(100):
             async with connected(small) as it:
                 it.send(PING)

@@ -133,11 +133,11 @@ async def test_lines_wait_one_at_a_time_and_none_is_lost():
 async def test_no_more_go_to_a_custom_handler_than_may_wait():
     async with running(job_queue_size=1) as served, using(served, "handler_stream"):
         held = ask(served, {"count": 2, "wait": "x"})
-        await until_async(lambda: served.pipeline.admission.under_way)
+        await until_async(lambda: served.pipeline.admission.in_flight)
         answer = await served.invoke({"count": 1})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         held.cancel()
-        await until_async(lambda: not served.pipeline.admission.under_way)
+        await until_async(lambda: not served.pipeline.admission.in_flight)
         assert lines(await served.invoke({"count": 1})) == [{"number": 0}]
 
 
@@ -179,7 +179,7 @@ async def test_who_waits_for_a_place_takes_no_room(tmp_path):
         held = ask(served, WAIT | {"adapters": "one"})
         await until_async(lambda: engine.running == 1)
         asked = [ask(served, {"inputs": "a", "adapters": "two"}) for _ in range(8)]
-        await until_async(lambda: len(served.pipeline.admission.under_way) == 9)
+        await until_async(lambda: len(served.pipeline.admission.in_flight) == 9)
         assert (await served.invoke({"inputs": "b"})).status_code == 200
         refused = await served.invoke({"inputs": "a", "adapters": "two"})
         assert refused.status_code == 503

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.anyio
 SERVING = Path(__file__).parents[3] / "serving"
 GROUND = {"aio", "cancellation", "errors", "lifecycle", "protocol"}
 """Every room may use them, at any time."""
+ASKING = {"takes", "needs_no_result"}
+"""Whether the client keeps up: what asks this has no token yet."""
 CODE = """
 from djl_python.input_parser import input_formatter
 from djl_python.output_formatter import output_formatter
@@ -56,6 +58,8 @@ def entered() -> Iterator[list[str]]:
         if event != "call" or not frame.f_code.co_filename.startswith(str(SERVING)):
             return
         if frame.f_code.co_code[frame.f_lasti + 1]:  # RESUME's argument: it goes on
+            return
+        if frame.f_code.co_name in ASKING:
             return
         here = room(frame)
         if here not in GROUND and here != room(frame.f_back):
@@ -142,10 +146,12 @@ WALK = [
     "inference/request",
     "inference/content/fields",
     "lora/adapter",
+    "inference/prepare",
     "user_code",
     "inference/content/checks",
-    "kv_cache/salt",
     "inference/content/media",
+    "kv_cache/salt",
+    "inference/isolate",
     "waiting/turns",
     "inference/relay",
     "engine/base",
@@ -166,6 +172,9 @@ AGAIN = {
     "api/app": "Starlette's router has it as a list of routes, which are functions here",
     "api/invocations": "the body comes, and then what is to be done with it",
     "inference/pipeline": "it is the way itself: received, answered once, run",
+    "inference/prepare": "the formatter, and then the format of what it has made",
+    "inference/isolate": "what separates it from others, and the call once its turn has come",
+    "inference/content/media": "media are fetched, and named for those who share a salt",
     "inference/admission": "a request is admitted, under way, and at its end",
     "inference/queue": "its turn comes and ends",
     "waiting/turns": "the queue asks it for the next turn",

@@ -40,7 +40,7 @@ def models() -> tuple[Any, ...]:
     )
 
 
-def mend(model: Any) -> None:
+def read_as_one_form(model: Any) -> None:
     """Have a model read its values as one form. May be called again."""
     # FastAPI takes the schema for the model's own, too, where it makes its routes.
     schema = _read_once(model.__pydantic_core_schema__)
@@ -140,7 +140,7 @@ def _by_type(forms: Mapping[str, list[Any]]) -> Any:
 
 def _put() -> None:
     for model in models():
-        mend(model)
+        read_as_one_form(model)
 
 
 PATCH = Patch(

@@ -26,7 +26,7 @@ def _put_bounds(_: Context) -> None:
             unbounded = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})
             return super(Bounded, unbounded).build_tok_params(model)
 
-    forms.mend(Bounded)
+    forms.read_as_one_form(Bounded)
     serving.ChatCompletionRequest = Bounded  # by which it makes each chat of a message
 
 

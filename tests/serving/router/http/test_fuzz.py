@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.harness.wait import until_async
-from serving.http.rules import AHEAD
+from serving.http.http1 import AHEAD
 from serving.protocol import REQUEST_ID
 from serving.router import router as module
 from serving.router.http import buffers, downstream

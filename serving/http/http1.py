@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of serve and route for every HTTP request."""
+"""The rules of serve and route for every HTTP request, and the framing of bodies in chunks."""
+
+CHUNK = b"%x\r\n%b\r\n"
+"""Frames a part of a body, of its length and its bytes (RFC 9112, 7.1). An empty part would end the
+body.
+"""
+LAST_CHUNK = b"0\r\n\r\n"
 
 MAX_HEAD = 64 * 1024
 """Most bytes of a request's line and headers, and of the head of a replica's answer."""
