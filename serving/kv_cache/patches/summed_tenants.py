@@ -23,9 +23,8 @@ def _put() -> None:
         """A provider of meters that count all tenants together, and leave out the model's name."""
 
         def __init__(self, **more: Any) -> None:
-            kept = View(
-                instrument_name="*", attribute_keys=_AllLabelsBut({"cache_salt", "model_name"})
-            )
+            labels = _AllLabelsBut({"cache_salt", "model_name"})
+            kept = View(instrument_name="*", attribute_keys=labels)
             super().__init__(views=[kept], **more)
 
     # LMCache looks up the class of its meters at its start.
