@@ -19,7 +19,7 @@ class OpenAI:
             await self._sessions.join(client)
             await answer_path(client, call.scope["path"], pipeline)
 
-        async with pipeline.received(call) as client:
+        async with pipeline.admit(call) as client:
             await pipeline.answer_once(client, call.receive, answer)
 
 

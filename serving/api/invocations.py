@@ -63,7 +63,7 @@ class Invocations:
             await self._sessions.join(client)
             await self._run(client, pipeline)
 
-        async with pipeline.received(call) as client:
+        async with pipeline.admit(call) as client:
             if header(call.scope, HANDLER):
                 raise InternalFunction(
                     "the header `handler` names a function of the server's; leave it out"

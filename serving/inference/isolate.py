@@ -46,7 +46,8 @@ async def isolate(
     path, found = prepared.path, prepared.fields
     inner = adapter.inner if adapter else None
     salt = kv_salt.digest(tenant, found.salt(), inner)
-    await media.give_uuids(prepared.media, salt)
+    if prepared.media:
+        await media.give_uuids(prepared.media, salt)
     body = prepared.body
     if not adapter:
         if request.adapter == "" or (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline of every request to the engine. No request reaches the engine past it.
 
-A request takes five steps: admit (received), prepare, isolate, schedule (_turn), and answer and
-account. Each returns a value, which the next ones read.
+A request takes five steps: admit, prepare, isolate, schedule, and answer and account. Each returns
+a value, which the next ones read.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from serving.errors import BadRequest, NotFound, NotReady, Shed
 from serving.http.bodies import Answer, Bodies, header
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
-from serving.inference.content.fields import RequestFields, bad_request
+from serving.inference.content.fields import bad_request
 from serving.inference.isolate import Isolated, engine_call, isolate
-from serving.inference.prepare import Formatters, Prepared, formatted, prepare
+from serving.inference.prepare import Formatters, Prepared, prepare
 from serving.inference.queue import QUEUED, SHED, FairQueue, Ticket
 from serving.inference.relay import Relay
 from serving.inference.request import ClientRequest, HttpCall, InferenceRequest
@@ -121,7 +121,7 @@ class Pipeline:
         client.record.caller.require_model(self._settings.model_names)
 
     @contextlib.asynccontextmanager
-    async def received(self, call: HttpCall) -> AsyncIterator[ClientRequest]:
+    async def admit(self, call: HttpCall) -> AsyncIterator[ClientRequest]:
         """Admit a client's request at its head, and yield it once its body has arrived.
 
         Raises Overloaded and the other errors of the limits and of the body.
@@ -208,34 +208,28 @@ class Pipeline:
             raise NotFound(NO_ENGINE)
         if not request.adapter:
             self.require_model(request.client)
-        request.cancellation.end_after(self._timeout(request, request.fields))
+        settings = self._settings
+        request.cancellation.end_after(request.timeout(request.fields, settings))
         async with self._adapter(request) as adapter:
             with request.cancellation.raising():
                 try:
-                    prepared = await self._prepared(request, adapter)
+                    formatters = self._formatters(adapter)
+                    prepared = await prepare(request, formatters, self.engine, settings)
                     tenant = self.tenant(request.client)
-                    isolated = await isolate(request, prepared, adapter, tenant, self._settings)
+                    isolated = await isolate(request, prepared, adapter, tenant, settings)
                 except RecursionError:  # nested parts are read again, with less of the stack left
                     raise BadRequest(TOO_DEEP) from None
                 if adapter:
                     request.client.record.adapter = adapter.name
-                ticket = await self._turn(request, prepared)
+                ticket = await self._schedule(request, prepared)
             relay = Relay(request, prepared.rendering, adapter)
             try:
-                await self._answered(request, prepared, isolated, adapter, relay)
+                await self._answer(request, prepared, isolated, adapter, relay)
             finally:
                 self._queue.leave(ticket)
                 self._account(request, adapter, relay.usage)
 
-    async def _prepared(self, request: InferenceRequest, adapter: Adapter | None) -> Prepared:
-        """Return the request as the engine's. A formatter's request may have another timeout."""
-        formatters = Formatters(self._code(adapter, "input"), self._code(adapter, "output"))
-        given = await formatted(request, formatters)
-        if given.fields is not request.fields:
-            request.cancellation.end_after(self._timeout(request, given.fields))
-        return await prepare(request, given, formatters, self.engine, self._settings)
-
-    async def _answered(
+    async def _answer(
         self,
         request: InferenceRequest,
         prepared: Prepared,
@@ -271,13 +265,6 @@ class Pipeline:
         client.record.used(tenant, adapter.name if adapter else "", *tokens)
         self.limiter.charge(client.record.caller, tokens.prompt + tokens.generated)
 
-    def _timeout(self, request: InferenceRequest, found: RequestFields) -> int | None:
-        """Return the request's timeout in seconds, or None without one. found: its fields."""
-        settings = self._settings
-        if request.background:
-            return None
-        return settings.stream_timeout if found.streamed else settings.whole_timeout
-
     def _adapter(
         self, request: InferenceRequest
     ) -> contextlib.AbstractAsyncContextManager[Adapter | None]:
@@ -299,14 +286,16 @@ class Pipeline:
                 adapter = await stack.enter_async_context(adapters.using(name))
             yield adapter
 
-    def _code(self, adapter: Adapter | None, function: str) -> UserCode | None:
-        """Return the model.py with the function: the adapter's, or else the model's, or None."""
-        for code in (adapter.code if adapter else None, self.code):
-            if code and function in code.functions:
-                return code
-        return None
+    def _formatters(self, adapter: Adapter | None) -> Formatters:
+        """Return the formatters: each the adapter's, or else the model's, or none."""
+        codes = [it for it in (adapter.code if adapter else None, self.code) if it]
+        given, answered = (
+            next((it for it in codes if function in it.functions), None)
+            for function in ("input", "output")
+        )
+        return Formatters(given, answered)
 
-    async def _turn(self, request: InferenceRequest, prepared: Prepared) -> Ticket:
+    async def _schedule(self, request: InferenceRequest, prepared: Prepared) -> Ticket:
         """Wait for the request's turn in the fair queue. Returns its ticket.
 
         Raises Overloaded if the turn would come too late, and Shed if the request may not wait.
@@ -315,7 +304,8 @@ class Pipeline:
         if request.refusable:
             if request.client.record.caller.sheddable:
                 self._require_room()
-            within = request.cancellation.time_left(self._timeout(request, prepared.given))
+            limit = request.timeout(prepared.given, self._settings)
+            within = request.cancellation.time_left(limit)
         tenant = request.client.record.caller.shown_tenant
         lane = f"{tenant}\0{request.adapter or ''}" if tenant else request.adapter or ""
         with request.client.record.part("queue"):

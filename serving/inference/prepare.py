@@ -66,13 +66,6 @@ class Rendering(NamedTuple):
     formatted: bool
 
 
-class Formatted(NamedTuple):
-    """A body after the input formatter, with its fields."""
-
-    body: bytes
-    fields: RequestFields
-
-
 class Prepared(NamedTuple):
     """A request as the engine's, before it is anybody's.
 
@@ -93,41 +86,24 @@ class Prepared(NamedTuple):
     rendering: Rendering
 
 
-async def formatted(request: InferenceRequest, formatters: Formatters) -> Formatted:
-    """Return a request's body after the input formatter, if there is one. Limits and checks apply
-    to the formatted request, not to the client's. Raises BadRequest and UserCodeFailed.
-    """
-    if request.form or request.client.scope["path"] in protocol.UNFORMATTED_PATHS:
-        formatters.require_none()
-    body, found = request.body, request.fields
-    if formatters.input:
-        body = await formatters.input.format_request(body, request.content_type)
-        found = fields(body)
-    elif request.raw:
-        raise BadRequest(
-            f"the body is {request.content_type:.100}, which only an @input_formatter in "
-            "a model.py reads; send JSON, text/plain, text/csv or application/jsonlines"
-        )
-    return Formatted(body, found)
-
-
 async def prepare(
-    request: InferenceRequest,
-    given: Formatted,
-    formatters: Formatters,
-    engine: Engine,
-    settings: Settings,
+    request: InferenceRequest, formatters: Formatters, engine: Engine, settings: Settings
 ) -> Prepared:
-    """Read a request as its format has it, check it, and fetch its media. Raises BadRequest."""
-    form = _parsed(request, given, engine, settings)
+    """Format a request, read it as its format has it, check it, and fetch its media. Limits and
+    checks apply to the formatted request, not to the client's. Raises BadRequest and
+    UserCodeFailed.
+    """
+    sent, given = await _formatted(request, formatters)
+    request.cancellation.end_after(request.timeout(given, settings))
+    form = _parsed(request, sent, given, engine, settings)
     path = form.path
     if path in protocol.AGENTS_PATHS:
         formatters.require_none()
-    found = given.fields if isinstance(form.body, bytes) else fields_of(form.body)
+    found = given if isinstance(form.body, bytes) else fields_of(form.body)
     constraint = guided(found) if path in _GUIDED_PATHS else None
     if constraint:
         found = as_structured_outputs(found, constraint)
-    _check(request, path, given.body, found, settings)
+    _check(request, path, sent, found, settings)
     sequences = found.sequences(path)
     parts: list[dict[str, Any]] = []
     if request.form:
@@ -141,7 +117,7 @@ async def prepare(
     transfer = _transfer(request, path, sequences, settings)
     rendering = _rendering(request, form, formatters)
     return Prepared(
-        *(path, body | alone, len(given.body), given.fields, found, parts, sequences),
+        *(path, body | alone, len(sent), given, found, parts, sequences),
         *(transfer, rendering),
     )
 
@@ -149,17 +125,38 @@ async def prepare(
 _GUIDED_PATHS = (protocol.COMPLETIONS, protocol.CHAT_COMPLETIONS)
 
 
+async def _formatted(
+    request: InferenceRequest, formatters: Formatters
+) -> tuple[bytes, RequestFields]:
+    """Return a request's body after the input formatter, if there is one, and its fields."""
+    if request.form or request.client.scope["path"] in protocol.UNFORMATTED_PATHS:
+        formatters.require_none()
+    if formatters.input:
+        body = await formatters.input.format_request(request.body, request.content_type)
+        return body, fields(body)
+    if request.raw:
+        raise BadRequest(
+            f"the body is {request.content_type:.100}, which only an @input_formatter in "
+            "a model.py reads; send JSON, text/plain, text/csv or application/jsonlines"
+        )
+    return request.body, request.fields
+
+
 def _parsed(
-    request: InferenceRequest, given: Formatted, engine: Engine, settings: Settings
+    request: InferenceRequest,
+    body: bytes,
+    given: RequestFields,
+    engine: Engine,
+    settings: Settings,
 ) -> EngineCall:
     """Return what the body's format makes of it. Raises BadRequest."""
-    given.fields.require_few_prompts()
-    parse = request.parse or given.fields.parser(
+    given.require_few_prompts()
+    parse = request.parse or given.parser(
         formats(engine.embeds, settings.normalize, engine.classifies),
         anthropic=bool(header(request.client.scope, protocol.ANTHROPIC_VERSION)),
     )
     try:
-        form = parse(given.body)
+        form = parse(body)
     except FormatError as error:
         raise bad_request(error) from None
     if form.ignored:

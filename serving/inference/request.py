@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Receive, Scope
 
 from handlers.multipart import Form
+from lmi_config.options.declared import Settings
 from serving.access.caller import Phase
 from serving.cancellation import Cancellation
 from serving.errors import BadRequest, ErrorShape, NotFound
@@ -138,6 +139,12 @@ class InferenceRequest:
     @property
     def phase(self) -> Phase:
         return self.client.record.caller.phase
+
+    def timeout(self, found: RequestFields, settings: Settings) -> int | None:
+        """Return its timeout in seconds, or None without one. found: its fields as formatted."""
+        if self.background:
+            return None
+        return settings.stream_timeout if found.streamed else settings.whole_timeout
 
 
 def inference_request(

@@ -9,6 +9,7 @@ import pytest
 from handlers.records import Step
 from scripts.harness.wait import until_async
 from serving.inference.relay import WINDOW
+from serving.observability.access_log import AccessRecord
 from serving.user_code import AT_ONCE, Limits, start_user_code
 from tests.fake_engine import streaming
 from tests.serving.conftest import running
@@ -58,6 +59,33 @@ async def test_what_is_written_at_once_is_framed_and_in_order(accept):
     assert [json.loads(line)["choices"][0]["text"] for line in lines] == ["a", "b", "c"]
     assert found.text.startswith("data: ") == (accept == "text/event-stream")
     assert took == [False, True, False]
+
+
+async def test_what_wraps_an_answer_sees_all_of_its_parts_or_none(monkeypatch):
+    """CORSMiddleware wraps `send`. The record and the session change the head, and see no token."""
+    took, messages = [], []
+
+    async def answer(call, sink, usage):
+        sink.stream()
+        for _ in range(3):
+            took.append(sink.takes())
+            await sink.event(FIRST)
+        await sink.end()
+
+    async def head(record, message):
+        messages.append(message["type"])
+        return await original(record, message)
+
+    original = AccessRecord.head
+    monkeypatch.setattr(AccessRecord, "head", head)
+    for allowed, expected in (((), [False, True, True]), (("https://a.example",), [False] * 3)):
+        async with running(cors_allowed_origin=allowed) as served:
+            answer_with(served, answer)
+            headers = {"origin": "https://a.example"} if allowed else {}
+            found = await served.invoke({"prompt": "x", "stream": True}, headers=headers)
+        assert (found.text.count('"a"'), took) == (3, expected)
+        took.clear()
+    assert set(messages) == {"http.response.start"}
 
 
 @pytest.mark.parametrize("begun", [(), (FIRST,), (STEP,)])
