@@ -363,6 +363,16 @@ def shape(path: str, codes: Codes = _NONE) -> ErrorShape:
     return ErrorShape(codes)
 
 
+def without_frames(error: ServingError) -> ServingError:
+    """Return the error without the frames that raised it and the exceptions before it.
+
+    A request's record keeps its error, and the frames keep the record. Such a cycle would stay in
+    memory until Python's collector looks at all objects.
+    """
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
 def unforeseen() -> ServingError:
     """Log the exception that is being handled, and return the client's error for it."""
     log.exception("a request failed unexpectedly")

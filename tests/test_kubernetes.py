@@ -208,6 +208,8 @@ def test_what_comments_propose_is_valid() -> None:
     (it,) = parts([("server.yaml", document) for document in documents])
     assert {"name": "kv", "mountPath": "/tmp/lmcache"} in it.container["volumeMounts"]
     assert it.pod["spec"]["volumes"][-1]["ephemeral"]
+    assert {"name": "compiled", "mountPath": "/compiled"} in it.container["volumeMounts"]
+    assert str(it.settings().cache_folder).startswith("/compiled/")
     (store,) = (one for one in MANIFESTS["shared_cache.yaml"] if one["kind"] == "Service")
     assert it.settings().kv_l2_url == f"redis://{store['metadata']['name']}"
     mounted = f"/dev/shm/{shared_store.SEGMENT}"

@@ -114,8 +114,7 @@ def test_a_library_is_used_in_its_room_only(library, home):
 OF_SCRIPTS = {
     "harness": set(),
     "models": set(),
-    "eagle": {"models"},
-    "bench": {"eagle", "harness", "models"},  # drafts for the tiny model
+    "bench": {"harness", "models"},
     "ceiling": {"bench", "harness", "models"},  # plain vLLM, as the benchmarks start it
     "chaos": {"harness", "models"},
     "routing_sim": set(),

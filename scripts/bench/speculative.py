@@ -131,10 +131,6 @@ def methods(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         yield from (tuple(named.split("=", 1)) for named in options.draft)
     elif options.model is None:
         yield "draft model", str(tiny.make())  # the model itself: all is accepted
-        from scripts.eagle import train  # it takes seconds to import
-
-        yield "EAGLE", str(train.make("eagle"))
-        yield "EAGLE-3", str(train.make("eagle3"))
 
 
 def main() -> None:

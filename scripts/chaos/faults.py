@@ -42,7 +42,8 @@ class Faults:
             name = order.pop()
             began = time.monotonic()
             await (OF_COPIES if self.world.copies else FAULTS)[name][0](self, name)
-            say(f"{name}: {self.ledger.faults[-1].recovered or 'not'} recovered", began)
+            took = self.ledger.faults[-1].recovered
+            say(f"{name}: {'not recovered' if took is None else f'recovered in {took} s'}", began)
             await asyncio.sleep(2)
         done = {it.name.partition(" ")[0] for it in self.ledger.faults}
         if missing := [it for it in names if it not in done]:

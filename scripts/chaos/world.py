@@ -24,7 +24,7 @@ from scripts.harness.wait import until_async
 LMCACHE = """
 max_local_cpu_size: 0.1
 local_disk: {disk}
-max_local_disk_size: 0.3
+max_local_disk_size: {gib}
 extra_config: {{use_odirect: true}}
 """
 UNFORESEEN = "a request failed unexpectedly"  # as serving/errors.py logs it
@@ -105,7 +105,7 @@ class World:
         disk = Disk(self.folder / f"disk-{n + 1}")
         self._closing.callback(disk.close)
         tiers = self.folder / f"lmcache-{n + 1}.yaml"
-        tiers.write_text(LMCACHE.format(disk=disk.folder))
+        tiers.write_text(LMCACHE.format(disk=disk.folder, gib=0.3 / (self.copies or 1)))
         environ = {
             "OPTION_MODEL_ID": str(path),
             "OPTION_DTYPE": "float32",

@@ -135,7 +135,7 @@ class Gate:
                 scope = {**scope, "method": "GET"}
             await answer(scope, caller)
         except ServingError as error:
-            return error
+            return errors.without_frames(error)
         except ClientLeft:
             return None
         except asyncio.CancelledError:  # by uvicorn, which would send its own answer

@@ -8,6 +8,7 @@ them when they end, and stops them in order.
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ from serving.engine.base import EngineError
 from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, of_its_device
 from serving.follow import kept
 from serving.http.sockets import CannotListen, bound, local_url, raise_open_files
+from serving.kv_cache import fingerprints
 from serving.kv_cache.cache_server import CacheServer
 from serving.lifecycle import SHUTDOWN, Step
 from serving.observability.redaction import redacted
@@ -58,6 +60,10 @@ PATIENCE_S = 600.0
 OPTION_MODEL_LOADING_TIMEOUT is not set."""
 WATCH_S = 0.5
 """Seconds between two checks of the copies' readiness."""
+CHANGED = (
+    "the model's files have changed since the container started. The other copies still have the "
+    "files from before: restart the container to serve the new ones"
+)
 ROUTER_S = SHUTDOWN.drain + SHUTDOWN.farewell + 0.3
 """Seconds after which a stopping router has ended ..."""
 COPIES_S = SHUTDOWN.engine
@@ -144,6 +150,7 @@ class Supervisor:
         self._router: Child | None = None
         self._copies: dict[int, Child] = {}
         self._left_out: dict[int, str] = {}
+        self._files: dict[str, fingerprints.State] = {}
         self._cache: CacheServer | None = None
         self._looks = Looks(self._plan.copies, divided.of_router(self._plan, self._secret))
         _COPIES.set(self._own.count)
@@ -181,11 +188,13 @@ class Supervisor:
         """Fetch the model, start the cache server, and start the tasks that keep the copies."""
         model, draft = self._deployment.model, self._deployment.draft
         folder = await cache.fetch(model, _note)
+        self._files = await in_thread(fingerprints.states, folder)
         of_draft = await cache.fetch(draft, _note) if draft else None
         self._cache, name = await cache.start(
             self._plan, folder, self._looks.prefilled, self._looks.hits
         )
-        shared = Shared(folder=folder, draft=of_draft, name=name, tiers=self._cache is not None)
+        without = cache.without(self._cache)
+        shared = Shared(folder=folder, draft=of_draft, name=name, without_tiers=without)
         watching = kept("copies", self._watch)
         works = [watching, *(self._keep(copy, shared) for copy in self._plan.copies)]
         tasks = [asyncio.create_task(work) for work in works]
@@ -272,6 +281,17 @@ class Supervisor:
             log.error("a copy has ended, and is started again: %s", end.reason, extra=facts)
             _RESTARTS.labels(str(copy.number)).inc()
             await asyncio.sleep(RESTART_S)
+            changed = await in_thread(self._files_changed, shared.folder)
+            if changed and shared.without_tiers != CHANGED:
+                log.error("copy %d starts without KV cache tiers: %s", copy.number, CHANGED)
+                shared = dataclasses.replace(shared, without_tiers=CHANGED)
+
+    def _files_changed(self, folder: Path) -> bool:
+        """Whether the tiers may have KV of other weights than a copy would load now."""
+        try:
+            return fingerprints.states(folder) != self._files
+        except OSError:
+            return True
 
     def _may_go_on(self, end: Exit) -> bool:
         """Whether the others may serve without a copy that has ended at its start. Only its device

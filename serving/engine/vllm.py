@@ -317,7 +317,7 @@ def _build(args: Namespace, in_flight: dict[str, Any]) -> Any:
     return client
 
 
-COLLECT = (10_000, 20, 20)
+COLLECT = (10_000, 20, 5)
 """When Python collects garbage in the server's process. By its own measure (700 new objects) that
 takes a tenth of a short request's CPU time, on the ceiling bench.
 """

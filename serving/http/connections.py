@@ -35,6 +35,7 @@ from serving.errors import (
     ServerFailed,
     ServingError,
     TooSlow,
+    without_frames,
 )
 from serving.http.http1 import (
     AHEAD,
@@ -165,6 +166,7 @@ class Connection(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
+        self.cycle = None  # type: ignore[assignment]  # it keeps this connection
 
     def data_received(self, data: bytes) -> None:
         if self._reading == "body":
@@ -331,7 +333,7 @@ class Connection(HttpToolsProtocol):
             scope["method"] = self.parser.get_method().decode() if path else "GET"
             scope.setdefault("path", path if path.startswith("/") else "/")
             scope |= {"raw_path": b"", "query_string": b""}
-            self._take(keep_alive=False, refusal=error)
+            self._take(keep_alive=False, refusal=without_frames(error))
             cycle = cast(Cycle, self.cycle)
         cycle.break_off(error, self._linger)
 

@@ -114,9 +114,12 @@ class Place:
         self._of.idle.pop(self, None)
 
     def release(self) -> None:
-        """Note that it is closed."""
+        """Note that it is closed. It no longer keeps the connection, which keeps it: memory of a
+        cycle would stay until Python's collector looks at all objects.
+        """
         self._of.idle.pop(self, None)
         self._of.open.discard(self)
+        self.abort = self.retire = _nothing
 
     @property
     def refusal(self) -> str:
@@ -163,8 +166,9 @@ class Connections:
         oldest = next(iter(self.idle), None)
         if oldest is None:
             return False
+        abort = oldest.abort
         oldest.release()
-        oldest.abort()
+        abort()
         return True
 
 

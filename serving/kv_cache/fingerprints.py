@@ -102,6 +102,18 @@ def fingerprint(
     return of_model(files, facts, whole=whole)
 
 
+State = tuple[int, int, int, int]
+"""A file's size, inode, and times of modification and change in nanoseconds."""
+
+
+def states(folder: Path) -> dict[str, State]:
+    """Return the states of the files that KV depends on. Raises OSError."""
+    found = {name: (folder / name).stat() for name in _files(Folder(folder))}
+    return {
+        name: (it.st_size, it.st_ino, it.st_mtime_ns, it.st_ctime_ns) for name, it in found.items()
+    }
+
+
 def _files(checkpoint: Folder) -> Iterator[str]:
     """Yield the files that KV depends on: weights, configurations, processors of media, code."""
     with contextlib.suppress(ModelError):  # load_format=dummy needs no weights

@@ -70,6 +70,11 @@ async def start(
     return server, name
 
 
+def without(server: CacheServer | None) -> str:
+    """Return why an engine is served without tiers after start(), or nothing."""
+    return "" if server else "the cache server did not start"
+
+
 def _transferring(plan: Plan, folder: Path) -> Path:
     """Return the name of the model's folder for the engine. Engines that fetch KV from each other
     must have the same name.

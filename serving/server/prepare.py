@@ -39,14 +39,14 @@ LARGEST = 4 * 2**20
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
     """What a supervisor has done once for all of its copies. folder, draft: where the model and its
-    draft are. name: the model's folder as the cache server knows it. tiers: whether that server has
-    come up. others: the other copies, for lines of batches.
+    draft are. name: the model's folder as the cache server knows it. without_tiers: why the copy is
+    served without KV cache tiers, or empty. others: the other copies, for lines of batches.
     """
 
     folder: Path
     draft: Path | None
     name: Path
-    tiers: bool
+    without_tiers: str
     others: OtherCopies | None = None
 
 

@@ -42,7 +42,7 @@ from serving.http.tls import ServerTls
 from serving.inference.admission import Admission
 from serving.lifecycle import SHUTDOWN, Lifecycle, Note, Stage, Step
 from serving.observability.capture import causes
-from serving.process import StopSignals
+from serving.process import StopSignals, return_freed_memory
 from serving.protocol import INVOCATIONS, PING, UI
 from serving.server import start_phases
 from serving.server.prepare import Deployment
@@ -61,6 +61,9 @@ _BUILD = Info("slipway_build", "What is running here.")
 _TENANTS = Info("slipway_tenants", "By which header tenants are told apart.")
 _ROLE = Info("slipway_role", "What a router has this server do.")
 
+LARGE = 256 * 1024
+"""Bytes of blocks that go back to the kernel: large bodies, and not what most requests take."""
+
 Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 
 
@@ -72,6 +75,7 @@ def serve(deployment: Deployment, warm: bool = False) -> Exit:
     """
     settings = deployment.plan.settings
     raise_open_files()
+    return_freed_memory(LARGE)
     try:
         host = LOOPBACK if deployment.shared else settings.host
         listener = bound(host, settings.port, backlog=2048)

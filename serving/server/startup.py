@@ -125,8 +125,9 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         if server:
             await server.stop()
         raise EngineError(plan.hindrance)
-    if not (shared.tiers if shared else server):
-        plan = plan.without_tiers("the cache server did not start")
+    without = shared.without_tiers if shared else cache.without(server)
+    if without:
+        plan = plan.without_tiers(without)
     _TIERS.labels(*tiers_info(plan)).set(1)
     options = plan.engine(str(name), str(draft) if draft else None)
     engine = await vllm.start(arguments(options), note, _verification(plan))

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from scripts.eagle import train
 from scripts.harness.wait import until
-from scripts.models import tiny, tiny_lora
+from scripts.models import tiny, tiny_draft, tiny_lora
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
 
@@ -62,20 +61,19 @@ def plain(options, tmp_path_factory):
 
 
 def drafted(method: str) -> dict[str, str]:
-    """The options for a method; its draft is trained on the way, where it needs one."""
+    """The options for a method, with a draft where it needs one."""
     if method == "ngram":
         config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
         return {"OPTION_SPECULATIVE_CONFIG": json.dumps(config)}
     if method == "draft model":
         return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(tiny.make())}
-    # As the library speculators saves heads: tests/scripts/test_train_eagle.py compares them.
-    more = {"draft_vocab": 1024, "speculators": True} if method == "speculators" else {}
+    # As the library speculators saves heads: tests/scripts/test_tiny_draft.py compares them.
+    more = {"vocabulary": 1024, "speculators": True} if method == "speculators" else {}
     return eagle("eagle" if method == "eagle" else "eagle3", **more)
 
 
 def eagle(kind: str, **more: Any) -> dict[str, str]:
-    """With a draft that is right often enough, and trained in seconds."""
-    return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(train.make(kind, steps=10, **more))}
+    return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(tiny_draft.make(kind, **more))}
 
 
 OF_OURS = pytest.param("eagle3", marks=pytest.mark.nightly)  # as speculators', but for the format

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lmi_config.facts.machine import KV
-from scripts.eagle import train
 from scripts.harness.wait import until
-from scripts.models import tiny, tiny_lora
+from scripts.models import tiny, tiny_draft, tiny_lora
 from scripts.rehearsal.shapes import MODELS
 from tests.e2e.conftest import ROOT
 from tests.e2e.test_kv_tiers import LMCACHE, ask, prompt
@@ -164,8 +163,8 @@ def test_tiers(options, tmp_path, record_property):
 
 
 def test_eagle3(server, options, tmp_path):
-    """An EAGLE-3 draft from the trainer: some of its tokens are right, and the answers the same."""
-    more = {"OPTION_SPECULATIVE_DRAFT_MODEL": str(train.make("eagle3"))}
+    """An EAGLE-3 draft: some of its tokens are right, and the answers the same."""
+    more = {"OPTION_SPECULATIVE_DRAFT_MODEL": str(tiny_draft.make("eagle3"))}
     with start(tmp_path / "log", **options, **more) as served:
         served.ready()
         for text in PROMPTS:

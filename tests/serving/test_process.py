@@ -140,3 +140,42 @@ def test_freed_memory_is_used_again():
         return int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
 
     assert faults(32 * 1024 * 1024) < 1000 < faults(128 * 1024)
+
+
+PEAKS = """
+import sys, threading, psutil
+from serving.process import return_freed_memory
+if sys.argv[1:]:
+    return_freed_memory(int(sys.argv[1]))
+kept = []
+
+def peak():
+    small = [b"1" * 100_000 for _ in range(200)]
+    large = [b"1" * 2_000_000 for _ in range(10)]
+    kept.append(b"1" * 110_000)
+    del small, large
+
+turns = [threading.Event() for _ in range(9)]
+
+def turn(number):
+    turns[number].wait()
+    for _ in range(3):
+        peak()
+    turns[number + 1].set()
+    turns[-1].wait()
+
+threads = [threading.Thread(target=turn, args=(number,)) for number in range(8)]
+for it in threads:
+    it.start()
+turns[0].set()
+turns[-1].wait()
+print(psutil.Process().memory_info().rss)
+"""
+
+
+def test_a_peak_of_each_thread_does_not_stay_allocated():
+    def resident(*words):
+        command = [sys.executable, "-c", PEAKS, *words]
+        return int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+
+    assert resident(str(256 * 1024)) < 0.5 * resident()

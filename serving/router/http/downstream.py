@@ -35,6 +35,7 @@ from serving.errors import (
     Overloaded,
     ServingError,
     TooSlow,
+    without_frames,
 )
 from serving.http.http1 import (
     AHEAD,
@@ -200,6 +201,7 @@ class Downstream(FlowControl):
         if self._answering:
             self._answering.cancel()
             self._answering = None
+        self._parser = None  # type: ignore[assignment]  # it keeps this connection
 
     # the parser's side: what is raised here, data_received finds
 
@@ -285,7 +287,7 @@ class Downstream(FlowControl):
             if answering:
                 answering.start()
         except ServingError as error:
-            self.fail(error)
+            self.fail(without_frames(error))
         except Exception:
             self._give_up(errors.unforeseen())
 

@@ -203,6 +203,7 @@ class Upstream(FlowControl):
     def connection_lost(self, exception: Exception | None) -> None:
         if self._idle:
             self._idle.discard(self)
+        self._parser = None  # type: ignore[assignment]  # it keeps this connection
         listener, self._listener = self._listener, None
         if listener is None:
             return

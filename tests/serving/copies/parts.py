@@ -8,6 +8,7 @@ seconds that an answer takes.
 """
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -41,6 +42,8 @@ def child(part):
     subprocess.Popen(["sleep", "1000"])  # a worker of the copy's
 
     async def start(note):
+        if without := part.deployment.shared.without_tiers:
+            logging.getLogger("serving.copies").info("without tiers: %s", without)
         if number in os.environ.get("COPY_FAILS", "").split(","):
             raise EngineError(os.environ.get("COPY_FAULT", "CUDA out of memory"))
         if Path(os.environ.get("COPIES_END", "/nowhere")).exists():

@@ -14,7 +14,7 @@ from tests.lmi_config.examples import machine, model
 from tests.lmi_config.plan.test_plan import planned
 
 NO_SOURCE: Any = None
-SHARED = Shared(folder=Path("/m"), draft=None, name=Path("/m"), tiers=False)
+SHARED = Shared(folder=Path("/m"), draft=None, name=Path("/m"), without_tiers="")
 
 
 def settings(**environ):

@@ -2,6 +2,7 @@
 """A container with two copies: its processes, and what happens when they end."""
 
 import json
+import shutil
 import signal
 import sys
 import time
@@ -179,6 +180,24 @@ def test_a_copy_that_cannot_start_ends_the_container_with_its_reason(tmp_path):
         assert (last["message"], last["stage"]) == ("failed", "start")
         assert last["reason"] == "copy 1: CUDA out of memory"
         assert "copy" not in last
+
+
+def test_a_copy_of_changed_files_has_no_tiers(tmp_path):
+    """Tiers have KV of the files that the container started with."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny.make(), model)
+    with Container(tmp_path, OPTION_MODEL_ID=str(model)) as it:
+        it.ready(120)
+        it.parts()[1][0].kill()
+        until(lambda: "a copy has ended" in it.logged() and it.both(), 60)
+        assert supervisor.CHANGED not in it.logged()
+        weights = next(model.glob("*.safetensors"))
+        weights.with_suffix(".new").write_bytes(weights.read_bytes())
+        weights.with_suffix(".new").replace(weights)
+        it.parts()[1][1].kill()
+        until(lambda: f"without tiers: {supervisor.CHANGED}" in it.logged(), 60)
+        (told,) = [line for line in it.lines() if line["message"].startswith("copy 1 starts")]
+        assert (told["level"], "restart the container" in told["message"]) == ("error", True)
 
 
 ITS_DEVICE = {"COPY_FAILS": "1", "COPY_FAULT": "CUDA error: uncorrectable ECC error encountered"}
