@@ -9,6 +9,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Send
 
 from handlers import lmi, multipart
@@ -20,6 +21,8 @@ from lmi_config.plan import kv_tiers
 from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
+from serving.cache_hints.hints import Hints
+from serving.cache_hints.intent import NO_INTENT, READ_HERE, CacheIntent
 from serving.engine.base import HANDED_OVER, Call, Engine, Usage
 from serving.engine.none import MESSAGE as NO_ENGINE
 from serving.engine.speech import sound
@@ -94,6 +97,7 @@ class Pipeline:
         self.bodies = Bodies(settings.max_request_size)
         self._coalescer = Coalescer(self.admission.require_room)
         self._tenants = Tenants(settings.cache_salt_header)
+        self._hints = Hints(settings.session_key)
         QUEUED.set_function(lambda: self.waiting)
 
     @property
@@ -393,6 +397,9 @@ class Pipeline:
             body = await self._with_media(form, salt)
         if constraint:
             body = with_structured_outputs(body, constraint)
+        if not READ_HERE.isdisjoint(body):
+            body = {key: it for key, it in body.items() if key not in READ_HERE}
+        intent = self._intent(request, path, found)
         caller = request.client.record.caller
         if adapter:
             request.client.record.adapter = adapter.name
@@ -426,9 +433,27 @@ class Pipeline:
             priority=self._priority(request),
             transfer=transfer,
             trace=_texts(it for it in scope["headers"] if it[0] in protocol.TRACE_CONTEXT),
-            session=header(scope, protocol.VLLM_SESSION_ID).decode("latin-1") or None,
+            session=intent.session or None,
+            marked=intent.marked > 0,
         )
         return form, call, sequences
+
+    def _intent(self, request: InferenceRequest, path: str, found: RequestFields) -> CacheIntent:
+        """Return what the request says of its conversation's KV cache. found: of the engine's call,
+        which has the `session_id` of LMI's parameters.
+        """
+        if path in protocol.NOT_GENERATED:
+            return NO_INTENT
+        client, keys = request.client, request.fields
+        if found.session_id:
+            keys = msgspec.structs.replace(keys, session_id=found.session_id)
+        low = request.background or client.record.caller.sheddable
+        headers, tenant = client.scope["headers"], self.tenant(client)
+        intent = self._hints.of(headers, keys, request.body, tenant, low=low)
+        answered = client.record.headers
+        if header(client.scope, protocol.CACHE) and protocol.CACHE not in dict(answered):
+            answered.append((protocol.CACHE, intent.told.encode()))
+        return intent
 
     def _parsed(
         self, request: InferenceRequest, adapter: Adapter | None
@@ -514,7 +539,6 @@ class Pipeline:
             limits.check_pairs(found)
         elif path in protocol.TOKENIZER_PATHS:
             limits.check_tokenized(request.body)
-        limits.check_headers(request.client.scope["headers"])
 
     async def _turn(self, request: InferenceRequest, sequences: int) -> Ticket:
         """Wait for the request's turn in the fair queue. Returns its ticket.
