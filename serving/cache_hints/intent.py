@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request says of its conversation and the conversation's KV cache: a CacheIntent.
+"""CacheIntent: the hints of a request about its conversation and the conversation's KV cache.
 
 Clients say it in many ways; docs/guides/agents.md lists them. Their fields are hints and promise
 nothing. A field with an unknown value is therefore ignored and named, and is never an error.
@@ -30,8 +30,8 @@ from serving.protocol import (
 ID_BYTES = 256
 """Most bytes of a conversation's id."""
 USUAL_S = 300
-"""Seconds that the KV of a conversation stays useful, where no field says so: the shorter one of
-Anthropic's two lifetimes. In recorded sessions 95 % of the pauses between turns are shorter.
+"""Seconds that the KV of a conversation stays useful, if no field names a lifetime: the shorter one
+of Anthropic's two. In recorded sessions 95 % of the pauses between turns are shorter.
 """
 LEAST_S = 30
 """A shorter lifetime has no effect. NeMo Agent Toolkit sends 2.5 s by default."""
@@ -96,11 +96,11 @@ could obey them.
 
 
 class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of its conversation's KV cache.
+    """The hints of a request about its conversation's KV cache.
 
     session, parent: digests of the conversation's name and of the one that began it; "" without.
     bucket: a digest of `prompt_cache_key`, which many conversations may share. seconds: how long
-    the KV of the whole prompt stays useful after this request; 0 where nothing says so. marked:
+    the KV of the whole prompt stays useful after this request; 0 if no field names a lifetime. marked:
     the same, by marks of `cache_control` that reach the prompt's end alone. low: whether the KV is
     worth less than that of others. final: whether no further turn will come. output: the expected
     tokens of the answer, 0 if unknown. taken, ignored: the fields that were understood, and those
@@ -120,7 +120,7 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> str:
-        """What was understood, for the client: "session=0123456789ab seconds=300 ignored=..."."""
+        """The intent, for the client: "session=0123456789ab seconds=300 ignored=..."."""
         said = [
             f"session={self.session[:12] or '-'}",
             *([f"parent={self.parent[:12]}"] if self.parent else ()),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The marks of a prompt's parts up to which a client wants the KV kept: Anthropic's `cache_control`
-and OpenAI's `prompt_cache_breakpoint`.
+"""Marks on parts of a prompt: Anthropic's `cache_control` and OpenAI's `prompt_cache_breakpoint`.
+The client wants the KV kept up to the part.
 
-A mark is on a part of the body, and a template decides at which token the part ends. Only the end
-of the whole prompt is the same in both. So only the marks of the last message count.
+A mark is on a part of the body, and only the chat template knows the token after that part. The end
+of the whole prompt is the same in both. Therefore only the marks of the last message count.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations, and the replicas that computed their last turns.
 
-A conversation's prompts grow, so a strategy that knows what is cached follows its turns anyway. A
-sub-agent's first prompt has nothing in common with its parent's; so it is placed beside it, unless
-another replica has clearly less to do. This is a discount on the cost and never a rule: one busy
-conversation cannot pin a fleet.
+A conversation's prompts grow, so a strategy that knows the caches follows its turns anyway. A
+sub-agent's first prompt has nothing in common with its parent's. Among replicas whose costs are
+taken for equal, such a prompt goes beside its parent. This is never a rule: one busy conversation
+cannot pin a fleet.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from serving.router.policy.policies import (
-    AWAY,
     CONTEXT,
+    NEAR,
     PER_REQUEST,
     UNCACHED,
     Choice,
@@ -34,7 +34,7 @@ PARTS = 4
 class _Turn(NamedTuple):
     """The last turn of a conversation.
 
-    replica: where it went, "" if that has started anew. points: after how many links of its
+    replica: its name, "" if that has restarted. points: after how many links of its
     prompt's chain which link comes.
     """
 
@@ -43,7 +43,7 @@ class _Turn(NamedTuple):
 
 
 class Conversations:
-    """Places requests by what is known of their conversations."""
+    """Places requests near the last turns of their conversations."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
@@ -51,7 +51,7 @@ class Conversations:
     def choose(
         self, policy: Policy, request: RoutingRequest, replicas: Sequence[Load], now: float
     ) -> Choice:
-        """Return the policy's choice, or the replica near the request if that costs about as much.
+        """Return the policy's choice, or the replica near the request if that costs as much (NEAR).
         Only strategies by cost are corrected. As Policy.choose().
         """
         choice = policy.choose(request, replicas, now)
@@ -61,7 +61,7 @@ class Conversations:
         if near is None or near is choice.replica:
             return choice
         other = policy.choose(request, [near], now)
-        return other if _cost(request, other) <= _cost(request, choice) + AWAY else choice
+        return other if _cost(request, other) <= _cost(request, choice) + NEAR else choice
 
     def _near(
         self, request: RoutingRequest, replicas: Sequence[Load], choice: Choice
@@ -79,7 +79,7 @@ class Conversations:
         return None
 
     def replica(self, conversation: str) -> str:
-        """The name of the replica that had the last turn, "" if it has started anew since."""
+        """The name of the replica that had the last turn, "" if it has restarted since."""
         turn = self._turns.get(conversation)
         return turn.replica if turn else ""
 
@@ -109,14 +109,14 @@ class Conversations:
             self._turns.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone."""
+        """The replica has restarted, or is gone."""
         theirs = [it for it, turn in self._turns.items() if turn.replica == replica]
         for conversation in theirs:
             self._turns[conversation] = self._turns[conversation]._replace(replica="")
 
 
 def _cost(request: RoutingRequest, choice: Choice) -> float:
-    """What the request costs at a replica, as the strategies count it, without adapters."""
+    """The cost of the request at a replica, as the strategies count it, without adapters."""
     replica = choice.replica
     return (
         UNCACHED * replica.prices.work(request.tokens, choice.held)

@@ -29,7 +29,7 @@ from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 NEW_SESSION = "NEW_SESSION"
 """The value that begins a session, in the header or as a body's requestType."""
 _USER_KEYS = ("user_id", "user")
-"""Keys that name a session for the strategy of that name, if nothing else does."""
+"""Keys that name a session for the strategy `session`, after all others."""
 
 _NONE = NONE
 _MEDIA = re.compile(rb'"data(:[^"]*|"\s*:\s*"[A-Za-z0-9+/]{1000,}=*)"')
@@ -68,7 +68,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     """The digest of its session's name, or ""."""
     intent: CacheIntent = NO_INTENT
-    """What it says of its conversation's KV cache."""
+    """Its hints about its conversation's KV cache."""
     begins_session: bool = False
     """Whether it asks for a new one."""
     streamed: bool = False

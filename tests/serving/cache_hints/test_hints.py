@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hints of clients about KV caches, by the names of their fields: what is made of them, and
-that they are never an error.
+"""The hints of clients about KV caches, by the names of their fields: their meanings. They are never
+an error.
 """
 
 import json
@@ -287,7 +287,7 @@ def counted(field: str, taken: str) -> float:
 
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_no_hint_changes_an_answer(door, path):
-    """Nor does one reach the engine by a key that it could obey some day."""
+    """The engine gets none by a key that a later vLLM could obey."""
 
     def text(answer):
         found = answer.json()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from serving.cache_hints.intent import digest
-from serving.router.policy import conversations
+from serving.router.policy import conversations, policies
 from serving.router.policy.conversations import Conversations
 from serving.router.policy.policies import Load, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import TOKENS, PrefixIndex
@@ -17,7 +17,7 @@ read = RequestReader("prefixaware", None, ()).read
 
 
 class Fleet:
-    """Replicas, and a strategy with what it knows of conversations."""
+    """Replicas, a strategy, and the conversations."""
 
     def __init__(self, policy=None):
         self.loads = [Load(f"replica-{number}") for number in range(4)]
@@ -61,14 +61,14 @@ def test_a_sub_agent_is_placed_beside_its_parent():
 
 
 def test_a_busy_replica_gets_neither_turns_nor_sub_agents():
-    """The discount is small beside real work: it decides nothing but ties."""
+    """Conversations only decide ties."""
     fleet = Fleet()
     first = fleet.ask("short", x_dynamo_session_id="s")
-    first.queued = 10 * conversations.AWAY
+    first.queued = 10 * policies.NEAR
     assert fleet.ask("short too", x_dynamo_session_id="s") is not first
     fleet = Fleet()
     first = fleet.ask(LONG, x_dynamo_session_id="s")
-    first.queued = 10 * conversations.AWAY
+    first.queued = 10 * policies.NEAR
     child = {"x_dynamo_session_id": "c", "x_dynamo_parent_session_id": "s"}
     assert fleet.ask(f"child {LONG}", **child) is not first
 
