@@ -100,8 +100,8 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
 
     session, parent: digests of the conversation's name and of the one that began it; "" without.
     bucket: a digest of `prompt_cache_key`, which many conversations may share. seconds: how long
-    the KV of the whole prompt stays useful after this request; 0 if no field names a lifetime. marked:
-    the same, by marks of `cache_control` that reach the prompt's end alone. low: whether the KV is
+    the KV of the whole prompt stays useful after this request; 0 if no field names a lifetime.
+    marked: the same, only by marks of `cache_control` at the prompt's end. low: whether the KV is
     worth less than that of others. final: whether no further turn will come. output: the expected
     tokens of the answer, 0 if unknown. taken, ignored: the fields that were understood, and those
     that were not or have no effect, by their names in FIELDS.

@@ -5,6 +5,7 @@ The format is that of kv-cache-tester (Weka): a JSON object for each session, wh
 the tokens of their prompts and the hashes of their blocks. The texts are not needed.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -121,31 +122,30 @@ class Maker:
 
 
 def read(folder: Path, scale: int) -> list[Session]:
-    """Read traces of kv-cache-tester. Hashes of one file are its own."""
+    """Read traces of kv-cache-tester."""
     return [_read(json.loads(file.read_text()), scale) for file in sorted(folder.glob("*.json"))]
 
 
 def _read(trace: dict[str, Any], scale: int) -> Session:
     blocks = CHUNK * scale // trace["block_size"]
+    shared = trace.get("hash_id_scope") == "global"
     name = str(trace["id"])
     turns: list[Turn] = []
 
     def add(requests: Iterable[dict[str, Any]], agent: str = "") -> None:
-        own: list[Turn] = []
         for it in requests:
             if it.get("type") == "subagent":
                 add(it.get("requests", ()), f"{name}.{it.get('agent_id')}")
                 continue
             pause = float(it.get("think_time") or 0.0)
-            # The number of a block is the file's own, but for what all files share.
-            chain = [hash((name, link)) for link in it["hash_ids"][blocks - 1 :: blocks]]
-            own.append(Turn(pause, it["in"] // scale, chain, it["out"] // scale, agent))
-            turns.append(own[-1])
-        if own:
-            place = len(turns) - 1 - turns[::-1].index(own[-1])
-            turns[place] = Turn(**{**vars(own[-1]), "ends": True})
+            chain = it["hash_ids"][blocks - 1 :: blocks]
+            if not shared:  # the numbers are the file's own
+                chain = [hash((name, link)) for link in chain]
+            turns.append(Turn(pause, it["in"] // scale, chain, it["out"] // scale, agent))
 
     add(trace["requests"])
+    for place in {turn.agent: number for number, turn in enumerate(turns)}.values():
+        turns[place] = dataclasses.replace(turns[place], ends=True)
     return Session(name, turns)
 
 
@@ -170,7 +170,12 @@ def write(sessions: Sequence[Session], folder: Path, scale: int) -> str:
                 requests[-1]["requests"].append(row)
             else:
                 requests.append(row)
-        trace = {"id": session.name, "block_size": CHUNK * scale, "requests": requests}
+        trace = {
+            "id": session.name,
+            "block_size": CHUNK * scale,
+            "hash_id_scope": "global",
+            "requests": requests,
+        }
         content = json.dumps(trace, separators=(",", ":")).encode()
         (folder / f"{session.name}.json").write_bytes(content)
         digest.update(content)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hints of clients about KV caches, by the names of their fields: their meanings. They are never
-an error.
-"""
+"""The hints of clients about KV caches, by the names of their fields. No hint is ever an error."""
 
 import json
 from collections.abc import Mapping

@@ -2,6 +2,7 @@
 """Turns of conversations and sub-agents, and the replicas that they go to."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ class Fleet:
         self.policy = policy or PrefixAware(PrefixIndex())
         self.conversations = Conversations()
         self.now = 0.0
+        self.repeated: Any = None
         for load in self.loads:
             if isinstance(self.policy, PrefixAware):
                 self.policy.index.resize(load.name, Capacity())

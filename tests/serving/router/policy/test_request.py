@@ -146,6 +146,8 @@ def test_adapters(body, headers, adapter):
     [
         (None, {}, {b"x-amzn-sagemaker-session-id": b"s"}, "s"),
         (None, {"user": "u"}, {b"x-session-id": b"s"}, "s"),
+        (None, {}, {b"x-amzn-sagemaker-session-id": b"NEW_SESSION"}, ""),
+        (None, {"session_id": "s"}, {}, "s"),
         (None, {"user": "u"}, {}, "u"),
         (None, {"user_id": "i", "user": "u"}, {}, "i"),
         (None, {"user": 5}, {}, ""),
