@@ -42,7 +42,8 @@ def answered(mark: Any) -> list[dict[str, Any]]:
     return [*SAID, {"role": "user", "content": [result]}]
 
 
-OWN = [
+Hinted = list[tuple[dict[str, str], dict[str, Any], Any]]
+OWN: Hinted = [
     # SageMaker
     ({"X-Amzn-SageMaker-Session-Id": "s"}, {}, {"session": S}),
     ({"X-Amzn-SageMaker-Session-Id": "NEW_SESSION"}, {}, {"session": ""}),
@@ -140,7 +141,7 @@ OWN = [
         {"seconds": 3600, "marked": 300},
     ),
 ]
-IGNORED = [
+IGNORED: Hinted = [
     ({"X-Session-ID": "s" * 257}, {}, "x-session-id"),
     ({}, {"session_id": "é" * 129}, "session_id"),
     ({}, {"session_id": 5}, "session_id"),
@@ -186,7 +187,7 @@ IGNORED = [
     ({}, {"agent_hint": 5}, "agent_hint"),
     ({}, {"agent_hint": {"cache_control": {"ttl": "x"}}}, "agent_hint"),
 ]
-ALL = [it[:2] for it in (*OWN, *IGNORED)]
+ALL = [(headers, body) for headers, body, _ in (*OWN, *IGNORED)]
 
 
 @pytest.mark.parametrize(("headers", "body", "expected"), OWN)

@@ -2,7 +2,6 @@
 """Turns of conversations and sub-agents, and the replicas that they go to."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,6 @@ class Fleet:
         self.policy = policy or PrefixAware(PrefixIndex())
         self.conversations = Conversations()
         self.now = 0.0
-        self.repeated: Any = None
         for load in self.loads:
             if isinstance(self.policy, PrefixAware):
                 self.policy.index.resize(load.name, Capacity())
@@ -108,16 +106,16 @@ def test_other_strategies_choose_as_ever(policy):
 
 def test_what_a_turn_has_in_common_with_the_last_one():
     fleet = Fleet()
-    fleet.ask(LONG, x_session_id="s")
-    assert fleet.repeated is None
-    fleet.ask(f"{LONG} and more {LONG}", x_session_id="s")
-    assert fleet.repeated == len(LONG) // 4 // TOKENS * TOKENS
-    fleet.ask(f"{LONG} and something else", x_session_id="s")
-    assert 0 < fleet.repeated <= len(LONG) // 4
-    fleet.ask(f"compacted {LONG}", x_session_id="s")
-    assert fleet.repeated == 0
-    fleet.ask(LONG, x_session_id="other")
-    assert fleet.repeated is None
+
+    def repeated(text, session="s"):
+        fleet.ask(text, x_session_id=session)
+        return fleet.repeated
+
+    assert repeated(LONG) is None
+    assert repeated(f"{LONG} and more {LONG}") == len(LONG) // 4 // TOKENS * TOKENS
+    assert 0 < repeated(f"{LONG} and something else") <= len(LONG) // 4
+    assert repeated(f"compacted {LONG}") == 0
+    assert repeated(LONG, "other") is None
 
 
 def test_an_ended_conversation_is_forgotten_and_so_are_the_oldest(monkeypatch):
