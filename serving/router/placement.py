@@ -427,7 +427,7 @@ class Placement:
         bound = routing.affinity.replica(features.session) if features.session else None
         home = [replica for replica in candidates if replica.name == bound] if bound else None
         choice = Choice(home[0]) if home else self._cheapest(candidates, now)
-        if self.inference:
+        if self.inference and not home:  # what a session's own replica has is not looked up
             self._count_turn(choice, candidates)
         self._go(choice, now)
         self._take_prefilled(self.replica)
