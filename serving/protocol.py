@@ -25,7 +25,28 @@ CUSTOM_ROUTE = "route="
 ANTHROPIC_VERSION = b"anthropic-version"
 """Every request of Anthropic's clients has it."""
 VLLM_SESSION_ID = b"x-session-id"
-"""vLLM's id of a conversation."""
+"""vLLM's id of a conversation, and OpenCode's."""
+CLAUDE_SESSION_ID = b"x-claude-code-session-id"
+CLAUDE_AGENT_ID = b"x-claude-code-agent-id"
+"""Claude Code's id of a sub-agent, which has a conversation of its own."""
+CONVERSATIONS = (
+    b"x-dynamo-session-id",
+    *(CLAUDE_AGENT_ID, CLAUDE_SESSION_ID),
+    *(b"thread-id", b"session-id", b"session_id"),
+    *(VLLM_SESSION_ID, b"x-session-affinity", b"x-litellm-session-id"),
+)
+"""Headers with a conversation's id, in their order of precedence: of Dynamo, Claude Code, Codex and
+pi, vLLM, AIPerf, and LiteLLM with OpenHands.
+"""
+PARENTS = (
+    *(b"x-dynamo-parent-session-id", b"x-claude-code-parent-agent-id"),
+    *(b"x-codex-parent-thread-id", b"x-parent-session-id"),
+)
+"""Headers with the id of the conversation that began this one: of the same, and OpenCode."""
+FINALS = (b"x-dynamo-session-final", b"x-slipway-session-final")
+"""Headers that say `true` where no further turn of a conversation will come."""
+CACHE = b"x-slipway-cache"
+"""With any value, asks what was understood of the hints about caches. The answer has it."""
 
 DESTINATION = b"x-gateway-destination-endpoint"
 """The replica that the endpoint picker chose for the gateway: IP:PORT[,IP:PORT ...]."""

@@ -40,6 +40,19 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "RequestReader.__init__ msgspec.json.Decoder(body).decode",
         ],
     },
+    "Hints about KV caches": {
+        "serving/cache_hints/intent.py": [
+            "_Reading._object msgspec.json.decode",
+            "_Reading._value msgspec.json.decode",
+            "own_key msgspec.json.Decoder(kind).decode",
+            "own_key.read decode",
+            "own_key.read msgspec.json.decode",
+        ],
+        "serving/cache_hints/marks.py": [
+            "- msgspec.json.Decoder(_Part).decode",
+            "- msgspec.json.Decoder(list[msgspec.Raw]).decode",
+        ],
+    },
     "Forms and uploads": {
         "serving/batch/upload.py": ["_received receive"],
     },
@@ -220,6 +233,9 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
 OTHERS: Mapping[str, Mapping[str, str]] = {
     "lmi_config/facts/gpus.py": {
         "_node file.read_text": "a number of the kernel's",
+    },
+    "serving/engine/requests/usage.py": {
+        "_retold msgspec.json.decode": "an event of our own engine's",
     },
     "serving/copies/looks.py": {
         "Looks._count answer.aiter_bytes": "of our own copies, and no more than LARGEST bytes",

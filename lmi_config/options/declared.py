@@ -1000,9 +1000,9 @@ class Settings:
         "OPTION_SESSION_KEY",
         "SESSION_KEY",
         section=Section.ROUTER,
-        default_text="the header X-Session-Id, or `session_id`, `user_id`, `user` in the body",
-        help="The header, or key of a JSON body, that names a session for the `session` strategy. "
-        "X-Amzn-SageMaker-Session-Id always names one.",
+        default_text="the ids that agents send, or `user_id`, `user` in the body",
+        help="The header, or key of a JSON body, that names the conversation of a request, for the "
+        "`session` strategy and for KV events. X-Amzn-SageMaker-Session-Id always names one.",
     )
     router_processes: int = _option(
         integer(1, 64),

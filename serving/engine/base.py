@@ -32,8 +32,9 @@ class Call:
     equal salt may share cached prompts and media; None for those that share with everybody.
     name_medium: names a medium by its content, among the calls of this salt; None where the body
     has names. priority: lower ones come first; None where the body decides. transfer: where the
-    prompt's KV is. trace: the headers of the trace context (W3C). session: the conversation's name.
-    steps: whether the sink takes steps of a stream instead of events.
+    prompt's KV is. trace: the headers of the trace context (W3C). session: the digest of the
+    conversation's name. marked: whether a mark at the prompt's end asks to keep its KV. steps:
+    whether the sink takes steps of a stream instead of events.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Call:
     transfer: Mapping[str, object] | None = None
     trace: Mapping[str, str] | None = None
     session: str | None = None
+    marked: bool = False
     steps: bool = False
 
     @property

@@ -387,14 +387,14 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any, args: Namespace) ->
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
     from serving.engine.calls import Route
-    from serving.engine.requests import pooling
+    from serving.engine.requests import pooling, usage
     from serving.engine.texts.chats import Chats
     from serving.engine.texts.completions import Completions
     from serving.engine.texts.prompts import Prompts
 
     found: dict[str, Any] = {}
 
-    def add(path: str, kind: Any, name: str, create: str, **more: Any) -> None:
+    def add(path: str, kind: Any, name: str, create: Any, **more: Any) -> None:
         if (serving := getattr(state, name, None)) is None:
             return
         # As FastAPI does, whose words some faults have.
@@ -403,7 +403,8 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any, args: Namespace) ->
         def answer(serving: Any, request: Any, raw: Any) -> Any:
             return getattr(serving, create)(request, raw)
 
-        found[path] = Route(lambda call: read(call.request), serving, answer, **more)
+        way = answer if isinstance(create, str) else create
+        found[path] = Route(lambda call: read(call.request), serving, way, **more)
 
     for path, (kind, name) in pooling.kinds(tasks, client.model_config).items():
         add(path, kind, name, "__call__")
@@ -419,7 +420,7 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any, args: Namespace) ->
             dump={"by_alias": True},
             event=_named_event,
         )
-        add(MESSAGES, AnthropicMessagesRequest, of_messages, "create_messages", dump=whole)
+        add(MESSAGES, AnthropicMessagesRequest, of_messages, usage.messages)
         add(COUNT_TOKENS, AnthropicCountTokensRequest, of_messages, "count_tokens", dump=whole)
     add(TOKENIZE, TokenizeRequest, tokens, "create_tokenize")
     add(DETOKENIZE, DetokenizeRequest, tokens, "create_detokenize")

@@ -5,8 +5,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from lmi_config.options.declared import Settings
 from serving import protocol
+from serving.cache_hints.hints import Hints
+from serving.cache_hints.intent import NO_INTENT, READ_HERE, CacheIntent
 from serving.engine.base import Call
 from serving.errors import NotFound
 from serving.http.bodies import header
@@ -24,6 +28,7 @@ class Isolated(NamedTuple):
     """What separates a request from others in the engine.
 
     body: its values, with the model's name. adapter, salt, name_medium, priority: as Call has them.
+    intent: of the request's conversation.
     """
 
     body: dict[str, Any]
@@ -31,6 +36,7 @@ class Isolated(NamedTuple):
     salt: str | None
     name_medium: Callable[[str], str] | None
     priority: int | None
+    intent: CacheIntent
 
 
 async def isolate(
@@ -38,6 +44,8 @@ async def isolate(
     prepared: Prepared,
     adapter: Adapter | None,
     tenant: str | None,
+    *,
+    hints: Hints,
     settings: Settings,
 ) -> Isolated:
     """Return what separates a request from others, and name its media. Raises BadRequest and
@@ -49,6 +57,8 @@ async def isolate(
     if prepared.media:
         await media.give_uuids(prepared.media, salt)
     body = prepared.body
+    if not READ_HERE.isdisjoint(body):
+        body = {key: it for key, it in body.items() if key not in READ_HERE}
     if not adapter:
         if request.adapter == "" or (
             # Anthropic's format requires a model, and requests to SageMaker have none.
@@ -64,6 +74,7 @@ async def isolate(
         None if path in protocol.TOKENIZER_PATHS else salt,
         functools.partial(kv_salt.scoped_name, salt) if nameless else None,
         _priority(request, settings),
+        _intent(request, prepared, tenant, hints),
     )
 
 
@@ -86,9 +97,29 @@ def engine_call(
         priority=isolated.priority,
         transfer=prepared.transfer,
         trace=trace,
-        session=header(scope, protocol.VLLM_SESSION_ID).decode("latin-1") or None,
+        session=isolated.intent.session or None,
+        marked=isolated.intent.marked > 0,
         steps=prepared.rendering.steps is not None,
     )
+
+
+def _intent(
+    request: InferenceRequest, prepared: Prepared, tenant: str | None, hints: Hints
+) -> CacheIntent:
+    """Return the hints of a request about its conversation's KV cache, and tell them the client
+    that asks for them. LMI's parameters have their own `session_id`.
+    """
+    if prepared.path in protocol.NOT_GENERATED:
+        return NO_INTENT
+    client, keys = request.client, prepared.given
+    if prepared.fields.session_id:
+        keys = msgspec.structs.replace(keys, session_id=prepared.fields.session_id)
+    low = request.background or client.record.caller.sheddable
+    intent = hints.of(client.scope["headers"], keys, request.body, tenant, low=low)
+    answered = client.record.headers
+    if header(client.scope, protocol.CACHE) and protocol.CACHE not in dict(answered):
+        answered.append((protocol.CACHE, intent.told.encode()))
+    return intent
 
 
 def _require_known(model: str | None, settings: Settings) -> None:

@@ -7,6 +7,7 @@ a value, which the next ones read.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from lmi_config.options.declared import Settings
 from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
+from serving.cache_hints.hints import Hints
 from serving.engine.base import Engine, Usage
 from serving.engine.no_engine import MESSAGE as NO_ENGINE
 from serving.errors import BadRequest, NotFound, NotReady, Shed
@@ -81,6 +83,7 @@ class Pipeline:
         self.bodies = Bodies(settings.max_request_size)
         self._coalescer = Coalescer(self.admission.require_room)
         self._tenants = Tenants(settings.cache_salt_header)
+        self._hints = Hints(settings.session_key)
         QUEUED.set_function(lambda: self.waiting)
 
     @property
@@ -216,7 +219,8 @@ class Pipeline:
                     formatters = self._formatters(adapter)
                     prepared = await prepare(request, formatters, self.engine, settings)
                     tenant = self.tenant(request.client)
-                    isolated = await isolate(request, prepared, adapter, tenant, settings)
+                    separate = functools.partial(isolate, hints=self._hints, settings=settings)
+                    isolated = await separate(request, prepared, adapter, tenant)
                 except RecursionError:  # nested parts are read again, with less of the stack left
                     raise BadRequest(TOO_DEEP) from None
                 if adapter:

@@ -176,7 +176,6 @@ def _check(
         checks.check_pairs(found)
     elif path in protocol.TOKENIZER_PATHS:
         checks.check_tokenized(body)
-    checks.check_headers(request.client.scope["headers"])
 
 
 async def _windows(form: Form, settings: Settings) -> int:

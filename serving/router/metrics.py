@@ -55,6 +55,16 @@ PROMPT_TOKENS = Counter("slipway_router_prompt_tokens", "Prompt tokens, about.")
 CACHED_TOKENS = Counter(
     "slipway_router_cached_tokens", "Prompt tokens that their replica was expected to have cached."
 )
+TURN_RECOMPUTED = Histogram(
+    "slipway_turn_recomputed_tokens",
+    "Prompt tokens that the conversation's last turn had as well, and that are computed again.",
+    buckets=(0, 256, 1024, 4096, 16_384, 65_536, 262_144),
+)
+MOVES = Counter(
+    "slipway_router_session_moves",
+    "Turns of conversations that went to another replica than the last one, by the reason.",
+    ["reason"],
+)
 PREFILLS = Counter(
     "slipway_router_prefills",
     "Long prompts for servers that decode: handed over by one that prefills, or why that was not.",
@@ -210,6 +220,7 @@ class Tally:
         PROMPT_TOKENS.inc(self.prompt_tokens)
         CACHED_TOKENS.inc(self.cached_tokens)
         DECISION.flush()
+        TURN_RECOMPUTED.flush()
         FIRST_BYTE.flush()
         HELD.flush()
         self.requests.clear()

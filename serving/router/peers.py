@@ -42,6 +42,7 @@ class _Choice(msgspec.Struct, array_like=True):
     adapter: str
     chain: list[int]
     blocks: dict[int, list[int]] | None
+    session: str
 
 
 class _Choices(msgspec.Struct, tag=1, array_like=True):
@@ -143,9 +144,10 @@ class Peers:
         if request.blocks is not None:
             blocks = {size: list(chain) for size, chain in request.blocks.items()}
         prompt = request.tokens, work, request.adapter, list(request.chain), blocks
+        session = "" if request.intent.final else request.session
         if not self._choices:
             asyncio.get_running_loop().call_later(CHOICES_S, self._flush)
-        self._choices.append(_Choice(replica, *prompt))
+        self._choices.append(_Choice(replica, *prompt, session))
         self._links += len(request.chain) + sum(map(len, (blocks or {}).values()))
         if self._links > LINKS:
             self._flush()
@@ -195,7 +197,10 @@ class Peers:
             began = 1, choice.work, choice.tokens
             loads[choice.replica] = _sum(loads.get(choice.replica, _NOTHING), began)
             request = RoutingRequest(
-                adapter=choice.adapter, chain=choice.chain, blocks=choice.blocks
+                adapter=choice.adapter,
+                chain=choice.chain,
+                blocks=choice.blocks,
+                session=choice.session,
             )
             self._learn(request, choice.replica)
         self._add_up()

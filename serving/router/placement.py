@@ -20,6 +20,7 @@ import msgspec
 from serving import errors
 from serving.access.caller import Caller, HandOver, Phase
 from serving.access.limits import Limiter
+from serving.cache_hints import hints
 from serving.errors import NotReady, Overloaded, ServingError, Shed
 from serving.observability import logs
 from serving.observability.redaction import redacted
@@ -33,6 +34,7 @@ from serving.router.http.request import Headers, Request
 from serving.router.metrics import Tally
 from serving.router.peers import Peers
 from serving.router.policy import phases
+from serving.router.policy.conversations import Conversations
 from serving.router.policy.policies import PER_REQUEST, Choice, Policy, Work
 from serving.router.policy.request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
@@ -85,6 +87,7 @@ class Routing:
     fallback: Policy
     """Chooses replicas for requests that any replica can answer."""
     affinity: SessionAffinity
+    conversations: Conversations
     peers: Peers
     limiter: Limiter
     """Holds keys to their limits."""
@@ -207,6 +210,7 @@ class Placement:
         """Seconds that it was held; None if it was not."""
         self.inference = inference
         self.features = _UNREAD
+        self._tenant: str | None = None
         self.once = False
         """Whether two replicas would make two of what it asks for: a session, a file, a batch."""
         self.tried: list[Replica] = []
@@ -222,7 +226,9 @@ class Placement:
         if self.inference:
             divides = self._routing.prefill_tokens and not request.streamed
             self._divisible = bool(divides) and generates(request.path)
+            self._tenant = request.tenant
             found = self._routing.read(request.named, body, request.target, request.tenant)
+            hints.count(found.intent)
             if found.adapter and not request.caller.may_use(found.adapter):
                 found = msgspec.structs.replace(found, adapter="")  # for it there is none
             self.features = found
@@ -420,7 +426,9 @@ class Placement:
         began = time.perf_counter()
         bound = routing.affinity.replica(features.session) if features.session else None
         home = [replica for replica in candidates if replica.name == bound] if bound else None
-        choice = Choice(home[0]) if home else self._policy.choose(features, candidates, now)
+        choice = Choice(home[0]) if home else self._cheapest(candidates, now)
+        if self.inference and not home:  # what a session's own replica has is not looked up
+            self._count_turn(choice, candidates)
         self._go(choice, now)
         self._take_prefilled(self.replica)
         if self.inference:
@@ -431,6 +439,21 @@ class Placement:
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("%s", self.decision())
         return self.replica
+
+    def _cheapest(self, candidates: list[Replica], now: float) -> Choice:
+        conversations = self._routing.conversations
+        return conversations.choose(self._policy, self.features, candidates, now)
+
+    def _count_turn(self, choice: Choice, candidates: list[Replica]) -> None:
+        """Count a further turn of a conversation: what is computed again, and whether it moves."""
+        conversations, features = self._routing.conversations, self.features
+        if self.tried or (repeated := conversations.repeated(features)) is None:
+            return
+        metrics.TURN_RECOMPUTED.add(max(repeated - choice.held.tokens, 0))
+        before = conversations.replica(features.session)
+        if before != choice.replica.name:
+            reason = "cost" if any(it.name == before for it in candidates) else "gone"
+            metrics.MOVES.labels(reason).inc()
 
     def _take_prefilled(self, replica: Replica | None) -> None:
         """Its prompt's KV is fetched once, by the first replica, if that can."""
@@ -471,6 +494,7 @@ class Placement:
         self._work = replica.begin(features.tokens, choice.held, features.streamed, now)
         if self.inference:
             routing.policy.learn(features, replica.name, now)
+            routing.conversations.learn(features, replica.name)
             routing.peers.announce(features, replica.name, self._work.left)
 
     def trouble(self) -> NotReady:
@@ -507,7 +531,7 @@ class Placement:
     def answered(self, headers: dict[bytes, bytes]) -> None:
         """Its replica has sent the head of an answer."""
         assert self.replica
-        if session := self._routing.affinity.learn(headers, self.replica.name):
+        if session := self._routing.affinity.learn(headers, self.replica.name, self._tenant):
             self._routing.peers.announce_session(session, self.replica.name)
 
     def moved(self, now: float) -> None:

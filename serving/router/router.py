@@ -51,6 +51,7 @@ from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import FALLBACKS, Tally
 from serving.router.peers import Link, Peers
 from serving.router.placement import Placement, Routing, Timeouts
+from serving.router.policy.conversations import Conversations
 from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import PrefixIndex
@@ -155,6 +156,7 @@ class Router:
             policy=policy,
             fallback=RoundRobin(),
             affinity=affinity,
+            conversations=Conversations(),
             peers=Peers(lambda: self.pool.replicas, self._learned, affinity.bind, held, link),
             limiter=Limiter(settings.limits_url),
             retries=RetryBudget(),
@@ -316,6 +318,7 @@ class Router:
         policy = self.routing.policy
         if anew:
             policy.forget(replica.name)
+            self.routing.conversations.forget(replica.name)
         if isinstance(policy, PrefixAware):
             policy.index.resize(replica.name, replica.capacity)
         if self.kvaware:
@@ -335,12 +338,14 @@ class Router:
             self.kvaware.on_gone(replica)
         if replica not in self.pool.replicas:
             self.routing.policy.forget(replica.name)
+            self.routing.conversations.forget(replica.name)
             return
         for proxied in [it for it in self.proxied if it.placement.replica is replica]:
             proxied.replica_down()
 
     def _learned(self, request: RoutingRequest, replica: str) -> None:
         self.routing.policy.learn(request, replica, time.monotonic())
+        self.routing.conversations.learn(request, replica)
 
     # requests
 

@@ -13,9 +13,11 @@ from serving.protocol import (
     BATCHES,
     CHAT_COMPLETIONS,
     COMPLETIONS,
+    CONVERSATIONS,
     ENGINE_PATHS,
     EXECUTION_PARAMETERS,
     FILES,
+    FINALS,
     INVOCATIONS,
     INVOCATIONS_PATH,
     MANAGED,
@@ -24,13 +26,15 @@ from serving.protocol import (
     MESSAGES,
     MODELS,
     OTHERS_PATHS,
+    PARENTS,
     REQUEST_ID,
     SERVER_LOGGING,
     SESSION_ID,
-    VLLM_SESSION_ID,
 )
 
-END_TO_END = frozenset((ADAPTER_ID, SESSION_ID, VLLM_SESSION_ID, b"content-type", REQUEST_ID))
+END_TO_END = frozenset(
+    (ADAPTER_ID, SESSION_ID, *CONVERSATIONS, *PARENTS, *FINALS, b"content-type", REQUEST_ID)
+)
 """Headers about a request, and not about a connection."""
 
 

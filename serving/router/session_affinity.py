@@ -4,6 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from serving.cache_hints.intent import digest
 from serving.protocol import CLOSED_SESSION_ID, NEW_SESSION_ID
 
 LIMIT = 100_000
@@ -11,7 +12,7 @@ LIMIT = 100_000
 
 
 class SessionAffinity:
-    """The replicas of the sessions that were used last."""
+    """The replicas of the sessions that were used last, by the digests of their names."""
 
     def __init__(self) -> None:
         self._replicas: OrderedDict[str, str] = OrderedDict()
@@ -23,14 +24,18 @@ class SessionAffinity:
         self._replicas.move_to_end(session)
         return self._replicas[session]
 
-    def learn(self, headers: Mapping[bytes, bytes], replica: str) -> str | None:
-        """Read an answer's head. Returns the session that the replica has begun, if it has."""
+    def learn(self, headers: Mapping[bytes, bytes], replica: str, tenant: str | None) -> str | None:
+        """Read an answer's head. Returns the session that the replica has begun, if it has. tenant:
+        of the request.
+        """
         if NEW_SESSION_ID in headers:
-            session = headers[NEW_SESSION_ID].partition(b";")[0].strip().decode("latin-1")
+            name = headers[NEW_SESSION_ID].partition(b";")[0].strip().decode("latin-1")
+            session = digest(tenant, name)
             self.bind(session, replica)
             return session
         if CLOSED_SESSION_ID in headers:
-            self._replicas.pop(headers[CLOSED_SESSION_ID].strip().decode("latin-1"), None)
+            name = headers[CLOSED_SESSION_ID].strip().decode("latin-1")
+            self._replicas.pop(digest(tenant, name), None)
         return None
 
     def bind(self, session: str, replica: str) -> None:

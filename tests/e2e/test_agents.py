@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents' APIs on the real engine: OpenAI's Responses by its client, and Anthropic's Messages."""
 
+import json
+
 import openai
 import pytest
 
@@ -107,3 +109,86 @@ def test_tokens_of_a_chat(server):
     for body in ({"prompt": "a", "model": "other"}, {"tokens": [2**40]}, {}):
         answer = server.client.post("/detokenize" if "tokens" in body else "/tokenize", json=body)
         assert answer.status_code in (400, 404), answer.text
+
+
+KEPT = {"type": "ephemeral"}
+
+
+def said(text, **mark):
+    return [{"role": "user", "content": [{"type": "text", "text": text, **mark}]}]
+
+
+def message_of(server, body, stream):
+    """The usage of a message, and the tokens of its prompt."""
+    asked = {"model": "lmi", "max_tokens": 2, **GREEDY, **body}
+    answer = server.client.post("/v1/messages", json={**asked, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    found = agents.claude_reads(answer.text) if stream else answer.json()
+    del asked["max_tokens"], asked["temperature"]
+    counted = server.client.post("/v1/messages/count_tokens", json=asked).json()
+    return found["usage"], counted["input_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_of_messages_adds_up(server, stream):
+    """Tokens count as written into the cache for those who asked for that."""
+    text = f"{stream} " + "word " * 500
+    system = [{"type": "text", "text": text, "cache_control": KEPT}]
+    bodies = [
+        ({"messages": said(f"plain {text}")}, False),
+        ({"messages": said("Hi"), "system": system}, False),
+        ({"messages": said(f"marked {text}", cache_control=KEPT)}, True),
+        ({"messages": said(f"long {text}", cache_control={**KEPT, "ttl": "1h"})}, True),
+        ({"messages": said(f"top {text}"), "cache_control": KEPT}, True),
+    ]
+    for body, marked in bodies:
+        first, prompt = message_of(server, body, stream)
+        again, _ = message_of(server, body, stream)
+        for usage in (first, again):
+            parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+            assert all(usage[it] >= 0 for it in parts)
+            assert sum(usage[it] for it in parts) == prompt
+            created = usage["cache_creation_input_tokens"]
+            lifetimes = {"ephemeral_5m_input_tokens": created, "ephemeral_1h_input_tokens": 0}
+            assert usage["cache_creation"] == lifetimes
+        assert (first["cache_creation_input_tokens"] > 0) is marked
+        assert again["cache_read_input_tokens"] > prompt // 2
+        assert again["cache_creation_input_tokens"] <= first["cache_creation_input_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "key", "details", "total"),
+    [
+        ("/v1/completions", "prompt", "prompt_tokens_details", "prompt_tokens"),
+        ("/v1/chat/completions", "messages", "prompt_tokens_details", "prompt_tokens"),
+        ("/v1/responses", "input", "input_tokens_details", "input_tokens"),
+    ],
+)
+def test_usage_of_openais_paths_adds_up(server, path, key, details, total, stream):
+    text = f"{path} {stream} " + "word " * 500
+    body = {key: said(text) if key == "messages" else text, **GREEDY, "stream": stream}
+    body["max_output_tokens" if key == "input" else "max_tokens"] = 2
+    if stream and key != "input":
+        body["stream_options"] = {"include_usage": True}
+
+    def ask():
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["usage"]
+        if key == "input":
+            return agents.events(answer.text)[-1][1]["response"]["usage"]
+        last = answer.text.strip().split("\n\n")[-2]
+        return json.loads(last.removeprefix("data: "))["usage"]
+
+    first, again = ask(), ask()
+    for usage in (first, again):
+        told = usage[details]
+        written = told.get("cache_write_tokens")
+        if key == "prompt":
+            assert written is None
+        else:
+            assert 0 <= told["cached_tokens"] + written <= usage[total]
+            assert written == told.get("created_cache_tokens", written)
+    assert again[details]["cached_tokens"] > first[total] // 2

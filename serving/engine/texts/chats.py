@@ -386,6 +386,7 @@ class _Answer:
         details = {
             "cached_tokens": cached,
             "created_cache_tokens": created,
+            "cache_write_tokens": created,  # OpenAI's name of it
             "multimodal_tokens": media or None,
         }
         told = told and any(it is not None for it in details.values())

@@ -13,7 +13,7 @@ tests/serving/engine/test_vllm_requests.py has a reason for every field of vLLM'
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -29,7 +29,6 @@ from serving.inference.content.fields import (
     length,
     prompts,
 )
-from serving.protocol import VLLM_SESSION_ID
 
 T = TypeVar("T")
 
@@ -40,7 +39,6 @@ _INTERNAL = (
 )
 _LONGEST = {
     "request_id": 256,
-    "session_id": 256,
     "bad_words": 16 * 1024,  # each is made into tokens on the event loop
     "stop": 16 * 1024,  # each is searched in the text after every token
     "stop_token_ids": 16 * 1024,  # every token is compared with all of them, one by one
@@ -233,13 +231,6 @@ def check_tokenized(body: bytes) -> None:
     """Raise BadRequest for a request to tokenize or detokenize that is too large."""
     if len(body) > TOKENIZED:
         raise BadRequest(f"a request for tokens may have at most {TOKENIZED} bytes")
-
-
-def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise BadRequest for headers that the engine must not get."""
-    longest = _LONGEST["session_id"]
-    if any(key == VLLM_SESSION_ID and len(value) > longest for key, value in headers):
-        raise BadRequest(f"X-Session-ID has more than {longest} bytes")
 
 
 def _check_values(value: msgspec.Raw, key: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from handlers import embeddings, lmi, openai
 from handlers.records import EngineCall, FormatError, flag, read
+from serving.cache_hints.intent import HintKeys
 from serving.errors import BadRequest
 from serving.protocol import (
     CHAT_COMPLETIONS,
@@ -70,18 +71,15 @@ def formats(embeds: bool, normalize: bool, classifies: bool = False) -> Mapping[
     return found | {"input": openai.on(EMBEDDINGS if embeds else CLASSIFY)}
 
 
-class RequestFields(msgspec.Struct, gc=False):
-    """The fields of a body: of a client's request or of the engine's call."""
+class RequestFields(HintKeys, gc=False):
+    """The fields of a body: of a client's request or of the engine's call. HintKeys has more."""
 
     # The format's key, names of adapters and models, and the number of answers.
     adapters: msgspec.Raw = _NONE
     model: str | None = None
     prompt: msgspec.Raw = _NONE
     inputs: msgspec.Raw = _NONE
-    input: msgspec.Raw = _NONE
-    messages: msgspec.Raw = _NONE
     anthropic_version: msgspec.Raw = _NONE
-    request_type: msgspec.Raw = msgspec.field(default=_NONE, name="requestType")
     stream: msgspec.Raw = _NONE
     n: msgspec.Raw = _NONE
     cache_salt: msgspec.Raw = _NONE
@@ -90,7 +88,6 @@ class RequestFields(msgspec.Struct, gc=False):
     ec_transfer_params: msgspec.Raw = _NONE
     vllm_xargs: msgspec.Raw = _NONE
     request_id: msgspec.Raw = _NONE
-    session_id: msgspec.Raw = _NONE
     bad_words: msgspec.Raw = _NONE
     stop: msgspec.Raw = _NONE
     stop_token_ids: msgspec.Raw = _NONE
@@ -102,9 +99,7 @@ class RequestFields(msgspec.Struct, gc=False):
     guided_regex: msgspec.Raw = _NONE
     guided_grammar: msgspec.Raw = _NONE
     guided_choice: msgspec.Raw = _NONE
-    tools: msgspec.Raw = _NONE
     text: msgspec.Raw = _NONE
-    system: msgspec.Raw = _NONE
     output_config: msgspec.Raw = _NONE
     stop_sequences: msgspec.Raw = _NONE
     metadata: msgspec.Raw = _NONE

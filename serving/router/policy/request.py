@@ -13,6 +13,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from serving.cache_hints import intent
+from serving.cache_hints.intent import NO_INTENT, NONE, CacheIntent, HintKeys
 from serving.protocol import (
     ADAPTER_ID,
     ADAPTER_IN_QUERY,
@@ -21,16 +23,15 @@ from serving.protocol import (
     NOT_GENERATED,
     SESSION_ID,
     TOKENIZER_PATHS,
-    VLLM_SESSION_ID,
 )
 from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 
 NEW_SESSION = "NEW_SESSION"
 """The value that begins a session, in the header or as a body's requestType."""
-_SESSION_HEADERS = (SESSION_ID, VLLM_SESSION_ID)
-_SESSION_KEYS = ("session_id", "user_id", "user")
+_USER_KEYS = ("user_id", "user")
+"""Keys that name a session for the strategy `session`, after all others."""
 
-_NONE = msgspec.Raw(b"")
+_NONE = NONE
 _MEDIA = re.compile(rb'"data(:[^"]*|"\s*:\s*"[A-Za-z0-9+/]{1000,}=*)"')
 """As a URI, or as Anthropic has them."""
 _MEDIA_TOKENS = 1_000
@@ -65,7 +66,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
     """The salt that separates its KV cache, if the body has one."""
     session: str = ""
-    """The name of its session, or ""."""
+    """The digest of its session's name, or ""."""
+    intent: CacheIntent = NO_INTENT
+    """Its hints about its conversation's KV cache."""
     begins_session: bool = False
     """Whether it asks for a new one."""
     streamed: bool = False
@@ -77,21 +80,16 @@ Reader = Callable[[Mapping[bytes, bytes], Body, bytes, str | None], RoutingReque
 """Reads a request's headers, by their names in lower case, its body, its target and its tenant."""
 
 
-class _Keys(msgspec.Struct):
-    """The keys of a JSON body that matter to every strategy."""
+class _Keys(HintKeys):
+    """The keys of a JSON body that matter to every strategy. HintKeys has more."""
 
     model: msgspec.Raw = _NONE
     adapters: msgspec.Raw = _NONE
     cache_salt: msgspec.Raw = _NONE
     stream: msgspec.Raw = _NONE
-    tools: msgspec.Raw = _NONE
-    system: msgspec.Raw = _NONE
     instructions: msgspec.Raw = _NONE
-    messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     inputs: msgspec.Raw = _NONE
-    input: msgspec.Raw = _NONE
-    request_type: msgspec.Raw = msgspec.field(default=_NONE, name="requestType")
 
 
 class _Message(msgspec.Struct):
@@ -117,12 +115,11 @@ class RequestReader:
         header; None takes what is customary. adapters: names that are adapters' where a body has
         them as its `model`; models: those of models that not all replicas serve. Both may change.
         """
-        headers: tuple[bytes, ...] = (SESSION_ID,)
         keys: tuple[str, ...] = ()
-        if strategy == "session":
-            headers, keys = _SESSION_HEADERS, _SESSION_KEYS
-            if session_key:
-                headers, keys = (SESSION_ID, session_key.lower().encode()), (session_key,)
+        if session_key:
+            keys = (session_key,)
+        elif strategy == "session":
+            keys = _USER_KEYS
         # Operators choose keys that are no names of attributes.
         fields = {f"session{number}": key for number, key in enumerate(keys)}
         body = msgspec.defstruct(
@@ -133,8 +130,9 @@ class RequestReader:
         )
         self._decode = cast(Callable[[Body], _Keys], msgspec.json.Decoder(body).decode)
         self._unreadable = cast(_Keys, body())
-        self._session_headers = headers
+        self._session_header = session_key.lower().encode() if session_key else b""
         self._session_fields = tuple(fields)
+        self._only_named = bool(session_key) and strategy == "session"
         self._chained = strategy in ("prefixaware", "kvaware")
         self._adapters = adapters
         self._models = models
@@ -171,13 +169,17 @@ class RequestReader:
             # What else decides whether KV caches of equal prompts are one.
             links = chain(prompt, (adapter, tenant, bytes(keys.cache_salt), tools))
         computed = path not in _UNCOMPUTED
+        own = self._own_session(headers, keys)
+        named = own if self._session_header else ""
+        hints = intent.read(headers, keys, body, tenant, own=named)
         return RoutingRequest(
             tokens=tokens + len(tools) // BYTES_PER_TOKEN if computed else 0,
             chain=links,
             model=self._model(keys),
             adapter=adapter,
             salt=_text(keys.cache_salt) or None,
-            session=self._session(headers, keys),
+            session=self._session(headers, hints.session, own, tenant),
+            intent=hints,
             begins_session=NEW_SESSION
             in (headers.get(SESSION_ID, b"").decode("latin-1"), _text(keys.request_type)),
             streamed=bytes(keys.stream) == b"true",
@@ -197,14 +199,22 @@ class RequestReader:
             return model
         return ""
 
-    def _session(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
-        for name in self._session_headers:
-            if session := headers.get(name, b"").decode("latin-1"):
-                return session
+    def _own_session(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
+        """The session's name by the operator's key, or by those of the strategy `session`."""
+        if session := headers.get(self._session_header, b"").decode("latin-1"):
+            return session
         for field in self._session_fields:
             if session := _text(getattr(keys, field)):
                 return session
         return ""
+
+    def _session(
+        self, headers: Mapping[bytes, bytes], found: str, own: str, tenant: str | None
+    ) -> str:
+        """The digest of the session's name. found: by the hints."""
+        if self._only_named and not own and SESSION_ID not in headers:
+            return ""
+        return found or (intent.digest(tenant, own) if own else "")
 
 
 def _queried(target: bytes) -> str | None:

@@ -42,6 +42,7 @@ def child(part):
     subprocess.Popen(["sleep", "1000"])  # a worker of the copy's
 
     async def start(note):
+        assert part.deployment.shared
         if without := part.deployment.shared.without_tiers:
             logging.getLogger("serving.copies").info("without tiers: %s", without)
         if number in os.environ.get("COPY_FAILS", "").split(","):

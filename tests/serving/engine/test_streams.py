@@ -192,7 +192,7 @@ async def test_a_token_takes_four_stays_without_a_return(path):
     async def answer(call, sink, usage):
         none: Any = None
         events: Any = SimpleNamespace(part=lambda *_: b"data: b\n\n")
-        how = (Steps(none), sink.write_step) if call.steps else (events, sink.write)
+        how: Any = (Steps(none), sink.write_step) if call.steps else (events, sink.write)
         it = Client(lambda results: Stream(sink, *how, 0, results))
         sink.stream()
         if call.steps:

@@ -74,6 +74,7 @@ LIMITED = {
 
 REWRITTEN = {
     "cache_salt": "the engine gets a digest",
+    "session_id": "the engine gets a digest",
     "model": "the model's own name or an adapter's inner one, else the engine refuses it",
 }
 REFUSED = dict.fromkeys(
@@ -116,7 +117,7 @@ HARMLESS = {
     "use_beam_search": "n beams with 2 n log probabilities, so max_logprobs limits n",
     "user": "not read",
     "service_tier": "not read, one of a few values",
-    "prompt_cache_key": "not read",
+    "prompt_cache_key": "read by serving/cache_hints alone, with a limit",
     "max_tool_calls": "not read: no tools run here",
     "truncation": "one of two values; it only shortens",
     "reasoning": "an effort of a few, and a text that is not read",

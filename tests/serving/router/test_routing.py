@@ -8,6 +8,7 @@ import re
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 
 from scripts.harness.wait import until_async
 from serving.router import router
@@ -835,6 +836,8 @@ async def test_heads_have_so_many_headers_and_take_so_much_memory(monkeypatch):
         "X-Amzn-SageMaker-Adapter-Identifier",
         "x-amzn-sagemaker-session-id",
         "X-Session-Id",
+        "X-Claude-Code-Session-Id",
+        "X-Dynamo-Parent-Session-ID",
         "my-key",
     ],
 )
@@ -929,6 +932,31 @@ async def test_sagemaker_sessions_go_to_the_replica_that_has_them():
         for _ in range(10):
             answer = await it.post({"inputs": "Hi"}, "/invocations", headers=header)
             assert answer.json()["replica"] == it.fleet[3].url
+
+
+async def test_a_sub_agent_is_placed_beside_its_parent():
+    def moved():
+        series = "slipway_router_session_moves_total"
+        return REGISTRY.get_sample_value(series, {"reason": "gone"}) or 0
+
+    async with routing(5) as it:
+        session = {"X-Claude-Code-Session-Id": "s"}
+        long = "word " * 1000
+        first = (await it.post({"prompt": long}, headers=session)).json()["replica"]
+        for number in range(5):
+            agent = {**session, "X-Claude-Code-Agent-Id": f"a{number}"}
+            answer = await it.post({"prompt": f"{number} {long}"}, headers=agent)
+            assert answer.json()["replica"] == first
+        before = moved()
+        (replica,) = [replica for replica in it.fleet if replica.url == first]
+        await replica.stop()
+        await it.ready(4)
+        answer = await it.post({"prompt": f"{long} and more"}, headers=session)
+        second = answer.json()["replica"]
+        assert second != first
+        assert moved() == before + 1
+        answer = await it.post({"prompt": f"compacted {long}"}, headers=session)
+        assert answer.json()["replica"] == second
 
 
 async def test_equal_prompts_go_to_one_replica():

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from serving.cache_hints.intent import digest
 from serving.protocol import ADAPTER_ID, CLASSIFY, EMBEDDINGS, PAIRS_PATHS, POOLING
 from serving.router.policy.prefix_index import CHUNK
 from serving.router.policy.request import RequestReader
@@ -145,6 +146,8 @@ def test_adapters(body, headers, adapter):
     [
         (None, {}, {b"x-amzn-sagemaker-session-id": b"s"}, "s"),
         (None, {"user": "u"}, {b"x-session-id": b"s"}, "s"),
+        (None, {}, {b"x-amzn-sagemaker-session-id": b"NEW_SESSION"}, ""),
+        (None, {"session_id": "s"}, {}, "s"),
         (None, {"user": "u"}, {}, "u"),
         (None, {"user_id": "i", "user": "u"}, {}, "i"),
         (None, {"user": 5}, {}, ""),
@@ -155,7 +158,17 @@ def test_adapters(body, headers, adapter):
     ],
 )
 def test_sessions(key, body, headers, session):
-    assert asked(body, headers, RequestReader("session", key, ()).read).session == session
+    """By its digest: names of clients may be secrets."""
+    found = asked(body, headers, RequestReader("session", key, ()).read).session
+    assert found == (digest(None, session) if session else "")
+
+
+@pytest.mark.parametrize("strategy", ["prefixaware", "kvaware", "session", "roundrobin"])
+def test_every_strategy_knows_the_sessions_of_agents(strategy):
+    headers = {b"x-claude-code-session-id": b"p", b"x-claude-code-agent-id": b"s"}
+    found = asked(agents.claude("Hi"), headers, RequestReader(strategy, None, ()).read)
+    assert found.session == found.intent.session == digest(None, "s")
+    assert (found.intent.parent, found.intent.seconds) == (digest(None, "p"), 300)
 
 
 URL = "data:image/png;base64," + "A" * 400_000

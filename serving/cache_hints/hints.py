@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hints of a server's requests, read and counted."""
+
+from collections.abc import Iterable
+
+from prometheus_client import Counter
+
+from serving.cache_hints.intent import CacheIntent, HintKeys, own_key, read
+
+_HINTS = Counter(
+    "slipway_cache_hints",
+    "Hints about KV caches in requests, by field, and by whether they were understood.",
+    ["field", "taken"],
+)
+
+
+class Hints:
+    """Reads the hints of requests. session_key: the header or body's key that the operator has
+    named for a conversation's id, or None.
+    """
+
+    def __init__(self, session_key: str | None) -> None:
+        self._own = own_key(session_key)
+
+    def of(
+        self,
+        headers: Iterable[tuple[bytes, bytes]],
+        keys: HintKeys,
+        body: bytes,
+        tenant: str | None,
+        *,
+        low: bool,
+    ) -> CacheIntent:
+        """Return what a request says, and count its fields. As intent.read() has it."""
+        named = dict(headers)
+        own = self._own(named, body)
+        intent = read(named, keys, body, tenant, own=own, low=low)
+        count(intent)
+        return intent
+
+
+def count(intent: CacheIntent) -> None:
+    """Count the fields of a request, each once."""
+    for fields, taken in ((intent.taken, "true"), (intent.ignored, "false")):
+        for field in dict.fromkeys(fields):
+            _HINTS.labels(field, taken).inc()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations, and the replicas that computed their last turns.
+
+A conversation's prompts grow, so a strategy that knows the caches follows its turns anyway. A
+sub-agent's first prompt has nothing in common with its parent's. Among replicas whose costs are
+taken for equal, such a prompt goes beside its parent. This is never a rule: one busy conversation
+cannot pin a fleet.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from serving.router.policy.policies import (
+    CONTEXT,
+    NEAR,
+    PER_REQUEST,
+    UNCACHED,
+    Choice,
+    Load,
+    Policy,
+    PrefixAware,
+)
+from serving.router.policy.prefix_index import TOKENS
+from serving.router.policy.request import RoutingRequest
+
+LIMIT = 50_000
+"""Conversations that are remembered: those used last. Each takes up to 0.7 KB."""
+PARTS = 4
+"""Points of a prompt that are remembered, to find how much of it a later prompt begins with."""
+
+
+class _Turn(NamedTuple):
+    """The last turn of a conversation.
+
+    replica: its name, "" if that has restarted. points: after how many links of its
+    prompt's chain which link comes.
+    """
+
+    replica: str
+    points: tuple[tuple[int, int], ...]
+
+
+class Conversations:
+    """Places requests near the last turns of their conversations."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+
+    def choose(
+        self, policy: Policy, request: RoutingRequest, replicas: Sequence[Load], now: float
+    ) -> Choice:
+        """Return the policy's choice, or the replica near the request if that costs as much (NEAR).
+        Only strategies by cost are corrected. As Policy.choose().
+        """
+        choice = policy.choose(request, replicas, now)
+        if not isinstance(policy, PrefixAware):
+            return choice
+        near = self._near(request, replicas, choice)
+        if near is None or near is choice.replica:
+            return choice
+        other = policy.choose(request, [near], now)
+        return other if _cost(request, other) <= _cost(request, choice) + NEAR else choice
+
+    def _near(
+        self, request: RoutingRequest, replicas: Sequence[Load], choice: Choice
+    ) -> Load | None:
+        """The replica of the conversation's last turn, or else of its parent's. For a prompt that
+        is new to all replicas, the one that its `prompt_cache_key` belongs to.
+        """
+        intent = request.intent
+        for conversation in (request.session, intent.parent):
+            name = self.replica(conversation)
+            if found := next((it for it in replicas if it.name == name), None):
+                return found
+        if intent.bucket and not choice.held.tokens:
+            return max(replicas, key=lambda it: _weight(intent.bucket, it.name))
+        return None
+
+    def replica(self, conversation: str) -> str:
+        """The name of the replica that had the last turn, "" if it has restarted since."""
+        turn = self._turns.get(conversation)
+        return turn.replica if turn else ""
+
+    def repeated(self, request: RoutingRequest) -> int | None:
+        """About how many of the prompt's first tokens the conversation's last turn had as well.
+        None if there was none, or if the strategy reads no prompts.
+        """
+        turn = self._turns.get(request.session)
+        if not turn or not turn.points:
+            return None
+        chain = request.chain
+        same = [n for n, link in turn.points if n <= len(chain) and chain[n - 1] == link]
+        return max(same, default=0) * TOKENS
+
+    def learn(self, request: RoutingRequest, replica: str) -> None:
+        """The request goes to the replica."""
+        if not request.session:
+            return
+        self._turns.pop(request.session, None)
+        if request.intent.final:
+            return
+        chain = request.chain
+        lengths = sorted({len(chain) * part // PARTS for part in range(1, PARTS + 1)} - {0})
+        points = tuple((n, chain[n - 1]) for n in lengths)
+        self._turns[request.session] = _Turn(replica, points)
+        if len(self._turns) > LIMIT:
+            self._turns.popitem(last=False)
+
+    def forget(self, replica: str) -> None:
+        """The replica has restarted, or is gone."""
+        theirs = [it for it, turn in self._turns.items() if turn.replica == replica]
+        for conversation in theirs:
+            self._turns[conversation] = self._turns[conversation]._replace(replica="")
+
+
+def _cost(request: RoutingRequest, choice: Choice) -> float:
+    """The cost of the request at a replica, as the strategies count it, without adapters."""
+    replica = choice.replica
+    return (
+        UNCACHED * replica.prices.work(request.tokens, choice.held)
+        + replica.queued
+        + PER_REQUEST * replica.in_flight
+        + replica.context / CONTEXT
+    )
+
+
+def _weight(key: str, replica: str) -> bytes:
+    # Not Python's hash: routers on other machines are to agree.
+    return hashlib.blake2b(f"{replica}\0{key}".encode(), digest_size=8).digest()
