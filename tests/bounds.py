@@ -35,7 +35,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "- msgspec.json.Decoder(_Adapters).decode",
         ],
         "serving/inference/pipeline.py": ["_values json.loads"],
-        "serving/router/policy/request.py": [
+        "serving/router/policy/routing_request.py": [
             "- msgspec.json.Decoder(list[_Message]).decode",
             "RequestReader.__init__ msgspec.json.Decoder(body).decode",
         ],
@@ -118,7 +118,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/router/fleet/prefill.py": ["_Answer.read msgspec.json.decode"],
     },
     "Usage that answers tell": {
-        "serving/router/epp/usage.py": ["UsageReader.read json.JSONDecoder().raw_decode"],
+        "serving/router/epp/answer_usage.py": ["UsageReader.read json.JSONDecoder().raw_decode"],
     },
     "Messages to the endpoint picker": {
         "serving/router/epp/exchange.py": ["Exchange._on_body request.receive"],
@@ -421,7 +421,7 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "serving/router/placement.py": {
         "Placement.read self._routing.read": "reads the request's body, which is kept",
     },
-    "serving/router/policy/request.py": {
+    "serving/router/policy/routing_request.py": {
         "_text msgspec.json.decode": "a value of a body that is kept",
     },
     "serving/router/proxy/proxied.py": {

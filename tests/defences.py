@@ -343,7 +343,7 @@ DEFENCES: Mapping[str, Removed] = {
     "A request names an adapter that the engine has, and no registry": Removed(
         "tests/serving/lora/test_registry.py"
         "::test_a_model_that_is_not_registered_does_not_reach_the_engine[/v1/completions]",
-        {"serving.inference.isolate:_require_known": nothing},
+        {"serving.inference.isolated:_require_known": nothing},
     ),
     "A key learns which adapters others have": Removed(
         f"{ACCESS}test_access.py::test_an_adapter_of_others_is_as_one_that_is_not_here",
@@ -618,11 +618,11 @@ DEFENCES: Mapping[str, Removed] = {
     "A peer of the endpoint picker that is no gateway: messages out of order, streams and heads "
     "without end": Removed(
         "tests/serving/router/epp/test_hostile.py::test_streams_that_say_nothing_keep_nobody_out",
-        {"serving.router.epp.streams:Streams.evict": nothing},
+        {"serving.router.epp.grpc_streams:Streams.evict": nothing},
     ),
     "An answer says that it used a negative, endless or fractional number of tokens": Removed(
         "tests/serving/router/epp/test_epp.py::test_usage",
-        {"serving.router.epp.usage:counted": int},
+        {"serving.router.epp.answer_usage:counted": int},
     ),
     "Heads and bodies that never end, many connections, many headers, at the router": Removed(
         "tests/serving/router/test_routing.py::test_a_head_has_to_be_whole_in_time",
@@ -630,7 +630,7 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "A client removes or replaces the tenant header at the router": Removed(
         "tests/serving/router/test_routing.py::test_a_tenant_is_named_once",
-        {"serving.router.http.request:Request.check": nothing},
+        {"serving.router.http.forwarded_request:Request.check": nothing},
     ),
     "A client reaches what administers a server behind the router": Removed(
         "tests/serving/router/test_paths.py::test_paths_that_the_operator_names_are_passed_on",
@@ -639,7 +639,7 @@ DEFENCES: Mapping[str, Removed] = {
     "Request smuggling through the router": Removed(
         "tests/serving/router/http/test_fuzz.py::"
         "test_requests_that_proxies_and_servers_may_read_otherwise",
-        {"serving.router.http.request:_DROPPED": frozenset()},
+        {"serving.router.http.forwarded_request:_DROPPED": frozenset()},
     ),
     "Sound that becomes far larger when it is decoded, or lasts for hours": Removed(
         "tests/serving/api/test_audio.py::test_what_is_refused",

@@ -35,7 +35,7 @@ from serving.inference import queue
 from serving.lifecycle import SHUTDOWN, Lifecycle
 from serving.router import metrics
 from serving.router.http.buffers import Buffers
-from serving.router.http.request import Request
+from serving.router.http.forwarded_request import Request
 from serving.router.router import Router
 from tests import custom_resources
 

@@ -222,6 +222,27 @@ def test_the_shutdown_fits_what_platforms_grant():
     assert sum(SHUTDOWN) < GRACE_S
 
 
+ONE_THING = {
+    "adapter": "what the files of an adapter say, and the adapter in the server",
+    "compile_cache": "its plan, and its folder",
+    "connections": "connections, and the patch that they need",
+    "redaction": "of options, and of log lines",
+    "registry": "the patches of a process, for each process",
+    "shared_store": "its options, and the store",
+    "vllm": "its command line, and the engine",
+}
+"""Names that two files or more may have, as they are about one thing: what that is."""
+
+
+def test_no_two_files_have_one_name_for_different_things():
+    homes: dict[str, list[str]] = {}
+    for module in EVERY:
+        homes.setdefault(module.rpartition(".")[2], []).append(module)
+    twice = {name: it for name, it in homes.items() if len(it) > 1}
+    assert {name: it for name, it in twice.items() if name not in ONE_THING} == {}
+    assert twice.keys() == ONE_THING.keys()
+
+
 def test_chunks_are_framed_in_one_place():
     found = {module for module, file in SERVING.items() for it in texts(file) if "%x\r\n" in it}
     assert found == {"serving.http.http1"}

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from serving.router.policy import kv_index
 from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 
 REPLICAS = 7
 BLOCK = CHUNK // BYTES_PER_TOKEN

@@ -13,7 +13,7 @@ from serving.router.policy import policies
 from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import Choice, Load, Policy, Session
 from serving.router.policy.prefix_index import PrefixIndex
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Held
 
 

@@ -29,8 +29,8 @@ from serving.http.bodies import Answer, Bodies, header
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
 from serving.inference.content.fields import bad_request
-from serving.inference.isolate import Isolated, engine_call, isolate
-from serving.inference.prepare import Formatters, Prepared, prepare
+from serving.inference.isolated import Isolated, engine_call, isolate
+from serving.inference.prepared import Formatters, Prepared, prepare
 from serving.inference.queue import QUEUED, SHED, FairQueue, Ticket
 from serving.inference.relay import Relay
 from serving.inference.request import ClientRequest, HttpCall, InferenceRequest

@@ -17,7 +17,7 @@ from serving import errors
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine.base import Call, Engine, Usage
 from serving.errors import EngineFailed, ServingError, UserCodeFailed
-from serving.inference.prepare import Rendering
+from serving.inference.prepared import Rendering
 from serving.inference.request import NAMED_EVENTS, SSE, InferenceRequest
 from serving.lora.adapter import Adapter
 from serving.protocol import FORMATTED

@@ -18,7 +18,7 @@ import msgspec
 from serving.access.signed_identity import new_name
 from serving.router.fleet.replicas import Replica
 from serving.router.policy.policies import Share
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 from serving.waiting.held import HeldQueue
 
 CHOICES_S = 0.002

@@ -30,13 +30,13 @@ from serving.router import metrics
 from serving.router.fleet.circuit_breaker import is_error
 from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica, ReplicaPool
-from serving.router.http.request import Headers, Request
+from serving.router.http.forwarded_request import Headers, Request
 from serving.router.metrics import Tally
 from serving.router.peers import Peers
 from serving.router.policy import phases
 from serving.router.policy.conversations import Conversations
 from serving.router.policy.policies import PER_REQUEST, Choice, Policy, Work
-from serving.router.policy.request import Reader, RoutingRequest
+from serving.router.policy.routing_request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
 from serving.router.routes import Routes, creates, generates

@@ -45,8 +45,8 @@ from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import MOST_HELD, MOST_HELD_BYTES, Buffers
 from serving.router.http.downstream import Downstream
+from serving.router.http.forwarded_request import Request, Rules
 from serving.router.http.ports import Responder, WholeResponder
-from serving.router.http.request import Request, Rules
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import FALLBACKS, Tally
 from serving.router.peers import Link, Peers
@@ -55,7 +55,7 @@ from serving.router.policy.conversations import Conversations
 from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import PrefixIndex
-from serving.router.policy.request import RequestReader, RoutingRequest
+from serving.router.policy.routing_request import RequestReader, RoutingRequest
 from serving.router.proxy.proxied import ProxiedRequest
 from serving.router.retry import RetryBudget
 from serving.router.routes import (
@@ -203,7 +203,7 @@ class Router:
             return None
         # They import gRPC, which only a picker needs.
         from serving.router.epp.exchange import Picking
-        from serving.router.epp.server import EndpointPicker
+        from serving.router.epp.grpc_server import EndpointPicker
 
         # Its peers and the clients of the proxy cannot use up each other's memory.
         picking = Picking(self.place, self.routing, self.rules, Buffers())

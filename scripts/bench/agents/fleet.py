@@ -18,7 +18,7 @@ from serving.router.policy.conversations import Conversations
 from serving.router.policy.policies import Load, Policy, PrefixAware, RoundRobin
 from serving.router.policy.policies import Session as SessionPolicy
 from serving.router.policy.prefix_index import PrefixIndex
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Capacity
 
 REPLICAS = 3

@@ -19,15 +19,15 @@ from serving.http.http1 import BEHIND_S, HEAD_S, LEAST_RATE, MAX_HEAD, MAX_HEADE
 from serving.observability.tracing import Span
 from serving.protocol import HELD_MS, IDENTITY, REQUEST_ID, ROUTE
 from serving.router import metrics
+from serving.router.epp import envoy_messages
 from serving.router.epp import ext_proc_pb2 as pb
-from serving.router.epp import messages
-from serving.router.epp.messages import FULL_DUPLEX, Headers
-from serving.router.epp.streams import Stream
-from serving.router.epp.usage import UsageReader
+from serving.router.epp.answer_usage import UsageReader
+from serving.router.epp.envoy_messages import FULL_DUPLEX, Headers
+from serving.router.epp.grpc_streams import Stream
 from serving.router.fleet.replicas import Replica
 from serving.router.http.buffers import Buffers
+from serving.router.http.forwarded_request import NO_HEADERS, Request, Rules
 from serving.router.http.ports import WholeResponder
-from serving.router.http.request import NO_HEADERS, Request, Rules
 from serving.router.placement import Outcome, Placement, Routing
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class WholeAnswer:
             name, _, value = line.partition(b":")
             headers.append((name, value.strip()))
         if not self.given.done():
-            self.given.set_result(messages.immediate(status, body, headers))
+            self.given.set_result(envoy_messages.immediate(status, body, headers))
 
     def fail(self, error: ServingError) -> None:
         shape = errors.shape(self._request.path)
@@ -168,7 +168,7 @@ class Exchange:
                 return self._on_answer_body(message.response_body)
             case "response_trailers":
                 self._end_answer()
-                return iter((messages.answer_trailers(),))
+                return iter((envoy_messages.answer_trailers(),))
         return iter(())  # of a later version
 
     # the request
@@ -194,7 +194,7 @@ class Exchange:
             target, headers = b"/", []
         request = Request(method, target, "2", headers, buffers, keep_alive=True)
         self._request = stream.request = request
-        self._among = messages.subset(message)
+        self._among = envoy_messages.subset(message)
         try:
             if too_large:
                 raise HeadTooLarge(MAX_HEAD)
@@ -218,7 +218,7 @@ class Exchange:
     async def _on_body(self, body: bytes, *, end: bool) -> Responses:
         request = self._request
         if request is None:
-            return messages.request_body(body, end=end)
+            return envoy_messages.request_body(body, end=end)
         if request.complete:
             raise Misused("more of a request came behind its end")
         self._patience = min(BEHIND_S, self._patience + len(body) / LEAST_RATE)
@@ -229,7 +229,7 @@ class Exchange:
         if request.streamed:
             request.size += len(body)
             request.complete = end
-            return messages.request_body(body, end=end)
+            return envoy_messages.request_body(body, end=end)
         room = request.receive(body)
         if end:
             request.end_body()
@@ -244,7 +244,7 @@ class Exchange:
             if not request.streamed:
                 found = [*await self._decide(trailers=True)]
         if not self._failed:
-            found.append(messages.request_trailers())
+            found.append(envoy_messages.request_trailers())
         return iter(found)
 
     async def _decide(self, *, trailers: bool = False) -> Responses:
@@ -269,10 +269,10 @@ class Exchange:
             lines.append((IDENTITY, identity))
             removed.discard(IDENTITY)
         endpoints = [replica.endpoint for replica in replicas]
-        found = [messages.routed(endpoints, lines, sorted(removed))]
+        found = [envoy_messages.routed(endpoints, lines, sorted(removed))]
         body = bytes(request.body)
         if body or not request.complete:
-            found += messages.request_body(body, end=request.complete and not trailers)
+            found += envoy_messages.request_body(body, end=request.complete and not trailers)
         request.release()
         return iter(found)
 
@@ -355,7 +355,7 @@ class Exchange:
         lines: Headers = []
         if placement and placement.replica and request:
             self._status = int(status)
-            self._follow(placement, messages.served(message))
+            self._follow(placement, envoy_messages.served(message))
             placement.judge(self._status, time.monotonic())
             placement.heard()
             placement.waits_since = None  # the gateway may keep the body to itself
@@ -368,7 +368,7 @@ class Exchange:
                 lines.append((ROUTE, placement.decision().encode()))
         if message.response_headers.end_of_stream:
             self._end_answer()
-        return iter((messages.answer_head(lines),))
+        return iter((envoy_messages.answer_head(lines),))
 
     def _follow(self, placement: Placement, endpoint: str) -> None:
         """The answer is this endpoint's, one of those that were named. "": of the first of them."""
@@ -388,7 +388,7 @@ class Exchange:
                 self._placement.moved(time.monotonic())
         if message.end_of_stream:
             self._end_answer()
-        return iter((messages.answer_body(message, full_duplex=self._answer_full_duplex),))
+        return iter((envoy_messages.answer_body(message, full_duplex=self._answer_full_duplex),))
 
     def _first_byte(self) -> None:
         """The answer's first byte is here, so its prompt is computed."""
@@ -422,7 +422,7 @@ class Exchange:
 def _headers(message: pb.HttpHeaders) -> Headers:
     """Raises Misused."""
     try:
-        return messages.headers(message)
+        return envoy_messages.headers(message)
     except UnicodeEncodeError:
         raise Misused("a header's name has letters that no name has") from None
 

@@ -12,7 +12,7 @@ from serving.errors import NotReady, ReplicaFailed
 from serving.protocol import ADAPTER_ALIAS, API_KEY, AUTHORIZATION, IDENTITY, REQUEST_ID
 from serving.router.fleet.health import Asking, HealthChecks, has_ended, read
 from serving.router.fleet.replicas import Replica, ReplicaPool
-from serving.router.http.request import Request
+from serving.router.http.forwarded_request import Request
 
 _PASSED_ON = (b"content-type", ADAPTER_ALIAS, REQUEST_ID)
 _CREDENTIALS = (AUTHORIZATION, API_KEY)

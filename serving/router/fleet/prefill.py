@@ -12,7 +12,7 @@ import msgspec
 
 from serving.kv_cache.transfer import where
 from serving.router.fleet.replicas import Replica
-from serving.router.http.request import Headers, Request
+from serving.router.http.forwarded_request import Headers, Request
 from serving.router.usage import MOST
 
 LARGEST = 2**22

@@ -54,8 +54,8 @@ from serving.http.sockets import Place
 from serving.protocol import REQUEST_ID, ROUTER_PROBES
 from serving.router.http.buffers import Buffers
 from serving.router.http.flow import FlowControl
+from serving.router.http.forwarded_request import Headers, Request, Rules
 from serving.router.http.ports import Answering, Dispatch
-from serving.router.http.request import Headers, Request, Rules
 
 PIPELINE = 16
 """Requests that a client may send ahead of their answers; then it is read no further. Further bytes

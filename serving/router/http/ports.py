@@ -4,7 +4,7 @@
 from typing import Protocol
 
 from serving.errors import ServingError
-from serving.router.http.request import Request
+from serving.router.http.forwarded_request import Request
 
 
 class WholeResponder(Protocol):

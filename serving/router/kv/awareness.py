@@ -21,12 +21,12 @@ from serving.follow import count, kept
 from serving.protocol import AUDIO_PATHS, KV_EVENT_SOURCES, NOT_GENERATED
 from serving.router.fleet.health import Asking, read
 from serving.router.fleet.replicas import Replica
-from serving.router.http.request import Request
+from serving.router.http.forwarded_request import Request
 from serving.router.kv.events import Follower, SourcesRefused, sources
 from serving.router.kv.tokenizer import fetch
 from serving.router.kv.tokenizer_workers import TokenWorkers
 from serving.router.policy.kv_index import PLAIN, KvIndex, chain, request_seed
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from serving.router.policy.policies import (
     PrefixAware,
 )
 from serving.router.policy.prefix_index import TOKENS
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 
 LIMIT = 50_000
 """Conversations that are remembered: those used last. Each takes up to 0.7 KB."""

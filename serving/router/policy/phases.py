@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 from serving.router.policy.policies import Choice, Load, Policy
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 
 LONGER = 2.0
 """How many times what an idle replica takes to compute the prompt it may wait at a replica that

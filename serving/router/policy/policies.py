@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from serving.router.policy.prefix_index import PrefixIndex
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import DEFAULT_PRICES, NOTHING, NOWHERE, Held, Prices, Reach
 
 # What waiting costs, in prompt tokens that could be computed in the time. The figures are those

@@ -13,8 +13,8 @@ from serving.observability.tracing import Span
 from serving.protocol import HELD_MS, RATE_LIMIT, REQUEST_ID, ROUTE, SESSION_ID
 from serving.router import metrics
 from serving.router.fleet.replicas import Replica
+from serving.router.http.forwarded_request import NO_HEADERS, Headers, Request
 from serving.router.http.ports import Responder
-from serving.router.http.request import NO_HEADERS, Headers, Request
 from serving.router.http.upstream import FRAMING, HOP_BY_HOP, Upstream, is_framed
 from serving.router.placement import TRIES, Outcome, Placement, Routing, Tokenise
 from serving.router.proxy.continuation import Continuation, continuation

@@ -193,7 +193,8 @@ async def test_a_token_takes_four_stays_without_a_return(path):
         none: Any = None
         events: Any = SimpleNamespace(part=lambda *_: b"data: b\n\n")
         how: Any = (Steps(none), sink.write_step) if call.steps else (events, sink.write)
-        it = Client(lambda results: Stream(sink, *how, 0, results))
+        made: Any = Stream
+        it = Client(lambda results: made(sink, *how, 0, results))
         sink.stream()
         if call.steps:
             await sink.step(Step("a", [1], ["a"], [-1.0]))

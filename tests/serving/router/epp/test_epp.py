@@ -26,7 +26,7 @@ from scripts.harness.process import AS_ENTRYPOINT_SH, Program
 from scripts.harness.wait import until, until_async
 from serving.protocol import IDENTITY
 from serving.router import placement
-from serving.router.epp.usage import Usage, UsageReader
+from serving.router.epp.answer_usage import Usage, UsageReader
 from serving.router.http import buffers
 from serving.router.metrics import CACHED_TOKENS, PROMPT_TOKENS, RETRIES, USAGE
 from serving.router.policy import policies

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from scripts.harness import ports
 from scripts.harness.wait import until_async
-from serving.router.epp import exchange, server
+from serving.router.epp import exchange, grpc_server
 from serving.router.epp import ext_proc_pb2 as pb
-from serving.router.epp.messages import FULL_DUPLEX
+from serving.router.epp.envoy_messages import FULL_DUPLEX
 from serving.router.http import buffers
 from tests.fuzzing import examples
 from tests.serving.access.test_access import SECRET, bearer, written
@@ -237,7 +237,7 @@ async def test_heads_without_bodies_keep_nobody_out(monkeypatch):
 @pytest.mark.parametrize("whole", [False, True])
 async def test_streams_that_say_nothing_keep_nobody_out(monkeypatch, whole):
     """Before their request, or behind it."""
-    monkeypatch.setattr(server, "STREAMS", 20)
+    monkeypatch.setattr(grpc_server, "STREAMS", 20)
     async with picking() as peer:
         calls = []
         for _ in range(50):
@@ -255,7 +255,7 @@ async def test_streams_that_say_nothing_keep_nobody_out(monkeypatch, whole):
 
 async def test_watchers_keep_nobody_out(monkeypatch):
     """Streams of health and reflection that never end."""
-    monkeypatch.setattr(server, "WATCHES", 8)
+    monkeypatch.setattr(grpc_server, "WATCHES", 8)
     async with picking() as peer:
         health = health_pb2_grpc.HealthStub(peer.channel)
         watches = [health.Watch(health_pb2.HealthCheckRequest(service="")) for _ in range(30)]
@@ -297,8 +297,10 @@ async def test_a_request_has_to_come_in_time(monkeypatch):
 
 
 async def test_a_connection_that_says_nothing_is_closed(monkeypatch):
-    options = [it for it in server.OPTIONS if "handshake" not in it[0]]
-    monkeypatch.setattr(server, "OPTIONS", [*options, ("grpc.server_handshake_timeout_ms", 300)])
+    options = [it for it in grpc_server.OPTIONS if "handshake" not in it[0]]
+    monkeypatch.setattr(
+        grpc_server, "OPTIONS", [*options, ("grpc.server_handshake_timeout_ms", 300)]
+    )
     async with picking() as peer:
 
         def silent():

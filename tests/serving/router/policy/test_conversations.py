@@ -10,7 +10,7 @@ from serving.router.policy import conversations, policies
 from serving.router.policy.conversations import Conversations
 from serving.router.policy.policies import Load, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import TOKENS, PrefixIndex
-from serving.router.policy.request import RequestReader
+from serving.router.policy.routing_request import RequestReader
 from serving.router.policy.tiers import Capacity
 
 read = RequestReader("prefixaware", None, ()).read

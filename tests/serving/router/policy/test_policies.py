@@ -23,7 +23,7 @@ from serving.router.policy.policies import (
     Session,
 )
 from serving.router.policy.prefix_index import CHUNK, DEFAULT_TOKENS, TTL_S, PrefixIndex, chain
-from serving.router.policy.request import RoutingRequest
+from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Capacity, Held, Prices, Reach, described
 
 

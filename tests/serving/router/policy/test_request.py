@@ -8,7 +8,7 @@ import pytest
 from serving.cache_hints.intent import digest
 from serving.protocol import ADAPTER_ID, CLASSIFY, EMBEDDINGS, PAIRS_PATHS, POOLING
 from serving.router.policy.prefix_index import CHUNK
-from serving.router.policy.request import RequestReader
+from serving.router.policy.routing_request import RequestReader
 from tests import agents
 
 JSON = {b"content-type": b"application/json"}

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
-from serving.router.http.request import Request
+from serving.router.http.forwarded_request import Request
 
 M = TypeVar("M")
 

@@ -15,7 +15,7 @@ from serving.engine.base import Call
 from serving.errors import NotFound
 from serving.http.bodies import header
 from serving.inference.content import media
-from serving.inference.prepare import Prepared
+from serving.inference.prepared import Prepared
 from serving.inference.request import InferenceRequest
 from serving.kv_cache import salt as kv_salt
 from serving.lora.adapter import Adapter

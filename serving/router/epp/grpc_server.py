@@ -19,8 +19,8 @@ from serving.http.http1 import HANDSHAKE_S, KEEP_ALIVE_S
 from serving.http.sockets import ROUTED, SPARE, CannotListen, bound
 from serving.router.epp import ext_proc_pb2 as pb
 from serving.router.epp.exchange import Exchange, Misused, Picking, Unsupported
-from serving.router.epp.streams import Evicted, Streams
-from serving.router.epp.tls import credentials
+from serving.router.epp.grpc_certificate import credentials
+from serving.router.epp.grpc_streams import Evicted, Streams
 
 log = logging.getLogger(__name__)
 
