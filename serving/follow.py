@@ -44,6 +44,7 @@ What = Literal[
     "keys",
     "kv_events",
     "limits",
+    "memory",
     "objectives",
     "peers",
     "processes",

@@ -15,10 +15,14 @@ from typing import IO
 
 import psutil
 
+from serving.aio import in_thread
 from serving.observability import logs
 
 REAP_S = 10.0
 """Seconds between two rounds. Code that starts a child waits for it much sooner after its end."""
+
+RETURN_S = 60.0
+"""Seconds between two returns of free memory to the kernel."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
@@ -80,6 +84,18 @@ def return_freed_memory(size: int) -> None:
     with contextlib.suppress(AttributeError):  # a C library without mallopt()
         for parameter, value in ((_M_MMAP_THRESHOLD, size), (_M_ARENA_MAX, _HEAPS)):
             ctypes.CDLL(None).mallopt(parameter, value)
+
+
+async def return_heaps() -> None:
+    """Return the free memory within the C library's heaps to the kernel, once a minute.
+
+    After a burst of large requests, small blocks that are still used keep a heap at its full
+    length. Takes some milliseconds after a burst, in a thread, and else one.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    while trim:
+        await asyncio.sleep(RETURN_S)
+        await in_thread(trim, 0)
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:

@@ -234,7 +234,7 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "lmi_config/facts/gpus.py": {
         "_node file.read_text": "a number of the kernel's",
     },
-    "serving/engine/requests/usage.py": {
+    "serving/engine/requests/anthropic_usage.py": {
         "_retold msgspec.json.decode": "an event of our own engine's",
     },
     "serving/copies/looks.py": {

@@ -387,7 +387,7 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any, args: Namespace) ->
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
     from serving.engine.calls import Route
-    from serving.engine.requests import pooling, usage
+    from serving.engine.requests import anthropic_usage, pooling
     from serving.engine.texts.chats import Chats
     from serving.engine.texts.completions import Completions
     from serving.engine.texts.prompts import Prompts
@@ -420,7 +420,7 @@ def _routes(state: Any, tasks: tuple[str, ...], client: Any, args: Namespace) ->
             dump={"by_alias": True},
             event=_named_event,
         )
-        add(MESSAGES, AnthropicMessagesRequest, of_messages, usage.messages)
+        add(MESSAGES, AnthropicMessagesRequest, of_messages, anthropic_usage.messages)
         add(COUNT_TOKENS, AnthropicCountTokensRequest, of_messages, "count_tokens", dump=whole)
     add(TOKENIZE, TokenizeRequest, tokens, "create_tokenize")
     add(DETOKENIZE, DetokenizeRequest, tokens, "create_detokenize")

@@ -34,7 +34,7 @@ from serving.http.tls import ServerTls
 from serving.kv_cache.salt import Tenants
 from serving.lifecycle import SHUTDOWN
 from serving.observability.tracing import tracer
-from serving.process import StopSignals
+from serving.process import StopSignals, return_heaps
 from serving.router import status
 from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
@@ -229,6 +229,7 @@ class Router:
         log.info("routing", extra={"facts": facts, "text": text})
         works = [
             kept("health", lambda: self._health.run(self._places)),
+            kept("memory", return_heaps),
             kept("peers", self.routing.peers.run),
             kept("time_outs", self._sweep),
             kept("objectives", self._objectives.follow),

@@ -142,6 +142,7 @@ class Server:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         works = (
             kept("processes", process.reap),
+            kept("memory", process.return_heaps),
             self._access.follow(),
             self._tls.follow(),
         )

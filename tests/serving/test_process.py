@@ -179,3 +179,29 @@ def test_a_peak_of_each_thread_does_not_stay_allocated():
         return int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
 
     assert resident(str(256 * 1024)) < 0.5 * resident()
+
+
+BURST = """
+import asyncio, sys, psutil
+from serving import process
+process.RETURN_S = 0.1
+process.return_freed_memory(256 * 1024)
+
+async def main():
+    bodies = [b"1" * 100_000 for _ in range(1000)]
+    kept = bodies[::50]
+    del bodies
+    before = psutil.Process().memory_info().rss
+    task = asyncio.create_task(process.return_heaps())
+    await asyncio.sleep(1)
+    print(before - psutil.Process().memory_info().rss)
+
+asyncio.run(main())
+"""
+
+
+def test_free_memory_below_used_blocks_is_returned():
+    ended = subprocess.run(
+        [sys.executable, "-c", BURST], cwd=ROOT, capture_output=True, check=True, timeout=60
+    )
+    assert int(ended.stdout) > 50_000_000
