@@ -27,14 +27,14 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_csv_lines text.readline",
         ],
         "handlers/records.py": ["read decode"],
-        "serving/api/adapters.py": ["_parameters msgspec.json.decode"],
+        "serving/api/adapters.py": ["parameters msgspec.json.decode"],
         "serving/batch/answers.py": ["- msgspec.json.Decoder(NewBatch).decode"],
         "serving/engine/patches/frontend/messages.py": ["_as_object partial_json_parser.loads"],
         "serving/inference/content/fields.py": [
             "- msgspec.json.Decoder(RequestFields).decode",
             "- msgspec.json.Decoder(_Adapters).decode",
         ],
-        "serving/inference/pipeline.py": ["_values json.loads"],
+        "serving/inference/prepared.py": ["_values json.loads"],
         "serving/router/policy/routing_request.py": [
             "- msgspec.json.Decoder(list[_Message]).decode",
             "RequestReader.__init__ msgspec.json.Decoder(body).decode",
@@ -333,12 +333,8 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "lmi_config/plan/lmcache.py": {
         "_sift read": "a parser of one value of a YAML file that was read",
     },
-    "serving/api/adapters.py": {
-        "every pipeline.bodies.read": "Bodies.read, which has the limit",
-        "update pipeline.bodies.read": "Bodies.read, which has the limit",
-    },
-    "serving/batch/answers.py": {
-        "FilesAndBatches._made pipeline.bodies.read": "Bodies.read, which has the limit",
+    "serving/api/app.py": {
+        "_answering.answer pipeline.bodies.read": "Bodies.read, which has the limit",
     },
     "serving/batch/lines.py": {
         "- msgspec.json.Decoder(_Answered).decode": (
@@ -397,8 +393,8 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "_number read": "a value of a body that was taken whole",
         "_reader msgspec.json.Decoder(kind).decode": "a value of a body that was taken whole",
     },
-    "serving/inference/pipeline.py": {
-        "Pipeline.form found.json": "what a form has become, which was taken whole",
+    "serving/inference/request.py": {
+        "inference_request form.json": "what a form has become, which was taken whole",
     },
     "serving/kv_cache/lmcache/__main__.py": {
         "_listen sys.stdin": "numbers of the server that has started this process",
